@@ -1,0 +1,1 @@
+"""Watch, protect and report the gradients of a PyTorch training run."""

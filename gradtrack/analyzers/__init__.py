@@ -1,0 +1,1 @@
+"""Panels beyond the gradients themselves: one file per analyzer."""

@@ -1,0 +1,1 @@
+"""Rules over windows of evidence, root causes and recommendations."""

@@ -1,0 +1,1 @@
+"""Callbacks for the frameworks that people train with."""

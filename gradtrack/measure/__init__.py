@@ -1,0 +1,1 @@
+"""One pass over every gradient: tables of parameters, engines, sums."""

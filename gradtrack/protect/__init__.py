@@ -1,0 +1,1 @@
+"""Clipping strategies and the handling of non-finite gradients."""

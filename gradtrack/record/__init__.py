@@ -1,0 +1,1 @@
+"""History, files, journal and delivery of what was measured."""
