@@ -1,0 +1,116 @@
+"""The direction of imports, checked on the package and on small packages that break it."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+LINT = "from importlinter.cli import lint_imports_command; lint_imports_command()"
+
+LAYOUT = """
+    _version errors records config reports registry monitor manager functional demo cli
+    measure.engine protect.strategy diagnose.rules record.history view.plots integrations.framework
+    backends.base backends.mlflow backends.first backends.second
+    analyzers.base analyzers.first analyzers.second
+"""
+
+PERMITTED = [
+    ("gradtrack", "gradtrack.manager"),
+    ("backends.first", "gradtrack.backends.base"),
+    ("backends.first", "gradtrack.record.history"),
+    ("backends.mlflow", "mlflow"),
+    ("analyzers.first", "gradtrack.analyzers.base"),
+    ("analyzers.first", "gradtrack.diagnose.rules"),
+    ("analyzers.first", "torch"),
+    ("measure.engine", "gradtrack.analyzers.base"),
+    ("protect.strategy", "gradtrack.measure.engine"),
+    ("diagnose.rules", "gradtrack.analyzers.base"),
+    ("record.history", "gradtrack.backends.base"),
+    ("backends.base", "gradtrack.records"),
+    ("monitor", "gradtrack.diagnose.rules"),
+    ("manager", "gradtrack.monitor"),
+    ("integrations.framework", "gradtrack.manager"),
+    ("cli", "gradtrack.demo"),
+]
+
+VIOLATIONS = [
+    ("errors", "gradtrack.config"),
+    ("errors", "gradtrack.analyzers.base"),
+    ("config", "gradtrack.measure.engine"),
+    ("registry", "gradtrack.backends.base"),
+    ("backends.base", "gradtrack.measure.engine"),
+    ("measure.engine", "gradtrack.protect.strategy"),
+    ("record.history", "gradtrack.backends.first"),
+    ("measure.engine", "gradtrack.analyzers.first"),
+    ("protect.strategy", "gradtrack.backends.first"),
+    ("diagnose.rules", "gradtrack.analyzers.first"),
+    ("record.history", "gradtrack"),
+    ("backends.first", "gradtrack.backends.second"),
+    ("backends.first", "torch"),
+    ("backends.first", "gradtrack.analyzers.first"),
+    ("analyzers.first", "gradtrack.analyzers.second"),
+    ("analyzers.base", "gradtrack.analyzers.first"),
+    ("analyzers.first", "gradtrack.manager"),
+    ("backends", "gradtrack.backends.first"),
+    ("backends.first", "mlflow"),
+    ("manager", "gradtrack.integrations.framework"),
+]
+
+
+def lint(directory: Path) -> subprocess.CompletedProcess[str]:
+    """Check the contracts of this repository on the package gradtrack in a directory."""
+    options = ["--no-cache", "--no-logo", "--config", str(ROOT / "pyproject.toml")]
+    command = [sys.executable, "-c", LINT, *options]
+    return subprocess.run(command, cwd=directory, capture_output=True, text=True, check=False)
+
+
+def file_of(module: str, root: Path) -> Path:
+    """Return the file of a module of the small package; packages are the names with children."""
+    path = root / "gradtrack" / module.replace(".", "/").removeprefix("gradtrack")
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    """Lay out a package with every layer and no imports."""
+    for module in LAYOUT.split():
+        path = tmp_path / "gradtrack" / module.replace(".", "/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        (path.parent / "__init__.py").touch()
+        path.with_suffix(".py").touch()
+    (tmp_path / "gradtrack" / "__init__.py").write_text("from gradtrack.manager import GradientManager\n")
+    return tmp_path
+
+
+def test_package_keeps_its_layers() -> None:
+    """The imports of gradtrack go down only and no plugin knows another."""
+    result = lint(ROOT)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_permitted_imports_pass(small: Path) -> None:
+    """Imports that go down pass, all of them at once."""
+    for module, target in PERMITTED:
+        with file_of(module, small).open("a") as file:
+            file.write(f"import {target}\n")
+    result = lint(small)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize(("module", "target"), VIOLATIONS)
+def test_forbidden_imports_are_named(small: Path, module: str, target: str) -> None:
+    """An import that goes up or sideways fails, even inside a function, and is named."""
+    file_of(module, small).write_text(f"def late() -> None:\n    import {target}\n")
+    result = lint(small)
+    assert result.returncode == 1, result.stderr
+    assert f"gradtrack.{module} -> {target} (" in result.stdout
+
+
+def test_module_without_a_layer_is_named(small: Path) -> None:
+    """A new module at the top of the package must be given a layer."""
+    (small / "gradtrack" / "stray.py").touch()
+    result = lint(small)
+    assert result.returncode == 1
+    assert "- gradtrack.stray" in result.stdout
