@@ -1,0 +1,64 @@
+# Every command sets itself up: it needs Python 3.11 or newer, make and a package index.
+
+VENV := .venv
+BIN := $(VENV)/bin
+PYTHON ?=
+WORKERS ?= 2
+ARGS ?=
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-slow check bench clean
+
+help: ## Show the commands
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
+	@echo
+	@echo 'PYTHON=... chooses the interpreter, ARGS="..." is passed on, WORKERS=... is the number of test processes.'
+
+demo: $(VENV)/.demo-installed ## Train a small model and write its reports, without an account or a server
+	@$(BIN)/gradtrack demo $(ARGS)
+
+test: $(VENV)/.all-installed ## Run the tests
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+
+# pytest ends with 5 when no test was selected.
+test-slow: $(VENV)/.all-installed ## Run the slow tests: real servers under faults, browsers, distributed runs
+	@$(BIN)/python -m pytest -m slow $(ARGS) || { code=$$?; test $$code -eq 5 || exit $$code; }
+
+check: $(VENV)/.all-installed ## Check format, lint, types and the direction of imports
+	@$(BIN)/ruff format --check
+	@$(BIN)/ruff check
+	@$(BIN)/mypy --strict gradtrack tests
+	@$(BIN)/lint-imports --no-logo
+
+bench: $(VENV)/.all-installed ## Run the benchmarks
+	@$(BIN)/python -m benchmarks $(ARGS)
+
+clean: ## Remove the environment, caches and built files
+	rm -rf $(VENV) build dist site *.egg-info
+	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find gradtrack tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+
+$(VENV)/.demo-installed: pyproject.toml constraints.txt | $(BIN)/pip
+	@echo 'Installing gradtrack and what the demo needs into $(VENV) (once, takes a minute or two)'
+	@$(INSTALL) -e '.[demo]'
+	@touch $@
+
+$(VENV)/.all-installed: pyproject.toml constraints.txt | $(BIN)/pip
+	@echo 'Installing gradtrack, every extra and the tools into $(VENV) (once, takes a few minutes)'
+	@$(INSTALL) -e '.[all,dev]'
+	@touch $@ $(VENV)/.demo-installed
+
+# The versions in constraints.txt are known to work with 3.11, so that one is asked first.
+$(BIN)/pip:
+	@for python in $(or $(PYTHON),python3.11 python3 python3.12 python3.13 python); do \
+	    if $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then \
+	        echo "Creating $(VENV) with $$($$python --version)"; \
+	        $$python -m venv --clear $(VENV) && exit 0; \
+	        rm -rf $(VENV); \
+	        echo "$$python cannot create $(VENV): expected the venv module. Install it (Debian: python3-venv)." >&2; \
+	        exit 1; \
+	    fi; \
+	done; \
+	echo "No usable Python in: $(or $(PYTHON),PATH). Expected 3.11 or newer. Install it, or name one: make PYTHON=..." >&2; \
+	exit 1
