@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PYTHON ?=
 WORKERS ?= 2
 ARGS ?=
-INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-slow check bench clean
