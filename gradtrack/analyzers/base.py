@@ -1,0 +1,92 @@
+"""The interface of an analyzer, what it gets to look at, and when."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from gradtrack.records import Panel
+from gradtrack.reports import Report
+
+Schedule = Callable[[int], bool]
+
+
+def often(step: int) -> bool:
+    """Say whether cheap evidence is due: every 4th step up to 64, then every 64th."""
+    return step % (4 if step <= 64 else 64) == 0
+
+
+def rarely(step: int) -> bool:
+    """Say whether a costly analysis is due: at steps 2, 8, 32, 128 and 512, then at every 1000th."""
+    return step in (2, 8, 32, 128, 512) or step % 1000 == 0
+
+
+def always(step: int) -> bool:
+    """Say that every step is due."""
+    return True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """One training step after its backward pass, to be read and never changed.
+
+    `gradients` are those that the optimizer will see, by parameter name; `norms` are the pre-clip norms.
+    """
+
+    step: int
+    model: nn.Module
+    epoch: int | None = None
+    loss: float | None = None
+    optimizers: Sequence[Any] = ()
+    gradients: Mapping[str, Tensor] = field(default_factory=dict)
+    norms: Mapping[str, float] = field(default_factory=dict)
+    lr: Mapping[str, float] = field(default_factory=dict)
+    horizon: int | None = None
+    skipped: bool = False
+
+
+class Analyzer(ABC):
+    """A look beyond the gradients, with a typed report and panels of its own.
+
+    An analyzer is one file with one class. On the steps of its schedule it is armed before the forward pass and
+    inspects after the backward pass; in between those steps it leaves no hook on the model. It changes neither weights,
+    buffers, gradients nor the state of any random generator.
+    """
+
+    report_type: ClassVar[type[Report]] = Report
+    panels: ClassVar[tuple[Panel, ...]] = ()
+    schedule: ClassVar[Schedule] = staticmethod(rarely)
+
+    @classmethod
+    def suits(cls, model: nn.Module) -> str | None:
+        """Return why `analyzers: auto` should choose this analyzer for a model, or None."""
+        return None
+
+    def due(self, step: int) -> bool:
+        """Say whether a step is to be looked at."""
+        return type(self).schedule(step)
+
+    def arm(self, model: nn.Module) -> None:
+        """Place the hooks that the next step needs."""
+
+    @abstractmethod
+    def inspect(self, snapshot: Snapshot) -> Report | None:
+        """Look at a step and return the report, or None where there is nothing to say."""
+
+    def disarm(self) -> None:
+        """Remove every hook; a second call does nothing."""
+
+    def notes(self) -> list[str]:
+        """Return findings of the last look that are information, not issues."""
+        return []
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything that rolls, as plain data."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` returned."""

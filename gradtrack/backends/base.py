@@ -1,0 +1,32 @@
+"""The interface of a backend."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar
+
+from gradtrack.records import Record
+
+
+class Backend(ABC):
+    """A place where records go.
+
+    A backend is one file with one class, and `write` is all that it must have. A tracker's package is imported in the
+    constructor, never at the top of the file; the constructor runs on the training thread, everything else on a worker
+    of the backend's own, so `write` may block or raise without slowing or stopping the training. Raise
+    `PermanentBackendError` for a record that can never be taken; after any other exception the same records come again.
+    """
+
+    inline: ClassVar[bool] = False
+    """Whether `write` is so quick that it runs on the training thread, within the step that made the record."""
+
+    @abstractmethod
+    def write(self, records: Sequence[Record]) -> None:
+        """Deliver records in the order in which they were made; the first of a run carries its `RunInfo`."""
+
+    def flush(self) -> None:
+        """Make everything that was written durable."""
+
+    def close(self, *, failed: bool = False) -> None:
+        """Let go of the tracker; `failed` says that the training raised. A second call does nothing."""

@@ -1,0 +1,70 @@
+"""The exceptions of gradtrack, in one tree.
+
+```
+GradtrackError
+├── UsageError              (ValueError)     a call that cannot mean anything
+│   └── ConfigError                          a configuration that cannot be read or is not valid
+├── InputTypeError          (TypeError)      an argument of the wrong type
+├── ClosedError             (RuntimeError)   a manager, monitor or backend used after its close
+├── NonFiniteGradientError  (ArithmeticError) raised by `nonfinite_action="raise"`
+├── PluginError                              a backend or analyzer that cannot be used
+│   ├── UnknownPluginError  (ValueError)     no plugin of that name
+│   └── MissingExtraError   (ImportError)    a plugin whose packages are not installed
+├── BackendError                             a tracker that did not take a record
+│   └── PermanentBackendError                trying again cannot help
+├── RunDirectoryError       (OSError)        a run directory that cannot be made or written
+└── JournalError            (ValueError)     a journal that cannot be read
+```
+"""
+
+
+class GradtrackError(Exception):
+    """Any error that gradtrack raises on purpose."""
+
+
+class UsageError(GradtrackError, ValueError):
+    """A call that cannot mean anything; the text says what to do instead."""
+
+
+class ConfigError(UsageError):
+    """A configuration that cannot be read or is not valid."""
+
+
+class InputTypeError(GradtrackError, TypeError):
+    """An argument of the wrong type."""
+
+
+class ClosedError(GradtrackError, RuntimeError):
+    """A manager, monitor or backend that was used after its close."""
+
+
+class NonFiniteGradientError(GradtrackError, ArithmeticError):
+    """Non-finite gradients under `nonfinite_action="raise"`; the text names the worst parameters."""
+
+
+class PluginError(GradtrackError):
+    """A backend or an analyzer that cannot be used."""
+
+
+class UnknownPluginError(PluginError, ValueError):
+    """A name that no plugin has; the text names the nearest one."""
+
+
+class MissingExtraError(PluginError, ImportError):
+    """A plugin whose packages are not installed; the text is the command that installs them."""
+
+
+class BackendError(GradtrackError):
+    """A tracker that did not take a record; trying again may help."""
+
+
+class PermanentBackendError(BackendError):
+    """A tracker that will never take a record; the journal keeps it."""
+
+
+class RunDirectoryError(GradtrackError, OSError):
+    """A run directory that cannot be made or written."""
+
+
+class JournalError(GradtrackError, ValueError):
+    """A journal that cannot be read."""

@@ -1,0 +1,69 @@
+"""What a backend receives: records, and the panels to draw from them.
+
+This module imports nothing but the standard library, so that a backend can be written and tested without torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Literal
+
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+PanelKind = Literal["line", "multi-line", "band", "image", "text"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Panel:
+    """One chart, declared once and drawn by each tracker in its own way.
+
+    A `band` has exactly three metrics: the value, its lower and its upper limit. A metric that ends in `/*` stands
+    for every metric that begins with what precedes the star.
+    """
+
+    title: str
+    section: str
+    metrics: tuple[str, ...]
+    kind: PanelKind = "line"
+    log_scale: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunInfo:
+    """The identity of a run, carried by the first record that a backend receives."""
+
+    run_id: str
+    run_dir: str | None = None
+    created: float = 0.0
+    config: Mapping[str, Any] = field(default_factory=lambda: _NOTHING)
+    environment: Mapping[str, str] = field(default_factory=lambda: _NOTHING)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Histogram:
+    """Counts of elements between consecutive edges: one more edge than counts."""
+
+    edges: tuple[float, ...]
+    counts: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """One row for the trackers: flat metrics of one step, and whatever else happened there.
+
+    `step` is the value of the trackers' own axis `gradtrack/step`. `source` names the (model, optimizer) pair where
+    there is more than one. A backend takes the parts that its tracker has a place for and leaves the others alone.
+    """
+
+    step: int
+    time: float
+    metrics: Mapping[str, float] = field(default_factory=lambda: _NOTHING)
+    epoch: int | None = None
+    source: str = ""
+    run: RunInfo | None = None
+    panels: tuple[Panel, ...] = ()
+    issues: tuple[Mapping[str, Any], ...] = ()
+    histograms: Mapping[str, Histogram] = field(default_factory=lambda: _NOTHING)
+    files: tuple[str, ...] = ()

@@ -1,0 +1,145 @@
+"""Plugins by name: built-in ones are files of a package, others come from entry points and load when they are named."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Iterable
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, Final
+
+from gradtrack.errors import InputTypeError, PluginError, UnknownPluginError
+
+_HOOKS: Final = {"backends": {"write": 1}, "analyzers": {"inspect": 1}}
+
+
+class Registry:
+    """The plugins of one kind, found by name without importing any of the others."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self._group = f"gradtrack.{kind}"
+        self._loaded: dict[str, type[Any]] = {}
+
+    @property
+    def singular(self) -> str:
+        """Name the kind of one plugin."""
+        return self.kind.removesuffix("s")
+
+    def builtin(self) -> list[str]:
+        """Name the plugins that are files of gradtrack itself."""
+        package = importlib.import_module(self._group)
+        found = (module.name for module in pkgutil.iter_modules(package.__path__))
+        return sorted(name for name in found if name != "base" and not name.startswith("_"))
+
+    def names(self) -> list[str]:
+        """Name every plugin that is installed."""
+        return sorted({*self.builtin(), *(point.name for point in entry_points(group=self._group))})
+
+    def check(self, name: str) -> None:
+        """Raise the error that names the nearest plugin, where there is none of this name."""
+        if name not in self._loaded and name not in self.builtin() and name not in self.names():
+            known = self.names()
+            raise UnknownPluginError(
+                f"unknown {self.singular} {name!r}: expected one of {', '.join(known)}.{nearest(name, known)}"
+            )
+
+    def load(self, name: str) -> type[Any]:
+        """Return the class of the plugin of this name."""
+        if name not in self._loaded:
+            self.check(name)
+            found = self._from_file(name) if name in self.builtin() else self._from_entry_point(name)
+            self._loaded[name] = self.validate(name, found)
+        return self._loaded[name]
+
+    def name_of(self, plugin: object) -> str:
+        """Return the name of a plugin instance: its file's name, its entry point's name, or its `name`."""
+        explicit = getattr(plugin, "name", None)
+        if isinstance(explicit, str) and explicit:
+            return explicit
+        module = type(plugin).__module__
+        if module.startswith(f"{self._group}."):
+            return module.rsplit(".", 1)[1]
+        return type(plugin).__name__.removesuffix(self.singular.capitalize()).lower() or type(plugin).__name__
+
+    def validate(self, name: str, found: object) -> type[Any]:
+        """Check a plugin's class, so that a fault shows when it is named and not in the middle of a training."""
+        if not inspect.isclass(found):
+            raise PluginError(f"{self.singular} {name!r} is {found!r}: expected a class. Point the entry point to one.")
+        for hook, positional in _HOOKS[self.kind].items():
+            self._validate_hook(name, found, hook, positional)
+        if inspect.isabstract(found):
+            missing = ", ".join(sorted(getattr(found, "__abstractmethods__", ())))
+            raise PluginError(f"{self.singular} {name!r} ({found.__qualname__}) leaves {missing} undefined. Define it.")
+        return found
+
+    def _validate_hook(self, name: str, found: type[Any], hook: str, positional: int) -> None:
+        method = getattr(found, hook, None)
+        if not callable(method):
+            raise PluginError(
+                f"{self.singular} {name!r} ({found.__qualname__}) has no method {hook!r}: "
+                f"expected {hook}(self, {'records' if hook == 'write' else 'snapshot'}). Define it."
+            )
+        signature = inspect.signature(method)
+        try:
+            signature.bind(*[None] * (positional + 1))
+        except TypeError as fault:
+            raise PluginError(
+                f"{self.singular} {name!r} ({found.__qualname__}) has {hook}{signature}: "
+                f"expected {positional} argument after self ({fault}). Change its signature."
+            ) from fault
+
+    def _from_file(self, name: str) -> type[Any]:
+        module = importlib.import_module(f"{self._group}.{name}")
+        base = getattr(importlib.import_module(f"{self._group}.base"), self.singular.capitalize())
+        found = [
+            value
+            for value in vars(module).values()
+            if inspect.isclass(value) and issubclass(value, base) and value.__module__ == module.__name__
+        ]
+        if len(found) != 1:
+            raise PluginError(f"{module.__name__} holds {len(found)} {self.kind}: expected exactly one class.")
+        return found[0]
+
+    def _from_entry_point(self, name: str) -> object:
+        point = next(point for point in entry_points(group=self._group) if point.name == name)
+        try:
+            return point.load()
+        except KeyboardInterrupt:
+            raise
+        except BaseException as fault:  # a plugin that exits the interpreter on import must not end the training
+            raise PluginError(
+                f"{self.singular} {name!r} of {_distribution(point)} failed to load: {fault!r}. "
+                f"Repair or uninstall that package, or take {name!r} out of the configuration."
+            ) from fault
+
+
+def _distribution(point: EntryPoint) -> str:
+    return point.dist.name if point.dist is not None else point.value
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """Say which name was probably meant, or nothing."""
+    close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)
+    return f" Did you mean {close[0]!r}?" if close else ""
+
+
+def split_spec(spec: object, kind: str) -> tuple[str, dict[str, Any]] | None:
+    """Take a plugin's name and options from a name or a mapping; None stands for an instance."""
+    if isinstance(spec, str):
+        return spec, {}
+    if isinstance(spec, dict):
+        options = dict(spec)
+        name = options.pop("name", None)
+        if not isinstance(name, str):
+            raise InputTypeError(
+                f"{kind} {spec!r}: expected a 'name' among its keys. Write {{name: ..., option: value}}."
+            )
+        return name, options
+    return None
+
+
+backends = Registry("backends")
+analyzers = Registry("analyzers")
