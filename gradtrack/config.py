@@ -1,0 +1,213 @@
+"""The configuration of a run, from keywords, a mapping, or a YAML, TOML or JSON file."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from gradtrack import registry
+from gradtrack.errors import ConfigError, InputTypeError
+
+ClipType = Literal["norm", "value", "adaptive", "agc", "zscore"]
+Action = Literal["skip", "replace", "raise", "report"]
+SECTION = "gradtrack"
+_REMEDIES = {"max_grad_norm": " Set enable_gradient_clipping=False to train without clipping."}
+
+
+class GradientConfig(BaseModel):
+    """Every setting of a manager; assigning to one during training takes effect on the next step."""
+
+    model_config: ClassVar[ConfigDict] = ConfigDict(
+        extra="forbid", validate_assignment=True, arbitrary_types_allowed=True, allow_inf_nan=False
+    )
+
+    enable_gradient_clipping: bool = Field(True, description="Clip gradients; off leaves them as they are.")
+    max_grad_norm: float = Field(1.0, gt=0, description="The limit: a norm, or an absolute value for clip_type value.")
+    clip_type: ClipType = Field("norm", description="The clipping strategy.")
+    agc_clip_factor: float = Field(0.01, gt=0, description="agc: the largest ratio of a unit's gradient to its weight.")
+    zscore_threshold: float = Field(2.5, gt=0, description="zscore: standard deviations above the mean norm.")
+    zscore_alpha: float = Field(0.97, gt=0, lt=1, description="zscore: decay of the running mean and variance.")
+    adaptive_clipping: bool = Field(False, description="Clip at a percentile of recent norms; wins over clip_type.")
+    adaptive_window_size: int = Field(100, ge=1, description="adaptive: how many recent norms are kept.")
+    adaptive_percentile: float = Field(95.0, ge=0, le=100, description="adaptive: the percentile that is the limit.")
+
+    enable_nan_inf_check: bool = Field(True, description="Look for non-finite gradients and act on them.")
+    nonfinite_action: Action = Field("skip", description="What to do with a step whose gradients are not finite.")
+    nan_inf_threshold: float = Field(1e-6, ge=0, description="Share of non-finite elements that makes a step critical.")
+    replace_nan_with: float = Field(0.0, description="replace: the value for NaN. Setting it chooses replace.")
+    replace_inf_with: float = Field(1e6, gt=0, description="replace: the value for Inf, with the sign kept.")
+
+    enable_gradient_monitoring: bool = Field(True, description="Compute statistics, groups and health.")
+    log_gradient_stats: bool = Field(True, description="Record statistics; off records health and clipping only.")
+    save_gradient_plots: bool = Field(True, description="Write pictures at close, where run_dir was given.")
+    vanishing_threshold: float | None = Field(None, gt=0, description="Absolute norm below which a step vanishes.")
+    exploding_threshold: float | None = Field(None, gt=0, description="Absolute norm above which a step explodes.")
+    mute: list[str] = Field(
+        default_factory=list, description="Issue types, layers (regex) or TYPE:layer to be silent on."
+    )
+
+    check_frequency: int = Field(1, ge=1, description="Measure fully on every Nth step.")
+    max_gradient_history: int = Field(1000, ge=1, description="How many reports are kept in memory.")
+    grad_log_every_n_steps: int = Field(100, ge=1, description="Send a row to the backends on every Nth step.")
+    grad_track_per_weight_matrix: bool = Field(True, description="Measure groups of parameters, not only the whole.")
+    track_parameters: bool = Field(False, description="Put the statistics of every parameter into the reports.")
+    groups: dict[str, str] = Field(default_factory=dict, description="Group name to a regex on parameter names.")
+
+    backends: list[Any] = Field(default_factory=list, description="Names, {name: ..., option: ...} or instances.")
+    analyzers: Literal["auto"] | list[Any] = Field(default_factory=list, description="auto, or a list like backends.")
+    run_dir: Path | None = Field(None, description="Where the run's files go; made when the first record is.")
+    engine: Literal["auto", "torch", "native"] = Field("auto", description="What measures: auto takes the fastest.")
+    close_timeout_seconds: float = Field(10.0, ge=0, description="How long close waits for the trackers.")
+
+    debug_mode: bool = Field(False, description="Log per-parameter detail and check gradtrack's own invariants.")
+    verbose_logging: bool = Field(False, description="Log a line for every recorded step.")
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as fault:
+            raise _readable(fault) from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in type(self).model_fields:
+            raise ConfigError(_unknown(name))
+        try:
+            super().__setattr__(name, value)
+        except ValidationError as fault:
+            raise _readable(fault) from None
+
+    @property
+    def effective_clip_type(self) -> ClipType:
+        """Return the strategy in force: `adaptive_clipping` wins over `clip_type`."""
+        return "adaptive" if self.adaptive_clipping else self.clip_type
+
+    @classmethod
+    def load(cls, source: GradientConfig | Mapping[str, Any] | str | Path | None = None, **overrides: Any) -> Self:
+        """Read a configuration; where the source has a `gradtrack` mapping, that is the configuration."""
+        if isinstance(source, cls):
+            return source if not overrides else cls(**{**_explicit(source), **overrides})
+        values = _mapping(source)
+        section = values.get(SECTION)
+        if isinstance(section, Mapping):
+            values = dict(section)
+        return cls(**{**values, **overrides})
+
+    @classmethod
+    def pick(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the settings among the keys of a training configuration that holds other keys as well."""
+        return {name: value for name, value in values.items() if name in cls.model_fields}
+
+    @field_validator("groups")
+    @classmethod
+    def _check_groups(cls, groups: dict[str, str]) -> dict[str, str]:
+        for pattern in groups.values():
+            _check_regex(pattern)
+        return groups
+
+    @field_validator("mute")
+    @classmethod
+    def _check_mute(cls, patterns: list[str]) -> list[str]:
+        for pattern in patterns:
+            _check_regex(pattern)
+        return patterns
+
+    @field_validator("backends", "analyzers")
+    @classmethod
+    def _check_plugins(cls, specs: Any, info: Any) -> Any:
+        for spec in [] if isinstance(specs, str) else specs:
+            _check_spec(spec, info.field_name)
+        return specs
+
+    @model_validator(mode="before")
+    @classmethod
+    def _reject_unknown(cls, values: Any) -> Any:
+        for name in values if isinstance(values, dict) else ():
+            if name not in cls.model_fields:
+                raise ValueError(_unknown(str(name)))
+        return values
+
+    @model_validator(mode="after")
+    def _choose_action(self) -> Self:
+        """Let a replacement value that was set choose the action, unless an action was set as well."""
+        chosen = self.model_fields_set
+        if "nonfinite_action" not in chosen:
+            replaces = bool(chosen & {"replace_nan_with", "replace_inf_with"})
+            self.__dict__["nonfinite_action"] = "replace" if replaces else "skip"
+        return self
+
+
+def _explicit(config: GradientConfig) -> dict[str, Any]:
+    return {name: getattr(config, name) for name in config.model_fields_set}
+
+
+def _unknown(name: str) -> str:
+    close = registry.nearest(name, GradientConfig.model_fields)
+    return f"unknown setting {name!r}: expected a field of GradientConfig.{close}"
+
+
+def _check_regex(pattern: str) -> None:
+    try:
+        re.compile(pattern)
+    except re.error as fault:
+        raise ValueError(f"{pattern!r} is not a regular expression ({fault}). Escape its special characters.") from None
+
+
+def _check_spec(spec: object, kind: str) -> None:
+    known = registry.backends if kind == "backends" else registry.analyzers
+    named = registry.split_spec(spec, known.singular)
+    if named is not None:
+        known.check(named[0])
+    elif isinstance(spec, (int, float, bytes, list, tuple, set)) or spec is None:
+        raise InputTypeError(f"{known.singular} {spec!r}: expected a name, a mapping with a name, or an instance.")
+
+
+def _readable(fault: ValidationError) -> ConfigError:
+    lines = []
+    for error in fault.errors(include_url=False):
+        where = ".".join(str(part) for part in error["loc"])
+        text = error["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
+        remedy = _REMEDIES.get(where, "")
+        lines.append(f"{where} = {error['input']!r}: {text}.{remedy}" if where else text)
+    return ConfigError("; ".join(lines))
+
+
+def _mapping(source: object) -> dict[str, Any]:
+    if source is None:
+        return {}
+    if isinstance(source, Mapping):
+        return dict(source)
+    if isinstance(source, (str, Path)):
+        return _read(Path(source))
+    raise InputTypeError(
+        f"config {source!r}: expected a GradientConfig, a mapping or the path of a YAML, TOML or JSON file."
+    )
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as fault:
+        raise ConfigError(
+            f"configuration {str(path)!r} cannot be read ({fault}). Check the path and its mode."
+        ) from None
+    readers = {".toml": tomllib.loads, ".json": json.loads}
+    try:
+        values = readers.get(path.suffix.lower(), yaml.safe_load)(text)
+    except (ValueError, yaml.YAMLError, RecursionError) as fault:
+        raise ConfigError(
+            f"configuration {str(path)!r} cannot be parsed: {fault}. Only plain data is accepted."
+        ) from None
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise ConfigError(
+            f"configuration {str(path)!r} holds a {type(values).__name__}: expected a mapping of settings."
+        )
+    return values
