@@ -1,0 +1,115 @@
+"""The sums that one pass over the gradients leaves, and the statistics that follow from them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+SUM, SQUARES, MIN, MAX, ZEROS, NAN, POSINF, NEGINF = range(8)
+WIDTH: Final = 8
+Rows = NDArray[np.float64]
+
+
+class Moments:
+    """Sums over the gradients of one step: a row for each tensor, for each group, and for all of them.
+
+    A row holds the sum, the sum of squares, the minimum and the maximum over finite elements, and the numbers of zeros,
+    NaN, +Inf and -Inf. With an exponent e the first four are those of the gradients divided by 2**e, for float64
+    gradients whose squares leave the range of a float64.
+    """
+
+    __slots__ = ("exponent", "group_rows", "rows", "total")
+
+    def __init__(self, rows: Rows, group_rows: Rows, total: list[float], exponent: int = 0) -> None:
+        self.rows = rows
+        self.group_rows = group_rows
+        self.total = total
+        self.exponent = exponent
+
+    @property
+    def norm(self) -> float:
+        """Return the true L2 norm of all gradients: NaN or Inf where an element is."""
+        return true_norm(self.total, self.exponent)
+
+    @property
+    def finite(self) -> bool:
+        """Whether every element is finite."""
+        total = self.total
+        return total[NAN] + total[POSINF] + total[NEGINF] == 0
+
+    @property
+    def nonfinite_count(self) -> int:
+        """Return the number of elements that are NaN or infinite."""
+        return int(self.total[NAN] + self.total[POSINF] + self.total[NEGINF])
+
+    def nonfinite_rows(self) -> list[int]:
+        """Return the indices of the tensors that have a non-finite element."""
+        return [int(index) for index in np.flatnonzero(self.rows[:, NAN:].sum(axis=1))]
+
+    def out_of_range(self) -> bool:
+        """Whether the squares have overflowed, or underflowed so far that they lost precision."""
+        squares, low, high = self.total[SQUARES], self.total[MIN], self.total[MAX]
+        largest = max(abs(low), abs(high)) if low <= high else 0.0
+        return largest > 0 and not (1e-280 < squares < math.inf)
+
+
+def empty_row() -> list[float]:
+    """Return the row of no elements at all."""
+    return [0.0, 0.0, math.inf, -math.inf, 0.0, 0.0, 0.0, 0.0]
+
+
+def merge(rows: Rows, group_of: NDArray[np.int64], num_groups: int) -> tuple[Rows, list[float]]:
+    """Merge the rows of tensors into the rows of their groups and of everything."""
+    groups = np.tile(np.array(empty_row()), (num_groups, 1))
+    np.add.at(groups[:, : SQUARES + 1], group_of, rows[:, : SQUARES + 1])
+    np.minimum.at(groups[:, MIN], group_of, rows[:, MIN])
+    np.maximum.at(groups[:, MAX], group_of, rows[:, MAX])
+    np.add.at(groups[:, ZEROS:], group_of, rows[:, ZEROS:])
+    total = empty_row()
+    if num_groups:
+        total = groups.sum(axis=0).tolist()
+        total[MIN], total[MAX] = float(groups[:, MIN].min()), float(groups[:, MAX].max())
+    return groups, total
+
+
+def finite_norm(row: Sequence[float], exponent: int = 0) -> float:
+    """Return the L2 norm over the finite elements of a row."""
+    return _scaled(math.sqrt(row[SQUARES]), exponent)
+
+
+def true_norm(row: Sequence[float], exponent: int = 0) -> float:
+    """Return the L2 norm of a row, NaN or Inf where an element is."""
+    if row[NAN]:
+        return math.nan
+    return math.inf if row[POSINF] or row[NEGINF] else finite_norm(row, exponent)
+
+
+def describe(row: Sequence[float], count: int, exponent: int = 0) -> dict[str, Any]:
+    """Return the statistics of a row of this many elements, over the finite ones."""
+    total, squares, low, high, zeros, nan, positive, negative = row
+    finite = count - int(nan + positive + negative)
+    variance = max(0.0, (squares - total * total / finite) / (finite - 1)) if finite > 1 else 0.0
+    return {
+        "norm": _scaled(math.sqrt(squares), exponent),
+        "mean": _scaled(total / finite, exponent) if finite else math.nan,
+        "variance": _scaled(variance, 2 * exponent),
+        "min": _scaled(low, exponent) if finite else math.nan,
+        "max": _scaled(high, exponent) if finite else math.nan,
+        "zero_fraction": zeros / count if count else 0.0,
+        "element_count": count,
+        "nan_count": int(nan),
+        "inf_count": int(positive + negative),
+    }
+
+
+def _scaled(value: float, exponent: int) -> float:
+    if not exponent:
+        return value
+    try:
+        return math.ldexp(value, exponent)
+    except OverflowError:
+        return math.copysign(math.inf, value)
