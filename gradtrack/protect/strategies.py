@@ -1,0 +1,115 @@
+"""The limits of the clipping strategies, each from the norms that came before."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Mapping
+from typing import Any, Final
+
+from gradtrack.config import GradientConfig
+
+WARMUP: Final = 10
+"""How many norms must be known before a strategy judges by them; `max_grad_norm` applies until then."""
+
+
+class Strategy(ABC):
+    """The limit of the next step's norm. A non-finite norm never enters what it remembers."""
+
+    @abstractmethod
+    def threshold(self, config: GradientConfig) -> float:
+        """Return the limit that applies to the step at hand."""
+
+    def observe(self, norm: float, clipped_norm: float, config: GradientConfig) -> None:
+        """Remember a finite pre-clip norm and what it was clipped to."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what is remembered, as plain data."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` returned."""
+
+
+class FixedStrategy(Strategy):
+    """The limit that the configuration gives."""
+
+    def threshold(self, config: GradientConfig) -> float:
+        return config.max_grad_norm
+
+
+class AdaptiveStrategy(Strategy):
+    """A percentile of the recent pre-clip norms, as `numpy.percentile` has it, without the current one."""
+
+    def __init__(self) -> None:
+        self._recent: deque[float] = deque()
+        self._sorted: list[float] = []
+        self._seen = 0
+
+    def threshold(self, config: GradientConfig) -> float:
+        if self._seen < WARMUP:
+            return config.max_grad_norm
+        self._shrink(config.adaptive_window_size)
+        return percentile(self._sorted, config.adaptive_percentile)
+
+    def observe(self, norm: float, clipped_norm: float, config: GradientConfig) -> None:
+        self._recent.append(norm)
+        insort(self._sorted, norm)
+        self._seen += 1
+        self._shrink(config.adaptive_window_size)
+
+    def _shrink(self, size: int) -> None:
+        while len(self._recent) > size:
+            del self._sorted[bisect_left(self._sorted, self._recent.popleft())]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"recent": list(self._recent), "seen": self._seen}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._recent = deque(float(norm) for norm in state["recent"])
+        self._sorted = sorted(self._recent)
+        self._seen = int(state["seen"])
+
+
+class ZScoreStrategy(Strategy):
+    """A number of standard deviations above the running mean of the norms, spikes entering it clipped.
+
+    Mean and variance are exponential moving averages (arXiv 2504.02507 has the idea for pre-training spikes).
+    """
+
+    def __init__(self) -> None:
+        self._mean = 0.0
+        self._variance = 0.0
+        self._seen = 0
+
+    def threshold(self, config: GradientConfig) -> float:
+        if self._seen < WARMUP:
+            return config.max_grad_norm
+        return self._mean + config.zscore_threshold * math.sqrt(self._variance)
+
+    def observe(self, norm: float, clipped_norm: float, config: GradientConfig) -> None:
+        value = norm if self._seen < WARMUP else clipped_norm
+        self._seen += 1
+        # While few norms are known the weight of each is 1/n, so that the first one does not own the average.
+        weight = max(1.0 - config.zscore_alpha, 1.0 / self._seen)
+        change = value - self._mean
+        self._mean += weight * change
+        self._variance = (1.0 - weight) * (self._variance + weight * change * change)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"mean": self._mean, "variance": self._variance, "seen": self._seen}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._mean, self._variance = float(state["mean"]), float(state["variance"])
+        self._seen = int(state["seen"])
+
+
+def percentile(ordered: list[float], percent: float) -> float:
+    """Return a percentile of ascending values, bit for bit as `numpy.percentile` interpolates it."""
+    position = percent / 100.0 * (len(ordered) - 1)
+    index = min(int(position), len(ordered) - 1)
+    low, high = ordered[index], ordered[min(index + 1, len(ordered) - 1)]
+    share, gap = position - index, high - low
+    return low + gap * share if share < 0.5 else high - gap * (1.0 - share)
