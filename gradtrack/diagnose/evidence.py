@@ -1,0 +1,31 @@
+"""What the rules see of one step: dimensionless where it can be, and never the tensors themselves."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from gradtrack.measure.moments import Moments
+from gradtrack.measure.table import Layout
+
+
+@dataclass(slots=True, kw_only=True)
+class Evidence:
+    """One step as the rules see it: its norm, its loss, its clipping, and the sums of every tensor."""
+
+    step: int
+    norm: float
+    moments: Moments
+    layout: Layout
+    loss: float | None = None
+    clipped: bool = False
+    clip_threshold: float | None = None
+    nonfinite_action: str = "none"
+    critical: bool = False
+
+    @property
+    def log_norm(self) -> float:
+        """Return ln of the norm: -inf for a norm of zero, NaN for one that is not finite."""
+        if not math.isfinite(self.norm):
+            return math.nan
+        return math.log(self.norm) if self.norm > 0 else -math.inf

@@ -1,0 +1,53 @@
+"""Clipping that decides every step."""
+
+from __future__ import annotations
+
+import math
+from typing import Final, final
+
+from gradtrack.config import GradientConfig
+from gradtrack.diagnose.evidence import Evidence
+from gradtrack.diagnose.rule import Rule
+from gradtrack.diagnose.window import RollingMedian
+from gradtrack.reports import Issue, IssueSeverity, IssueType
+
+_WINDOW: Final = 50
+_SHARE: Final = 0.95
+_EXCESS: Final = math.log(100.0)
+
+
+@final
+class ClipSaturatedRule(Rule):
+    """Opens when more than 95 % of steps are clipped and the median norm is a hundred times the limit."""
+
+    def __init__(self) -> None:
+        self.excess = RollingMedian(_WINDOW)
+
+    def judge(self, evidence: Evidence, config: GradientConfig) -> list[Issue]:
+        log_norm, limit = evidence.log_norm, evidence.clip_threshold
+        if limit is None or not math.isfinite(log_norm) or config.effective_clip_type in ("value", "agc"):
+            return []
+        self.excess.push(log_norm - math.log(limit) if evidence.clipped else -1.0)
+        if len(self.excess) < _WINDOW or self.excess.median < _EXCESS:
+            return []
+        share = sum(excess > 0 for excess in self.excess.values) / _WINDOW
+        if share <= _SHARE:
+            return []
+        return [
+            Issue(
+                issue_type=IssueType.CLIP_SATURATED,
+                severity=IssueSeverity.LOW,
+                message=(
+                    f"{share:.0%} of the last {_WINDOW} steps were clipped, at a median norm of "
+                    f"{math.exp(self.excess.median):.3g} times the limit {limit:g}: the norm no longer matters."
+                ),
+                statistic="median_norm_over_limit",
+                value=math.exp(self.excess.median),
+                threshold=math.exp(_EXCESS),
+                window=_WINDOW,
+                step=evidence.step,
+                recommendation=(
+                    f"Set max_grad_norm near {math.exp(self.excess.median) * limit:.2g}, or scale the loss down."
+                ),
+            )
+        ]

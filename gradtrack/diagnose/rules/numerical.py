@@ -1,0 +1,67 @@
+"""Non-finite gradients."""
+
+from __future__ import annotations
+
+from typing import Final, final
+
+import numpy as np
+
+from gradtrack.config import GradientConfig
+from gradtrack.diagnose.evidence import Evidence
+from gradtrack.diagnose.rule import Rule
+from gradtrack.measure.moments import NAN
+from gradtrack.reports import Issue, IssueSeverity, IssueType
+
+_SCALER_PATIENCE: Final = 5
+"""A GradScaler overflows now and then to find its scale; only this many in a row are a fault."""
+
+
+@final
+class NumericalRule(Rule):
+    """Opens when an element is NaN or infinite and closes with the first finite step."""
+
+    def __init__(self) -> None:
+        self.streak = 0
+
+    def judge(self, evidence: Evidence, config: GradientConfig) -> list[Issue]:
+        if evidence.moments.finite:
+            self.streak = 0
+            return []
+        self.streak += 1
+        if not config.enable_nan_inf_check:
+            return []
+        if evidence.nonfinite_action == "scaler" and self.streak < _SCALER_PATIENCE:
+            return []
+        return [self._issue(evidence)]
+
+    def _issue(self, evidence: Evidence) -> Issue:
+        moments, names = evidence.moments, evidence.layout.names
+        affected = moments.nonfinite_rows()
+        worst = max(affected, key=lambda index: float(np.sum(moments.rows[index, NAN:])))
+        count, total = moments.nonfinite_count, evidence.layout.total_count
+        return Issue(
+            issue_type=IssueType.NUMERICAL,
+            severity=IssueSeverity.CRITICAL if evidence.critical else IssueSeverity.HIGH,
+            layer=names[worst] if len(affected) < len(names) else "",
+            message=(
+                f"{count} of {total} gradient elements are NaN or infinite, in {len(affected)} of {len(names)} "
+                f"parameters, most of them in {names[worst]}."
+            ),
+            statistic="nonfinite_count",
+            value=float(count),
+            threshold=0.0,
+            window=self.streak,
+            step=evidence.step,
+            recommendation=_ADVICE.get(evidence.nonfinite_action, _ADVICE["report"]),
+        )
+
+
+_LOOK: Final = (
+    "Look for log(0), a division by zero or an overflow in the loss of this batch, then at the learning rate."
+)
+_ADVICE: Final = {
+    "skip": f"The optimizer step was left out. {_LOOK}",
+    "replace": f"The values were replaced, and after clipping they may own the whole update: prefer skip. {_LOOK}",
+    "scaler": "The loss scale has backed off several times in a row: look at the loss itself, not at the scale.",
+    "report": f"The gradients were left as they are, so the weights will become NaN. {_LOOK}",
+}

@@ -1,0 +1,98 @@
+"""A norm that dies away while the loss does not."""
+
+from __future__ import annotations
+
+import math
+from typing import Final, final
+
+from gradtrack.config import GradientConfig
+from gradtrack.diagnose.evidence import Evidence
+from gradtrack.diagnose.rule import Rule
+from gradtrack.reports import Issue, IssueSeverity, IssueType
+
+_REFERENCE_STEPS: Final = 10
+_FALL: Final = math.log(1e-4)
+_PATIENCE: Final = 5
+_LEARNED: Final = 0.5
+
+
+@final
+class VanishingRule(Rule):
+    """Opens when the norm stays below 1e-4 of what it was at first, though the loss is still above half of its start.
+
+    A norm that falls because the loss falls is convergence. Without a loss the two cannot be told apart, so the issue
+    is then LOW.
+    """
+
+    def __init__(self) -> None:
+        self.first_norms: list[float] = []
+        self.first_losses: list[float] = []
+        self.streak = 0
+
+    def judge(self, evidence: Evidence, config: GradientConfig) -> list[Issue]:
+        found = self._absolute(evidence, config.vanishing_threshold)
+        log_norm = evidence.log_norm
+        if math.isnan(log_norm) or not evidence.layout.names:
+            return found
+        if len(self.first_norms) < _REFERENCE_STEPS and log_norm > -math.inf:
+            self._learn(evidence, log_norm)
+            return found
+        if not self.first_norms:
+            self.streak += 1
+            return found or ([self._issue(evidence, -math.inf)] if self.streak >= _PATIENCE else [])
+        fall = log_norm - max(self.first_norms)
+        small = fall < _FALL and not self._has_learned(evidence.loss)
+        self.streak = self.streak + 1 if small else 0
+        return found or ([self._issue(evidence, fall)] if self.streak >= _PATIENCE else [])
+
+    def _learn(self, evidence: Evidence, log_norm: float) -> None:
+        self.streak = 0
+        self.first_norms.append(log_norm)
+        if evidence.loss is not None and math.isfinite(evidence.loss):
+            self.first_losses.append(evidence.loss)
+
+    def _has_learned(self, loss: float | None) -> bool:
+        """Whether the loss has gone down far enough to explain small gradients."""
+        if loss is None or not self.first_losses:
+            return False
+        start = max(self.first_losses)
+        return loss < _LEARNED * start if start > 0 else loss < start
+
+    def _issue(self, evidence: Evidence, fall: float) -> Issue:
+        known = evidence.loss is not None and bool(self.first_losses)
+        ratio = math.exp(fall)
+        return Issue(
+            issue_type=IssueType.VANISHING,
+            severity=IssueSeverity.HIGH if known else IssueSeverity.LOW,
+            message=(
+                f"The gradient norm is {evidence.norm:.3g}, {ratio:.2g} of what it was at first"
+                + (", while the loss has not come down with it." if known else ".")
+            ),
+            statistic="norm_over_first_norms",
+            value=ratio,
+            threshold=math.exp(_FALL),
+            window=self.streak,
+            step=evidence.step,
+            confidence=0.9 if known else 0.4,
+            recommendation=(
+                "Look for units that died or saturated; a higher learning rate helps only if they still respond."
+                if known
+                else "Pass the loss to step(), so that convergence and vanishing gradients can be told apart."
+            ),
+        )
+
+    def _absolute(self, evidence: Evidence, limit: float | None) -> list[Issue]:
+        if limit is None or not evidence.norm < limit:
+            return []
+        return [
+            Issue(
+                issue_type=IssueType.VANISHING,
+                severity=IssueSeverity.HIGH,
+                message=f"The gradient norm {evidence.norm:.3g} is below vanishing_threshold={limit:g}.",
+                statistic="norm",
+                value=evidence.norm,
+                threshold=limit,
+                step=evidence.step,
+                recommendation="Increase the learning rate or the loss scale, or look for saturated units.",
+            )
+        ]

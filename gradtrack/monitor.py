@@ -1,0 +1,91 @@
+"""Statistics and health of gradients, step by step."""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from gradtrack.config import GradientConfig
+from gradtrack.diagnose.evidence import Evidence
+from gradtrack.diagnose.health import Health
+from gradtrack.measure.measurer import Measurer
+from gradtrack.measure.moments import Moments, describe
+from gradtrack.measure.table import Layout
+from gradtrack.reports import GradientStatistics, HealthReport, Issue, StepReport
+
+
+class GradientMonitor:
+    """Judges gradients against what came before them and keeps the statistics that its pictures show.
+
+    A manager feeds its monitor by itself. Without a manager, call `check_gradient_health` to judge gradients, which
+    remembers nothing, and `update_statistics` once a step, which does.
+    """
+
+    def __init__(self, config: GradientConfig | None = None, *, measurer: Measurer | None = None) -> None:
+        self.config = config if config is not None else GradientConfig()
+        self.health = Health()
+        self._kept: deque[GradientStatistics | StepReport] = deque(maxlen=self.config.max_gradient_history)
+        self._measurer = measurer if measurer is not None else Measurer(self.config.engine)
+        self._step = 0
+
+    def check_gradient_health(self, gradients: Sequence[Tensor | None]) -> HealthReport:
+        """Judge gradients as those of the coming step."""
+        moments, layout = self._measure(gradients)
+        issues = copy.deepcopy(self.health).judge(self._evidence(moments, layout), self.config)
+        return HealthReport.of(issues)
+
+    def update_statistics(self, gradients: Sequence[Tensor | None]) -> GradientStatistics:
+        """Take in the gradients of one step and return their statistics, as one vector."""
+        moments, layout = self._measure(gradients)
+        self.judge(self._evidence(moments, layout))
+        found = describe(moments.total, layout.total_count, moments.exponent)
+        norm, variance = found.pop("norm"), found["variance"]
+        statistics = GradientStatistics(total_norm=norm, std=variance**0.5, **found)
+        self._kept.append(statistics)
+        self._step += 1
+        return statistics
+
+    @property
+    def history(self) -> list[GradientStatistics]:
+        """Return the statistics of the last measured steps."""
+        found = (kept.statistics if isinstance(kept, StepReport) else kept for kept in self._kept)
+        return [statistics for statistics in found if statistics is not None]
+
+    def keep(self, report: StepReport) -> None:
+        """Keep the report of a step for the pictures; its statistics are found when they are drawn."""
+        self._kept.append(report)
+
+    def judge(self, evidence: Evidence) -> list[Issue]:
+        """Take in the evidence of one step and return the issues that are open."""
+        return self.health.judge(evidence, self.config)
+
+    def plot_gradient_statistics(self, save_path: str | Path) -> Path:
+        """Draw the distribution, means, deviations, extremes and correlations of what was kept."""
+        from gradtrack.view import plots
+
+        return plots.plot_gradient_statistics(self.history, Path(save_path))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the windows of the rules, as plain data."""
+        return {"health": self.health.state_dict(), "step": self._step}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` returned."""
+        self.health.load_state_dict(state["health"])
+        self._step = int(state["step"])
+
+    def _evidence(self, moments: Moments, layout: Layout) -> Evidence:
+        return Evidence(step=self._step + 1, norm=moments.norm, moments=moments, layout=layout)
+
+    def _measure(self, gradients: Sequence[Tensor | None]) -> tuple[Moments, Layout]:
+        dense = [grad.detach() for grad in gradients if grad is not None]
+        group_of = np.zeros(len(dense), dtype=np.int64)
+        names = [f"gradients[{index}]" for index, grad in enumerate(gradients) if grad is not None]
+        layout = Layout(names, [], [grad.numel() for grad in dense], group_of, ["all"], [])
+        return self._measurer.measure(dense, group_of, 1), layout
