@@ -1,0 +1,120 @@
+"""What a training keeps in memory: its last reports and the sums of its summary."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Mapping
+from typing import Any
+
+from gradtrack.reports import (
+    ClippingSummary,
+    GradientSummary,
+    HealthSummary,
+    NanInfSummary,
+    NormSummary,
+    StepReport,
+    TrainingSummary,
+)
+
+_COUNTERS = ("steps", "norms", "unhealthy", "nan", "inf", "nonfinite", "replaced", "skipped", "clipped")
+
+
+class History:
+    """The last reports of a training, and running sums over all of it."""
+
+    def __init__(self, size: int) -> None:
+        self.reports: deque[StepReport] = deque(maxlen=size)
+        self._count: Counter[str] = Counter()
+        self._issues: Counter[str] = Counter()
+        self._mean = self._squares = self._last = 0.0
+        self._min, self._max = math.inf, -math.inf
+
+    def append(
+        self,
+        report: StepReport,
+        *,
+        norm: float | None,
+        clipped: bool,
+        skipped: bool,
+        healthy: bool,
+    ) -> None:
+        """Take in the report of a step, and what of it is known without resolving it."""
+        self.reports.append(report)
+        count = self._count
+        count["steps"] += 1
+        if clipped:
+            count["clipped"] += 1
+        if skipped:
+            count["skipped"] += 1
+        if not healthy:
+            count["unhealthy"] += 1
+        if norm is not None and math.isfinite(norm):
+            self._add_norm(norm)
+
+    def add_nonfinite(self, nan_inf: Mapping[str, Any]) -> None:
+        """Count the non-finite elements of a step that had some."""
+        self._count["nonfinite"] += 1
+        self._count["nan"] += nan_inf["nan_count"]
+        self._count["inf"] += nan_inf["inf_count"]
+        self._count["replaced"] += nan_inf.get("replaced_count", 0)
+
+    def add_issue(self, kind: str) -> None:
+        """Count a step on which an issue of this type was open."""
+        self._issues[kind] += 1
+
+    def resize(self, size: int) -> None:
+        """Keep another number of reports from now on."""
+        if self.reports.maxlen != size:
+            self.reports = deque(self.reports, maxlen=size)
+
+    def summary(self) -> TrainingSummary:
+        """Sum up the training so far."""
+        count = self._count
+        known = count["norms"]
+        norms = NormSummary(
+            count=known,
+            mean=self._mean,
+            std=math.sqrt(self._squares / (known - 1)) if known > 1 else 0.0,
+            min=self._min if known else 0.0,
+            max=self._max if known else 0.0,
+            last=self._last,
+        )
+        return TrainingSummary(
+            total_steps=count["steps"],
+            gradient_statistics=GradientSummary(gradient_norms=norms),
+            health_issues=HealthSummary(unhealthy_steps=count["unhealthy"], issues=dict(self._issues)),
+            nan_inf_summary=NanInfSummary(
+                nan_count=count["nan"],
+                inf_count=count["inf"],
+                nonfinite_steps=count["nonfinite"],
+                total_replacements=count["replaced"],
+                skipped_steps=count["skipped"],
+            ),
+            clipping_summary=ClippingSummary(
+                clipped_steps=count["clipped"],
+                clip_rate=count["clipped"] / count["steps"] if count["steps"] else 0.0,
+            ),
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the sums, as plain data; reports are not part of a checkpoint."""
+        return {
+            "count": {name: self._count[name] for name in _COUNTERS},
+            "issues": dict(self._issues),
+            "norms": [self._mean, self._squares, self._last, self._min, self._max],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` returned."""
+        self._count = Counter(state["count"])
+        self._issues = Counter(state["issues"])
+        self._mean, self._squares, self._last, self._min, self._max = (float(value) for value in state["norms"])
+
+    def _add_norm(self, norm: float) -> None:
+        self._count["norms"] += 1
+        change = norm - self._mean
+        self._mean += change / self._count["norms"]
+        self._squares += change * (norm - self._mean)
+        self._last = norm
+        self._min, self._max = min(self._min, norm), max(self._max, norm)
