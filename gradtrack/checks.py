@@ -1,0 +1,90 @@
+"""Checks of what a training loop passes in, with the remedy in the error."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradtrack.errors import InputTypeError, UsageError
+
+
+def as_sequence(optimizer: Any) -> tuple[Any, ...]:
+    """Return the optimizers that were passed as one, as several, or not at all."""
+    if optimizer is None:
+        return ()
+    if isinstance(optimizer, Sequence) and not hasattr(optimizer, "param_groups"):
+        return tuple(optimizer)
+    return (optimizer,)
+
+
+def check_model(model: object) -> None:
+    """Refuse what is not a module."""
+    if not isinstance(model, nn.Module):
+        raise InputTypeError(f"model {type(model).__name__}: expected a torch.nn.Module. Pass the model itself.")
+
+
+def check_loss(loss: object, backward: bool) -> None:
+    """Refuse a loss that cannot be recorded, or that cannot be differentiated where that is asked for."""
+    if isinstance(loss, Tensor):
+        if loss.numel() != 1:
+            raise UsageError(
+                f"loss of shape {tuple(loss.shape)}: expected a single number. "
+                "Reduce it first, with loss.mean() for example."
+            )
+        if backward and not loss.requires_grad:
+            raise UsageError(
+                "loss does not require grad: expected one that was computed from the model's parameters. "
+                "Look for detach(), no_grad() or item() on its way, or pass backward=False after your own backward."
+            )
+    elif backward:
+        raise InputTypeError(
+            f"loss {loss!r}: expected a tensor to run backward on. "
+            "Pass the tensor, or backward=False after your own backward."
+        )
+    elif loss is not None and not isinstance(loss, (int, float)):
+        raise InputTypeError(f"loss {loss!r}: expected a tensor, a number or None.")
+
+
+def check_optimizer(optimizer: Any, params: Sequence[nn.Parameter]) -> None:
+    """Refuse an optimizer that cannot step the model."""
+    groups = getattr(optimizer, "param_groups", None)
+    if groups is None:
+        raise InputTypeError(
+            f"optimizer {type(optimizer).__name__}: expected an optimizer or an object with param_groups. "
+            "Pass what your loop calls step() on."
+        )
+    owned = {id(param) for group in groups for param in group["params"]}
+    if not any(id(param) in owned for param in params):
+        raise UsageError(
+            f"optimizer {type(optimizer).__name__} owns none of the model's trainable parameters: "
+            "expected at least one. Make it from model.parameters(), after the model was moved or wrapped."
+        )
+
+
+def check_hookable(optimizer: object) -> None:
+    """Refuse an optimizer whose steps cannot be watched."""
+    if not hasattr(optimizer, "register_step_pre_hook"):
+        raise InputTypeError(
+            f"optimizer {type(optimizer).__name__}: expected one with register_step_pre_hook. "
+            "Use safe_backward in the loop instead of watch."
+        )
+
+
+def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
+    """Say whether an optimizer, like LBFGS, cannot step without a closure, which it may then call several times."""
+    closure = inspect.signature(inspect.unwrap(type(optimizer).step)).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def unscale(scaler: torch.amp.GradScaler, optimizers: Sequence[Any]) -> None:
+    """Unscale the gradients of optimizers once, also where the training loop has done so itself."""
+    for optimizer in optimizers:
+        try:
+            scaler.unscale_(optimizer)
+        except RuntimeError as fault:
+            if "already been called" not in str(fault):
+                raise

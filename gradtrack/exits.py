@@ -1,0 +1,34 @@
+"""The end of a manager that nobody closed."""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import weakref
+from typing import Any
+
+from gradtrack.record.sink import Sink
+
+
+class CloseAtExit:
+    """Closes a manager's sink when the interpreter exits or the manager is collected, whichever comes first.
+
+    It is registered when the manager is made, so that it runs before what a tracker's own package registered earlier.
+    """
+
+    def __init__(self, owner: Any, sink: Sink) -> None:
+        self._owner = weakref.ref(owner)
+        self._collected = weakref.finalize(owner, sink.close, failed=False)
+        self._collected.atexit = False
+        atexit.register(self._exit)
+
+    def cancel(self) -> None:
+        """Do nothing any more."""
+        self._collected.detach()
+        atexit.unregister(self._exit)
+
+    def _exit(self) -> None:
+        owner = self._owner()
+        if owner is not None:
+            # An exception that ended the program has been printed by now, and left its mark in sys.
+            owner.close(failed=getattr(sys, "last_type", None) is not None)

@@ -1,0 +1,101 @@
+"""What is known of one step, and the fields of its report that follow from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from gradtrack.measure.moments import Moments, Rows, describe
+from gradtrack.measure.table import Layout
+from gradtrack.reports import HealthReport, Report
+
+
+class StepFacts:
+    """The raw numbers of one step. They are small, but for the rows of the single parameters, which can be dropped."""
+
+    __slots__ = (
+        "aliases",
+        "analyzers",
+        "clipping",
+        "exponent",
+        "full",
+        "group_rows",
+        "health",
+        "layout",
+        "loss",
+        "lr",
+        "nan_inf",
+        "notes",
+        "rows",
+        "skipped",
+        "total",
+        "touched_rows",
+        "weight_norms",
+        "with_groups",
+        "with_parameters",
+    )
+
+    def __init__(self, moments: Moments, layout: Layout, touched_rows: Mapping[str, int]) -> None:
+        self.rows: Rows | None = moments.rows
+        self.group_rows, self.total, self.exponent = moments.group_rows, moments.total, moments.exponent
+        self.layout, self.touched_rows = layout, touched_rows
+        self.aliases: Mapping[str, list[str]] = {}
+        self.full = self.with_groups = True
+        self.with_parameters = self.skipped = False
+        self.loss: float | None = None
+        self.lr: Mapping[str, Any] = {}
+        self.weight_norms: Mapping[str, float] = {}
+        self.clipping: Mapping[str, Any] = {}
+        self.nan_inf: Mapping[str, Any] = {}
+        self.health: HealthReport
+        self.analyzers: Mapping[str, Report] = {}
+        self.notes: list[str] = []
+
+    def fields(self) -> dict[str, Any]:
+        """Return the fields of the report, but for those that are known from the start."""
+        fields: dict[str, Any] = {
+            "loss": self.loss,
+            "skipped": self.skipped,
+            "lr": {name: float(rate) for name, rate in self.lr.items()},
+            "health": self.health,
+            "clipping": self.clipping,
+            "nan_inf": self.nan_inf,
+            "analyzers": self.analyzers,
+            "notes": self.notes,
+        }
+        if self.full:
+            fields["statistics"] = self._statistics()
+        if self.full and self.with_groups:
+            fields["groups"] = dict(self._groups())
+        if self.full and self.with_parameters and self.rows is not None:
+            fields["parameters"] = self.parameters()
+        return fields
+
+    def parameters(self) -> dict[str, dict[str, Any]]:
+        """Return the statistics of every parameter that has a gradient."""
+        layout = self.layout
+        assert self.rows is not None, "the rows of this step were dropped"
+        found = {}
+        for index, row in enumerate(self.rows.tolist()):
+            name = layout.names[index]
+            found[name] = {
+                **describe(row, layout.counts[index], self.exponent),
+                "group": layout.group_names[layout.group_of[index]],
+                "aliases": self.aliases.get(name, []),
+                "touched_rows": self.touched_rows.get(name),
+            }
+        return found
+
+    def _statistics(self) -> dict[str, Any]:
+        found = describe(self.total, self.layout.total_count, self.exponent)
+        norm, variance = found.pop("norm"), found["variance"]
+        return {"total_norm": norm, **found, "std": variance**0.5, "missing": self.layout.missing}
+
+    def _groups(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        layout = self.layout
+        for index, row in enumerate(self.group_rows.tolist()):
+            count = layout.group_counts[index]
+            if count:
+                name = layout.group_names[index]
+                found = describe(row, count, self.exponent)
+                yield name, {**found, "weight_norm": self.weight_norms.get(name)}

@@ -1,0 +1,148 @@
+"""The analyzers of one pair while it trains: armed, inspected and disarmed on their schedules."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from gradtrack import registry
+from gradtrack.analyzers.base import Analyzer, Snapshot
+from gradtrack.errors import InputTypeError, UsageError
+from gradtrack.reports import Report
+
+_logger = logging.getLogger("gradtrack")
+_PATIENCE = 3
+
+
+class LiveAnalyzers:
+    """Runs analyzers beside a training. One that fails is left out after three faults and never stops the training."""
+
+    def __init__(self, analyzers: Mapping[str, Analyzer]) -> None:
+        self._analyzers = dict(analyzers)
+        self._faults: dict[str, int] = {}
+        self._armed: set[str] = set()
+        self.chosen: list[str] = []
+
+    def __getitem__(self, name: str) -> Analyzer:
+        if name not in self._analyzers:
+            there = ", ".join(self._analyzers) or "none"
+            raise UsageError(f"analyzer {name!r}: expected one of those configured ({there}).{_add(name)}")
+        return self._analyzers[name]
+
+    def __bool__(self) -> bool:
+        return bool(self._analyzers)
+
+    @property
+    def names(self) -> list[str]:
+        """Name the analyzers that are running."""
+        return list(self._analyzers)
+
+    @property
+    def running(self) -> Mapping[str, Analyzer]:
+        """Return the analyzers by name."""
+        return self._analyzers
+
+    def choose(self, model: nn.Module) -> None:
+        """Add every built-in analyzer that suits a model, and say why."""
+        for name in registry.analyzers.builtin():
+            found = registry.analyzers.load(name)
+            reason = found.suits(model)
+            if reason is not None and name not in self._analyzers:
+                self._analyzers[name] = found()
+                self.chosen.append(f"analyzer {name} was chosen: {reason}.")
+
+    def arm(self, model: nn.Module, step: int) -> None:
+        """Let those analyzers place their hooks that are due at the coming step."""
+        for name, analyzer in list(self._analyzers.items()):
+            if analyzer.due(step):
+                self._armed.add(name)
+                self._guard(name, lambda analyzer=analyzer: analyzer.arm(model))
+
+    def inspect(self, snapshot: Snapshot) -> tuple[dict[str, Report], list[str]]:
+        """Let the due analyzers look at a step; return their reports and their notes."""
+        reports: dict[str, Report] = {}
+        notes: list[str] = []
+        for name, analyzer in list(self._analyzers.items()):
+            if not analyzer.due(snapshot.step):
+                continue
+            report = self._guard(name, lambda analyzer=analyzer: analyzer.inspect(snapshot))
+            self._disarm(name)
+            if isinstance(report, Report):
+                reports[name] = report
+                notes += analyzer.notes()
+        return reports, notes
+
+    def due(self, step: int) -> bool:
+        """Say whether any analyzer is due at a step."""
+        return any(analyzer.due(step) for analyzer in self._analyzers.values())
+
+    def close(self) -> None:
+        """Remove every hook."""
+        for name in list(self._analyzers):
+            self._disarm(name)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the analyzers remember."""
+        return {name: analyzer.state_dict() for name, analyzer in self._analyzers.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` returned."""
+        for name, analyzer in self._analyzers.items():
+            if name in state:
+                analyzer.load_state_dict(state[name])
+
+    def _disarm(self, name: str) -> None:
+        self._armed.discard(name)
+        if name in self._analyzers:
+            self._guard(name, self._analyzers[name].disarm)
+
+    def _guard(self, name: str, call: Any) -> Any:
+        try:
+            return call()
+        except Exception:
+            self._faults[name] = self._faults.get(name, 0) + 1
+            if self._faults[name] == 1:
+                _logger.warning("analyzer %s failed; training goes on", name, exc_info=True)
+            if self._faults[name] >= _PATIENCE:
+                _logger.warning("analyzer %s failed %d times and is left out from now on", name, _PATIENCE)
+                analyzer = self._analyzers.pop(name, None)
+                if analyzer is not None:
+                    analyzer.disarm()
+            return None
+
+
+def build_analyzers(specs: Any) -> dict[str, Analyzer]:
+    """Make the analyzers that a configuration names."""
+    built: dict[str, Analyzer] = {}
+    for spec in [] if isinstance(specs, str) else specs:
+        named = registry.split_spec(spec, "analyzer")
+        if named is None:
+            name, analyzer = registry.analyzers.name_of(spec), spec
+        else:
+            name, options = named
+            analyzer = _construct(name, options)
+        if not isinstance(analyzer, Analyzer):
+            raise InputTypeError(f"analyzer {spec!r}: expected an Analyzer. Derive its class from gradtrack.Analyzer.")
+        if name in built:
+            raise UsageError(f"analyzer {name!r} is named twice: expected each once. Remove one of them.")
+        built[name] = analyzer
+    return built
+
+
+def _construct(name: str, options: Mapping[str, Any]) -> Analyzer:
+    found = registry.analyzers.load(name)
+    try:
+        return found(**options)  # type: ignore[no-any-return]
+    except TypeError as fault:
+        raise UsageError(f"analyzer {name!r}: {fault}. Expected options: {inspect.signature(found)}.") from fault
+
+
+def _add(name: str) -> str:
+    known = registry.analyzers.names()
+    if name in known:
+        return f" Add {name!r} to analyzers in the configuration."
+    return registry.nearest(name, known)

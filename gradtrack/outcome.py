@@ -1,0 +1,70 @@
+"""What a step leaves for the manager: its report, and the record and log lines that follow from it."""
+
+from __future__ import annotations
+
+import logging
+
+from gradtrack.config import GradientConfig
+from gradtrack.errors import NonFiniteGradientError
+from gradtrack.facts import StepFacts
+from gradtrack.records import Record
+from gradtrack.reports import Issue, StepReport
+
+_logger = logging.getLogger("gradtrack")
+
+
+class Outcome:
+    """A step's report with what the manager needs to know of it without resolving it."""
+
+    __slots__ = ("clipped", "error", "event", "facts", "issues", "norm", "opened", "repeated", "report")
+
+    def __init__(self, report: StepReport, facts: StepFacts, *, repeated: bool = False) -> None:
+        self.report, self.facts, self.repeated = report, facts, repeated
+        self.norm: float | None = None
+        self.clipped = self.event = False
+        self.issues: list[Issue] = []
+        self.opened: list[Issue] = []
+        self.error: NonFiniteGradientError | None = None
+
+
+def to_record(outcome: Outcome, config: GradientConfig) -> Record:
+    """Return the row that goes to the backends; without `log_gradient_stats` it has health and clipping only."""
+    report = outcome.report
+    shown = report if config.log_gradient_stats else report.model_copy(update={"statistics": None, "groups": {}})
+    return Record(
+        step=report.step,
+        time=report.time,
+        metrics=shown.metrics(),
+        epoch=report.epoch,
+        source=report.source,
+        issues=tuple(issue.model_dump(mode="json") for issue in outcome.issues),
+    )
+
+
+def talk(outcome: Outcome, config: GradientConfig) -> None:
+    """Log a line for a recorded step, and every parameter, as far as the configuration asks for it."""
+    report = outcome.report
+    if config.verbose_logging:
+        clipping = report.clipping
+        _logger.info(
+            "step %d: loss %s, gradient norm %s -> %s%s, %s",
+            report.step,
+            _number(report.loss),
+            _number(clipping.norm_before),
+            _number(clipping.norm_after),
+            " (clipped)" if clipping.clipped else "",
+            report.health,
+        )
+    if config.debug_mode and outcome.facts.rows is not None:
+        for name, found in outcome.facts.parameters().items():
+            _logger.debug(
+                "step %d: %s norm %s mean %s",
+                report.step,
+                name,
+                _number(found["norm"]),
+                _number(found["mean"]),
+            )
+
+
+def _number(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:.6g}"

@@ -1,0 +1,321 @@
+"""One (model, optimizer) pair: from its gradients to the report of a step."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from gradtrack.analyzers.base import Snapshot
+from gradtrack.checks import check_optimizer, needs_closure
+from gradtrack.config import GradientConfig
+from gradtrack.diagnose.evidence import Evidence
+from gradtrack.diagnose.ledger import Ledger
+from gradtrack.errors import NonFiniteGradientError, UsageError
+from gradtrack.facts import StepFacts
+from gradtrack.live import LiveAnalyzers
+from gradtrack.measure.measurer import Measurer
+from gradtrack.measure.moments import Moments, finite_norm, true_norm
+from gradtrack.measure.table import Gradients, ParameterTable
+from gradtrack.monitor import GradientMonitor
+from gradtrack.outcome import Outcome
+from gradtrack.protect.clipping import GradientClipper
+from gradtrack.protect.nonfinite import NaNInfHandler, count_nonfinite
+from gradtrack.reports import HEALTHY, HealthReport, StepReport
+
+_FLIGHT: Final = 8
+
+
+class Pair:
+    """A model with its optimizers, its own windows and its own count of optimizer steps."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Any],
+        *,
+        config: GradientConfig,
+        measurer: Measurer,
+        components: tuple[GradientMonitor, GradientClipper, NaNInfHandler],
+        analyzers: LiveAnalyzers,
+        name: str = "",
+        horizon: int | None = None,
+    ) -> None:
+        self.model, self.name, self.horizon = model, name, horizon
+        self.config, self.measurer, self.analyzers = config, measurer, analyzers
+        self.monitor, self.clipper, self.handler = components
+        self.table = ParameterTable(model, config.groups)
+        self.ledger = Ledger()
+        self.step_count = 0
+        self.flight: deque[tuple[StepReport, StepFacts]] = deque(maxlen=_FLIGHT)
+        self.health: HealthReport = HEALTHY
+        self._notes = list(analyzers.chosen)
+        self._loss: Tensor | float | None = None
+        self._nonfinite_before = False
+        self._closure_calls: int | None = None
+        self._hooks: list[Any] = []
+        self._check_model()
+        self.bind(optimizers)
+
+    def bind(self, optimizers: Sequence[Any]) -> None:
+        """Take the optimizers that step the model; each must own at least one of its parameters."""
+        for optimizer in optimizers:
+            check_optimizer(optimizer, self.table.params)
+        self.close_hooks()
+        self.optimizers = tuple(optimizers)
+        self._hooks = [hook for optimizer in optimizers for hook in self._watch_closures(optimizer)]
+
+    def add_loss(self, loss: Tensor | float | None) -> None:
+        """Add the loss of a micro-batch to that of the coming step."""
+        if loss is not None:
+            value = loss.detach() if isinstance(loss, Tensor) else loss
+            self._loss = value if self._loss is None else self._loss + value
+
+    def unmeasured(self, epoch: int | None) -> StepReport:
+        """Report a micro-batch whose gradients are not complete yet."""
+        loss = None if self._loss is None else float(self._loss)
+        return StepReport(
+            step=self.step_count,
+            epoch=epoch,
+            source=self.name,
+            loss=loss,
+            measured=False,
+            time=time.time(),
+            health=self.health,
+            clipping={
+                "enabled": self.config.enable_gradient_clipping,
+                "clip_type": self.config.effective_clip_type,
+            },
+            nan_inf={"action": "unchecked"},
+        )
+
+    def step(self, *, scaled: bool, epoch: int | None, batch: object) -> Outcome:
+        """Measure, protect and judge the gradients that are there now."""
+        repeated = bool(self._closure_calls)
+        if self._closure_calls is not None:
+            self._closure_calls += 1
+        if not repeated:
+            self.step_count += 1
+        outcome = self._measured(scaled=scaled, epoch=epoch, batch=batch, repeated=repeated)
+        self._loss = None
+        return outcome
+
+    def _measured(self, *, scaled: bool, epoch: int | None, batch: object, repeated: bool) -> Outcome:
+        config, step = self.config, self.step_count
+        if self.table.stale():
+            self.table = ParameterTable(self.model, config.groups)
+        grads = self.table.gradients()
+        layout = grads.layout
+        moments = self.measurer.measure(grads.tensors, layout.group_of, len(layout.group_names))
+        facts = StepFacts(moments, layout, grads.touched_rows)
+        facts.aliases = self.table.aliases
+        facts.loss = None if self._loss is None else float(self._loss)
+        due = step % config.grad_log_every_n_steps == 0
+        full = config.enable_gradient_monitoring and not repeated and (due or step % config.check_frequency == 0)
+        facts.full, facts.with_groups = full, config.grad_track_per_weight_matrix
+        facts.with_parameters = config.track_parameters
+        facts.lr = _learning_rates(self.optimizers)
+        report = StepReport.deferred(
+            facts.fields,
+            step=step,
+            epoch=epoch,
+            source=self.name,
+            measured=full,
+            time=time.time(),
+            batch=batch,
+        )
+        outcome = Outcome(report, facts, repeated=repeated)
+        outcome.event = due and not repeated
+        error = self._protect(grads, moments, facts, scaled=scaled)
+        outcome.error, outcome.norm, outcome.clipped = (
+            error,
+            moments.norm,
+            bool(facts.clipping.get("clipped")),
+        )
+        if repeated:
+            facts.health = self.health
+            return outcome
+        self._judge(moments, grads, outcome)
+        if outcome.event and full:
+            facts.weight_norms = self._weight_norms()
+        self._look(grads, outcome)
+        self._remember(outcome)
+        return outcome
+
+    def _protect(
+        self, grads: Gradients, moments: Moments, facts: StepFacts, *, scaled: bool
+    ) -> NonFiniteGradientError | None:
+        error = None
+        finite = moments.finite
+        if not self.config.enable_nan_inf_check:
+            facts.nan_inf = {"action": "off"}
+        elif finite:
+            facts.nan_inf = {"action": "none"}
+        else:
+            found = self._handle(grads, moments, scaled=scaled)
+            facts.nan_inf = found
+            facts.skipped = found["action"] == "skip" or (scaled and found["action"] == "scaler")
+            if found["action"] == "raise":
+                error = self.handler.error(found)
+            if found["action"] == "replace":
+                layout = grads.layout
+                moments = self.measurer.measure(grads.tensors, layout.group_of, len(layout.group_names))
+        facts.clipping = self.clipper.clip(grads, moments)
+        if not finite:
+            true = {"norm_before": true_norm(facts.total, facts.exponent)}
+            gone = {"norm_after": None} if facts.skipped and facts.nan_inf["action"] == "skip" else {}
+            facts.clipping = {**facts.clipping, **true, **gone}
+        return error
+
+    def _handle(self, grads: Gradients, moments: Moments, *, scaled: bool) -> dict[str, Any]:
+        if scaled:
+            return {**count_nonfinite(grads.layout.names, moments), "action": "scaler"}
+        return self.handler.act(grads, moments, self._owned())
+
+    def _judge(self, moments: Moments, grads: Gradients, outcome: Outcome) -> None:
+        facts, config = outcome.facts, self.config
+        if not config.enable_gradient_monitoring:
+            facts.health = HEALTHY
+            return
+        clipping, action = facts.clipping, facts.nan_inf["action"]
+        evidence = Evidence(
+            step=self.step_count,
+            norm=moments.norm,
+            moments=moments,
+            layout=grads.layout,
+            loss=facts.loss,
+            clipped=outcome.clipped,
+            clip_threshold=clipping.get("threshold"),
+            nonfinite_action=action,
+            critical=self.handler.is_critical(moments, grads.layout.total_count),
+        )
+        outcome.issues = self.monitor.judge(evidence)
+        outcome.opened, changed = self.ledger.update(outcome.issues)
+        first_nonfinite = not moments.finite and not self._nonfinite_before
+        self._nonfinite_before = not moments.finite
+        outcome.event = outcome.event or changed or first_nonfinite
+        facts.health = self.health = HealthReport.of(outcome.issues)
+
+    def _look(self, grads: Gradients, outcome: Outcome) -> None:
+        """Let the analyzers that are due look at the step, and arm those that are due at the next one."""
+        facts, step = outcome.facts, self.step_count
+        facts.notes, self._notes = self._notes, []
+        if not self.analyzers:
+            return
+        if self.analyzers.due(step):
+            reports, notes = self.analyzers.inspect(self._snapshot(grads, outcome))
+            facts.analyzers = reports
+            facts.notes = facts.notes + notes
+            outcome.event = outcome.event or bool(reports)
+        self.analyzers.arm(self.model, step + 1)
+
+    def _snapshot(self, grads: Gradients, outcome: Outcome) -> Snapshot:
+        facts, layout = outcome.facts, grads.layout
+        assert facts.rows is not None
+        norms = {
+            name: finite_norm(row, facts.exponent) for name, row in zip(layout.names, facts.rows.tolist(), strict=True)
+        }
+        return Snapshot(
+            step=self.step_count,
+            model=self.model,
+            loss=facts.loss,
+            optimizers=self.optimizers,
+            gradients=dict(zip(layout.names, grads.tensors, strict=True)),
+            norms=norms,
+            lr=facts.lr,
+            horizon=self.horizon,
+            skipped=facts.skipped,
+        )
+
+    def _remember(self, outcome: Outcome) -> None:
+        """Keep the last steps in full; those that fall out keep their sums only."""
+        if len(self.flight) == _FLIGHT:
+            oldest = self.flight[0][1]
+            if not oldest.with_parameters:
+                oldest.rows = None
+        self.flight.append((outcome.report, outcome.facts))
+        self.monitor.keep(outcome.report)
+
+    def flight_recorder(self) -> list[StepReport]:
+        """Return the last steps with the statistics of every parameter."""
+        full = []
+        for report, facts in self.flight:
+            values = report.resolve().model_dump()
+            values["parameters"] = facts.parameters()
+            full.append(StepReport.model_validate(values))
+        return full
+
+    def _weight_norms(self) -> dict[str, float]:
+        params = self.table.params
+        weights = [torch.view_as_real(param.detach()) if param.is_complex() else param.detach() for param in params]
+        names = self.table.group_names
+        moments = self.measurer.measure(weights, self.table.group_of, len(names))
+        return {
+            name: finite_norm(row, moments.exponent)
+            for name, row in zip(names, moments.group_rows.tolist(), strict=True)
+        }
+
+    def _owned(self) -> Iterable[nn.Parameter]:
+        yield from self.table.params
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                yield from group["params"]
+
+    def _check_model(self) -> None:
+        if not self.table.params:
+            frozen = " All of its parameters are frozen; set requires_grad on some." if self.table.frozen else ""
+            raise UsageError(
+                f"model {type(self.model).__name__} has no trainable parameters: expected at least one.{frozen}"
+            )
+
+    def _watch_closures(self, optimizer: Any) -> list[Any]:
+        """Notice the several closure calls of one step, for optimizers like LBFGS that need a closure."""
+        if not (isinstance(optimizer, torch.optim.Optimizer) and needs_closure(optimizer)):
+            return []
+        return [
+            optimizer.register_step_pre_hook(lambda *_: setattr(self, "_closure_calls", 0)),
+            optimizer.register_step_post_hook(lambda *_: setattr(self, "_closure_calls", None)),
+        ]
+
+    def close_hooks(self) -> None:
+        """Remove what was hooked to the optimizers."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything that rolls, as plain data."""
+        return {
+            "step": self.step_count,
+            "monitor": self.monitor.state_dict(),
+            "clipper": self.clipper.state_dict(),
+            "ledger": self.ledger.state_dict(),
+            "nonfinite_before": self._nonfinite_before,
+            "analyzers": self.analyzers.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` returned."""
+        self.step_count = int(state["step"])
+        self.monitor.load_state_dict(state["monitor"])
+        self.clipper.load_state_dict(state["clipper"])
+        self.ledger.load_state_dict(state["ledger"])
+        self._nonfinite_before = bool(state["nonfinite_before"])
+        self.analyzers.load_state_dict(state["analyzers"])
+
+
+def _learning_rates(optimizers: Sequence[Any]) -> dict[str, Any]:
+    if len(optimizers) == 1:
+        return {
+            str(group.get("name", index)): group.get("lr", 0.0)
+            for index, group in enumerate(optimizers[0].param_groups)
+        }
+    return {
+        f"{position}.{group.get('name', index)}": group.get("lr", 0.0)
+        for position, optimizer in enumerate(optimizers)
+        for index, group in enumerate(optimizer.param_groups)
+    }
