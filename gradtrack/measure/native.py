@@ -1,0 +1,139 @@
+"""The native engine: measures and scales gradients in the memory of the CPU with compiled loops."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from operator import attrgetter
+from typing import final
+
+import numpy as np
+import torch
+from torch.nn import Parameter
+
+from gradtrack.measure import kernels
+from gradtrack.measure.helpers import helpers
+
+_CODES = {
+    torch.float32: kernels.FLOAT32,
+    torch.float64: kernels.FLOAT64,
+    torch.bfloat16: kernels.BFLOAT16,
+    torch.float16: kernels.FLOAT16,
+}
+_PLAIN_TYPES = frozenset({torch.Tensor, Parameter})
+_dtype = attrgetter("dtype")
+_is_cpu = attrgetter("is_cpu")
+_ALL_PHASES = kernels.PREPARE | kernels.WORK | kernels.MERGE
+
+Integers = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
+Floats = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
+
+
+@final
+class NativeEngine:
+    """A measurement of gradients on the CPU: one pass over their memory, on as many threads as torch uses.
+
+    The results do not depend on the number of threads. Two engines, or one, may work in two threads at once.
+    """
+
+    name = "native"
+
+    @staticmethod
+    def covers(grad: torch.Tensor) -> bool:
+        """Tell whether the engine can measure a gradient: plain, real, floating, on the CPU, without gaps."""
+        return (
+            type(grad) in _PLAIN_TYPES
+            and grad.is_cpu
+            and grad.layout is torch.strided
+            and grad.dtype in _CODES
+            and not grad.is_neg()
+            and not grad._is_zerotensor()
+            and (grad.is_contiguous() or _is_dense(grad))
+        )
+
+    @staticmethod
+    def covers_all(grads: Sequence[torch.Tensor]) -> bool:
+        """Tell whether the engine can measure every one of these gradients."""
+        quick = (
+            _PLAIN_TYPES.issuperset(map(type, grads))
+            and all(map(_is_cpu, grads))
+            and _CODES.keys() >= set(map(_dtype, grads))
+            and all(map(torch.Tensor.is_contiguous, grads))
+        )
+        return quick or all(map(NativeEngine.covers, grads))
+
+    def measure(
+        self, grads: Sequence[torch.Tensor], group_of: Integers, num_groups: int, *, exponent: int = 0
+    ) -> tuple[Floats, Floats, list[float]]:
+        """Measure gradients that the engine covers: a row per gradient, a row per group, and the total.
+
+        The columns are sum, sum of squares, minimum and maximum of the finite elements (times 2**-exponent),
+        and the numbers of zeros, NaN, +Inf and -Inf. Only float64 gradients whose squares overflow or
+        underflow need an exponent.
+        """
+        num_grads = len(grads)
+        table, progress = _tabulate(grads), np.zeros(2, np.int64)
+        table[kernels.GROUP, :num_grads] = group_of
+        results = np.empty((num_grads + num_groups + 1, kernels.COLUMNS))
+        heads = np.empty((kernels.SHORT_LINE // kernels.ITEM_ELEMENTS, kernels.COLUMNS))
+        factors = math.ldexp(1.0, -(exponent // 2)), math.ldexp(1.0, exponent // 2 - exponent)
+        length = kernels.measure(_ALL_PHASES, table, results, heads, progress, *factors)
+        if not 0 <= length <= kernels.SHORT_LINE:
+            num_items = _count_items(length)
+            heads = np.empty((num_items, kernels.COLUMNS))
+            work = kernels.WORK, table, results, heads, progress, *factors
+            _work_together(lambda _=grads: kernels.measure(*work), progress, num_items)
+            kernels.measure(kernels.MERGE, table, results, heads, progress, *factors)
+        return results[:num_grads], results[num_grads:-1], results[-1].tolist()
+
+    def scale(self, grads: Sequence[torch.Tensor], coefficient: float) -> None:
+        """Multiply gradients that the engine covers in place, to the bit as `mul_` does.
+
+        Autograd is not told: the version counters stay, as nothing differentiates through a gradient's buffer.
+        """
+        table, progress = _tabulate(grads), np.zeros(2, np.int64)
+        length = kernels.scale(_ALL_PHASES, table, progress, coefficient)
+        if not 0 <= length <= kernels.SHORT_LINE:
+            work = kernels.WORK, table, progress, coefficient
+            _work_together(lambda _=grads: kernels.scale(*work), progress, _count_items(length))
+
+
+def _tabulate(grads: Sequence[torch.Tensor]) -> Integers:
+    """Describe gradients to the kernels: a column each, and one more where the line ends."""
+    num_grads = len(grads)
+    table = np.empty((5, num_grads + 1), np.int64)
+    table[kernels.ADDRESS, :num_grads] = np.fromiter(map(torch.Tensor.data_ptr, grads), np.int64, num_grads)
+    table[kernels.SIZE, :num_grads] = np.fromiter(map(torch.Tensor.numel, grads), np.int64, num_grads)
+    dtypes = list(map(_dtype, grads))
+    if num_grads and dtypes.count(dtypes[0]) == num_grads:
+        table[kernels.CODE] = _CODES[dtypes[0]]
+    else:
+        table[kernels.CODE, :num_grads] = [_CODES[dtype] for dtype in dtypes]
+    return table
+
+
+def _count_items(length: int) -> int:
+    if length < 0:
+        raise ValueError(
+            "A gradient has elements but no memory: expected storage that is allocated. "
+            "Measure before the storage is freed."
+        )
+    return -(-length // kernels.ITEM_ELEMENTS)
+
+
+def _work_together(work: Callable[[], object], progress: Integers, num_items: int) -> None:
+    """Run the work here and on torch's number of threads less one, until every item is done."""
+    finished = helpers().lend(work, min(torch.get_num_threads(), num_items) - 1)
+    work()
+    while progress[kernels.DONE] < num_items:
+        next(finished)
+
+
+def _is_dense(grad: torch.Tensor) -> bool:
+    """Tell whether the elements fill a stretch of memory once each, in whatever order of dimensions."""
+    step = 1
+    for stride, size in sorted(pair for pair in zip(grad.stride(), grad.shape, strict=True) if pair[1] != 1):
+        if stride != step:
+            return False
+        step *= size
+    return True
