@@ -1,0 +1,192 @@
+"""The judgement whether gradients vanish, explode or stay, over time or over depth."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradtrack.errors import InputTypeError, UsageError
+from gradtrack.functional.arrays import is_tensor, leaves
+from gradtrack.functional.statistics import norm_of
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs
+
+Axis: TypeAlias = Literal["time", "depth"]
+Status: TypeAlias = Literal["vanishing", "exploding", "stable"]
+
+LIMIT: Final[dict[Axis, float]] = {"time": 100.0, "depth": 1000.0}
+_LONG: Final = 10
+_NOISE_MULTIPLE: Final = 4.0
+_NORMAL_CONSISTENCY: Final = 1.4826
+_MOST_TREND_POINTS: Final = 300
+_ROUNDING: Final = 1e-9
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GradientVerdict(Mapping[str, object]):
+    """A judgement on a series of norms, whose fields are read as attributes or by key.
+
+    `norms` are in the order given: over time from the first to the last, over depth from input to output.
+    `ratio` is the factor by which the norm changes in the direction judged: last to first over time, input to
+    output over depth. `slope` is the typical change of the natural logarithm of the norm per step that way.
+    """
+
+    status: Status
+    axis: Axis
+    norms: tuple[float, ...]
+    ratio: float
+    slope: float
+    message: str
+
+    def __getitem__(self, key: str) -> object:
+        if key not in tuple(self):
+            raise KeyError(f"{key!r}: expected one of {', '.join(self)}.")
+        value: object = getattr(self, key)
+        return value
+
+    def __iter__(self) -> Iterator[str]:
+        return (field.name for field in fields(self))
+
+    def __len__(self) -> int:
+        return len(fields(self))
+
+    def __str__(self) -> str:
+        return f"{self.status}: {self.message}"
+
+
+def detect_gradient_issues(gradient_history: object, *, axis: Axis | None = None) -> GradientVerdict:
+    """Judge whether gradients are vanishing, exploding or stable.
+
+    A sequence is a history over time; its entries are norms, arrays, or any nesting of the gradients of one
+    step. A dict is a profile over depth, from the input (first key) to the output (last key). `axis`
+    overrides this, with the same order of entries.
+
+    Over time the norms are followed from first to last; over depth from the output back to the input, the way
+    a gradient travels. So a profile that shrinks towards the input vanishes, and one that shrinks towards the
+    output explodes. Only ratios count: gradients multiplied by a constant get the same verdict.
+
+    - Two changes are measured, in logarithms. The trend: the Theil-Sen slope times the length. The level,
+      with five entries or more: from the median of the first ones to that of the last, three each, five each
+      from ten entries on.
+    - From ten entries on a change must also stand out from the scatter of the entries around it.
+    - A change of at least a factor of 100 over time, or of 1000 over depth, is vanishing or exploding. The
+      level decides before the trend, since it knows how things stand now.
+    - Any NaN or infinity is exploding. Zeros in most of the last entries are vanishing; other zeros are left
+      out.
+    - Fewer than two norms that are not zero show no change: stable.
+
+    A single outlier in a history of six or more changes no verdict, and neither does noise around a constant.
+
+    >>> detect_gradient_issues([1.0, 0.1, 0.01, 0.001])["status"]
+    'vanishing'
+    >>> detect_gradient_issues({"input": 0.001, "middle": 0.1, "output": 5.0}).status
+    'vanishing'
+    """
+    chosen: Axis = (
+        axis if axis is not None else ("depth" if isinstance(gradient_history, Mapping) else "time")
+    )
+    if chosen not in get_args(Axis):
+        raise UsageError(f"axis={axis!r}: expected 'time' or 'depth'. Leave it out to go by the container.")
+    return judge(tuple(norm for _, norm in named_norms(gradient_history)), chosen)
+
+
+def named_norms(gradients: object) -> list[tuple[object, float]]:
+    """Return key or index and norm of every entry that holds a gradient."""
+    if isinstance(gradients, Mapping):
+        entries: Iterable[tuple[object, object]] = gradients.items()
+    elif _is_sequence(gradients):
+        entries = enumerate(gradients)
+    else:
+        kind = type(gradients).__name__
+        raise InputTypeError(f"{kind} as a series of gradients: expected several. Pass a list or a dict.")
+    unpacked = ((key, list(leaves(entry))) for key, entry in entries)
+    return [(key, norm_of(arrays)) for key, arrays in unpacked if arrays]
+
+
+def _is_sequence(gradients: object) -> TypeIs[Iterable[object]]:
+    if isinstance(gradients, np.ndarray) or is_tensor(gradients):
+        return gradients.ndim > 0
+    return isinstance(gradients, Iterable) and not isinstance(gradients, str | bytes)
+
+
+def judge(norms: tuple[float, ...], axis: Axis) -> GradientVerdict:
+    """Judge norms that are given over time, or over depth from input to output."""
+    travelled = np.array(norms if axis == "time" else norms[::-1], dtype=np.float64)
+    status, change, slope = _follow(travelled, math.log(LIMIT[axis]))
+    ratio = float(np.exp(np.clip(change, -1e4, 700.0)))
+    message = _sentence(travelled, status, ratio, axis)
+    return GradientVerdict(status, axis, norms, ratio, slope, message)
+
+
+def _follow(travelled: NDArray[np.float64], limit: float) -> tuple[Status, float, float]:
+    """Return status, logarithmic change and slope of norms in the order in which they are followed."""
+    if not np.isfinite(travelled).all():
+        return "exploding", math.nan, math.nan
+    ending = travelled[-_window(travelled.size) :]
+    if travelled.size and np.count_nonzero(ending) * 2 < ending.size:
+        return "vanishing", -math.inf, math.nan
+    positions = np.flatnonzero(travelled)
+    if positions.size < 2:
+        return "stable", math.nan, math.nan
+    logs = np.log(travelled[positions])
+    trend, slope, trend_noise = _trend(positions.astype(np.float64), logs)
+    level, level_noise = _level(logs)
+    for change, noise in ((level, level_noise), (trend, trend_noise)):
+        if abs(change) >= max(limit * (1.0 - _ROUNDING), _NOISE_MULTIPLE * noise):
+            return ("vanishing" if change < 0.0 else "exploding"), change, slope
+    return "stable", trend, slope
+
+
+def _window(count: int) -> int:
+    """Return how many entries make an end: an odd number, so that the median outvotes outliers."""
+    return 1 if count < 5 else 3 if count < _LONG else 5
+
+
+def _level(logs: NDArray[np.float64]) -> tuple[float, float]:
+    """Return the change from the first entries to the last, and the scatter that it must exceed."""
+    window = _window(logs.size)
+    if window == 1:
+        return 0.0, 0.0
+    change = float(np.median(logs[-window:]) - np.median(logs[:window]))
+    # From step to step: a sudden change of level or a steady trend then is no scatter.
+    return change, _scatter(np.diff(logs)) / math.sqrt(2.0)
+
+
+def _trend(positions: NDArray[np.float64], logs: NDArray[np.float64]) -> tuple[float, float, float]:
+    """Return the change along the Theil-Sen line, its slope, and the scatter that the change must exceed."""
+    if logs.size > _MOST_TREND_POINTS:  # the slopes of all pairs are many: take medians of neighbours first
+        positions = np.array([np.median(part) for part in np.array_split(positions, _MOST_TREND_POINTS)])
+        logs = np.array([np.median(part) for part in np.array_split(logs, _MOST_TREND_POINTS)])
+    earlier, later = np.triu_indices(logs.size, k=1)
+    slope = float(np.median((logs[later] - logs[earlier]) / (positions[later] - positions[earlier])))
+    scatter = _scatter(logs - slope * positions) * math.sqrt(12.0 / logs.size)
+    return slope * float(positions[-1] - positions[0]), slope, scatter
+
+
+def _scatter(values: NDArray[np.float64]) -> float:
+    """Return the robust standard deviation of a long series; a short one is taken at its word."""
+    if values.size < _LONG - 1:
+        return 0.0
+    return _NORMAL_CONSISTENCY * float(np.median(np.abs(values - np.median(values))))
+
+
+def _sentence(travelled: NDArray[np.float64], status: Status, ratio: float, axis: Axis) -> str:
+    count = travelled.size
+    broken = count - int(np.count_nonzero(np.isfinite(travelled)))
+    way = "over time" if axis == "time" else "from the output back to the input"
+    if broken:
+        return f"{broken} of {count} gradient norms are NaN or infinite."
+    if ratio == 0.0 and status == "vanishing":
+        return f"The gradient norm is zero at the end, followed {way} through {count} entries."
+    if math.isnan(ratio):
+        return f"{count} gradient norms, fewer than two of them above zero: no change to judge."
+    if status == "stable":
+        return f"The gradient norm keeps its order of magnitude {way} ({count} entries, factor {ratio:.3g})."
+    word = "shrinks" if status == "vanishing" else "grows"
+    return f"The gradient norm {word} {way} ({count} entries, factor {ratio:.3g})."
