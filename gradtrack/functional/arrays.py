@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from typing_extensions import TypeIs
 
 Leaf: TypeAlias = "NDArray[Any] | torch.Tensor"
-BLOCK_ELEMENTS = 1 << 16
+BLOCK_ELEMENTS = 1 << 15
 _REMEDY = "Pass arrays, tensors or numbers, or lists, tuples and dicts of them"
 
 

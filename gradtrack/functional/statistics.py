@@ -67,9 +67,10 @@ def compute_gradient_stats(gradients: object) -> GradientStats:
     """
     arrays = list(leaves(gradients))
     moments = _Moments(scale=_common_scale(arrays))
-    for array in arrays:
-        for block in float64_blocks(array):
-            moments.add(block)
+    with np.errstate(all="ignore"):
+        for array in arrays:
+            for block in float64_blocks(array):
+                moments.add(block)
     return moments.stats()
 
 
@@ -110,10 +111,12 @@ class _Moments:
     inf_count: int = 0
 
     def add(self, block: NDArray[np.float64]) -> None:
-        finite = block[np.isfinite(block)]
-        nan_count = int(np.count_nonzero(np.isnan(block)))
-        self.nan_count += nan_count
-        self.inf_count += block.size - finite.size - nan_count
+        finite_mask = np.isfinite(block)
+        finite = block if finite_mask.all() else block[finite_mask]
+        if finite.size < block.size:
+            nan_count = int(np.count_nonzero(np.isnan(block)))
+            self.nan_count += nan_count
+            self.inf_count += block.size - finite.size - nan_count
         if finite.size == 0:
             return
         magnitudes = np.abs(finite)
@@ -121,7 +124,7 @@ class _Moments:
         self.very_large_count += int(np.count_nonzero(magnitudes >= VERY_LARGE))
         self.min = float(np.fmin(self.min, finite.min()))
         self.max = float(np.fmax(self.max, finite.max()))
-        self._merge(finite / self.scale)
+        self._merge(finite if self.scale == 1.0 else finite / self.scale)
 
     def _merge(self, values: NDArray[np.float64]) -> None:
         mean = float(values.mean())

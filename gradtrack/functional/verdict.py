@@ -22,7 +22,7 @@ Status: TypeAlias = Literal["vanishing", "exploding", "stable"]
 
 LIMIT: Final[dict[Axis, float]] = {"time": 100.0, "depth": 1000.0}
 _LONG: Final = 10
-_NOISE_MULTIPLE: Final = 4.0
+_STANDARD_ERRORS: Final = 4.0
 _NORMAL_CONSISTENCY: Final = 1.4826
 _MOST_TREND_POINTS: Final = 300
 _ROUNDING: Final = 1e-9
@@ -119,7 +119,7 @@ def judge(norms: tuple[float, ...], axis: Axis) -> GradientVerdict:
     """Judge norms that are given over time, or over depth from input to output."""
     travelled = np.array(norms if axis == "time" else norms[::-1], dtype=np.float64)
     status, change, slope = _follow(travelled, math.log(LIMIT[axis]))
-    ratio = float(np.exp(np.clip(change, -1e4, 700.0)))
+    ratio = math.nan if math.isnan(change) else float(np.exp(min(change, 700.0)))
     message = _sentence(travelled, status, ratio, axis)
     return GradientVerdict(status, axis, norms, ratio, slope, message)
 
@@ -135,10 +135,10 @@ def _follow(travelled: NDArray[np.float64], limit: float) -> tuple[Status, float
     if positions.size < 2:
         return "stable", math.nan, math.nan
     logs = np.log(travelled[positions])
-    trend, slope, trend_noise = _trend(positions.astype(np.float64), logs)
-    level, level_noise = _level(logs)
-    for change, noise in ((level, level_noise), (trend, trend_noise)):
-        if abs(change) >= max(limit * (1.0 - _ROUNDING), _NOISE_MULTIPLE * noise):
+    trend, slope, trend_floor = _trend(positions.astype(np.float64), logs)
+    level, level_floor = _level(logs)
+    for change, floor in ((level, level_floor), (trend, trend_floor)):
+        if abs(change) >= max(limit * (1.0 - _ROUNDING), floor):
             return ("vanishing" if change < 0.0 else "exploding"), change, slope
     return "stable", trend, slope
 
@@ -149,31 +149,31 @@ def _window(count: int) -> int:
 
 
 def _level(logs: NDArray[np.float64]) -> tuple[float, float]:
-    """Return the change from the first entries to the last, and the scatter that it must exceed."""
+    """Return the change from the first entries to the last, and what it must exceed to be more than noise."""
     window = _window(logs.size)
     if window == 1:
         return 0.0, 0.0
     change = float(np.median(logs[-window:]) - np.median(logs[:window]))
-    # From step to step: a sudden change of level or a steady trend then is no scatter.
-    return change, _scatter(np.diff(logs)) / math.sqrt(2.0)
+    if logs.size < _LONG:
+        return change, 0.0
+    # The jumps that one entry in ten makes: a series that jumps so far and back all the time has not moved.
+    return change, 2.0 * float(np.quantile(np.abs(np.diff(logs)), 0.9))
 
 
 def _trend(positions: NDArray[np.float64], logs: NDArray[np.float64]) -> tuple[float, float, float]:
-    """Return the change along the Theil-Sen line, its slope, and the scatter that the change must exceed."""
+    """Return the change along the Theil-Sen line, its slope, and what the change must exceed."""
     if logs.size > _MOST_TREND_POINTS:  # the slopes of all pairs are many: take medians of neighbours first
         positions = np.array([np.median(part) for part in np.array_split(positions, _MOST_TREND_POINTS)])
         logs = np.array([np.median(part) for part in np.array_split(logs, _MOST_TREND_POINTS)])
     earlier, later = np.triu_indices(logs.size, k=1)
     slope = float(np.median((logs[later] - logs[earlier]) / (positions[later] - positions[earlier])))
-    scatter = _scatter(logs - slope * positions) * math.sqrt(12.0 / logs.size)
-    return slope * float(positions[-1] - positions[0]), slope, scatter
-
-
-def _scatter(values: NDArray[np.float64]) -> float:
-    """Return the robust standard deviation of a long series; a short one is taken at its word."""
-    if values.size < _LONG - 1:
-        return 0.0
-    return _NORMAL_CONSISTENCY * float(np.median(np.abs(values - np.median(values))))
+    change = slope * float(positions[-1] - positions[0])
+    if logs.size < _LONG:
+        return change, slope, 0.0
+    residuals = logs - slope * positions
+    scatter = _NORMAL_CONSISTENCY * float(np.median(np.abs(residuals - np.median(residuals))))
+    # The change along a line through n points errs by sqrt(12 / n) times their scatter.
+    return change, slope, _STANDARD_ERRORS * scatter * math.sqrt(12.0 / logs.size)
 
 
 def _sentence(travelled: NDArray[np.float64], status: Status, ratio: float, axis: Axis) -> str:
