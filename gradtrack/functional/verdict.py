@@ -88,9 +88,7 @@ def detect_gradient_issues(gradient_history: object, *, axis: Axis | None = None
     >>> detect_gradient_issues({"input": 0.001, "middle": 0.1, "output": 5.0}).status
     'vanishing'
     """
-    chosen: Axis = (
-        axis if axis is not None else ("depth" if isinstance(gradient_history, Mapping) else "time")
-    )
+    chosen: Axis = axis if axis is not None else ("depth" if isinstance(gradient_history, Mapping) else "time")
     if chosen not in get_args(Axis):
         raise UsageError(f"axis={axis!r}: expected 'time' or 'depth'. Leave it out to go by the container.")
     return judge(tuple(norm for _, norm in named_norms(gradient_history)), chosen)

@@ -36,9 +36,7 @@ class Helpers:
     def _grow(self, count: int) -> None:
         with self._lock:
             while self._num_threads < count:
-                threading.Thread(
-                    target=_serve, args=(self._tasks,), name="gradtrack-helper", daemon=True
-                ).start()
+                threading.Thread(target=_serve, args=(self._tasks,), name="gradtrack-helper", daemon=True).start()
                 self._num_threads += 1
 
 

@@ -162,8 +162,7 @@ def _add_block(words: Any, row: Any) -> Any:
     finite = high < _INFINITY_KEY and low >= -_INFINITY_KEY
     if finite:
         if largest == 0.0 or (
-            _SMALLEST <= largest <= _LARGEST
-            and np.float64(total) * total <= 0.5 * words.size * np.float64(squares)
+            _SMALLEST <= largest <= _LARGEST and np.float64(total) * total <= 0.5 * words.size * np.float64(squares)
         ):
             _add(row, total, squares, _reinterpret(_key(low)), _reinterpret(_key(high)))
             return

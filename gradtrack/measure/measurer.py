@@ -46,13 +46,13 @@ class Measurer:
     ) -> tuple[NDArray[np.float64], NDArray[np.float64], list[float]]:
         native, others = self._split(grads)
         if not others and native:
-            return self._native.measure(grads, group_of, num_groups, exponent)  # type: ignore[no-any-return]
+            return self._native.measure(grads, group_of, num_groups, exponent=exponent)  # type: ignore[no-any-return]
         if not native:
-            return self._torch.measure(grads, group_of, num_groups, exponent)
+            return self._torch.measure(grads, group_of, num_groups, exponent=exponent)
         rows = np.empty((len(grads), WIDTH))
         for engine, indices in ((self._native, native), (self._torch, others)):
             part = [grads[index] for index in indices]
-            rows[indices] = engine.measure(part, group_of[indices], num_groups, exponent)[0]
+            rows[indices] = engine.measure(part, group_of[indices], num_groups, exponent=exponent)[0]
         return rows, *merge(rows, group_of, num_groups)
 
     def _split(self, grads: Sequence[Tensor]) -> tuple[Sequence[int], Sequence[int]]:

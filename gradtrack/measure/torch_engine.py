@@ -22,7 +22,7 @@ class TorchEngine:
     name = "torch"
 
     def measure(
-        self, grads: Sequence[Tensor], group_of: NDArray[np.int64], num_groups: int, exponent: int = 0
+        self, grads: Sequence[Tensor], group_of: NDArray[np.int64], num_groups: int, *, exponent: int = 0
     ) -> tuple[Rows, Rows, list[float]]:
         """Return the rows of the tensors, of the groups and of everything."""
         rows = np.array([_row(grad, exponent) for grad in grads], dtype=np.float64).reshape(len(grads), 8)

@@ -1,0 +1,89 @@
+"""Looking at a model without changing it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradtrack.errors import UsageError
+
+
+@contextmanager
+def untouched(model: nn.Module, optimizer: Any = None) -> Iterator[None]:
+    """Put a model back as it was on leaving: weights, buffers, gradients, modes and the state of the random generators.
+
+    With an optimizer the steps in between are meant to train, so weights, buffers and gradients are left as they became.
+    The random generators are forked around the whole of it, so that a random input still varies within.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    wanted = [(param, param.requires_grad) for param in model.parameters()]
+    keep = optimizer is None
+    values = [(tensor, tensor.detach().clone()) for tensor in _state(model)] if keep else []
+    gradients = [(param, param.grad, _copy(param.grad)) for param in model.parameters()] if keep else []
+    with torch.random.fork_rng(devices=_devices(model)):
+        try:
+            yield
+        finally:
+            for module, training in modes:
+                module.training = training
+            for param, requires_grad in wanted:
+                param.requires_grad_(requires_grad)
+            with torch.no_grad():
+                for tensor, value in values:
+                    if not torch.equal(tensor, value):
+                        tensor.copy_(value)
+                for param, gradient, copy in gradients:
+                    if gradient is not None and copy is not None:
+                        gradient.copy_(copy)
+                    param.grad = gradient
+
+
+def offline_steps(
+    model: nn.Module,
+    input_fn: Callable[[], Any],
+    loss_fn: Callable[[Any], Tensor],
+    steps: int,
+    optimizer: Any = None,
+) -> Iterator[tuple[int, Any, Any, Tensor]]:
+    """Run forward and backward passes, each with a fresh batch, and yield (step, inputs, output, loss) after each.
+
+    `input_fn()` gives a batch: a tensor, a tuple of positional arguments or a mapping of keyword arguments. The model
+    trains on it only where an optimizer is passed. Use it inside `untouched`.
+    """
+    if steps < 1:
+        raise UsageError(f"steps {steps}: expected at least 1.")
+    for step in range(1, steps + 1):
+        model.zero_grad(set_to_none=True)
+        inputs = input_fn()
+        output = call(model, inputs)
+        loss = loss_fn(output)
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            raise UsageError(f"loss_fn returned {loss!r}: expected a single number that depends on the model's output.")
+        torch.autograd.backward(loss)
+        yield step, inputs, output, loss
+        if optimizer is not None:
+            optimizer.step()
+
+
+def call(model: nn.Module, inputs: Any) -> Any:
+    """Call a model with a batch as `input_fn` returns it."""
+    if isinstance(inputs, dict):
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
+
+
+def _state(model: nn.Module) -> Iterator[Tensor]:
+    yield from model.parameters()
+    yield from model.buffers()
+
+
+def _copy(gradient: Tensor | None) -> Tensor | None:
+    return None if gradient is None else gradient.detach().clone()
+
+
+def _devices(model: nn.Module) -> list[torch.device]:
+    return list({tensor.device for tensor in _state(model) if tensor.device.type == "cuda"})
