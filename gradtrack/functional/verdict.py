@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 Axis: TypeAlias = Literal["time", "depth"]
 Status: TypeAlias = Literal["vanishing", "exploding", "stable"]
 
-LIMIT: Final[dict[Axis, float]] = {"time": 100.0, "depth": 1000.0}
 _LONG: Final = 10
+_LIMIT: Final = 1000.0
+_LIMIT_SHORT_TIME: Final = 100.0  # in good health a norm changes that much too, but not within a few steps
 _STANDARD_ERRORS: Final = 4.0
 _NORMAL_CONSISTENCY: Final = 1.4826
 _MOST_TREND_POINTS: Final = 300
@@ -75,8 +76,8 @@ def detect_gradient_issues(gradient_history: object, *, axis: Axis | None = None
       with five entries or more: from the median of the first ones to that of the last, three each, five each
       from ten entries on.
     - From ten entries on a change must also stand out from the scatter of the entries around it.
-    - A change of at least a factor of 100 over time, or of 1000 over depth, is vanishing or exploding. The
-      level decides before the trend, since it knows how things stand now.
+    - A change of at least a factor of 1000 is vanishing or exploding; over time, in fewer than ten entries,
+      one of 100 is enough. The level decides before the trend, since it knows how things stand now.
     - Any NaN or infinity is exploding. Zeros in most of the last entries are vanishing; other zeros are left
       out.
     - Fewer than two norms that are not zero show no change: stable.
@@ -116,10 +117,19 @@ def _is_sequence(gradients: object) -> TypeIs[Iterable[object]]:
 def judge(norms: tuple[float, ...], axis: Axis) -> GradientVerdict:
     """Judge norms that are given over time, or over depth from input to output."""
     travelled = np.array(norms if axis == "time" else norms[::-1], dtype=np.float64)
-    status, change, slope = _follow(travelled, math.log(LIMIT[axis]))
-    ratio = math.nan if math.isnan(change) else float(np.exp(min(change, 700.0)))
+    short = axis == "time" and len(norms) < _LONG
+    limit = _LIMIT_SHORT_TIME if short else _LIMIT
+    status, change, slope = _follow(travelled, math.log(limit))
+    ratio = _factor(change)
     message = _sentence(travelled, status, ratio, axis)
     return GradientVerdict(status, axis, norms, ratio, slope, message)
+
+
+def _factor(change: float) -> float:
+    """Return the factor of a logarithmic change, kept away from an overflow or a zero that are not there."""
+    if not math.isfinite(change):
+        return math.nan if math.isnan(change) else 0.0
+    return math.exp(min(max(change, -700.0), 700.0))
 
 
 def _follow(travelled: NDArray[np.float64], limit: float) -> tuple[Status, float, float]:

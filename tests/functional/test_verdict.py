@@ -8,12 +8,12 @@ from dataclasses import FrozenInstanceError
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from gradtrack.errors import InputTypeError, UsageError
 from gradtrack.functional import GradientVerdict, detect_gradient_issues
-from gradtrack.functional.verdict import Axis
+from gradtrack.functional.verdict import Axis, judge
 
 axes = st.sampled_from(["time", "depth"])
 histories = st.lists(st.one_of(st.just(0.0), st.floats(1e-12, 1e12)), max_size=40)
@@ -40,7 +40,7 @@ def test_time_backwards_turns_the_verdict(history: list[float]) -> None:
 
 @given(histories)
 def test_depth_follows_the_gradient_from_the_last_entry_to_the_first(history: list[float]) -> None:
-    """With limits wide apart aside, a profile is a history read from the output to the input."""
+    """But for its wider limit, a profile is a history read from the output to the input."""
     depth, time = detect_gradient_issues(history, axis="depth"), detect_gradient_issues(history[::-1])
     assert depth.status in (time.status, "stable")
     assert depth.norms == tuple(history)
@@ -52,7 +52,7 @@ def test_noise_around_a_constant_is_stable(history: list[float], axis: Axis) -> 
     assert status(history, axis) == "stable"
 
 
-@given(st.lists(st.floats(0.5, 2.0), min_size=10, max_size=60), st.data())
+@given(st.lists(st.floats(0.5, 2.0), min_size=6, max_size=60), st.data())
 def test_one_outlier_in_a_long_history_is_stable(history: list[float], data: st.DataObject) -> None:
     """One entry may be anything finite, zero too, at any place."""
     place = data.draw(st.integers(0, len(history) - 1))
@@ -60,17 +60,17 @@ def test_one_outlier_in_a_long_history_is_stable(history: list[float], data: st.
     assert status(history) == "stable"
 
 
-@given(st.integers(2, 400), st.floats(2.1, 200.0), st.booleans(), axes)
+@given(st.integers(2, 400), st.floats(1.0, 200.0), st.booleans(), axes)
 def test_a_steady_change_is_found_at_any_length(count: int, decades: float, grows: bool, axis: Axis) -> None:
-    """A geometric series is judged by its total change alone."""
+    """A geometric series is judged by its total change: 1000, or 100 in a few steps over time."""
     total = decades if grows else -decades
     travelled = np.logspace(0.0, total, count)
     series = travelled if axis == "time" else travelled[::-1]
-    expected = "stable" if axis == "depth" and decades < 3.0 else ("exploding" if grows else "vanishing")
-    if axis == "time" or abs(decades - 3.0) > 1e-6:
-        verdict = detect_gradient_issues(series, axis=axis)
-        assert verdict.status == expected
-        assert verdict.slope == pytest.approx(total * math.log(10.0) / (count - 1))
+    limit = 2.0 if axis == "time" and count < 10 else 3.0
+    assume(abs(decades - limit) > 1e-6)
+    verdict = detect_gradient_issues(series, axis=axis)
+    assert verdict.status == ("stable" if decades < limit else "exploding" if grows else "vanishing")
+    assert verdict.slope == pytest.approx(total * math.log(10.0) / (count - 1))
 
 
 @given(st.lists(st.floats(1e-3, 1e3), max_size=20), st.sampled_from([math.nan, math.inf]), st.data())
@@ -101,6 +101,7 @@ def test_nothing_but_zeros_is_vanishing(count: int, axis: Axis) -> None:
         ([1, 2, 5, 10, 20, 50, 100], "exploding"),
         ([1.0] * 100 + [1e-5] * 20, "vanishing"),
         ([1.0] * 100 + [1e1, 1e2, 1e3, 1e4, 1e5], "exploding"),
+        ([1.0, 10.0, 50.0, 120.0] + [160.0] * 36, "stable"),
         ([1.0] * 20 + [0.0] * 5, "vanishing"),
         ([0.0] * 3 + [1.0] * 10, "stable"),
         ([1.0, 1e-3] * 50, "stable"),
@@ -116,6 +117,27 @@ def test_heavy_noise_is_stable() -> None:
     """Noise with a standard deviation of a factor of four raises no alarm in a hundred histories."""
     rng = np.random.default_rng(0)
     assert {status(np.exp(1.4 * rng.standard_normal(200))) for _ in range(100)} == {"stable"}
+
+
+def test_short_noise_of_orders_of_magnitude_hardly_ever_alarms() -> None:
+    """Twelve entries that scatter by a factor of twenty look like a trend in less than three of a hundred."""
+    rng = np.random.default_rng(0)
+    statuses = [status(np.exp(3.0 * rng.standard_normal(12))) for _ in range(300)]
+    assert len(statuses) - statuses.count("stable") < 9
+
+
+def test_a_history_of_a_hundred_thousand_steps_is_judged() -> None:
+    """The slopes of all pairs would be five billion; their number is bounded."""
+    slow = np.logspace(0.0, -3.5, 100_000)
+    assert judge(tuple(slow), "time").status == "vanishing"
+    assert judge(tuple(np.tile([1.0, 2.0], 50_000)), "time").status == "stable"
+
+
+def test_a_ratio_beyond_the_range_is_neither_zero_nor_infinite() -> None:
+    """From 1e308 to 1e-308 the norm shrinks, but it is not zero."""
+    verdict = detect_gradient_issues([1e308, 1e-308])
+    assert 0.0 < verdict.ratio < 1e-300
+    assert "shrinks" in verdict.message
 
 
 def test_direction_over_depth() -> None:
