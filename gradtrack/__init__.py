@@ -32,7 +32,8 @@ if TYPE_CHECKING:
         detect_gradient_issues,
         visualize_layer_gradients,
     )
-    from gradtrack.manager import GradientManager, create_gradient_manager, safe_backward, watch
+    from gradtrack.loop import create_gradient_manager, safe_backward, watch
+    from gradtrack.manager import GradientManager
     from gradtrack.monitor import GradientMonitor
     from gradtrack.protect.clipping import GradientClipper
     from gradtrack.protect.nonfinite import NaNInfHandler
@@ -61,9 +62,9 @@ _HOMES = {
     "detect_gradient_issues": "functional",
     "visualize_layer_gradients": "functional",
     "GradientManager": "manager",
-    "create_gradient_manager": "manager",
-    "safe_backward": "manager",
-    "watch": "manager",
+    "create_gradient_manager": "loop",
+    "safe_backward": "loop",
+    "watch": "loop",
     "GradientMonitor": "monitor",
     "GradientClipper": "protect.clipping",
     "NaNInfHandler": "protect.nonfinite",

@@ -71,6 +71,11 @@ class StepFacts:
             fields["parameters"] = self.parameters()
         return fields
 
+    def shrink(self) -> None:
+        """Forget the rows of the single parameters, unless the report is to show them."""
+        if not self.with_parameters:
+            self.rows = None
+
     def parameters(self) -> dict[str, dict[str, Any]]:
         """Return the statistics of every parameter that has a gradient."""
         layout = self.layout

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +16,7 @@ from gradtrack.diagnose.evidence import Evidence
 from gradtrack.diagnose.ledger import Ledger
 from gradtrack.errors import NonFiniteGradientError, UsageError
 from gradtrack.facts import StepFacts
+from gradtrack.flight import FlightRecorder
 from gradtrack.live import LiveAnalyzers
 from gradtrack.measure.measurer import Measurer
 from gradtrack.measure.moments import Moments, finite_norm, true_norm
@@ -27,7 +27,7 @@ from gradtrack.protect.clipping import GradientClipper
 from gradtrack.protect.nonfinite import NaNInfHandler, count_nonfinite
 from gradtrack.reports import HEALTHY, HealthReport, StepReport
 
-_FLIGHT: Final = 8
+Components = tuple[GradientMonitor, GradientClipper, NaNInfHandler]
 
 
 class Pair:
@@ -40,7 +40,7 @@ class Pair:
         *,
         config: GradientConfig,
         measurer: Measurer,
-        components: tuple[GradientMonitor, GradientClipper, NaNInfHandler],
+        components: Components,
         analyzers: LiveAnalyzers,
         name: str = "",
         horizon: int | None = None,
@@ -51,9 +51,8 @@ class Pair:
         self.table = ParameterTable(model, config.groups)
         self.ledger = Ledger()
         self.step_count = 0
-        self.flight: deque[tuple[StepReport, StepFacts]] = deque(maxlen=_FLIGHT)
+        self.flight = FlightRecorder()
         self.health: HealthReport = HEALTHY
-        self._notes = list(analyzers.chosen)
         self._loss: Tensor | float | None = None
         self._nonfinite_before = False
         self._closure_calls: int | None = None
@@ -65,7 +64,7 @@ class Pair:
         """Take the optimizers that step the model; each must own at least one of its parameters."""
         for optimizer in optimizers:
             check_optimizer(optimizer, self.table.params)
-        self.close_hooks()
+        self._unhook()
         self.optimizers = tuple(optimizers)
         self._hooks = [hook for optimizer in optimizers for hook in self._watch_closures(optimizer)]
 
@@ -143,7 +142,8 @@ class Pair:
         if outcome.event and full:
             facts.weight_norms = self._weight_norms()
         self._look(grads, outcome)
-        self._remember(outcome)
+        self.flight.push(report, facts)
+        self.monitor.keep(report)
         return outcome
 
     def _protect(
@@ -203,7 +203,7 @@ class Pair:
     def _look(self, grads: Gradients, outcome: Outcome) -> None:
         """Let the analyzers that are due look at the step, and arm those that are due at the next one."""
         facts, step = outcome.facts, self.step_count
-        facts.notes, self._notes = self._notes, []
+        facts.notes, self.analyzers.chosen = self.analyzers.chosen, []
         if not self.analyzers:
             return
         if self.analyzers.due(step):
@@ -230,24 +230,6 @@ class Pair:
             horizon=self.horizon,
             skipped=facts.skipped,
         )
-
-    def _remember(self, outcome: Outcome) -> None:
-        """Keep the last steps in full; those that fall out keep their sums only."""
-        if len(self.flight) == _FLIGHT:
-            oldest = self.flight[0][1]
-            if not oldest.with_parameters:
-                oldest.rows = None
-        self.flight.append((outcome.report, outcome.facts))
-        self.monitor.keep(outcome.report)
-
-    def flight_recorder(self) -> list[StepReport]:
-        """Return the last steps with the statistics of every parameter."""
-        full = []
-        for report, facts in self.flight:
-            values = report.resolve().model_dump()
-            values["parameters"] = facts.parameters()
-            full.append(StepReport.model_validate(values))
-        return full
 
     def _weight_norms(self) -> dict[str, float]:
         params = self.table.params
@@ -281,8 +263,12 @@ class Pair:
             optimizer.register_step_post_hook(lambda *_: setattr(self, "_closure_calls", None)),
         ]
 
-    def close_hooks(self) -> None:
-        """Remove what was hooked to the optimizers."""
+    def close(self) -> None:
+        """Remove what was hooked to the model and the optimizers."""
+        self._unhook()
+        self.analyzers.close()
+
+    def _unhook(self) -> None:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []

@@ -95,7 +95,7 @@ def _widen_brain(word: Any) -> Any:
 def _widen_half(word: Any) -> Any:
     """Widen a float16 by integer arithmetic: subnormals survive a flush-to-zero mode, no F16C is needed."""
     magnitude = np.int32(word & 0x7FFF)
-    tiny = _reinterpret((np.float32(magnitude) * np.float32(2.0**-24)))
+    tiny = _reinterpret(np.float32(magnitude) * np.float32(2.0**-24))
     bits = np.int32((magnitude << 13) + 0x38000000)
     bits = np.int32(bits + 0x38000000) if magnitude >= 0x7C00 else bits
     bits = tiny if magnitude < 0x400 else bits
@@ -391,7 +391,7 @@ def _round_to_float16(value: Any) -> Any:
     bits = _reinterpret(value)
     magnitude = np.int32(bits & 0x7FFFFFFF)
     normal = np.int32((magnitude - 0x38000000 + 0xFFF + ((magnitude >> 13) & 1)) >> 13)
-    tiny = np.int32(_reinterpret((_reinterpret(magnitude) + np.float32(0.5))) - _HALF_BITS)
+    tiny = np.int32(_reinterpret(_reinterpret(magnitude) + np.float32(0.5)) - _HALF_BITS)
     half = tiny if magnitude < 0x38800000 else normal
     half = np.int32(0x7C00) if magnitude >= 0x477FF000 else half
     half = np.int32(0x7E00) if magnitude > _INFINITY_KEY else half

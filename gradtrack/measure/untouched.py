@@ -16,7 +16,7 @@ from gradtrack.errors import UsageError
 def untouched(model: nn.Module, optimizer: Any = None) -> Iterator[None]:
     """Put a model back as it was on leaving: weights, buffers, gradients, modes and the state of the random generators.
 
-    With an optimizer the steps in between are meant to train, so weights, buffers and gradients are left as they became.
+    With an optimizer the steps in between are meant to train, so weights, buffers and gradients stay as they became.
     The random generators are forked around the whole of it, so that a random input still varies within.
     """
     modes = [(module, module.training) for module in model.modules()]
@@ -61,7 +61,7 @@ def offline_steps(
         inputs = input_fn()
         output = call(model, inputs)
         loss = loss_fn(output)
-        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+        if loss.numel() != 1 or not loss.requires_grad:
             raise UsageError(f"loss_fn returned {loss!r}: expected a single number that depends on the model's output.")
         torch.autograd.backward(loss)
         yield step, inputs, output, loss

@@ -1,0 +1,81 @@
+"""The ways into a training loop: `safe_backward`, `watch`, and a manager made from a few settings."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradtrack.checks import as_sequence, check_hookable, check_model
+from gradtrack.config import GradientConfig
+from gradtrack.manager import GradientManager
+from gradtrack.reports import StepReport
+
+
+def safe_backward(
+    loss: Tensor,
+    model: nn.Module,
+    optimizer: Any,
+    gradient_manager: GradientManager | None = None,
+    *,
+    scaler: torch.amp.GradScaler | None = None,
+    accumulate: bool = False,
+    epoch: int | None = None,
+    batch: object = None,
+) -> StepReport:
+    """Run the backward pass and make its gradients safe to step with; call it in place of `loss.backward()`.
+
+    Without a manager a model gets one of its own with the default configuration, which lives as long as the model does.
+    """
+    manager = gradient_manager if gradient_manager is not None else _default_manager(model)
+    return manager.step(model, optimizer, loss, True, scaler=scaler, accumulate=accumulate, epoch=epoch, batch=batch)
+
+
+_DEFAULT_MANAGERS: weakref.WeakKeyDictionary[nn.Module, GradientManager] = weakref.WeakKeyDictionary()
+
+
+def _default_manager(model: nn.Module) -> GradientManager:
+    check_model(model)
+    if model not in _DEFAULT_MANAGERS:
+        _DEFAULT_MANAGERS[model] = GradientManager()
+    return _DEFAULT_MANAGERS[model]
+
+
+def create_gradient_manager(
+    max_grad_norm: float = 1.0,
+    enable_monitoring: bool = True,
+    enable_nan_inf_check: bool = True,
+    verbose: bool = False,
+    **settings: Any,
+) -> GradientManager:
+    """Make a manager from the settings that most people change; any other setting of `GradientConfig` works as well."""
+    return GradientManager(
+        max_grad_norm=max_grad_norm,
+        enable_gradient_monitoring=enable_monitoring,
+        enable_nan_inf_check=enable_nan_inf_check,
+        verbose_logging=verbose,
+        **settings,
+    )
+
+
+def watch(
+    model: nn.Module,
+    optimizer: Any,
+    config: GradientConfig | Mapping[str, Any] | str | Path | None = None,
+    **settings: Any,
+) -> GradientManager:
+    """Measure, protect and report before every step of an optimizer, with no other change to the training loop.
+
+    Of several optimizers the first one's step is the step. Close the manager, or let the interpreter's exit do it.
+    """
+    optimizers = as_sequence(optimizer)
+    for one in optimizers:
+        check_hookable(one)
+    manager = GradientManager(config, **settings)
+    manager.attach(model, optimizers)
+    manager.follow(model, optimizers)
+    return manager

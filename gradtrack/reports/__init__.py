@@ -1,0 +1,43 @@
+"""What a user receives: the typed, frozen reports of a step and of a whole training."""
+
+from gradtrack.reports.base import Report
+from gradtrack.reports.issues import HEALTHY, HealthReport, Issue, IssueSeverity, IssueType
+from gradtrack.reports.parts import (
+    ClippingReport,
+    GradientStatistics,
+    GroupStatistics,
+    NanInfReport,
+    NonFiniteParameter,
+    ParameterStatistics,
+)
+from gradtrack.reports.step import StepReport
+from gradtrack.reports.summary import (
+    ClippingSummary,
+    GradientSummary,
+    HealthSummary,
+    NanInfSummary,
+    NormSummary,
+    TrainingSummary,
+)
+
+__all__ = [
+    "HEALTHY",
+    "ClippingReport",
+    "ClippingSummary",
+    "GradientStatistics",
+    "GradientSummary",
+    "GroupStatistics",
+    "HealthReport",
+    "HealthSummary",
+    "Issue",
+    "IssueSeverity",
+    "IssueType",
+    "NanInfReport",
+    "NanInfSummary",
+    "NonFiniteParameter",
+    "NormSummary",
+    "ParameterStatistics",
+    "Report",
+    "StepReport",
+    "TrainingSummary",
+]

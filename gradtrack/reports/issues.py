@@ -1,0 +1,114 @@
+"""Issues, and the health that they add up to."""
+
+from __future__ import annotations
+
+from enum import Enum
+from functools import total_ordering
+
+from pydantic import Field
+
+from gradtrack.reports.base import Report
+
+
+@total_ordering
+class IssueSeverity(Enum):
+    """How much an issue matters; the members compare by it."""
+
+    INFO = "INFO"
+    LOW = "LOW"
+    MEDIUM = "MEDIUM"
+    HIGH = "HIGH"
+    CRITICAL = "CRITICAL"
+
+    def __lt__(self, other: object) -> bool:
+        if not isinstance(other, IssueSeverity):
+            return NotImplemented
+        order = list(IssueSeverity)
+        return order.index(self) < order.index(other)
+
+
+class IssueType(Enum):
+    """What is wrong with a training run."""
+
+    VANISHING = "VANISHING"
+    EXPLODING = "EXPLODING"
+    DEAD = "DEAD"
+    UNSTABLE = "UNSTABLE"
+    NUMERICAL = "NUMERICAL"
+    SATURATION = "SATURATION"
+    BOTTLENECK = "BOTTLENECK"
+    DISCONNECTED = "DISCONNECTED"
+    UNCHANGED = "UNCHANGED"
+    STALE_GRAD = "STALE_GRAD"
+    LR_TOO_HIGH = "LR_TOO_HIGH"
+    LR_TOO_LOW = "LR_TOO_LOW"
+    CLIP_SATURATED = "CLIP_SATURATED"
+    GRAD_IMBALANCE = "GRAD_IMBALANCE"
+    SHORT_MEMORY = "SHORT_MEMORY"
+    SUPERCRITICAL = "SUPERCRITICAL"
+    ENTROPY_COLLAPSE = "ENTROPY_COLLAPSE"
+    OVER_EXPLORATION = "OVER_EXPLORATION"
+    INSUFFICIENT_EXPLORATION = "INSUFFICIENT_EXPLORATION"
+    LOW_ACTION_STD = "LOW_ACTION_STD"
+    ATTN_ENTROPY_COLLAPSE = "ATTN_ENTROPY_COLLAPSE"
+    HEAD_REDUNDANCY = "HEAD_REDUNDANCY"
+    RANK_COLLAPSE = "RANK_COLLAPSE"
+    LOW_EFFECTIVE_RANK = "LOW_EFFECTIVE_RANK"
+    ROTATION = "ROTATION"
+
+
+class Issue(Report):
+    """One finding: what, where, how it was measured and what to do about it. `layer` is empty for the whole run."""
+
+    issue_type: IssueType
+    severity: IssueSeverity
+    layer: str = ""
+    message: str
+    statistic: str = ""
+    value: float | None = None
+    threshold: float | None = None
+    window: int = 1
+    step: int = 0
+    explained_by: str | None = None
+    confidence: float = 1.0
+    recommendation: str = ""
+
+    @property
+    def key(self) -> str:
+        """Name the issue within its run: two issues of one type at one layer are the same issue."""
+        return f"{self.issue_type.value}:{self.layer}" if self.layer else self.issue_type.value
+
+    def __str__(self) -> str:
+        where = f" at {self.layer}" if self.layer else ""
+        cause = f" (explained by {self.explained_by})" if self.explained_by else ""
+        advice = f" {self.recommendation}" if self.recommendation else ""
+        return f"[{self.severity.value}] {self.issue_type.value}{where}: {self.message}{cause}{advice}"
+
+
+class HealthReport(Report):
+    """The open issues; `healthy` means that none of them is MEDIUM or above."""
+
+    healthy: bool = True
+    issues: list[Issue] = Field(default_factory=list)
+    warnings: list[str] = Field(default_factory=list)
+    recommendations: list[str] = Field(default_factory=list)
+
+    @classmethod
+    def of(cls, issues: list[Issue]) -> HealthReport:
+        """Sum up the open issues."""
+        if not issues:
+            return HEALTHY
+        advice = dict.fromkeys(issue.recommendation for issue in issues if issue.recommendation)
+        return cls(
+            healthy=all(issue.severity < IssueSeverity.MEDIUM for issue in issues),
+            issues=issues,
+            warnings=[issue.message for issue in issues],
+            recommendations=list(advice),
+        )
+
+    def __str__(self) -> str:
+        head = "healthy" if self.healthy else "unhealthy"
+        return "\n".join([head, *(f"  {issue}" for issue in self.issues)])
+
+
+HEALTHY = HealthReport()

@@ -1,0 +1,96 @@
+"""The parts of a step report: clipping, non-finite values and statistics."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from gradtrack.reports.base import Report
+
+
+class ClippingReport(Report):
+    """What clipping did: the true norm before it, the norm after it, and how often it engages."""
+
+    enabled: bool = True
+    clip_type: str = "norm"
+    clipped: bool = False
+    threshold: float | None = None
+    coefficient: float = 1.0
+    norm_before: float | None = None
+    norm_after: float | None = None
+    clip_rate: float = 0.0
+    clipped_fraction: float | None = None
+
+
+class NonFiniteParameter(Report):
+    """The non-finite elements of one named tensor."""
+
+    name: str
+    nan_count: int = 0
+    positive_inf_count: int = 0
+    negative_inf_count: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.nan_count} NaN, {self.positive_inf_count} +Inf, {self.negative_inf_count} -Inf)"
+
+
+NonFiniteAction = Literal["none", "skip", "replace", "raise", "report", "scaler", "off", "unchecked"]
+
+
+class NanInfReport(Report):
+    """The non-finite elements as they were before anything was changed, and what was done about them.
+
+    `action` is `none` when everything was finite, `scaler` when a GradScaler decides, `off` when the check is switched
+    off, and `unchecked` when the step was not measured.
+    """
+
+    nan_count: int = 0
+    inf_count: int = 0
+    positive_inf_count: int = 0
+    negative_inf_count: int = 0
+    parameters: list[NonFiniteParameter] = Field(default_factory=list)
+    action: NonFiniteAction = "none"
+    replaced_count: int = 0
+
+
+class GroupStatistics(Report):
+    """The gradients of one group of parameters, over their finite elements."""
+
+    norm: float
+    mean: float
+    variance: float
+    min: float
+    max: float
+    zero_fraction: float
+    element_count: int
+    nan_count: int = 0
+    inf_count: int = 0
+    weight_norm: float | None = None
+
+
+class ParameterStatistics(GroupStatistics):
+    """The gradient of one parameter, over its finite elements; `aliases` are the other names of a tied parameter."""
+
+    group: str = ""
+    aliases: list[str] = Field(default_factory=list)
+    touched_rows: int | None = None
+
+
+class GradientStatistics(Report):
+    """All gradients as one vector, before clipping and unscaled, over its finite elements.
+
+    `variance` is the unbiased sample variance, and 0 for fewer than two elements.
+    """
+
+    total_norm: float
+    mean: float
+    variance: float
+    std: float
+    min: float
+    max: float
+    zero_fraction: float
+    element_count: int
+    nan_count: int
+    inf_count: int
+    missing: list[str] = Field(default_factory=list)

@@ -1,0 +1,153 @@
+"""The report of one step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal, Self
+
+from pydantic import Field, SerializeAsAny, model_serializer, model_validator
+from pydantic import SerializerFunctionWrapHandler as Handler
+
+from gradtrack import registry
+from gradtrack.reports.base import Report
+from gradtrack.reports.issues import HEALTHY, HealthReport
+from gradtrack.reports.parts import (
+    ClippingReport,
+    GradientStatistics,
+    GroupStatistics,
+    NanInfReport,
+    ParameterStatistics,
+)
+
+
+class StepReport(Report):
+    """Everything that one look at the gradients of one training step tells.
+
+    A report can be made before its numbers are known: `deferred` keeps a function that finds them, and the first read
+    of a field calls it. On an accelerator that read is the one synchronisation of the step.
+    """
+
+    schema_version: Literal[1] = 1
+    step: int
+    epoch: int | None = None
+    source: str = ""
+    loss: float | None = None
+    skipped: bool = False
+    measured: bool = True
+    time: float = 0.0
+    lr: dict[str, float] = Field(default_factory=dict)
+    batch: Any = None
+    health: HealthReport = HEALTHY
+    clipping: ClippingReport = Field(default_factory=ClippingReport)
+    nan_inf: NanInfReport = Field(default_factory=NanInfReport)
+    statistics: GradientStatistics | None = None
+    groups: dict[str, GroupStatistics] = Field(default_factory=dict)
+    parameters: dict[str, ParameterStatistics] = Field(default_factory=dict)
+    analyzers: dict[str, SerializeAsAny[Report] | dict[str, Any]] = Field(default_factory=dict)
+    notes: list[str] = Field(default_factory=list)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _type_analyzers(cls, values: object) -> object:
+        """Give plain analyzer reports their own type again, where their analyzer is known."""
+        if isinstance(values, dict) and values.get("analyzers"):
+            typed = {name: _typed(name, report) for name, report in values["analyzers"].items()}
+            return {**values, "analyzers": typed}
+        return values
+
+    @classmethod
+    def deferred(cls, resolve: Callable[[], Mapping[str, Any]], **known: object) -> Self:
+        """Make a report whose fields, but for the known ones, are found at the first read of one of them."""
+        report = cls.__new__(cls)
+        object.__setattr__(report, "__dict__", known)
+        object.__setattr__(report, "__pydantic_fields_set__", set())
+        object.__setattr__(report, "__pydantic_extra__", None)
+        object.__setattr__(report, "__pydantic_private__", {"resolve": resolve})
+        return report
+
+    def resolve(self) -> Self:
+        """Find every field now."""
+        private = self.__pydantic_private__
+        if private and private.get("resolve"):
+            found = type(self).model_validate({**private["resolve"](), **self.__dict__})
+            object.__setattr__(self, "__dict__", found.__dict__)
+            object.__setattr__(self, "__pydantic_fields_set__", found.__pydantic_fields_set__)
+            object.__setattr__(self, "__pydantic_private__", None)
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        if name in type(self).__pydantic_fields__:
+            return self.resolve().__dict__[name]
+        raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
+
+    @model_serializer(mode="wrap")
+    def _serialize(self, handler: Handler) -> dict[str, Any]:
+        values: dict[str, Any] = handler(self.resolve())
+        return values
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, StepReport):
+            other.resolve()
+        return super(StepReport, self.resolve()).__eq__(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __iter__(self) -> Iterator[tuple[str, Any]]:  # type: ignore[override]
+        yield from self.resolve().__dict__.items()
+
+    def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
+        yield from super(StepReport, self.resolve()).__repr_args__()
+
+    def __getstate__(self) -> dict[Any, Any]:
+        return super(StepReport, self.resolve()).__getstate__()
+
+    def __copy__(self) -> Self:
+        return super(StepReport, self.resolve()).__copy__()
+
+    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
+        return super(StepReport, self.resolve()).__deepcopy__(memo)
+
+    def metrics(self) -> dict[str, float]:
+        """Return the flat metrics of the step, `train/grad_*` first and then those of every analyzer."""
+        tail = f"/{self.source}" if self.source else ""
+        values = {f"train/grad_{name}{tail}": value for name, value in self._global_metrics().items()}
+        for group, found in self.groups.items():
+            values[f"train/grad_norm{tail}/{group}"] = found.norm
+            values[f"train/grad_variance{tail}/{group}"] = found.variance
+            values[f"train/grad_mean{tail}/{group}"] = found.mean
+        for report in self.analyzers.values():
+            if isinstance(report, Report):
+                values.update((f"{name}{tail}", value) for name, value in report.metrics().items())
+        return values
+
+    def _global_metrics(self) -> dict[str, float]:
+        clipping, found = self.clipping, self.statistics
+        values: dict[str, float] = {}
+        if clipping.norm_before is not None:
+            values["norm"] = clipping.norm_before
+        if clipping.enabled and clipping.norm_after is not None:
+            values["norm_clipped"] = clipping.norm_after
+        if found is not None:
+            values |= {"variance": found.variance, "mean": found.mean, "std": found.std}
+            values |= {"max": found.max, "min": found.min, "zero_fraction": found.zero_fraction}
+        if self.nan_inf.action not in ("off", "unchecked"):
+            values |= {"nan_count": self.nan_inf.nan_count, "inf_count": self.nan_inf.inf_count}
+        if clipping.enabled:
+            values |= {"clip_coef": clipping.coefficient, "clip_rate": clipping.clip_rate}
+            if clipping.threshold is not None:
+                values["clip_threshold"] = clipping.threshold
+        values |= {"skipped": float(self.skipped), "healthy": float(self.health.healthy)}
+        for issue in self.health.issues:
+            name = f"issues/{issue.issue_type.value.lower()}"
+            values[name] = values.get(name, 0.0) + 1.0
+        return values
+
+
+def _typed(name: str, report: object) -> object:
+    if not isinstance(report, dict):
+        return report
+    try:
+        report_type = registry.analyzers.load(name).report_type
+    except Exception:
+        return report
+    return report_type.model_validate(report)

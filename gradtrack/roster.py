@@ -1,0 +1,134 @@
+"""The (model, optimizer) pairs of a manager."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from gradtrack.checks import as_sequence, check_model
+from gradtrack.config import GradientConfig
+from gradtrack.errors import UsageError
+from gradtrack.live import LiveAnalyzers, build_analyzers
+from gradtrack.measure.measurer import Measurer
+from gradtrack.monitor import GradientMonitor
+from gradtrack.pair import Components, Pair
+from gradtrack.protect.clipping import GradientClipper
+from gradtrack.protect.nonfinite import NaNInfHandler
+
+
+class Roster:
+    """The pairs by their model and optimizers: the first one needs no name, every further one does.
+
+    The components and analyzers of the first pair are there before it is, so that a manager can hand them out.
+    """
+
+    def __init__(self, config: GradientConfig) -> None:
+        self._config = config
+        self._measurer = Measurer(config.engine)
+        self.first_components = self._components()
+        self.first_analyzers = LiveAnalyzers(build_analyzers(config.analyzers))
+        self._pairs: dict[tuple[int, ...], Pair] = {}
+        self._restored: dict[str, Any] = {}
+
+    def __iter__(self) -> Iterator[Pair]:
+        return iter(self._pairs.values())
+
+    def find(self, model: nn.Module, optimizer: Any) -> Pair:
+        """Return the pair of a model and what steps it; make it where it is the first one."""
+        pair = self._pairs.get((id(model), id(optimizer)))
+        if pair is not None:
+            return pair
+        optimizers = as_sequence(optimizer)
+        pair = self._pairs.get((id(model), *map(id, optimizers)))
+        return pair if pair is not None else self._meet(model, optimizers)
+
+    def attach(self, model: nn.Module, optimizer: Any, *, horizon: int | None, name: str) -> Pair:
+        """Add a pair under a name, or give one that is there already its optimizers or its horizon."""
+        check_model(model)
+        optimizers = as_sequence(optimizer)
+        for pair in self:
+            if pair.model is model and pair.name == name:
+                return self._rebind(pair, optimizers, horizon)
+        self._check_name(name)
+        return self._add(model, optimizers, name=name, horizon=horizon)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what every pair remembers, by its name."""
+        return {**self._restored, **{pair.name: pair.state_dict() for pair in self}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` returned; a pair that is not there yet gets its state when it is added."""
+        self._restored = dict(state)
+        for pair in self:
+            self._restore(pair)
+
+    def close(self) -> None:
+        """Remove every hook from models and optimizers."""
+        for pair in self:
+            pair.close()
+
+    def _meet(self, model: nn.Module, optimizers: Sequence[Any]) -> Pair:
+        check_model(model)
+        waiting = [pair for pair in self if pair.model is model and not pair.optimizers]
+        if waiting:
+            return self._rebind(waiting[0], optimizers, None)
+        if self._pairs:
+            raise UsageError(
+                f"a second (model, optimizer) pair, of {type(model).__name__}: expected it to have a name. "
+                "Call manager.attach(model, optimizer, name='...') before its first step; "
+                "after replacing the optimizer of the first pair, call manager.attach(model, optimizer)."
+            )
+        return self._add(model, optimizers, name="", horizon=None)
+
+    def _add(self, model: nn.Module, optimizers: Sequence[Any], *, name: str, horizon: int | None) -> Pair:
+        first = not self._pairs
+        analyzers = self.first_analyzers if first else LiveAnalyzers(build_analyzers(self._rebuildable()))
+        pair = Pair(
+            model,
+            optimizers,
+            config=self._config,
+            measurer=self._measurer,
+            components=self.first_components if first else self._components(),
+            analyzers=analyzers,
+            name=name,
+            horizon=horizon,
+        )
+        if self._config.analyzers == "auto":
+            analyzers.choose(model)
+        self._restore(pair)
+        analyzers.arm(model, pair.step_count + 1)
+        self._pairs[(id(model), *map(id, optimizers))] = pair
+        return pair
+
+    def _rebind(self, pair: Pair, optimizers: Sequence[Any], horizon: int | None) -> Pair:
+        if optimizers:
+            pair.bind(optimizers)
+        pair.horizon = horizon if horizon is not None else pair.horizon
+        self._pairs = {key: value for key, value in self._pairs.items() if value is not pair}
+        self._pairs[(id(pair.model), *map(id, pair.optimizers))] = pair
+        return pair
+
+    def _restore(self, pair: Pair) -> None:
+        if pair.name in self._restored:
+            pair.load_state_dict(self._restored.pop(pair.name))
+
+    def _check_name(self, name: str) -> None:
+        taken = sorted(pair.name for pair in self)
+        if taken and not name:
+            raise UsageError("a second (model, optimizer) pair: expected a name. Pass name='...' to attach.")
+        if name in taken:
+            raise UsageError(f"pair name {name!r} is taken: expected another one. Names in use: {taken}.")
+
+    def _rebuildable(self) -> Any:
+        """Leave out analyzers that were passed as instances, which belong to the first pair."""
+        specs = self._config.analyzers
+        return specs if isinstance(specs, str) else [spec for spec in specs if isinstance(spec, (str, dict))]
+
+    def _components(self) -> Components:
+        return (
+            GradientMonitor(self._config, measurer=self._measurer),
+            GradientClipper(self._config, measurer=self._measurer),
+            NaNInfHandler(self._config, measurer=self._measurer),
+        )
