@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, Self
 
-from pydantic import Field, SerializeAsAny, model_serializer, model_validator
+from pydantic import Field, SerializationInfo, SerializeAsAny, model_serializer, model_validator
 from pydantic import SerializerFunctionWrapHandler as Handler
 
 from gradtrack import registry
@@ -81,9 +82,10 @@ class StepReport(Report):
         raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
 
     @model_serializer(mode="wrap")
-    def _serialize(self, handler: Handler) -> dict[str, Any]:
+    def _serialize(self, handler: Handler, info: SerializationInfo) -> dict[str, Any]:
+        """Resolve before dumping; what a wrap serializer returns follows the outermost model's setting for NaN."""
         values: dict[str, Any] = handler(self.resolve())
-        return values
+        return {name: _spell(value) for name, value in values.items()} if info.mode == "json" else values
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, StepReport):
@@ -151,3 +153,12 @@ def _typed(name: str, report: object) -> object:
     except Exception:
         return report
     return report_type.model_validate(report)
+
+
+def _spell(value: Any) -> Any:
+    """Write NaN and infinities as the words that `ser_json_inf_nan="strings"` uses."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, dict):
+        return {name: _spell(entry) for name, entry in value.items()}
+    return [_spell(entry) for entry in value] if isinstance(value, list) else value

@@ -1,0 +1,181 @@
+"""The configuration: where it comes from, what it refuses and what it says."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gradtrack import GradientConfig, GradientManager
+from gradtrack.errors import ConfigError, InputTypeError, UnknownPluginError
+from tests.training import small_model, train
+
+SETTINGS = {"max_grad_norm": 2.5, "clip_type": "value", "backends": ["memory"]}
+
+
+def write(path: Path, text: str) -> Path:
+    """Write a file and return its path."""
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("kind", ["yaml", "json", "toml"])
+def test_file_formats_agree(tmp_path: Path, kind: str, wrapped: bool) -> None:
+    """YAML, JSON and TOML say the same, alone or under a gradtrack section beside other keys."""
+    nested = {"model": {"hidden": 3}, "gradtrack": SETTINGS} if wrapped else SETTINGS
+    head = "[gradtrack]\n" if wrapped else ""
+    toml = head + 'max_grad_norm = 2.5\nclip_type = "value"\nbackends = ["memory"]\n'
+    path = write(tmp_path / f"c.{kind}", toml if kind == "toml" else json.dumps(nested))
+    assert GradientConfig.load(path) == GradientConfig(**SETTINGS) == GradientConfig.load(str(path))
+
+
+def test_keywords_override_a_source() -> None:
+    """Keywords win over a mapping and over a configuration, which itself stays as it is."""
+    config = GradientConfig(max_grad_norm=2.0)
+    assert GradientConfig.load({"max_grad_norm": 2.0}, max_grad_norm=3.0).max_grad_norm == 3.0
+    assert GradientConfig.load(config, clip_type="agc").max_grad_norm == 2.0
+    assert config.clip_type == "norm"
+
+
+def test_a_configuration_is_not_copied() -> None:
+    """A manager uses the very object it was given, so that assignments reach it."""
+    config = GradientConfig()
+    assert GradientManager(config).config is config
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({"max_grad_nrm": 1}, "Did you mean 'max_grad_norm'"),
+        ({"max_grad_norm": -1}, "max_grad_norm = -1: expected greater than 0"),
+        ({"max_grad_norm": 0}, "enable_gradient_clipping=False"),
+        ({"max_grad_norm": float("nan")}, "finite"),
+        ({"clip_type": "nrm"}, "'norm', 'value', 'adaptive', 'agc' or 'zscore'"),
+        ({"groups": {"a": "("}}, "not a regular expression"),
+        ({"mute": ["["]}, "not a regular expression"),
+        ({"backends": ["memry"]}, "Did you mean 'memory'"),
+        ({"check_frequency": 0}, "check_frequency"),
+        ({"adaptive_percentile": 101}, "adaptive_percentile"),
+    ],
+)
+def test_errors_name_the_value_and_the_remedy(values: dict[str, Any], text: str) -> None:
+    """What is not valid is refused with a text that helps."""
+    with pytest.raises(ConfigError, match=text.replace("(", r"\(")):
+        GradientConfig(**values)
+
+
+def test_wrong_types_of_plugins() -> None:
+    """A number is no backend, and a mapping needs a name."""
+    with pytest.raises(InputTypeError, match="expected a name"):
+        GradientConfig(backends=[3])
+    with pytest.raises((InputTypeError, ConfigError), match="'name'"):
+        GradientConfig(backends=[{"directory": "x"}])
+
+
+def test_unknown_plugin_at_the_manager() -> None:
+    """The error of an unknown name is the same through the manager."""
+    with pytest.raises((ConfigError, UnknownPluginError), match="unknown analyzer 'flwo'"):
+        GradientManager(analyzers=["flwo"])
+
+
+class TestFiles:
+    """Files that cannot be used."""
+
+    def test_missing(self, tmp_path: Path) -> None:
+        """A path that is not there says so."""
+        with pytest.raises(ConfigError, match="cannot be read"):
+            GradientConfig.load(tmp_path / "nothing.yaml")
+
+    def test_hostile_yaml_is_not_executed(self, tmp_path: Path) -> None:
+        """A Python tag is refused and runs nothing."""
+        target = tmp_path / "touched"
+        text = f"run_dir: !!python/object/apply:pathlib.Path.touch [!!python/object/apply:pathlib.Path ['{target}']]"
+        with pytest.raises(ConfigError, match="Only plain data"):
+            GradientConfig.load(write(tmp_path / "c.yaml", text))
+        assert not target.exists()
+
+    @pytest.mark.parametrize("text", ["- a\n- b", "just words", "3"])
+    def test_not_a_mapping(self, tmp_path: Path, text: str) -> None:
+        """A list or a scalar is not a configuration."""
+        with pytest.raises(ConfigError, match="expected a mapping"):
+            GradientConfig.load(write(tmp_path / "c.yaml", text))
+
+    def test_broken(self, tmp_path: Path) -> None:
+        """Text that does not parse is refused, and binary data as well."""
+        with pytest.raises(ConfigError, match="cannot be parsed"):
+            GradientConfig.load(write(tmp_path / "c.json", "{"))
+        (tmp_path / "d.yaml").write_bytes(b"\xff\xfe\x00")
+        with pytest.raises(ConfigError, match="cannot be read"):
+            GradientConfig.load(tmp_path / "d.yaml")
+
+    def test_empty_file_is_the_default(self, tmp_path: Path) -> None:
+        """Nothing in the file means the defaults."""
+        assert GradientConfig.load(write(tmp_path / "c.yaml", "")) == GradientConfig()
+
+    def test_wrong_type_of_source(self) -> None:
+        """Neither a number nor a list is a source."""
+        with pytest.raises(InputTypeError, match="expected a GradientConfig"):
+            GradientConfig.load(3)  # type: ignore[arg-type]
+
+
+class TestAction:
+    """Which action applies to non-finite gradients."""
+
+    def test_default_is_skip(self) -> None:
+        """Nothing set means that the step is left out."""
+        assert GradientConfig().nonfinite_action == "skip"
+
+    def test_a_replacement_value_chooses_replace(self) -> None:
+        """In the constructor and by assignment."""
+        assert GradientConfig(replace_nan_with=0.5).nonfinite_action == "replace"
+        config = GradientConfig()
+        config.replace_inf_with = 3.0
+        assert config.nonfinite_action == "replace"
+
+    def test_an_explicit_action_wins(self) -> None:
+        """Whatever else is set, the action that was chosen stays."""
+        config = GradientConfig(replace_nan_with=0.5, nonfinite_action="raise")
+        assert config.nonfinite_action == "raise"
+        config.nonfinite_action = "report"
+        assert config.nonfinite_action == "report"
+
+
+class TestAssignment:
+    """Settings that change while training runs."""
+
+    def test_takes_effect_on_the_next_step(self) -> None:
+        """A smaller limit clips the next step."""
+        config = GradientConfig(max_grad_norm=1e6)
+        manager = GradientManager(config)
+        model = small_model()
+        assert not train(manager, 1, model=model)[0].clipping.clipped
+        config.max_grad_norm = 1e-6
+        report = manager.step(model, next(iter(manager._roster)).optimizers[0], None, backward=False)
+        assert report.clipping.clipped
+        assert report.clipping.threshold == 1e-6
+
+    def test_is_validated(self) -> None:
+        """A wrong value is refused and the old one stays; a typo names the nearest field."""
+        config = GradientConfig()
+        with pytest.raises(ConfigError, match="greater than 0"):
+            config.max_grad_norm = -1.0
+        assert config.max_grad_norm == 1.0
+        with pytest.raises(ConfigError, match="Did you mean 'max_grad_norm'"):
+            config.max_grad_nrm = 2.0  # type: ignore[attr-defined]
+
+    def test_arithmetic(self) -> None:
+        """The seeds' own idiom works."""
+        config = GradientConfig()
+        config.max_grad_norm *= 0.5
+        assert config.max_grad_norm == 0.5
+
+
+def test_pick_leaves_out_other_keys() -> None:
+    """A flat training configuration gives up what is ours."""
+    assert GradientConfig.pick({"hidden_size": 3, "grad_log_every_n_steps": 7}) == {"grad_log_every_n_steps": 7}
+
+
+def test_defaults_are_documented() -> None:
+    """Every setting has a sentence."""
+    assert all(field.description for field in GradientConfig.model_fields.values())

@@ -1,0 +1,196 @@
+"""Reports: dictionary access, JSON, lateness and metric names."""
+
+import copy
+import json
+import math
+import pickle
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import BaseModel, ValidationError
+
+from gradtrack import HealthReport, Issue, IssueSeverity, IssueType, StepReport
+from gradtrack.reports import Report, TrainingSummary
+
+FLOATS = st.floats(allow_nan=True, allow_infinity=True)
+
+
+def values(number: float, *, step: int = 3) -> dict[str, Any]:
+    """Return the fields of a report in which every number is the same."""
+    statistics = dict.fromkeys(("mean", "variance", "min", "max", "zero_fraction"), number)
+    counts = {"element_count": 4, "nan_count": 1, "inf_count": 2}
+    return {
+        "step": step,
+        "loss": number,
+        "lr": {"0": number},
+        "clipping": {"norm_before": number, "norm_after": number, "threshold": 1.0},
+        "statistics": {"total_norm": number, "std": number, **statistics, **counts},
+        "groups": {"a": {"norm": number, **statistics, **counts}},
+        "health": HealthReport.of([issue(IssueSeverity.HIGH)]),
+        "notes": ["a note"],
+    }
+
+
+def issue(severity: IssueSeverity, layer: str = "fc1") -> Issue:
+    """Return an issue of this severity."""
+    return Issue(issue_type=IssueType.DEAD, severity=severity, layer=layer, message="Half is dead.", value=math.inf)
+
+
+@given(number=FLOATS)
+def test_json_round_trip_is_exact(number: float) -> None:
+    """A report that went through JSON prints the same JSON again, NaN and infinities included."""
+    report = StepReport.model_validate(values(number))
+    text = report.model_dump_json()
+    again = StepReport.model_validate_json(text)
+    assert again.model_dump_json() == text
+    assert again.loss == number or (math.isnan(number) and again.loss is not None and math.isnan(again.loss))
+
+
+@given(number=FLOATS)
+def test_nonfinite_numbers_survive_in_nested_reports(number: float) -> None:
+    """A parent model without the setting does not turn a nested NaN into null."""
+
+    class Parent(BaseModel):
+        child: StepReport
+
+    text = Parent(child=StepReport.model_validate(values(number))).model_dump_json()
+    assert "null" not in json.dumps(json.loads(text)["child"]["statistics"])
+
+
+def test_reads_like_a_dictionary() -> None:
+    """Keys, get, in, [] and dict() work on a report and on its parts."""
+    report = StepReport.model_validate(values(1.5))
+    assert report["clipping"]["norm_before"] == 1.5
+    assert "health" in report
+    assert report.get("nothing", 7) == 7
+    assert dict(report)["step"] == 3
+    assert {**report.clipping}["threshold"] == 1.0
+    with pytest.raises(KeyError, match="expected one of schema_version, step"):
+        report["helth"]
+
+
+def test_is_frozen() -> None:
+    """A report cannot be changed, and takes no unknown field."""
+    report = StepReport(step=1)
+    with pytest.raises(ValidationError, match="frozen"):
+        report.step = 2  # type: ignore[misc]
+    with pytest.raises(ValidationError, match="Extra inputs"):
+        StepReport(step=1, stp=2)  # type: ignore[call-arg]
+
+
+def test_schema_is_versioned() -> None:
+    """The JSON names its schema's version, and another version is refused."""
+    assert json.loads(StepReport(step=1).model_dump_json())["schema_version"] == 1
+    with pytest.raises(ValidationError):
+        StepReport.model_validate({"step": 1, "schema_version": 2})
+    assert "schema_version" in StepReport.model_json_schema()["properties"]
+
+
+class TestDeferred:
+    """A report whose numbers are found when they are read."""
+
+    def test_known_fields_do_not_resolve(self) -> None:
+        """Reading what is known calls nothing."""
+        report = StepReport.deferred(lambda: pytest.fail("resolved"), step=3)
+        assert report.step == 3
+
+    def test_first_read_resolves_once(self) -> None:
+        """The first read of another field finds all of them, and the next read does not again."""
+        calls: list[int] = []
+        report = StepReport.deferred(lambda: (calls.append(1), values(2.0))[1], step=3)
+        assert (report.loss, report.clipping.norm_after, calls) == (2.0, 2.0, [1])
+
+    @pytest.mark.parametrize(
+        "use",
+        [
+            lambda report: report.model_dump()["loss"],
+            lambda report: json.loads(report.model_dump_json())["loss"],
+            lambda report: dict(report)["loss"],
+            lambda report: copy.copy(report).loss,
+            lambda report: copy.deepcopy(report).loss,
+            lambda report: pickle.loads(pickle.dumps(report)).loss,
+            lambda report: report.model_copy(update={"notes": []}).loss,
+            lambda report: 2.0 if "loss=2.0" in repr(report) else None,
+        ],
+    )
+    def test_every_use_sees_the_resolved_report(self, use: Any) -> None:
+        """Dumping, copying, pickling and printing resolve first."""
+        assert use(StepReport.deferred(lambda: values(2.0), step=3)) == 2.0
+
+    def test_equals_the_same_report_made_at_once(self) -> None:
+        """How a report was made cannot be seen from outside."""
+        late = StepReport.deferred(lambda: values(2.0), step=3)
+        assert late == StepReport.model_validate(values(2.0))
+        assert late.model_dump_json() == StepReport.model_validate(values(2.0)).model_dump_json()
+
+    def test_unknown_attribute(self) -> None:
+        """A typo is an AttributeError and resolves nothing."""
+        with pytest.raises(AttributeError, match="no attribute 'helth'"):
+            StepReport.deferred(lambda: pytest.fail("resolved"), step=3).helth  # noqa: B018
+
+
+class TestMetrics:
+    """The flat names that trackers plot."""
+
+    def test_names_of_a_full_report(self) -> None:
+        """Exactly the documented names, for the whole, the issues and the groups."""
+        names = set(StepReport.model_validate(values(1.0)).metrics())
+        stems = (
+            "norm norm_clipped variance mean std max min zero_fraction nan_count inf_count clip_coef "
+            "clip_threshold clip_rate skipped healthy issues/dead norm/a variance/a mean/a"
+        )
+        assert names == {f"train/grad_{stem}" for stem in stems.split()}
+
+    def test_names_of_a_named_pair(self) -> None:
+        """The name of a pair follows the metric and comes before the group."""
+        names = StepReport.model_validate({**values(1.0), "source": "D"}).metrics()
+        assert {"train/grad_norm/D", "train/grad_norm/D/a", "train/grad_healthy/D"} <= set(names)
+
+    def test_analyzer_metrics_are_included(self) -> None:
+        """An analyzer's own metrics keep their section."""
+
+        class Own(Report):
+            number: float = 2.0
+
+            def metrics(self) -> dict[str, float]:
+                return {"rnn/number": self.number}
+
+        assert StepReport(step=1, analyzers={"own": Own()}).metrics()["rnn/number"] == 2.0
+
+    def test_unknown_analyzer_report_stays_a_dictionary(self) -> None:
+        """A report of an analyzer that is not installed is kept as plain data."""
+        text = StepReport(step=1, analyzers={"gone": {"number": 2.0}}).model_dump_json()
+        assert StepReport.model_validate_json(text).analyzers["gone"] == {"number": 2.0}
+
+
+class TestHealth:
+    """Issues and what they add up to."""
+
+    @given(st.lists(st.sampled_from(IssueSeverity)))
+    def test_healthy_means_nothing_of_medium_or_above(self, severities: list[IssueSeverity]) -> None:
+        """LOW and INFO do not make a step unhealthy."""
+        report = HealthReport.of([issue(severity) for severity in severities])
+        assert report.healthy == all(severity.value in ("INFO", "LOW") for severity in severities)
+        assert len(report.warnings) == len(severities)
+
+    def test_severities_compare(self) -> None:
+        """Severities are ordered by what they mean."""
+        assert sorted(IssueSeverity, reverse=True)[0] is IssueSeverity.CRITICAL
+        assert IssueSeverity.LOW < IssueSeverity.MEDIUM <= IssueSeverity.MEDIUM
+        with pytest.raises(TypeError):
+            assert IssueSeverity.LOW < 3
+
+    def test_prints_as_a_sentence(self) -> None:
+        """An issue and a health report print for people."""
+        text = str(HealthReport.of([issue(IssueSeverity.HIGH)]))
+        assert text == "unhealthy\n  [HIGH] DEAD at fc1: Half is dead."
+
+
+def test_summary_has_the_documented_keys() -> None:
+    """The nested keys that training scripts read are there."""
+    summary = TrainingSummary()
+    assert summary["gradient_statistics"]["gradient_norms"]["mean"] == 0.0
+    assert summary["health_issues"]["unhealthy_steps"] == summary["total_steps"] == 0
+    assert summary["nan_inf_summary"]["total_replacements"] == 0
