@@ -258,6 +258,7 @@ class Pair:
         """Notice the several closure calls of one step, for optimizers like LBFGS that need a closure."""
         if not (isinstance(optimizer, torch.optim.Optimizer) and needs_closure(optimizer)):
             return []
+        self._closure_calls = 0  # the first step() of a pair comes from within the closure
         return [
             optimizer.register_step_pre_hook(lambda *_: setattr(self, "_closure_calls", 0)),
             optimizer.register_step_post_hook(lambda *_: setattr(self, "_closure_calls", None)),

@@ -1,6 +1,5 @@
 """What all tests share."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,8 +12,7 @@ torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
-def _own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run every test in an empty directory and from one seed."""
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
-    yield

@@ -63,14 +63,18 @@ def same(found: dict[str, Any], expected: dict[str, Any], tolerance: float = 1e-
     """Compare statistics, the mean and the variance relative to the size of the elements."""
     size = abs(expected["norm"]) / max(1, expected["element_count"]) ** 0.5
     scales = {"mean": size, "variance": size * size}
-    for name, value in expected.items():
-        if isinstance(value, float):
-            if not math.isclose(found[name], value, rel_tol=tolerance, abs_tol=tolerance * scales.get(name, 0.0)):
-                if not (math.isnan(value) and math.isnan(found[name])):
-                    return False
-        elif found[name] != value:
-            return False
-    return True
+    return all(
+        _close(found[name], value, tolerance, scales.get(name, 0.0))
+        if isinstance(value, float)
+        else found[name] == value
+        for name, value in expected.items()
+    )
+
+
+def _close(found: float, expected: float, tolerance: float, scale: float) -> bool:
+    if math.isnan(expected):
+        return math.isnan(found)
+    return math.isclose(found, expected, rel_tol=tolerance, abs_tol=tolerance * scale)
 
 
 def flat(grads: list[Tensor]) -> list[float]:
