@@ -12,7 +12,7 @@ from torch import nn
 from gradtrack import registry
 from gradtrack.analyzers.base import Analyzer, Snapshot
 from gradtrack.errors import InputTypeError, UsageError
-from gradtrack.reports import Report
+from gradtrack.reports import Issue, Report
 
 _logger = logging.getLogger("gradtrack")
 _PATIENCE = 3
@@ -75,6 +75,13 @@ class LiveAnalyzers:
                 reports[name] = report
                 notes += analyzer.notes()
         return reports, notes
+
+    def issues(self) -> list[Issue]:
+        """Return the faults that the analyzers know of."""
+        found: list[Issue] = []
+        for name, analyzer in list(self._analyzers.items()):
+            found += self._guard(name, analyzer.issues) or []
+        return found
 
     def due(self, step: int) -> bool:
         """Say whether any analyzer is due at a step."""

@@ -143,9 +143,8 @@ class GradientManager:
         return callback
 
     def diagnose(self) -> list[Issue]:
-        """Return the issues that are open now, in every pair, the most severe first."""
-        found = [issue for pair in self._roster for issue in pair.health.issues]
-        return sorted(found, key=lambda issue: issue.severity, reverse=True)
+        """Return what is wrong with the run so far, in every pair: root causes first, at most a handful."""
+        return [issue for pair in self._roster for issue in pair.diagnose()]
 
     def status(self) -> dict[str, Any]:
         """Tell what was recorded, and for each backend what it has taken and what it has not, and why."""

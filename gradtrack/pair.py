@@ -13,7 +13,7 @@ from gradtrack.analyzers.base import Snapshot
 from gradtrack.checks import check_optimizer, needs_closure
 from gradtrack.config import GradientConfig
 from gradtrack.diagnose.evidence import Evidence
-from gradtrack.diagnose.ledger import Ledger
+from gradtrack.diagnose.ledger import Ledger, unmuted
 from gradtrack.errors import NonFiniteGradientError, UsageError
 from gradtrack.facts import StepFacts
 from gradtrack.flight import FlightRecorder
@@ -25,7 +25,7 @@ from gradtrack.monitor import GradientMonitor
 from gradtrack.outcome import Outcome
 from gradtrack.protect.clipping import GradientClipper
 from gradtrack.protect.nonfinite import NaNInfHandler, count_nonfinite
-from gradtrack.reports import HEALTHY, HealthReport, StepReport
+from gradtrack.reports import HEALTHY, HealthReport, Issue, StepReport
 
 Components = tuple[GradientMonitor, GradientClipper, NaNInfHandler]
 
@@ -230,6 +230,11 @@ class Pair:
             horizon=self.horizon,
             skipped=facts.skipped,
         )
+
+    def diagnose(self) -> list[Issue]:
+        """Return the faults of the run so far, of the rules and of the analyzers."""
+        found = [*self.health.issues, *unmuted(self.analyzers.issues(), self.config.mute)]
+        return sorted(found, key=lambda issue: issue.severity, reverse=True)
 
     def _weight_norms(self) -> dict[str, float]:
         params = self.table.params

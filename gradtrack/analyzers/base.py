@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from gradtrack.records import Panel
-from gradtrack.reports import Report
+from gradtrack.reports import Issue, Report
 
 Schedule = Callable[[int], bool]
 
@@ -82,6 +82,14 @@ class Analyzer(ABC):
 
     def notes(self) -> list[str]:
         """Return findings of the last look that are information, not issues."""
+        return []
+
+    def issues(self) -> list[Issue]:
+        """Return the faults that the looks so far show, or nothing: `manager.diagnose()` joins and orders them.
+
+        The list is about the run up to now, so that a fault which is over is still in it where it did harm. It never
+        holds INFO findings (those are `notes`), and it is the same at every loss scale. Asking changes nothing.
+        """
         return []
 
     def state_dict(self) -> dict[str, Any]:
