@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import ClassVar
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 from gradtrack.records import Record
 
@@ -30,3 +30,20 @@ class Backend(ABC):
 
     def close(self, *, failed: bool = False) -> None:
         """Let go of the tracker; `failed` says that the training raised. A second call does nothing."""
+
+    def present(self, records: Sequence[Record]) -> set[tuple[str, int]] | None:
+        """Return which of these records the destination already has, as (source, step); None where it cannot tell.
+
+        No two of the records share source and step, so a destination that keeps times may compare them as well.
+        It is asked before records come again: by a replay, and after a `write` that raised half way.
+        """
+        return None
+
+    def address(self) -> Mapping[str, Any]:
+        """Return the options, as plain data, with which the constructor reaches the same place again for a replay."""
+        return {}
+
+    @classmethod
+    def probe(cls, **options: Any) -> str:
+        """Say where records would go with these options, and create nothing; raise what would stop them."""
+        return ""
