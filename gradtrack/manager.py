@@ -206,6 +206,7 @@ class GradientManager:
         for hook in self._hooks:
             hook.remove()
         self._roster.close()
+        self._save_pictures()
         self._sink.close(failed=failed)
 
     def __enter__(self) -> Self:
@@ -234,3 +235,9 @@ class GradientManager:
         for issue in outcome.opened:
             for callback in self._callbacks:
                 callback(issue, report)
+
+    def _save_pictures(self) -> None:
+        if self.config.save_gradient_plots and self.config.run_dir is not None:
+            from gradtrack.view.at_close import save_pictures
+
+            save_pictures(self.config.run_dir, self.reports, self.monitor.history)

@@ -1,0 +1,215 @@
+"""Pictures of a training: its curves, and the statistics of its gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from gradtrack.reports import GradientStatistics, StepReport
+from gradtrack.view import figures
+from gradtrack.view.figures import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, SKY, curve, log_curve, panel
+
+_STATISTICS: Final = ("total_norm", "mean", "std", "min", "max", "zero_fraction")
+_EMPTY: Final = "No steps were recorded."
+
+
+def plot_training_curves(reports: Sequence[StepReport], path: Path) -> Path:
+    """Draw loss, norms before and after clipping, non-finite counts and clip rate, with events where they happened."""
+    return figures.save(draw_training_curves(reports), path)
+
+
+def plot_gradient_statistics(statistics: Sequence[GradientStatistics], path: Path) -> Path:
+    """Draw the distribution of norms, means and deviations, extremes, and how the statistics go together."""
+    return figures.save(draw_gradient_statistics(statistics), path)
+
+
+def plot_gradient_statistics_over_time(rows: Mapping[str, Sequence[float | None]], path: Path) -> Path:
+    """Draw variance, norm, absolute mean and range over time, each on a log axis.
+
+    `rows` holds lists of equal length, as `gradient_statistics.json` does: `step` and `grad_variance`, `grad_norm`,
+    `grad_mean`, `grad_max`, `grad_min`.
+    """
+    return figures.save(draw_gradient_statistics_over_time(rows), path)
+
+
+def draw_training_curves(reports: Sequence[StepReport]) -> Any:
+    """Return the figure of `plot_training_curves`."""
+    figure = figures.new_figure()
+    figure.suptitle("Training curves", fontsize=14)
+    steps = [report.step for report in reports]
+    events = events_of(reports)
+    _loss(panel(figure, (2, 2, 1), "Loss", "step", "loss"), steps, reports)
+    _norms(panel(figure, (2, 2, 2), "Gradient norm", "step", "global L2 norm"), steps, reports)
+    _nonfinite(panel(figure, (2, 2, 3), "Non-finite gradient elements", "step", "elements"), steps, reports)
+    _clipping(panel(figure, (2, 2, 4), "Clipping", "step", "coefficient and share"), steps, reports)
+    for axes in figure.axes:
+        figures.mark_events(axes, events)
+        figures.legend(axes)
+    return figure
+
+
+def draw_gradient_statistics(statistics: Sequence[GradientStatistics]) -> Any:
+    """Return the figure of `plot_gradient_statistics`."""
+    figure = figures.new_figure()
+    figure.suptitle(f"Gradient statistics of {len(statistics)} steps", fontsize=14)
+    order = np.arange(1, len(statistics) + 1)
+    table = {name: figures.numbers(getattr(entry, name) for entry in statistics) for name in _STATISTICS}
+    _distribution(panel(figure, (2, 2, 1), "Distribution of norms", "global L2 norm", "steps"), table["total_norm"])
+    axes = panel(figure, (2, 2, 2), "Mean and standard deviation", "measured step", "gradient element")
+    mean, std = table["mean"], table["std"]
+    axes.fill_between(order, mean - std, mean + std, color=SKY, alpha=0.35, linewidth=0, label="mean ± std")
+    curve(axes, order, mean, label="mean", colour=BLUE)
+    axes = panel(figure, (2, 2, 3), "Extremes", "measured step", "gradient element")
+    log_curve(axes, order, np.abs(table["max"]), label="|max|", colour=ORANGE, linewidth=1.1)
+    log_curve(axes, order, np.abs(table["min"]), label="|min|", colour=BLUE, linewidth=1.1)
+    _correlation(figure, table)
+    for axes in figure.axes[:3]:
+        if not len(statistics):
+            figures.say(axes, _EMPTY)
+        figures.legend(axes)
+    return figure
+
+
+def draw_gradient_statistics_over_time(rows: Mapping[str, Sequence[float | None]]) -> Any:
+    """Return the figure of `plot_gradient_statistics_over_time`."""
+    figure = figures.new_figure()
+    figure.suptitle("Gradient statistics over time", fontsize=14)
+    table = {name: figures.numbers(values) for name, values in rows.items()}
+    steps = table["step"]
+    panels = [
+        ("Gradient variance", [("variance", table["grad_variance"], BLUE, "-")]),
+        ("Gradient norm", [("norm", table["grad_norm"], GREEN, "-")]),
+        ("Absolute gradient mean", [("|mean|", np.abs(table["grad_mean"]), PURPLE, "-")]),
+        (
+            "Gradient range",
+            [("max", table["grad_max"], ORANGE, "-"), ("|min|", np.abs(table["grad_min"]), BLUE, "-")],
+        ),
+    ]
+    for index, (title, lines) in enumerate(panels):
+        axes = panel(figure, (2, 2, index + 1), title, "step", "")
+        for label, values, colour, style in lines:
+            log_curve(axes, steps, values, label=label, colour=colour, linestyle=style)
+        if not len(steps):
+            figures.say(axes, _EMPTY)
+        figures.legend(axes)
+    return figure
+
+
+def events_of(reports: Sequence[StepReport]) -> list[tuple[float, str]]:
+    """Return the steps on which an issue opened, each with what opened there and at which layer."""
+    events: list[tuple[float, str]] = []
+    before: dict[str, set[str]] = {}
+    for report in reports:
+        now = {issue.key for issue in report.health.issues}
+        for issue in report.health.issues:
+            if issue.key not in before.get(report.source, set()):
+                events.append((report.step, f"{issue.issue_type.value} {issue.layer}".strip()))
+        before[report.source] = now
+    return events
+
+
+def statistics_over_time(reports: Sequence[StepReport]) -> dict[str, list[float | None]]:
+    """Return the lists that `plot_gradient_statistics_over_time` draws, from the measured ones among some reports."""
+    found = [(report, report.statistics) for report in reports if report.statistics is not None]
+    return {
+        "step": [report.step for report, _ in found],
+        "grad_variance": [statistics.variance for _, statistics in found],
+        "grad_norm": [report.clipping.norm_before for report, _ in found],
+        "grad_mean": [statistics.mean for _, statistics in found],
+        "grad_max": [statistics.max for _, statistics in found],
+        "grad_min": [statistics.min for _, statistics in found],
+    }
+
+
+def _loss(axes: Any, steps: Sequence[int], reports: Sequence[StepReport]) -> None:
+    values = figures.numbers(report.loss for report in reports)
+    if not np.isfinite(values).any():
+        figures.say(axes, "No loss was recorded." if reports else _EMPTY)
+        return
+    finite = values[np.isfinite(values)]
+    # A loss that falls by orders of magnitude is a line on a log axis only.
+    draw = log_curve if finite.min() > 0 and finite.max() > 20 * finite.min() else curve
+    draw(axes, steps, values, label="loss", colour=BLUE)
+
+
+def _norms(axes: Any, steps: Sequence[int], reports: Sequence[StepReport]) -> None:
+    clipping = [report.clipping for report in reports]
+    if not reports:
+        figures.say(axes, _EMPTY)
+        return
+    before = figures.numbers(found.norm_before for found in clipping)
+    log_curve(axes, steps, before, label="before clipping", colour=ORANGE, linewidth=3.2, alpha=0.7)
+    if any(found.enabled for found in clipping):
+        after = figures.numbers(found.norm_after for found in clipping)
+        log_curve(axes, steps, after, label="after clipping", colour=BLUE)
+        threshold = figures.numbers(found.threshold for found in clipping)
+        if np.isfinite(threshold).any():
+            log_curve(axes, steps, threshold, label="threshold", colour=GREY, linestyle="--", linewidth=1.1)
+
+
+def _nonfinite(axes: Any, steps: Sequence[int], reports: Sequence[StepReport]) -> None:
+    nan = np.array([report.nan_inf.nan_count for report in reports])
+    infinite = np.array([report.nan_inf.inf_count for report in reports])
+    if not (nan.any() or infinite.any()):
+        figures.say(axes, "Every gradient was finite." if reports else _EMPTY)
+        axes.set_yticks([])
+        return
+    for values, label, colour, marker in ((nan, "NaN", BLUE, "o"), (infinite, "Inf", ORANGE, "s")):
+        there = np.flatnonzero(values)
+        axes.vlines(np.take(steps, there), 0, values[there], color=colour, alpha=0.5)
+        axes.plot(np.take(steps, there), values[there], marker, color=colour, label=label, markersize=5)
+    axes.set_xlim(*figures.spread(steps))
+    axes.set_ylim(0, 1.15 * max(nan.max(), infinite.max()))
+    if max(nan.max(), infinite.max()) > 100:
+        axes.set_yscale("symlog", linthresh=1)
+        axes.set_ylim(0, 3 * max(nan.max(), infinite.max()))
+
+
+def _clipping(axes: Any, steps: Sequence[int], reports: Sequence[StepReport]) -> None:
+    clipping = [report.clipping for report in reports]
+    if not any(found.enabled for found in clipping):
+        figures.say(axes, "Clipping was off." if reports else _EMPTY)
+        axes.set_yticks([])
+        return
+    curve(axes, steps, [found.coefficient for found in clipping], label="clip coefficient", colour=SKY)
+    curve(axes, steps, [found.clip_rate for found in clipping], label="share of steps clipped", colour=ORANGE)
+    axes.set_ylim(0, 1.05)
+
+
+def _distribution(axes: Any, norms: Any) -> None:
+    finite = norms[np.isfinite(norms) & (norms > 0)]
+    if not len(finite):
+        return
+    low, high = finite.min(), finite.max()
+    if high > 3 * low:
+        axes.set_xscale("log")
+        edges = np.geomspace(low, high, 31)
+    else:
+        edges = np.linspace(low, high if high > low else low * 1.1, 31)
+    axes.hist(finite, bins=edges, color=SKY, edgecolor="white", linewidth=0.5, label="steps")
+    axes.axvline(np.median(finite), color=RED, linestyle="--", label=f"median {np.median(finite):.3g}")
+    left = len(norms) - len(finite)
+    if left:
+        axes.set_xlabel(f"global L2 norm ({left} zero or non-finite left out)")
+
+
+def _correlation(figure: Any, table: Mapping[str, Any]) -> None:
+    axes = panel(figure, (2, 2, 4), "Correlation", "", "")
+    axes.grid(visible=False)
+    finite = np.all([np.isfinite(values) for values in table.values()], axis=0)
+    varying = {name: values[finite] for name, values in table.items() if len(set(values[finite])) > 1}
+    if finite.sum() < 3 or len(varying) < 2:
+        figures.say(axes, "Three finite steps that differ are needed.")
+        return
+    matrix = np.corrcoef(list(varying.values()))
+    image = axes.imshow(matrix, cmap="RdBu_r", vmin=-1, vmax=1, aspect="auto")
+    labels = [name.replace("total_", "").replace("_", " ") for name in varying]
+    axes.set_xticks(range(len(labels)), labels, rotation=30, ha="right")
+    axes.set_yticks(range(len(labels)), labels)
+    for row, column in np.ndindex(matrix.shape):
+        colour = "white" if abs(matrix[row, column]) > 0.6 else "black"
+        axes.text(column, row, f"{matrix[row, column]:.2f}", ha="center", va="center", fontsize=8, color=colour)
+    figure.colorbar(image, ax=axes, label="Pearson r")

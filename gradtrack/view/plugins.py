@@ -1,0 +1,68 @@
+"""Which plugins there are and what each needs, found without importing any of them."""
+
+from __future__ import annotations
+
+import ast
+import re
+from dataclasses import dataclass
+from importlib import metadata, resources
+
+from gradtrack.registry import Registry
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PluginInfo:
+    """A plugin by name, with one sentence about it, where it comes from, and the packages that it lacks."""
+
+    name: str
+    about: str
+    source: str
+    missing: tuple[str, ...] = ()
+
+    @property
+    def remedy(self) -> str:
+        """Return the command that installs what is missing, or nothing."""
+        return f'pip install "gradtrack[{self.name}]"' if self.missing else ""
+
+
+def describe_plugins(registry: Registry) -> list[PluginInfo]:
+    """Describe the plugins of one kind, built in or installed by others."""
+    own = [
+        PluginInfo(name=name, about=_sentence(registry.kind, name), source="gradtrack", missing=missing_packages(name))
+        for name in registry.builtin()
+    ]
+    others = [_third_party(point) for point in metadata.entry_points(group=f"gradtrack.{registry.kind}")]
+    return own + sorted(others, key=lambda plugin: plugin.name)
+
+
+def missing_packages(name: str) -> tuple[str, ...]:
+    """Name what is not installed of the extra that is called like a plugin."""
+    try:
+        requirements = metadata.requires("gradtrack") or []
+    except metadata.PackageNotFoundError:
+        return ()
+    needed = [
+        re.split(r"[^A-Za-z0-9._-]", requirement, maxsplit=1)[0]
+        for requirement in requirements
+        if re.search(rf"""extra == ['"]{re.escape(name)}['"]""", requirement)
+    ]
+    return tuple(package for package in needed if not _is_installed(package))
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return bool(metadata.version(package))
+    except metadata.PackageNotFoundError:
+        return False
+
+
+def _sentence(kind: str, name: str) -> str:
+    source = resources.files(f"gradtrack.{kind}").joinpath(f"{name}.py").read_text(encoding="utf-8")
+    return (ast.get_docstring(ast.parse(source)) or "").split("\n\n")[0].replace("\n", " ")
+
+
+def _third_party(point: metadata.EntryPoint) -> PluginInfo:
+    if point.dist is None:
+        return PluginInfo(name=point.name, about=point.value, source=point.value)
+    summary = point.dist.metadata.json.get("summary")
+    return PluginInfo(name=point.name, about=str(summary or point.value), source=point.dist.name)

@@ -1,0 +1,143 @@
+"""The pictures of a training, read back from their figures."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gradtrack.errors import MissingExtraError
+from gradtrack.reports import GradientStatistics, StepReport
+from gradtrack.view import figures, plots
+from tests.view.runs import HOSTILE, issue, report, unhealthy
+
+PNG = b"\x89PNG"
+
+
+def statistics(reports: list[StepReport]) -> list[GradientStatistics]:
+    """Return the statistics of some reports."""
+    return [found.statistics for found in reports if found.statistics is not None]
+
+
+def line(axes: Any, label: str) -> Any:
+    """Return the line of a label."""
+    return next(line for line in axes.get_lines() if line.get_label() == label)
+
+
+def texts(axes: Any) -> list[str]:
+    """Return every text inside of an axes."""
+    return [text.get_text() for text in axes.texts]
+
+
+def titles(figure: Any) -> list[str]:
+    """Return the titles of the panels."""
+    return [title for axes in figure.axes if (title := axes.get_title(loc="left"))]
+
+
+def test_training_curves_show_loss_norms_counts_and_clipping() -> None:
+    """Each of the four panels draws its own quantity, step by step."""
+    reports = [report(step, norm=2.0 * step, clipped=1.0, nan_inf={"nan_count": step % 2}) for step in range(1, 6)]
+    loss, norms, nonfinite, clipping = plots.draw_training_curves(reports).axes
+    assert line(loss, "loss").get_ydata() == pytest.approx([1.0, 1 / 2, 1 / 3, 1 / 4, 1 / 5])
+    assert list(line(norms, "before clipping").get_ydata()) == [2.0, 4.0, 6.0, 8.0, 10.0]
+    assert list(line(norms, "after clipping").get_ydata()) == [1.0] * 5
+    assert list(line(norms, "threshold").get_ydata()) == [1.0] * 5
+    assert list(line(nonfinite, "NaN").get_xdata()) == [1, 3, 5]
+    assert list(line(clipping, "share of steps clipped").get_ydata()) == [0.5] * 5
+    assert list(line(clipping, "clip coefficient").get_ydata()) == [0.5] * 5
+    assert norms.get_yscale() == "log"
+
+
+def test_training_curves_mark_where_an_issue_opened() -> None:
+    """An issue is annotated once, on the step where it opened, in every panel."""
+    sick = unhealthy(issue("encoder.weight"))
+    reports = [report(1), report(2, health=sick), report(3, health=sick), report(4)]
+    for axes in plots.draw_training_curves(reports).axes:
+        assert texts(axes).count("EXPLODING encoder.weight") == 1
+    assert plots.events_of(reports) == [(2, "EXPLODING encoder.weight")]
+
+
+def test_an_issue_that_returns_is_marked_again() -> None:
+    """Closing and opening again are two events."""
+    sick = unhealthy(issue())
+    reports = [report(1, health=sick), report(2), report(3, health=sick)]
+    assert [step for step, _ in plots.events_of(reports)] == [1, 3]
+
+
+@pytest.mark.parametrize(
+    "norms", [[0.0, 0.0, 0.0], [math.nan, 1.0, math.inf], [None, None, None], [0.0, 1e-300, 1e300]]
+)
+def test_training_curves_survive_zeros_and_nonfinite_norms(tmp_path: Path, norms: list[float | None]) -> None:
+    """Nothing that a norm can be keeps the picture from being written."""
+    reports = [report(step, norm=norm) for step, norm in enumerate(norms, 1)]
+    assert plots.plot_training_curves(reports, tmp_path / "curves.png").read_bytes().startswith(PNG)
+
+
+def test_zeros_are_marked_on_a_log_axis() -> None:
+    """A zero has no place on a log axis, so it is marked at the lower edge."""
+    axes = figures.panel(figures.new_figure(), (1, 1, 1), "", "", "")
+    figures.log_curve(axes, [1, 2, 3], [1.0, 0.0, math.inf], label="norm", colour="black")
+    assert list(line(axes, "norm: zero").get_xdata()) == [2.0]
+    assert list(line(axes, "infinite").get_xdata()) == [3.0]
+    assert np.array_equal(line(axes, "norm").get_ydata(), [1.0, math.nan, math.nan], equal_nan=True)
+
+
+def test_gradient_statistics_show_distribution_spread_extremes_and_correlation() -> None:
+    """The four panels show what they are called after."""
+    reports = [report(step, norm=float(step)) for step in range(1, 41)]
+    figure = plots.draw_gradient_statistics(statistics(reports))
+    distribution, spread, extremes, correlation = figure.axes[:4]
+    assert titles(figure) == ["Distribution of norms", "Mean and standard deviation", "Extremes", "Correlation"]
+    assert sum(patch.get_height() for patch in distribution.patches) == 40
+    assert line(spread, "mean").get_ydata() == pytest.approx([step * 1e-3 * (-1) ** step for step in range(1, 41)])
+    assert line(extremes, "|max|").get_ydata() == pytest.approx(np.arange(1, 41) / 2)
+    assert line(extremes, "|min|").get_ydata() == pytest.approx(np.arange(1, 41) / 3)
+    shown = np.asarray(correlation.images[0].get_array())
+    assert shown[0] == pytest.approx([1.0, shown[0, 1], 1.0, -1.0, 1.0])
+
+
+def test_four_panels_over_time_are_on_log_axes(tmp_path: Path) -> None:
+    """Variance, norm, absolute mean and range are drawn on log axes, from the lists of the statistics file."""
+    rows = plots.statistics_over_time([report(step, norm=float(step)) for step in range(1, 11)])
+    figure = plots.draw_gradient_statistics_over_time(json.loads(json.dumps(rows)))
+    assert titles(figure) == ["Gradient variance", "Gradient norm", "Absolute gradient mean", "Gradient range"]
+    assert [axes.get_yscale() for axes in figure.axes] == ["log"] * 4
+    assert line(figure.axes[1], "norm").get_ydata() == pytest.approx(np.arange(1, 11))
+    assert line(figure.axes[2], "|mean|").get_ydata() == pytest.approx(np.arange(1, 11) * 1e-3)
+    assert line(figure.axes[3], "|min|").get_ydata() == pytest.approx(np.arange(1, 11) / 3)
+    assert plots.plot_gradient_statistics_over_time(rows, tmp_path / "a" / "b.png").read_bytes().startswith(PNG)
+
+
+def test_empty_trainings_say_so(tmp_path: Path) -> None:
+    """A training without a step makes pictures that tell it."""
+    assert texts(plots.draw_training_curves([]).axes[0]) == ["No steps were recorded."]
+    assert texts(plots.draw_gradient_statistics([]).axes[0]) == ["No steps were recorded."]
+    assert plots.plot_gradient_statistics([], tmp_path / "none.png").exists()
+
+
+def test_hostile_names_are_drawn_as_text(tmp_path: Path) -> None:
+    """A layer may be called anything, also what looks like a formula, without harm to the picture."""
+    names = [HOSTILE, "$unclosed", "a_b^c"]
+    reports = [report(step, health=unhealthy(issue(name))) for step, name in enumerate(names, 1)]
+    assert plots.plot_training_curves(reports, tmp_path / "curves.png").exists()
+
+
+def test_pictures_leave_the_global_state_alone() -> None:
+    """Drawing neither loads pyplot nor keeps a figure open."""
+    code = "from gradtrack.view import plots; plots.draw_training_curves([])\nimport sys\n"
+    code += "print('matplotlib.pyplot' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "False"
+
+
+def test_missing_matplotlib_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without matplotlib the error says how to install it."""
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(MissingExtraError, match=r'pip install "gradtrack\[plots\]"'):
+        plots.draw_training_curves([])
