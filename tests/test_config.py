@@ -162,7 +162,7 @@ class TestAssignment:
             config.max_grad_norm = -1.0
         assert config.max_grad_norm == 1.0
         with pytest.raises(ConfigError, match="Did you mean 'max_grad_norm'"):
-            config.max_grad_nrm = 2.0  # type: ignore[attr-defined]
+            config.max_grad_nrm = 2.0
 
     def test_arithmetic(self) -> None:
         """The seeds' own idiom works."""

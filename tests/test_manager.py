@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import gradtrack
 from gradtrack import GradientManager, Issue, StepReport, create_gradient_manager, safe_backward
 from gradtrack.errors import ClosedError, InputTypeError, RunDirectoryError, UsageError
-from tests.training import batch_loss, look, optimizer_of, small_model, train, with_gradients
+from tests.training import batch_loss, layer, look, optimizer_of, small_model, train, with_gradients
 
 
 def rows(manager: GradientManager) -> list[Any]:
@@ -77,7 +77,7 @@ class TestStep:
     def test_parameters_on_request(self) -> None:
         """`track_parameters` puts every parameter into the report, with its group and its other names."""
         model = small_model()
-        model[2].bias.requires_grad_(False)
+        layer(model, 2).bias.requires_grad_(False)
         report = train(GradientManager(track_parameters=True), 1, model=model)[0]
         assert list(report.parameters) == ["0.weight", "0.bias", "2.weight"]
         assert report.parameters["0.bias"].group == "0"
@@ -244,7 +244,8 @@ class TestLoops:
         expected = torch.nn.utils.get_total_norm([param.grad for param in whole.parameters() if param.grad is not None])
         assert (micro.measured, micro.step, micro.statistics, micro.clipping.norm_before) == (False, 0, None, None)
         assert micro.nan_inf.action == "unchecked"
-        assert (report.step, report.loss) == (1, pytest.approx(first.item() + second.item()))
+        assert report.step == 1
+        assert report.loss == pytest.approx(first.item() + second.item())
         assert report.clipping.norm_before == pytest.approx(float(expected), rel=1e-5)
         assert len(manager.reports) == 1
 
@@ -334,7 +335,7 @@ class TestLoops:
             return loss
 
         for _ in range(3):
-            optimizer.step(closure)  # type: ignore[arg-type]
+            optimizer.step(closure)  # type: ignore[no-untyped-call]
         assert len(calls) > 6
         assert [report.step for report in manager.reports] == [1, 2, 3]
         assert {report.step for report in calls} == {1, 2, 3}
@@ -344,16 +345,16 @@ class TestLoops:
         model = small_model()
         optimizer = optimizer_of(model)
         manager = gradtrack.watch(model, optimizer, backends=["memory"], max_grad_norm=1e-3)
-        before = model[0].weight.detach().clone()
+        before = layer(model, 0).weight.detach().clone()
         torch.autograd.backward(batch_loss(model))
         optimizer.step()
         assert manager.reports[0].clipping.clipped
-        assert float((model[0].weight.detach() - before).norm()) < 1.1e-4
+        assert float((layer(model, 0).weight.detach() - before).norm()) < 1.1e-4
         optimizer.zero_grad()
         torch.autograd.backward(batch_loss(model) * math.nan)
         optimizer.step()
         assert manager.reports[1].skipped
-        assert torch.isfinite(model[0].weight).all()
+        assert torch.isfinite(layer(model, 0).weight).all()
         manager.close()
         torch.autograd.backward(batch_loss(model))
         optimizer.step()
@@ -388,12 +389,12 @@ class TestLoops:
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-        before = model[0].weight.detach().clone()
+        before = layer(model, 0).weight.detach().clone()
         report = safe_backward(batch_loss(model) * math.inf, model, optimizer, manager, scaler=scaler)
         scaler.step(optimizer)
         scaler.update()
         assert (report.nan_inf.action, report.skipped, report.health.healthy) == ("scaler", True, True)
-        assert torch.equal(model[0].weight, before)
+        assert torch.equal(layer(model, 0).weight, before)
         assert scaler.get_scale() == 512.0
 
 

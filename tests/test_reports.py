@@ -99,7 +99,12 @@ class TestDeferred:
     def test_first_read_resolves_once(self) -> None:
         """The first read of another field finds all of them, and the next read does not again."""
         calls: list[int] = []
-        report = StepReport.deferred(lambda: (calls.append(1), values(2.0))[1], step=3)
+
+        def resolve() -> dict[str, Any]:
+            calls.append(1)
+            return values(2.0)
+
+        report = StepReport.deferred(resolve, step=3)
         assert (report.loss, report.clipping.norm_after, calls) == (2.0, 2.0, [1])
 
     @pytest.mark.parametrize(

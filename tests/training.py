@@ -20,6 +20,13 @@ def small_model(seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Sequent
     return model.to(dtype)
 
 
+def layer(model: nn.Sequential, index: int) -> nn.Linear:
+    """Return a linear layer of a model."""
+    found = model[index]
+    assert isinstance(found, nn.Linear)
+    return found
+
+
 def batch_loss(model: nn.Module, step: int = 0, scale: float = 1.0) -> Tensor:
     """Return the loss of a batch that depends on the step only."""
     dtype = next(model.parameters()).dtype
@@ -42,7 +49,7 @@ def with_gradients(gradients: Sequence[Tensor | None]) -> nn.Module:
 
 def optimizer_of(model: nn.Module, kind: type[torch.optim.Optimizer] = torch.optim.SGD, **options: Any) -> Any:
     """Return an optimizer of all parameters."""
-    return kind(model.parameters(), **{"lr": 0.1, **options})  # type: ignore[arg-type]
+    return kind(model.parameters(), **{"lr": 0.1, **options})
 
 
 def look(model: nn.Module, manager: GradientManager | None = None, **settings: Any) -> StepReport:

@@ -55,7 +55,9 @@ def harness(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Harness]
 def row(step: int, metrics: Mapping[str, float] | None = None, **parts: Any) -> Record:
     """Make a record of a step; the first one carries the run."""
     values = {NORM: float(step), HEALTHY: 1.0} if metrics is None else metrics
-    return Record(step=step, time=1_700_000_000.0 + step % 1000, metrics=values, run=RUN if step == 1 else None, **parts)
+    return Record(
+        step=step, time=1_700_000_000.0 + step % 1000, metrics=values, run=RUN if step == 1 else None, **parts
+    )
 
 
 def deliver(harness: Harness, records: Sequence[Record]) -> dict[str, list[tuple[int, float]]]:

@@ -6,13 +6,13 @@ from torch import Tensor, nn
 
 from gradtrack.errors import UsageError
 from gradtrack.measure.table import ParameterTable
-from tests.training import batch_loss, small_model
+from tests.training import batch_loss, layer, small_model
 
 
 def test_names_and_missing_gradients() -> None:
     """Parameters without a gradient are listed as missing, and are not zeros."""
     model = small_model()
-    model[0].weight.grad = torch.ones(5, 6)
+    layer(model, 0).weight.grad = torch.ones(5, 6)
     grads = ParameterTable(model).gradients()
     assert grads.layout.names == ["0.weight"]
     assert grads.layout.missing == ["0.bias", "2.weight", "2.bias"]
@@ -32,7 +32,7 @@ def test_tied_parameters_are_there_once() -> None:
 def test_frozen_parameters_are_left_out() -> None:
     """A frozen parameter has no row and is not missing."""
     model = small_model()
-    model[0].weight.requires_grad_(False)
+    layer(model, 0).weight.requires_grad_(False)
     table = ParameterTable(model)
     assert "0.weight" not in table.names
     assert table.frozen == ["0.weight"]
@@ -57,13 +57,13 @@ class TestStale:
         inner = model[0]
         assert isinstance(inner, nn.Sequential)
         if change == "frozen":
-            inner[0].weight.requires_grad_(False)
+            layer(inner, 0).weight.requires_grad_(False)
         elif change == "replaced":
-            inner[0].weight = nn.Parameter(torch.zeros(5, 6))
+            layer(inner, 0).weight = nn.Parameter(torch.zeros(5, 6))
         elif change == "added":
             inner.register_parameter("extra", nn.Parameter(torch.zeros(2)))
         elif change == "removed":
-            inner[0].bias = None
+            layer(inner, 0).register_parameter("bias", None)
         elif change == "module":
             model.append(nn.Linear(2, 2))
         else:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from gradtrack import GradientConfig, GradientManager, NaNInfHandler
 from gradtrack.errors import NonFiniteGradientError
-from tests.training import batch_loss, look, optimizer_of, small_model, with_gradients
+from tests.training import batch_loss, layer, look, optimizer_of, small_model, with_gradients
 
 BAD = st.sampled_from([math.nan, math.inf, -math.inf])
 OPTIMIZERS = [
@@ -169,14 +169,14 @@ class TestHandlerAlone:
         """Weights, frozen ones too, are counted by name and made finite on request."""
         model = small_model()
         with torch.no_grad():
-            model[0].weight[0, 0] = math.nan
-            model[2].bias[1] = -math.inf
-        model[2].bias.requires_grad_(False)
+            layer(model, 0).weight[0, 0] = math.nan
+            layer(model, 2).bias[1] = -math.inf
+        layer(model, 2).bias.requires_grad_(False)
         handler = NaNInfHandler(GradientConfig())
         counted = handler.check_and_fix_parameters(model=model, replace_values=False)
         assert {parameter.name for parameter in counted.parameters} == {"0.weight", "2.bias"}
-        assert not torch.isfinite(model[0].weight).all()
+        assert not torch.isfinite(layer(model, 0).weight).all()
         fixed = handler.check_and_fix_parameters(model=model, replace_values=True)
         assert fixed.replaced_count == 2
-        assert (model[0].weight[0, 0].item(), model[2].bias[1].item()) == (0.0, -1e6)
+        assert (layer(model, 0).weight[0, 0].item(), layer(model, 2).bias[1].item()) == (0.0, -1e6)
         assert handler.check_and_fix_parameters(model=model).nan_count == 0
