@@ -13,7 +13,7 @@ Task = tuple[Callable[[], object], "SimpleQueue[None]"]
 
 @final
 class Helpers:
-    """Daemon threads that run what they are given and keep neither the interpreter nor a forked child waiting."""
+    """Daemon threads that run what they are given, and keep no exit and no forked child waiting."""
 
     def __init__(self) -> None:
         self._tasks: SimpleQueue[Task] = SimpleQueue()
@@ -21,7 +21,7 @@ class Helpers:
         self._num_threads = 0
 
     def lend(self, work: Callable[[], object], count: int) -> Iterator[None]:
-        """Let this many threads run the work too; each step of the iterator waits until one of them is through.
+        """Let this many threads run the work too; each step of the iterator waits until one is through.
 
         The work must do nothing when there is nothing left: a thread may come to it late, long after the
         caller went on.
@@ -38,6 +38,10 @@ class Helpers:
             while self._num_threads < count:
                 threading.Thread(target=_serve, args=(self._tasks,), name="gradtrack-helper", daemon=True).start()
                 self._num_threads += 1
+
+
+def _start(tasks: SimpleQueue[Task]) -> None:
+    threading.Thread(target=_serve, args=(tasks,), name="gradtrack-helper", daemon=True).start()
 
 
 def _serve(tasks: SimpleQueue[Task]) -> None:

@@ -3,14 +3,16 @@
 The elements of all tensors lie on one line, each tensor rounded up to whole cache lines, and the line is cut
 into items of equal length. Threads take the next item from a shared counter; what an item finds depends on
 nothing but the item, so the result is the same for any number of threads.
+
+All compiled code is in this file, since the compiler's cache on disk asks only whether this file has changed.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias, TypeVar, cast
 
 import numpy as np
-from llvmlite import ir
 from numba import carray, njit, types
 from numba.extending import intrinsic, overload
 
@@ -26,55 +28,95 @@ SHORT_LINE = 2 * ITEM_ELEMENTS
 """The longest line that one call measures or scales alone; a longer one is worth waking threads for."""
 BLOCK_ELEMENTS = 4096
 LINE_ELEMENTS = 64
-PREPARE, WORK, MERGE = 1, 2, 4
+PREPARE, WORK, WAIT, MERGE = 1, 2, 4, 8
+_WAIT_ROUNDS = 10000  # about the time that an item takes
 
-_FAST = {"reassoc", "contract", "nsz"}
 _LARGEST = 1e16  # the squares of a whole block still fit into a float32
 _SMALLEST = 1e-12  # its square, and those that matter beside it, are normal float32 numbers
 _INFINITY_KEY = 0x7F800000
 _INFINITY_KEY_64 = 0x7FF0000000000000
+_NEGATIVE_INFINITY_64 = -0x10000000000000
 _MAGNITUDE_64 = 0x7FFFFFFFFFFFFFFF
 _HALF_BITS = 0x3F000000
 
 
-@intrinsic
-def _pointer(typingctx: Any, address: Any) -> Any:
+Value: TypeAlias = Any
+"""A number or an array whose type only the compiler knows."""
+Integers: TypeAlias = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
+Floats: TypeAlias = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
+_Function = TypeVar("_Function", bound=Callable[..., Value])
+
+
+def _compiled(function: _Function) -> _Function:
+    """Compile a function into those that call it."""
+    return cast("_Function", njit(nogil=True)(function))
+
+
+def _compiled_freely(function: _Function) -> _Function:
+    """Compile a function whose sums may be taken in any order, so that they run on vectors."""
+    return cast("_Function", njit(nogil=True, fastmath={"reassoc", "contract", "nsz"})(function))
+
+
+def _compiled_now(signature: str) -> Callable[[_Function], _Function]:
+    """Compile a function at import, or load it from the cache on disk."""
+
+    def compile_or_load(function: _Function) -> _Function:
+        try:
+            return cast("_Function", njit(signature, nogil=True, cache=True)(function))
+        except Exception:  # no directory can be written, or what is in it is damaged
+            return cast("_Function", njit(signature, nogil=True)(function))
+
+    return compile_or_load
+
+
+def _emitted(function: _Function) -> Callable[..., Value]:
+    """Let a function write its own instructions."""
+    return cast("Callable[..., Value]", intrinsic(function))
+
+
+def _chosen_for(function: _Function) -> Callable[[_Function], _Function]:
+    """Let a function choose the code of another by the types of its arguments."""
+    return cast("Callable[[_Function], _Function]", overload(function))
+
+
+@_emitted
+def _pointer(typingctx: Value, address: Value) -> Value:
     """Turn an integer into the address it stands for."""
 
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def generate(context: Value, builder: Value, signature: Value, args: Value) -> Value:
         return builder.inttoptr(args[0], context.get_value_type(types.voidptr))
 
     return types.voidptr(types.int64), generate
 
 
-@intrinsic
-def _reinterpret(typingctx: Any, value: Any) -> Any:
+@_emitted
+def _reinterpret(typingctx: Value, value: Value) -> Value:
     """Read the bits of an integer as a floating-point number of the same width, or the reverse."""
     twins = {types.int32: types.float32, types.float32: types.int32, types.int64: types.float64}
 
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def generate(context: Value, builder: Value, signature: Value, args: Value) -> Value:
         return builder.bitcast(args[0], context.get_value_type(signature.return_type))
 
     return twins[value](value), generate
 
 
-@intrinsic
-def _fetch_add(typingctx: Any, address: Any, amount: Any) -> Any:
+@_emitted
+def _fetch_add(typingctx: Value, address: Value, amount: Value) -> Value:
     """Add to the integer at an address, whole and visible to all threads, and return what was there."""
 
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
+    def generate(context: Value, builder: Value, signature: Value, args: Value) -> Value:
+        pointer = builder.inttoptr(args[0], context.get_value_type(types.CPointer(types.int64)))
         return builder.atomic_rmw("add", pointer, args[1], "seq_cst")
 
     return types.int64(types.int64, types.int64), generate
 
 
-def _single_bits(word: Any) -> Any:
-    """Return the bits of the float32 number that a stored word stands for (the word's type tells the format)."""
+def _single_bits(word: Value) -> Value:
+    """Return the bits of the float32 that a stored word stands for; the word's type tells the format."""
 
 
-@overload(_single_bits)
-def _overload_single_bits(word: Any) -> Any:
+@_chosen_for(_single_bits)
+def _overload_single_bits(word: Value) -> Value:
     if word == types.int32:  # float32
         return _keep_single
     if word == types.uint16:  # bfloat16
@@ -84,15 +126,15 @@ def _overload_single_bits(word: Any) -> Any:
     return None
 
 
-def _keep_single(word: Any) -> Any:
+def _keep_single(word: Value) -> Value:
     return word
 
 
-def _widen_brain(word: Any) -> Any:
+def _widen_brain(word: Value) -> Value:
     return np.int32(np.uint32(word) << 16)
 
 
-def _widen_half(word: Any) -> Any:
+def _widen_half(word: Value) -> Value:
     """Widen a float16 by integer arithmetic: subnormals survive a flush-to-zero mode, no F16C is needed."""
     magnitude = np.int32(word & 0x7FFF)
     tiny = _reinterpret(np.float32(magnitude) * np.float32(2.0**-24))
@@ -102,20 +144,20 @@ def _widen_half(word: Any) -> Any:
     return np.int32(bits | (np.int32(word) & np.int32(-0x80000000)))
 
 
-@njit(nogil=True)
-def _key(bits: Any) -> Any:
+@_compiled
+def _key(bits: Value) -> Value:
     """Map the bits of a float32 to an integer that sorts like the number (and back)."""
     return np.int32(bits ^ ((bits >> 31) & 0x7FFFFFFF))
 
 
-@njit(nogil=True)
-def _key_64(bits: Any) -> Any:
+@_compiled
+def _key_64(bits: Value) -> Value:
     """Map the bits of a float64 to an integer that sorts like the number (and back)."""
     return bits ^ ((bits >> 63) & _MAGNITUDE_64)
 
 
-@njit(nogil=True, fastmath=_FAST)
-def _scan(words: Any) -> Any:
+@_compiled_freely
+def _scan(words: Value) -> Value:
     """Sum a block in float32, right when every element is finite and of ordinary size."""
     total, squares = np.float32(0), np.float32(0)
     low, high, zeros = np.int32(0x7FFFFFFF), np.int32(-0x80000000), np.int32(0)
@@ -131,8 +173,8 @@ def _scan(words: Any) -> Any:
     return total, squares, low, high, zeros
 
 
-@njit(nogil=True, fastmath=_FAST)
-def _scan_carefully(words: Any) -> Any:
+@_compiled_freely
+def _scan_carefully(words: Value) -> Value:
     """Sum the finite elements of a block in float64 and count the others."""
     total, squares = 0.0, 0.0
     low, high = np.int32(0x7FFFFFFF), np.int32(-0x80000000)
@@ -153,24 +195,23 @@ def _scan_carefully(words: Any) -> Any:
     return total, squares, low, high, nans, positive, negative
 
 
-@njit(nogil=True)
-def _add_block(words: Any, row: Any) -> Any:
+@_compiled
+def _add_block(words: Value, row: Value) -> Value:
     """Measure one block of float32, bfloat16 or float16 and add it to a row."""
     total, squares, low, high, zeros = _scan(words)
     row[4] += zeros
     largest = max(_reinterpret(_key(high)), -_reinterpret(_key(low)))
     finite = high < _INFINITY_KEY and low >= -_INFINITY_KEY
-    if finite:
-        if largest == 0.0 or (
-            _SMALLEST <= largest <= _LARGEST and np.float64(total) * total <= 0.5 * words.size * np.float64(squares)
-        ):
-            _add(row, total, squares, _reinterpret(_key(low)), _reinterpret(_key(high)))
-            return
-    _add_carefully(words, row)
+    ordinary = largest == 0.0 or _SMALLEST <= largest <= _LARGEST
+    spread = np.float64(total) * total <= 0.5 * words.size * np.float64(squares)
+    if finite and ordinary and spread:
+        _add(row, total, squares, _reinterpret(_key(low)), _reinterpret(_key(high)))
+    else:
+        _add_carefully(words, row)
 
 
-@njit(nogil=True)
-def _add_carefully(words: Any, row: Any) -> Any:
+@_compiled
+def _add_carefully(words: Value, row: Value) -> Value:
     """Measure one difficult block again, in float64, and add it to a row."""
     total, squares, low, high, nans, positive, negative = _scan_carefully(words)
     if low <= high:
@@ -180,22 +221,16 @@ def _add_carefully(words: Any, row: Any) -> Any:
     row[7] += negative
 
 
-@njit(nogil=True)
-def _add(row: Any, total: Any, squares: Any, low: Any, high: Any) -> Any:
+@_compiled
+def _add(row: Value, total: Value, squares: Value, low: Value, high: Value) -> Value:
     row[0] += total
     row[1] += squares
     row[2] = min(row[2], np.float64(low))
     row[3] = max(row[3], np.float64(high))
 
 
-@njit(nogil=True)
-def _times(value: Any, factor: Any) -> Any:
-    """Multiply without the liberties of the summing loops, which could join two factors into an infinity."""
-    return value * factor
-
-
-@njit(nogil=True, fastmath=_FAST)
-def _scan_double(words: Any) -> Any:
+@_compiled_freely
+def _scan_double(words: Value) -> Value:
     """Sum a block of float64, right when every element is finite."""
     total, squares = 0.0, 0.0
     low, high, zeros = np.int64(_MAGNITUDE_64), np.int64(-_MAGNITUDE_64 - 1), 0
@@ -207,12 +242,12 @@ def _scan_double(words: Any) -> Any:
         squares += value * value
         low = min(low, key)
         high = max(high, key)
-        zeros += np.int64((bits & _MAGNITUDE_64) == 0)
+        zeros += (bits & _MAGNITUDE_64) == 0
     return total, squares, low, high, zeros
 
 
-@njit(nogil=True, fastmath=_FAST)
-def _scan_double_carefully(words: Any, first: Any, second: Any) -> Any:
+@_compiled  # freely, the factors could be joined into an infinity
+def _scan_double_carefully(words: Value, first: Value, second: Value) -> Value:
     """Sum the finite elements of a block of float64, times both factors, and count the others."""
     total, squares = 0.0, 0.0
     low, high = np.int64(_MAGNITUDE_64), np.int64(-_MAGNITUDE_64 - 1)
@@ -221,20 +256,20 @@ def _scan_double_carefully(words: Any, first: Any, second: Any) -> Any:
         bits = words[i]
         magnitude = bits & _MAGNITUDE_64
         finite = magnitude < _INFINITY_KEY_64
-        value = _times(_times(_reinterpret(np.int64(bits if finite else 0)), first), second)
+        value = _reinterpret(np.int64(bits if finite else 0)) * first * second
         key = _key_64(bits)
         total += value
         squares += value * value
-        low = min(low, key if finite else _MAGNITUDE_64)
-        high = max(high, key if finite else -_MAGNITUDE_64 - 1)
-        nans += np.int64(magnitude > _INFINITY_KEY_64)
-        positive += np.int64(bits == _INFINITY_KEY_64)
-        negative += np.int64(bits < 0 and magnitude == _INFINITY_KEY_64)
+        low = min(low, np.int64(key if finite else _MAGNITUDE_64))
+        high = max(high, np.int64(key if finite else -_MAGNITUDE_64 - 1))
+        nans += magnitude > _INFINITY_KEY_64
+        positive += bits == _INFINITY_KEY_64
+        negative += bits == _NEGATIVE_INFINITY_64
     return total, squares, low, high, nans, positive, negative
 
 
-@njit(nogil=True)
-def _add_double_block(words: Any, row: Any, first: Any, second: Any) -> Any:
+@_compiled
+def _add_double_block(words: Value, row: Value, first: Value, second: Value) -> Value:
     """Measure one block of float64, times both factors, and add it to a row."""
     total, squares, low, high, zeros = _scan_double(words)
     row[4] += zeros
@@ -250,30 +285,32 @@ def _add_double_block(words: Any, row: Any, first: Any, second: Any) -> Any:
         _add(row, total, squares, smallest * first * second, largest * first * second)
 
 
-@njit(nogil=True)
-def _clear(row: Any) -> Any:
+@_compiled
+def _clear(row: Value) -> Value:
     row[:] = 0.0
     row[2] = np.inf
     row[3] = -np.inf
 
 
-@njit(nogil=True)
-def _merge(row: Any, other: Any) -> Any:
+@_compiled
+def _merge(row: Value, other: Value) -> Value:
     _add(row, other[0], other[1], other[2], other[3])
     for column in range(4, COLUMNS):
         row[column] += other[column]
 
 
-@njit(nogil=True)
-def _width(code: Any) -> Any:
+@_compiled
+def _width(code: Value) -> Value:
     """Return the bytes of an element."""
     if code == FLOAT32:
         return 4
     return 8 if code == FLOAT64 else 2
 
 
-@njit(nogil=True)
-def _measure_part(table: Any, tensor: Any, begin: Any, end: Any, row: Any, first: Any, second: Any) -> Any:
+@_compiled
+def _measure_part(
+    table: Value, tensor: Value, begin: Value, end: Value, row: Value, first: Value, second: Value
+) -> Value:
     """Fill a row with what the elements from begin to end of a tensor hold, times both factors."""
     _clear(row)
     code = table[CODE, tensor]
@@ -293,8 +330,8 @@ def _measure_part(table: Any, tensor: Any, begin: Any, end: Any, row: Any, first
             row[column] = row[column] * first * second
 
 
-@njit(nogil=True)
-def _lay_out(table: Any) -> Any:
+@_compiled
+def _lay_out(table: Value) -> Value:
     """Place the tensors on the line and return its length, or -1 when one of them has no memory."""
     num_tensors = table.shape[1] - 1
     position = 0
@@ -307,20 +344,37 @@ def _lay_out(table: Any) -> Any:
     return position
 
 
-@njit(nogil=True)
-def _take(progress: Any) -> Any:
+@_compiled
+def _take(progress: Value) -> Value:
     """Return the next item that no thread has taken."""
     return _fetch_add(progress.ctypes.data + 8 * TAKEN, 1)
 
 
-@njit(nogil=True)
-def _tensor_at(table: Any, position: Any) -> Any:
+@_compiled
+def _finish(progress: Value) -> Value:
+    """Note that an item is done."""
+    _fetch_add(progress.ctypes.data + 8 * DONE, 1)
+
+
+@_compiled
+def _wait(progress: Value, length: Value) -> Value:
+    """Wait awake, and not for long, until the items of other threads are done.
+
+    A thread that sleeps is often woken on the core of the thread that wakes it, and then both stay there.
+    """
+    for _ in range(_WAIT_ROUNDS):
+        if _fetch_add(progress.ctypes.data + 8 * DONE, 0) * ITEM_ELEMENTS >= length:
+            return
+
+
+@_compiled
+def _tensor_at(table: Value, position: Value) -> Value:
     """Return the tensor that covers a position of the line."""
     return np.searchsorted(table[START], position, side="right") - 1
 
 
-@njit(nogil=True)
-def _measure_item(table: Any, item: Any, results: Any, head: Any, first: Any, second: Any) -> Any:
+@_compiled
+def _measure_item(table: Value, item: Value, results: Value, head: Value, first: Value, second: Value) -> Value:
     """Measure one item: a tensor that began in an earlier one goes to the head, the others to their rows."""
     begin, end = item * ITEM_ELEMENTS, (item + 1) * ITEM_ELEMENTS
     tensor = _tensor_at(table, begin)
@@ -334,8 +388,8 @@ def _measure_item(table: Any, item: Any, results: Any, head: Any, first: Any, se
         tensor += 1
 
 
-@njit(nogil=True)
-def _merge_all(table: Any, results: Any, heads: Any) -> Any:
+@_compiled
+def _merge_all(table: Value, results: Value, heads: Value) -> Value:
     """Merge heads into the rows of tensors, those into the rows of groups, and those into the last row."""
     num_tensors, total = table.shape[1] - 1, results.shape[0] - 1
     for item in range(heads.shape[0]):
@@ -348,18 +402,22 @@ def _merge_all(table: Any, results: Any, heads: Any) -> Any:
         _merge(results[total], results[group])
 
 
-@njit(
-    "int64(int64, int64[:, ::1], float64[:, ::1], float64[:, ::1], int64[::1], float64, float64)",
-    cache=True,
-    nogil=True,
-)
-def measure(phases: Any, table: Any, results: Any, heads: Any, progress: Any, first: Any, second: Any) -> Any:
+@_compiled_now("int64(int64, int64[:, ::1], f8[:, ::1], f8[:, ::1], int64[::1], f8, f8)")
+def measure(
+    phases: int,
+    table: Integers,
+    results: Floats,
+    heads: Floats,
+    progress: Integers,
+    first: float,
+    second: float,
+) -> Value:
     """Run the phases that are asked for and return the length of the line.
 
-    The results hold a row per tensor, a row per group and the total; the heads a row per item. After preparing
-    a line that is not short, or one with a tensor that has no memory (its length is -1), nothing else is run.
+    The results hold a row per tensor, a row per group and the total; the heads a row per item. Nothing more
+    is run after preparing a line that is not short, or one with a tensor without memory (its length is -1).
     """
-    length = _lay_out(table) if phases & PREPARE else table[START, table.shape[1] - 1]
+    length: int = _lay_out(table) if phases & PREPARE else table[START, -1]
     if phases & PREPARE:
         for row in range(results.shape[0]):
             _clear(results[row])
@@ -369,24 +427,26 @@ def measure(phases: Any, table: Any, results: Any, heads: Any, progress: Any, fi
         item = _take(progress)
         while item * ITEM_ELEMENTS < length:
             _measure_item(table, item, results, heads[item], first, second)
-            _fetch_add(progress.ctypes.data + 8 * DONE, 1)
+            _finish(progress)
             item = _take(progress)
+    if phases & WAIT:
+        _wait(progress, length)
     if phases & MERGE:
         _fetch_add(progress.ctypes.data + 8 * DONE, 0)  # sees what the threads wrote before they added
         _merge_all(table, results, heads)
     return length
 
 
-@njit(nogil=True)
-def _round_to_bfloat16(value: Any) -> Any:
+@_compiled
+def _round_to_bfloat16(value: Value) -> Value:
     """Round a float32 to the nearest bfloat16, ties to even, and return its bits."""
     bits = _reinterpret(value)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     return np.uint16(0x7FC0 if np.int32(bits & 0x7FFFFFFF) > _INFINITY_KEY else rounded)
 
 
-@njit(nogil=True)
-def _round_to_float16(value: Any) -> Any:
+@_compiled
+def _round_to_float16(value: Value) -> Value:
     """Round a float32 to the nearest float16, ties to even, and return its bits."""
     bits = _reinterpret(value)
     magnitude = np.int32(bits & 0x7FFFFFFF)
@@ -398,26 +458,26 @@ def _round_to_float16(value: Any) -> Any:
     return np.int16(half | ((bits >> 16) & 0x8000))
 
 
-@njit(nogil=True)
-def _scale_words(words: Any, factor: Any) -> Any:
+@_compiled
+def _scale_words(words: Value, factor: Value) -> Value:
     for i in range(words.size):
         words[i] *= factor
 
 
-@njit(nogil=True)
-def _scale_brains(words: Any, factor: Any) -> Any:
+@_compiled
+def _scale_brains(words: Value, factor: Value) -> Value:
     for i in range(words.size):
         words[i] = _round_to_bfloat16(_reinterpret(_single_bits(words[i])) * factor)
 
 
-@njit(nogil=True)
-def _scale_halves(words: Any, factor: Any) -> Any:
+@_compiled
+def _scale_halves(words: Value, factor: Value) -> Value:
     for i in range(words.size):
         words[i] = _round_to_float16(_reinterpret(_single_bits(words[i])) * factor)
 
 
-@njit(nogil=True)
-def _scale_part(table: Any, tensor: Any, begin: Any, end: Any, coefficient: Any) -> Any:
+@_compiled
+def _scale_part(table: Value, tensor: Value, begin: Value, end: Value, coefficient: Value) -> Value:
     """Multiply the elements from begin to end of a tensor."""
     code, size = table[CODE, tensor], end - begin
     address = _pointer(table[ADDRESS, tensor] + begin * _width(code))
@@ -431,8 +491,8 @@ def _scale_part(table: Any, tensor: Any, begin: Any, end: Any, coefficient: Any)
         _scale_halves(carray(address, size, np.int16), np.float32(coefficient))
 
 
-@njit(nogil=True)
-def _scale_item(table: Any, item: Any, coefficient: Any) -> Any:
+@_compiled
+def _scale_item(table: Value, item: Value, coefficient: Value) -> Value:
     """Multiply the elements of one item."""
     begin, end = item * ITEM_ELEMENTS, (item + 1) * ITEM_ELEMENTS
     tensor = _tensor_at(table, begin)
@@ -443,16 +503,18 @@ def _scale_item(table: Any, item: Any, coefficient: Any) -> Any:
         tensor += 1
 
 
-@njit("int64(int64, int64[:, ::1], int64[::1], float64)", cache=True, nogil=True)
-def scale(phases: Any, table: Any, progress: Any, coefficient: Any) -> Any:
+@_compiled_now("int64(int64, int64[:, ::1], int64[::1], float64)")
+def scale(phases: int, table: Integers, progress: Integers, coefficient: float) -> int:
     """Run the phases that are asked for (there is nothing to merge), as `measure` does."""
-    length = _lay_out(table) if phases & PREPARE else table[START, table.shape[1] - 1]
+    length: int = _lay_out(table) if phases & PREPARE else table[START, -1]
     if phases & PREPARE and not 0 <= length <= SHORT_LINE:
         return length
     if phases & WORK:
         item = _take(progress)
         while item * ITEM_ELEMENTS < length:
             _scale_item(table, item, coefficient)
-            _fetch_add(progress.ctypes.data + 8 * DONE, 1)
+            _finish(progress)
             item = _take(progress)
+    if phases & WAIT:
+        _wait(progress, length)
     return length

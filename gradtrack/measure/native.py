@@ -11,8 +11,10 @@ import numpy as np
 import torch
 from torch.nn import Parameter
 
+from gradtrack.errors import UsageError
 from gradtrack.measure import kernels
 from gradtrack.measure.helpers import helpers
+from gradtrack.measure.kernels import Floats, Integers
 
 _CODES = {
     torch.float32: kernels.FLOAT32,
@@ -21,12 +23,11 @@ _CODES = {
     torch.float16: kernels.FLOAT16,
 }
 _PLAIN_TYPES = frozenset({torch.Tensor, Parameter})
+_STRIDED = frozenset({torch.strided})
+_layout = attrgetter("layout")
 _dtype = attrgetter("dtype")
 _is_cpu = attrgetter("is_cpu")
 _ALL_PHASES = kernels.PREPARE | kernels.WORK | kernels.MERGE
-
-Integers = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
-Floats = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
 
 
 @final
@@ -53,10 +54,14 @@ class NativeEngine:
 
     @staticmethod
     def covers_all(grads: Sequence[torch.Tensor]) -> bool:
-        """Tell whether the engine can measure every one of these gradients."""
+        """Tell whether the engine can measure every one of these gradients, checking only what is likely.
+
+        Negative views and tensors without storage, which autograd does not store in a gradient, pass.
+        """
         quick = (
             _PLAIN_TYPES.issuperset(map(type, grads))
             and all(map(_is_cpu, grads))
+            and _STRIDED.issuperset(map(_layout, grads))
             and _CODES.keys() >= set(map(_dtype, grads))
             and all(map(torch.Tensor.is_contiguous, grads))
         )
@@ -81,21 +86,21 @@ class NativeEngine:
         if not 0 <= length <= kernels.SHORT_LINE:
             num_items = _count_items(length)
             heads = np.empty((num_items, kernels.COLUMNS))
-            work = kernels.WORK, table, results, heads, progress, *factors
-            _work_together(lambda _=grads: kernels.measure(*work), progress, num_items)
+            rest = table, results, heads, progress, *factors
+            _work_together(lambda phases: kernels.measure(phases, *rest), grads, progress, num_items)
             kernels.measure(kernels.MERGE, table, results, heads, progress, *factors)
         return results[:num_grads], results[num_grads:-1], results[-1].tolist()
 
     def scale(self, grads: Sequence[torch.Tensor], coefficient: float) -> None:
         """Multiply gradients that the engine covers in place, to the bit as `mul_` does.
 
-        Autograd is not told: the version counters stay, as nothing differentiates through a gradient's buffer.
+        Autograd is not told: the version counters stay, since nothing differentiates through these buffers.
         """
         table, progress = _tabulate(grads), np.zeros(2, np.int64)
         length = kernels.scale(_ALL_PHASES, table, progress, coefficient)
         if not 0 <= length <= kernels.SHORT_LINE:
-            work = kernels.WORK, table, progress, coefficient
-            _work_together(lambda _=grads: kernels.scale(*work), progress, _count_items(length))
+            rest = table, progress, coefficient
+            _work_together(lambda phases: kernels.scale(phases, *rest), grads, progress, _count_items(length))
 
 
 def _tabulate(grads: Sequence[torch.Tensor]) -> Integers:
@@ -114,17 +119,23 @@ def _tabulate(grads: Sequence[torch.Tensor]) -> Integers:
 
 def _count_items(length: int) -> int:
     if length < 0:
-        raise ValueError(
+        raise UsageError(
             "A gradient has elements but no memory: expected storage that is allocated. "
             "Measure before the storage is freed."
         )
     return -(-length // kernels.ITEM_ELEMENTS)
 
 
-def _work_together(work: Callable[[], object], progress: Integers, num_items: int) -> None:
-    """Run the work here and on torch's number of threads less one, until every item is done."""
-    finished = helpers().lend(work, min(torch.get_num_threads(), num_items) - 1)
-    work()
+def _work_together(
+    work: Callable[[int], object], grads: Sequence[torch.Tensor], progress: Integers, num_items: int
+) -> None:
+    """Run the work here and on as many threads more as torch would use, until every item is done."""
+
+    def share(_alive: object = grads) -> None:  # an interrupt may end this call before a helper is through
+        work(kernels.WORK)
+
+    finished = helpers().lend(share, min(torch.get_num_threads(), num_items) - 1)
+    work(kernels.WORK | kernels.WAIT)
     while progress[kernels.DONE] < num_items:
         next(finished)
 

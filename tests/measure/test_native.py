@@ -1,0 +1,360 @@
+"""The native engine agrees with float64 arithmetic and with torch, whatever the memory holds."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+native = pytest.importorskip("gradtrack.measure.native", reason="numba is not installed")
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+EDGES = (0, 1, 2, 15, 16, 17, 63, 64, 65, 4095, 4096, 4097, 16383, 16384, 16385, 100_003)
+SPECIAL = (np.nan, np.inf, -np.inf, 0.0, -0.0, 1e-45, -1e-310, 6e-8, 3e4, -3e38, 1e-30, 1e300)
+INTEGER_TWIN = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+ENGINE = native.NativeEngine()
+Row = np.ndarray[Any, np.dtype[np.float64]]
+
+
+@st.composite
+def gradients(draw: st.DrawFn, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """A flat gradient: a normal distribution or raw bits, with special values strewn in."""
+    dtype = draw(st.sampled_from(DTYPES)) if dtype is None else dtype
+    size = draw(st.sampled_from(EDGES) | st.integers(0, 9000))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
+    if draw(st.booleans()):
+        scale, offset = (
+            draw(st.sampled_from((0.0, 1e-30, 1e-6, 1.0, 1e15, 1e30))),
+            draw(st.sampled_from((0, 1, 100))),
+        )
+        grad = ((torch.randn(size, generator=generator, dtype=torch.float64) + offset) * scale).to(dtype)
+    else:
+        words = torch.randint(-(2**63), 2**63 - 1, (size,), generator=generator)
+        grad = words.to(INTEGER_TWIN[dtype.itemsize]).view(dtype)
+        if dtype == torch.float64:
+            grad = torch.where(grad.abs() < 1e140, grad, grad * 1e-200)
+    for value in draw(st.lists(st.sampled_from(SPECIAL), max_size=3)):
+        if size and (dtype != torch.float64 or not 1e140 < abs(value) < np.inf):
+            places = torch.randint(size, (1 + size // 50,), generator=generator)
+            grad[places] = torch.tensor(value, dtype=torch.float64).to(dtype)
+    return grad
+
+
+def oracle(grad: torch.Tensor, exponent: int = 0) -> Row:
+    """The eight columns, from float64 numbers and numpy alone."""
+    values = grad.detach().to(torch.float64).numpy().ravel()
+    finite = np.ldexp(values[np.isfinite(values)], -exponent)
+    low, high = (finite.min(), finite.max()) if finite.size else (np.inf, -np.inf)
+    counts = (values == 0).sum(), np.isnan(values).sum(), (values == np.inf).sum(), (values == -np.inf).sum()
+    return np.array([finite.sum(), np.square(finite).sum(), low, high, *counts])
+
+
+def assert_same(row: Row, grad: torch.Tensor, exponent: int = 0) -> None:
+    """Compare a row with the oracle: sums closely, everything else exactly."""
+    expected = oracle(grad, exponent)
+    np.testing.assert_array_equal(row[2:], expected[2:])
+    np.testing.assert_allclose(row[1], expected[1], rtol=1e-6)
+    values = grad.to(torch.float64)
+    magnitude = np.ldexp(values[values.isfinite()].abs().sum().item(), -exponent)
+    assert abs(row[0] - expected[0]) <= 1e-6 * magnitude
+
+
+def merged(rows: Row) -> Row:
+    """Merge rows column by column."""
+    return np.array([*rows[:, :2].sum(0), rows[:, 2].min(), rows[:, 3].max(), *rows[:, 4:].sum(0)])
+
+
+def measure(*grads: torch.Tensor, exponent: int = 0) -> tuple[Row, Row, list[float]]:
+    """Measure gradients that alternate between two groups."""
+    return ENGINE.measure(grads, np.arange(len(grads)) % 2, 2, exponent=exponent)  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    """Let torch use two threads, whatever it used before."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(gradients(), max_size=5))
+@example([])
+@example([torch.tensor(2.5), torch.empty(0, 3), torch.full((4096,), -0.0)])
+def test_rows_groups_and_total_equal_the_float64_oracle(grads: list[torch.Tensor]) -> None:
+    """Each tensor has its row; groups and total merge the rows; dtypes may be mixed."""
+    rows, groups, total = measure(*grads)
+    for row, grad in zip(rows, grads, strict=True):
+        assert_same(row, grad)
+    for group in range(2):
+        empty = np.array([[0, 0, np.inf, -np.inf, 0, 0, 0, 0]])
+        np.testing.assert_allclose(groups[group], merged(np.concatenate([empty, rows[group::2]])), rtol=1e-12)
+    np.testing.assert_allclose(total, merged(groups), rtol=1e-12)
+    assert [type(value) for value in total] == [float] * 8
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", EDGES[1:])
+def test_every_block_edge_is_measured_once(dtype: torch.dtype, size: int) -> None:
+    """Ones add up to their number at each size around the edges of vectors, blocks and items."""
+    rows, _, _ = measure(torch.ones(size, dtype=dtype))
+    assert rows[0].tolist() == [size, size, 1, 1, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_large_tensors_are_split_without_a_gap(two_threads: None, dtype: torch.dtype) -> None:
+    """Tensors that span many items, at odd sizes, give the oracle's rows on two threads."""
+    grads = [torch.randn(size, dtype=torch.float64).to(dtype) for size in (600_001, 7, 0, 500_000, 131_072)]
+    grads[0][-1], grads[3][0] = np.nan, np.inf
+    rows, _, total = measure(*grads)
+    for row, grad in zip(rows, grads, strict=True):
+        assert_same(row, grad)
+    np.testing.assert_allclose(total, merged(rows), rtol=1e-12)
+
+
+def test_the_result_does_not_depend_on_the_number_of_threads(two_threads: None) -> None:
+    """One and two threads give the same bits."""
+    grads = [torch.randn(size) for size in (900_000, 3, 400_000)]
+    rows, _, total = measure(*grads)
+    torch.set_num_threads(1)
+    rows_alone, _, total_alone = measure(*grads)
+    np.testing.assert_array_equal(rows, rows_alone)
+    assert total == total_alone
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("mean", "std"), [(0, 1), (1, 1), (10, 1), (1000, 1), (5, 0)])
+def test_the_variance_survives_a_large_mean(dtype: torch.dtype, mean: float, std: float) -> None:
+    """The variance from the two sums equals torch's in float64, down to rounding of the squared mean."""
+    grad = (torch.randn(50_000, dtype=torch.float64) * std + mean).to(dtype)
+    total, squares = measure(grad)[0][0, :2]
+    variance = (squares - total**2 / grad.numel()) / (grad.numel() - 1)
+    expected = grad.double().var().item()
+    assert abs(variance - expected) <= 1e-6 * max(expected, 1e-8 * mean**2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_norm_of_many_elements_is_right(dtype: torch.dtype) -> None:
+    """Two million elements keep seven digits, where float32 sums lose them."""
+    grad = torch.rand(2_000_003, dtype=torch.float64).to(dtype)
+    norm = measure(grad)[0][0, 1] ** 0.5
+    assert norm == pytest.approx(grad.double().norm().item(), rel=1e-7)
+
+
+@pytest.mark.parametrize("largest", [1e-38, 1e-20, 1e-13, 1e15, 1e17, 1e19, 3e38])
+def test_magnitudes_whose_squares_leave_float32_are_summed_in_float64(largest: float) -> None:
+    """A full block of huge or tiny numbers neither overflows nor underflows."""
+    grad = torch.full((20_000,), largest)
+    assert measure(grad)[0][0, 1] == pytest.approx(20_000 * grad[0].double().item() ** 2, rel=1e-7)
+
+
+@pytest.mark.parametrize(("scale", "exponent"), [(1e300, 997), (1.7e308, 1024), (1e-300, -996), (5e-324, -1074)])
+def test_an_exponent_brings_float64_squares_back_into_range(scale: float, exponent: int) -> None:
+    """Measured times a power of two, sums of squares of extreme float64 gradients are finite and right."""
+    grad = torch.linspace(-1, 1, 9999, dtype=torch.float64) * scale
+    assert_same(measure(grad, exponent=exponent)[0][0], grad, exponent)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_exponent_applies_to_every_dtype(dtype: torch.dtype) -> None:
+    """Rows of all dtypes stay comparable when one of them needs an exponent."""
+    grad = torch.randn(5000, dtype=torch.float64).to(dtype)
+    assert_same(measure(grad, exponent=7)[0][0], grad, 7)
+
+
+def test_subnormals_count_as_nonzero_in_a_flushing_process() -> None:
+    """Zeros are judged by bits, so `set_flush_denormal` hides no subnormal."""
+    torch.set_flush_denormal(True)
+    try:
+        grads = [torch.ones(100, dtype=torch.int16).view(dtype) for dtype in (torch.bfloat16, torch.float16)]
+        rows, _, _ = measure(*grads, torch.ones(100, dtype=torch.int32).view(torch.float32))
+    finally:
+        torch.set_flush_denormal(False)
+    assert rows[:, 4].tolist() == [0, 0, 0]
+    assert rows[1, 2] == 2.0**-24
+
+
+def bits(grad: torch.Tensor) -> torch.Tensor:
+    """The bits of a tensor, with every NaN alike."""
+    words = grad.view(INTEGER_TWIN[grad.dtype.itemsize])
+    return torch.where(grad.isnan(), -1, words)
+
+
+@settings(max_examples=150, deadline=None)
+@given(gradients(), st.floats(0, 2) | st.sampled_from((1e-6, 1e30, 3e-40, float("nan"), float("inf"))))
+def test_scaling_equals_mul_to_the_bit(grad: torch.Tensor, coefficient: float) -> None:
+    """Every element becomes what `mul_` makes of it, in every dtype."""
+    expected = grad.clone().mul_(coefficient)
+    ENGINE.scale([grad], coefficient)
+    assert torch.equal(bits(grad), bits(expected))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("coefficient", [1.0, 0.3, 1 / 3, 1e-3, 7.7])
+def test_every_16_bit_number_is_scaled_as_mul_does(dtype: torch.dtype, coefficient: float) -> None:
+    """All 65,536 bit patterns are rounded as torch rounds them."""
+    grad = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+    expected = grad.clone().mul_(coefficient)
+    ENGINE.scale([grad], coefficient)
+    assert torch.equal(bits(grad), bits(expected))
+
+
+def test_scaling_large_mixed_gradients_touches_each_element_once(two_threads: None) -> None:
+    """Two threads scale tensors of every dtype, none of it twice and none of it not."""
+    grads = [torch.randn(300_001 + index, dtype=torch.float64).to(dtype) for index, dtype in enumerate(DTYPES)]
+    expected = [grad.clone().mul_(0.7) for grad in grads]
+    ENGINE.scale(grads, 0.7)
+    assert all(map(torch.equal, grads, expected))
+
+
+def test_neighbouring_memory_is_left_alone() -> None:
+    """Scaling a slice changes nothing beside it."""
+    buffer = torch.ones(1000)
+    ENGINE.scale([buffer[13:777]], 0.0)
+    assert buffer.sum() == 1000 - (777 - 13)
+
+
+LAYOUTS = {
+    "transposed": torch.randn(30, 50).t(),
+    "channels_last": torch.randn(2, 3, 5, 7).to(memory_format=torch.channels_last),
+    "permuted": torch.randn(2, 3, 4).permute(1, 2, 0),
+    "scalar": torch.tensor(3.0),
+    "empty": torch.empty(0, 4),
+    "size one dimensions": torch.randn(6, 1, 4).transpose(0, 1),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_dense_layouts_are_covered_and_measured(name: str) -> None:
+    """Any order of dimensions will do, so long as the memory has no gaps."""
+    assert ENGINE.covers(LAYOUTS[name])
+    assert ENGINE.covers_all([torch.ones(2), LAYOUTS[name]])
+    assert_same(measure(LAYOUTS[name])[0][0], LAYOUTS[name])
+
+
+NOT_COVERED = {
+    "strided": torch.randn(10)[::2],
+    "expanded": torch.ones(1).expand(5),
+    "overlapping": torch.randn(10).as_strided((3, 3), (1, 1)),
+    "integer": torch.ones(3, dtype=torch.int32),
+    "complex": torch.ones(3, dtype=torch.complex64),
+    "sparse": torch.eye(3).to_sparse(),
+    "mkldnn": torch.ones(3).to_mkldnn(),
+    "meta": torch.ones(3, device="meta"),
+    "negative view": torch._neg_view(torch.ones(3)),
+    "no storage": torch._efficientzerotensor(3),
+    "subclass": torch.ones(3).as_subclass(type("Subclass", (torch.Tensor,), {})),
+}
+
+
+@pytest.mark.parametrize("name", NOT_COVERED)
+def test_other_tensors_are_not_covered(name: str) -> None:
+    """Gaps, overlaps, other types, devices and subclasses are left to the torch engine."""
+    assert not ENGINE.covers(NOT_COVERED[name])
+
+
+@pytest.mark.parametrize("name", sorted(NOT_COVERED.keys() - {"negative view", "no storage"}))
+def test_one_tensor_that_is_not_covered_is_noticed_among_others(name: str) -> None:
+    """The quick check refuses what the thorough one refuses."""
+    assert not ENGINE.covers_all([torch.ones(2), NOT_COVERED[name]])
+
+
+def test_a_parameter_and_an_empty_list_are_covered() -> None:
+    """Parameters are plain tensors; no gradients at all are no obstacle."""
+    assert ENGINE.covers_all([torch.nn.Parameter(torch.ones(2))])
+    assert ENGINE.covers_all([])
+
+
+def test_freed_storage_is_refused() -> None:
+    """A tensor whose storage was freed is an error, not a crash."""
+    grad = torch.ones(10)
+    grad.untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match="no memory: expected storage that is allocated"):
+        measure(grad)
+
+
+def test_threads_may_measure_and_scale_at_once(two_threads: None) -> None:
+    """Four Python threads that share the helpers get the same answers as one alone."""
+    grads = [torch.randn(400_000) for _ in range(3)]
+    expected = measure(*grads)[2]
+    totals: list[list[float]] = []
+
+    def work() -> None:
+        mine = [grad.clone() for grad in grads]
+        for _ in range(20):
+            totals.append(measure(*mine)[2])
+            ENGINE.scale(mine, 1.0)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert totals == [expected] * 80
+
+
+def test_a_forked_child_can_measure_and_scale(two_threads: None) -> None:
+    """A child of a process whose helpers have run gets its own (torch’s own threads would hang there)."""
+    grads = [torch.ones(1_000_000)]
+    measure(*grads)
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+
+    def work() -> None:
+        ENGINE.scale(grads, 0.5)
+        sender.send(measure(*grads)[2][:2])
+
+    child = multiprocessing.get_context("fork").Process(target=work, daemon=True)
+    child.start()
+    try:
+        assert receiver.poll(30)
+        assert receiver.recv() == [0.5e6, 0.25e6]
+        child.join(30)
+        assert child.exitcode == 0
+    finally:
+        child.kill()
+
+
+def _measure_in_a_new_process(cache: Path, *, before: str = "") -> None:
+    program = f"""
+import torch
+{before}
+from gradtrack.measure.native import NativeEngine
+torch.set_num_threads(2)
+print(NativeEngine().measure([torch.ones(10**6)], [0], 1)[2][0])
+"""
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(cache)}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout == "1000000.0\n"
+
+
+def test_the_kernels_are_kept_on_disk_and_survive_damage_there(tmp_path: Path) -> None:
+    """A process loads what an earlier one compiled; files that cannot be read are compiled anew."""
+    _measure_in_a_new_process(tmp_path)
+    kept = sorted(tmp_path.rglob("*.nb?"))
+    assert {path.suffix for path in kept} == {".nbi", ".nbc"}
+    before = [path.stat().st_mtime_ns for path in kept]
+    _measure_in_a_new_process(tmp_path)
+    assert [path.stat().st_mtime_ns for path in kept] == before
+    for path in kept:
+        path.write_bytes(b"damaged")
+    _measure_in_a_new_process(tmp_path)
+
+
+def test_the_kernels_need_no_place_to_be_kept(tmp_path: Path) -> None:
+    """Where no directory can be written, they are compiled in memory."""
+    nowhere = "from numba.core.caching import CacheImpl; CacheImpl._locator_classes = []"
+    _measure_in_a_new_process(tmp_path, before=nowhere)
+    assert not list(tmp_path.iterdir())
