@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from gradtrack.measure.moments import Moments, Rows, describe
@@ -43,7 +43,7 @@ class StepFacts:
         self.full = self.with_groups = True
         self.with_parameters = self.skipped = False
         self.loss: float | None = None
-        self.lr: Mapping[str, Any] = {}
+        self.lr: Sequence[Sequence[tuple[Any, Any]]] = ()
         self.weight_norms: Mapping[str, float] = {}
         self.clipping: Mapping[str, Any] = {}
         self.nan_inf: Mapping[str, Any] = {}
@@ -56,7 +56,7 @@ class StepFacts:
         fields: dict[str, Any] = {
             "loss": self.loss,
             "skipped": self.skipped,
-            "lr": {name: float(rate) for name, rate in self.lr.items()},
+            "lr": self.learning_rates(),
             "health": self.health,
             "clipping": self.clipping,
             "nan_inf": self.nan_inf,
@@ -75,6 +75,15 @@ class StepFacts:
         """Forget the rows of the single parameters, unless the report is to show them."""
         if not self.with_parameters:
             self.rows = None
+
+    def learning_rates(self) -> dict[str, float]:
+        """Name the learning rate of each parameter group by its name or its position."""
+        several = len(self.lr) > 1
+        return {
+            f"{position}.{name}" if several else str(name): float(rate)
+            for position, groups in enumerate(self.lr)
+            for name, rate in groups
+        }
 
     def parameters(self) -> dict[str, dict[str, Any]]:
         """Return the statistics of every parameter that has a gradient."""

@@ -226,7 +226,7 @@ class Pair:
             optimizers=self.optimizers,
             gradients=dict(zip(layout.names, grads.tensors, strict=True)),
             norms=norms,
-            lr=facts.lr,
+            lr=facts.learning_rates(),
             horizon=self.horizon,
             skipped=facts.skipped,
         )
@@ -300,14 +300,9 @@ class Pair:
         self.analyzers.load_state_dict(state["analyzers"])
 
 
-def _learning_rates(optimizers: Sequence[Any]) -> dict[str, Any]:
-    if len(optimizers) == 1:
-        return {
-            str(group.get("name", index)): group.get("lr", 0.0)
-            for index, group in enumerate(optimizers[0].param_groups)
-        }
-    return {
-        f"{position}.{group.get('name', index)}": group.get("lr", 0.0)
-        for position, optimizer in enumerate(optimizers)
-        for index, group in enumerate(optimizer.param_groups)
-    }
+def _learning_rates(optimizers: Sequence[Any]) -> list[list[tuple[Any, Any]]]:
+    """Take down the rates now, since they may change before the report is read; their names are found then."""
+    return [
+        [(group.get("name", index), group.get("lr", 0.0)) for index, group in enumerate(optimizer.param_groups)]
+        for optimizer in optimizers
+    ]

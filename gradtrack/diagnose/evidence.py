@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from gradtrack.measure.moments import Moments
 from gradtrack.measure.table import Layout
@@ -22,10 +22,11 @@ class Evidence:
     clip_threshold: float | None = None
     nonfinite_action: str = "none"
     critical: bool = False
+    log_norm: float = field(init=False)
+    """ln of the norm: -inf for a norm of zero, NaN for one that is not finite."""
 
-    @property
-    def log_norm(self) -> float:
-        """Return ln of the norm: -inf for a norm of zero, NaN for one that is not finite."""
-        if not math.isfinite(self.norm):
-            return math.nan
-        return math.log(self.norm) if self.norm > 0 else -math.inf
+    def __post_init__(self) -> None:
+        if math.isfinite(self.norm):
+            self.log_norm = math.log(self.norm) if self.norm > 0 else -math.inf
+        else:
+            self.log_norm = math.nan

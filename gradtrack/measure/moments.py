@@ -22,24 +22,17 @@ class Moments:
     gradients whose squares leave the range of a float64.
     """
 
-    __slots__ = ("exponent", "group_rows", "rows", "total")
+    __slots__ = ("exponent", "finite", "group_rows", "norm", "rows", "total")
 
     def __init__(self, rows: Rows, group_rows: Rows, total: list[float], exponent: int = 0) -> None:
         self.rows = rows
         self.group_rows = group_rows
         self.total = total
         self.exponent = exponent
-
-    @property
-    def norm(self) -> float:
-        """Return the true L2 norm of all gradients: NaN or Inf where an element is."""
-        return true_norm(self.total, self.exponent)
-
-    @property
-    def finite(self) -> bool:
+        self.finite = total[NAN] + total[POSINF] + total[NEGINF] == 0
         """Whether every element is finite."""
-        total = self.total
-        return total[NAN] + total[POSINF] + total[NEGINF] == 0
+        self.norm = true_norm(total, exponent)
+        """The true L2 norm of all gradients: NaN or Inf where an element is."""
 
     @property
     def nonfinite_count(self) -> int:

@@ -17,7 +17,9 @@ from gradtrack.measure import grouping
 
 _grad = attrgetter("grad")
 _requires_grad = attrgetter("requires_grad")
+_layout = attrgetter("layout")
 _values = dict.values
+_DENSE: Final = frozenset({torch.strided})
 
 
 class Layout:
@@ -88,6 +90,7 @@ class ParameterTable:
         self._trainable = [param.requires_grad for param in everything]
         self.params = [param for param in everything if param.requires_grad]
         self.names = [by_id[id(param)] for param in self.params]
+        self._has_complex = any(param.is_complex() for param in self.params)
         self.frozen = [by_id[id(param)] for param in everything if not param.requires_grad]
         groups = grouping.assign(model, self.names, patterns or {})
         self.group_names = list(dict.fromkeys(groups))
@@ -110,7 +113,7 @@ class ParameterTable:
             self._layout, self._present = self._lay_out(present), present
         layout = self._layout
         tensors = found if len(present) == len(found) else [found[index] for index in present]
-        if all(map(_plain, tensors)):
+        if not self._has_complex and set(map(_layout, tensors)) <= _DENSE:
             return Gradients(tensors, layout, {})
         return self._unusual(tensors, layout)
 
@@ -142,13 +145,6 @@ class ParameterTable:
         modules = chain.from_iterable(map(_values, self._module_dicts))
         params = chain.from_iterable(map(_values, self._param_dicts))
         return list(map(id, chain(modules, params)))
-
-
-_STRIDED: Final = torch.strided
-
-
-def _plain(grad: Tensor) -> bool:
-    return grad.layout is _STRIDED and not grad.is_complex()
 
 
 def _count(param: Tensor) -> int:
