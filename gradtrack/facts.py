@@ -35,9 +35,11 @@ class StepFacts:
         "with_parameters",
     )
 
-    def __init__(self, moments: Moments, layout: Layout, touched_rows: Mapping[str, int]) -> None:
-        self.rows: Rows | None = moments.rows
-        self.group_rows, self.total, self.exponent = moments.group_rows, moments.total, moments.exponent
+    def __init__(self, layout: Layout, touched_rows: Mapping[str, int]) -> None:
+        self.rows: Rows | None = None
+        self.group_rows: Rows
+        self.total: list[float]
+        self.exponent = 0
         self.layout, self.touched_rows = layout, touched_rows
         self.aliases: Mapping[str, list[str]] = {}
         self.full = self.with_groups = True
@@ -51,11 +53,17 @@ class StepFacts:
         self.analyzers: Mapping[str, Report] = {}
         self.notes: list[str] = []
 
+    def take(self, moments: Moments) -> None:
+        """Take in the sums of the step."""
+        self.rows, self.group_rows = moments.rows, moments.group_rows
+        self.total, self.exponent = moments.total, moments.exponent
+
     def fields(self) -> dict[str, Any]:
         """Return the fields of the report, but for those that are known from the start."""
         fields: dict[str, Any] = {
             "loss": self.loss,
             "skipped": self.skipped,
+            "measured": self.full,
             "lr": self.learning_rates(),
             "health": self.health,
             "clipping": self.clipping,

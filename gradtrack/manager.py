@@ -86,8 +86,9 @@ class GradientManager:
             return pair.unmeasured(epoch)
         if scaler is not None:
             unscale(scaler, pair.optimizers)
+        self._catch_up(pair)
         outcome = pair.step(scaled=scaler is not None and scaler.is_enabled(), epoch=epoch, batch=batch)
-        if not outcome.repeated:
+        if not outcome.repeated and outcome.late is None:
             self._conclude(pair, outcome)
         if outcome.error is not None:
             raise outcome.error
@@ -144,6 +145,7 @@ class GradientManager:
 
     def diagnose(self) -> list[Issue]:
         """Return what is wrong with the run so far, in every pair: root causes first, at most a handful."""
+        self._catch_up()
         return [issue for pair in self._roster for issue in pair.diagnose()]
 
     def status(self) -> dict[str, Any]:
@@ -158,6 +160,7 @@ class GradientManager:
 
     def get_training_summary(self) -> TrainingSummary:
         """Sum up the training so far."""
+        self._catch_up()
         return self._history.summary()
 
     def save_training_log(self, file_path: str | Path) -> Path:
@@ -172,6 +175,7 @@ class GradientManager:
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that rolls, as plain data for a checkpoint."""
+        self._catch_up()
         return {"version": 1, "pairs": self._roster.state_dict(), "history": self._history.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -195,12 +199,14 @@ class GradientManager:
 
     def flush(self) -> None:
         """Make everything that was recorded durable."""
+        self._catch_up()
         self._sink.flush()
 
     def close(self, *, failed: bool = False) -> None:
         """Deliver what is left and take every hook off; a second call does nothing."""
         if self._closed:
             return
+        self._catch_up()
         self._closed = True
         self._at_exit.cancel()
         for hook in self._hooks:
@@ -216,6 +222,13 @@ class GradientManager:
         self, kind: type[BaseException] | None, fault: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close(failed=kind is not None)
+
+    def _catch_up(self, *pairs: Pair) -> None:
+        """Keep and record the last step of pairs whose numbers nobody has waited for so far."""
+        for pair in pairs or self._roster:
+            outcome = pair.take_late()
+            if outcome is not None:
+                self._conclude(pair, outcome)
 
     def _conclude(self, pair: Pair, outcome: Outcome) -> None:
         """Keep and record a step, then tell the callbacks, who may stop the training."""

@@ -7,6 +7,7 @@ import logging
 from gradtrack.config import GradientConfig
 from gradtrack.errors import NonFiniteGradientError
 from gradtrack.facts import StepFacts
+from gradtrack.late import LateStep
 from gradtrack.records import Record
 from gradtrack.reports import Issue, StepReport
 
@@ -16,10 +17,12 @@ _logger = logging.getLogger("gradtrack")
 class Outcome:
     """A step's report with what the manager needs to know of it without resolving it."""
 
-    __slots__ = ("clipped", "error", "event", "facts", "issues", "norm", "opened", "repeated", "report")
+    __slots__ = ("clipped", "error", "event", "facts", "issues", "late", "norm", "opened", "repeated", "report")
 
-    def __init__(self, report: StepReport, facts: StepFacts, *, repeated: bool = False) -> None:
-        self.report, self.facts, self.repeated = report, facts, repeated
+    def __init__(self, facts: StepFacts, *, repeated: bool = False) -> None:
+        self.facts, self.repeated = facts, repeated
+        self.report: StepReport
+        self.late: LateStep | None = None
         self.norm: float | None = None
         self.clipped = self.event = False
         self.issues: list[Issue] = []

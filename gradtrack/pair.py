@@ -17,6 +17,7 @@ from gradtrack.diagnose.ledger import Ledger, unmuted
 from gradtrack.errors import NonFiniteGradientError, UsageError
 from gradtrack.facts import StepFacts
 from gradtrack.flight import FlightRecorder
+from gradtrack.late import LateStep, can_wait, on_device
 from gradtrack.live import LiveAnalyzers
 from gradtrack.measure.measurer import Measurer
 from gradtrack.measure.moments import Moments, finite_norm, true_norm
@@ -56,6 +57,8 @@ class Pair:
         self._loss: Tensor | float | None = None
         self._nonfinite_before = False
         self._closure_calls: int | None = None
+        self._late: Outcome | None = None
+        self._found_inf = False
         self._hooks: list[Any] = []
         self._check_model()
         self.bind(optimizers)
@@ -99,52 +102,104 @@ class Pair:
             self._closure_calls += 1
         if not repeated:
             self.step_count += 1
-        outcome = self._measured(scaled=scaled, epoch=epoch, batch=batch, repeated=repeated)
-        self._loss = None
+        if self.table.stale():
+            self.table = ParameterTable(self.model, self.config.groups)
+        grads = self.table.gradients()
+        outcome = self._open(grads, epoch=epoch, batch=batch, repeated=repeated)
+        loss, self._loss = self._loss, None
+        if self._may_be_late(grads, outcome, scaled=scaled):
+            self._leave_on_device(grads, outcome, loss, scaled=scaled)
+        else:
+            self._finish(grads, outcome, loss, scaled=scaled)
         return outcome
 
-    def _measured(self, *, scaled: bool, epoch: int | None, batch: object, repeated: bool) -> Outcome:
+    def take_late(self) -> Outcome | None:
+        """Return the last step with its numbers, where nobody has waited for them so far."""
+        outcome, self._late = self._late, None
+        if outcome is None or (outcome.late is not None and not outcome.late.readable):
+            return None
+        self._settle(outcome)
+        return outcome
+
+    def _open(self, grads: Gradients, *, epoch: int | None, batch: object, repeated: bool) -> Outcome:
+        """Begin the report of a step with what is known before its numbers."""
         config, step = self.config, self.step_count
-        if self.table.stale():
-            self.table = ParameterTable(self.model, config.groups)
-        grads = self.table.gradients()
-        layout = grads.layout
-        moments = self.measurer.measure(grads.tensors, layout.group_of, len(layout.group_names))
-        facts = StepFacts(moments, layout, grads.touched_rows)
+        facts = StepFacts(grads.layout, grads.touched_rows)
         facts.aliases = self.table.aliases
-        facts.loss = None if self._loss is None else float(self._loss)
         due = step % config.grad_log_every_n_steps == 0
-        full = config.enable_gradient_monitoring and not repeated and (due or step % config.check_frequency == 0)
-        facts.full, facts.with_groups = full, config.grad_track_per_weight_matrix
-        facts.with_parameters = config.track_parameters
+        facts.full = config.enable_gradient_monitoring and not repeated and (due or step % config.check_frequency == 0)
+        facts.with_groups, facts.with_parameters = config.grad_track_per_weight_matrix, config.track_parameters
         facts.lr = _learning_rates(self.optimizers)
-        report = StepReport.deferred(
-            facts.fields,
-            step=step,
-            epoch=epoch,
-            source=self.name,
-            measured=full,
-            time=time.time(),
-            batch=batch,
-        )
-        outcome = Outcome(report, facts, repeated=repeated)
+        outcome = Outcome(facts, repeated=repeated)
         outcome.event = due and not repeated
-        error = self._protect(grads, moments, facts, scaled=scaled)
-        outcome.error, outcome.norm, outcome.clipped = (
-            error,
-            moments.norm,
-            bool(facts.clipping.get("clipped")),
+        known = {"step": step, "epoch": epoch, "source": self.name, "time": time.time(), "batch": batch}
+        outcome.report = StepReport.deferred(lambda: self._fields(outcome), **known)
+        return outcome
+
+    def _fields(self, outcome: Outcome) -> dict[str, Any]:
+        self._settle(outcome)
+        return outcome.facts.fields()
+
+    def _may_be_late(self, grads: Gradients, outcome: Outcome, *, scaled: bool) -> bool:
+        """Whether nobody needs the numbers of this step before the next one."""
+        return (
+            on_device(grads.tensors)
+            and not (outcome.event or outcome.repeated or self.analyzers.due(self.step_count))
+            and can_wait(self.config, self.optimizers, scaled=scaled)
         )
-        if repeated:
+
+    def _leave_on_device(
+        self, grads: Gradients, outcome: Outcome, loss: Tensor | float | None, *, scaled: bool
+    ) -> None:
+        outcome.late = LateStep(grads, loss, self.clipper, self.handler)
+        outcome.late.protect(grads, self.optimizers, scaled=scaled)
+        self._found_inf = True
+        self._late = outcome
+        self.analyzers.arm(self.model, self.step_count + 1)
+
+    def _settle(self, outcome: Outcome) -> None:
+        """Wait for the numbers of a late step, and judge it."""
+        late, outcome.late = outcome.late, None
+        if late is None:
+            return
+        facts = outcome.facts
+        moments, facts.loss = late.read()
+        facts.take(moments)
+        facts.nan_inf, facts.clipping = late.nan_inf(moments), late.clipping(moments)
+        facts.skipped = facts.nan_inf["action"] in ("skip", "scaler")
+        self._judge(moments, outcome)
+        self._keep(moments, outcome)
+
+    def _finish(self, grads: Gradients, outcome: Outcome, loss: Tensor | float | None, *, scaled: bool) -> None:
+        """Measure, protect, judge and keep a step here and now."""
+        facts, layout = outcome.facts, grads.layout
+        self._forget_found_inf()
+        moments = self.measurer.measure(grads.tensors, layout.group_of, len(layout.group_names))
+        facts.take(moments)
+        facts.loss = None if loss is None else float(loss)
+        outcome.error = self._protect(grads, moments, facts, scaled=scaled)
+        if outcome.repeated:
             facts.health = self.health
-            return outcome
-        self._judge(moments, grads, outcome)
-        if outcome.event and full:
+            return
+        self._judge(moments, outcome)
+        if outcome.event and facts.full:
             facts.weight_norms = self._weight_norms()
         self._look(grads, outcome)
-        self.flight.push(report, facts)
-        self.monitor.keep(report)
-        return outcome
+        self._keep(moments, outcome)
+
+    def _keep(self, moments: Moments, outcome: Outcome) -> None:
+        facts = outcome.facts
+        outcome.norm, outcome.clipped = moments.norm, bool(facts.clipping.get("clipped"))
+        facts.full = self.config.enable_gradient_monitoring and (facts.full or outcome.event)
+        self.flight.push(outcome.report, facts)
+        self.monitor.keep(outcome.report)
+
+    def _forget_found_inf(self) -> None:
+        """Take back the flag of a late step from the optimizers, since this one is decided here."""
+        if self._found_inf:
+            self._found_inf = False
+            for optimizer in self.optimizers:
+                vars(optimizer).pop("found_inf", None)
 
     def _protect(
         self, grads: Gradients, moments: Moments, facts: StepFacts, *, scaled: bool
@@ -176,22 +231,22 @@ class Pair:
             return {**count_nonfinite(grads.layout.names, moments), "action": "scaler"}
         return self.handler.act(grads, moments, self._owned())
 
-    def _judge(self, moments: Moments, grads: Gradients, outcome: Outcome) -> None:
+    def _judge(self, moments: Moments, outcome: Outcome) -> None:
         facts, config = outcome.facts, self.config
         if not config.enable_gradient_monitoring:
             facts.health = HEALTHY
             return
         clipping, action = facts.clipping, facts.nan_inf["action"]
         evidence = Evidence(
-            step=self.step_count,
+            step=outcome.report.step,
             norm=moments.norm,
             moments=moments,
-            layout=grads.layout,
+            layout=facts.layout,
             loss=facts.loss,
-            clipped=outcome.clipped,
+            clipped=bool(clipping.get("clipped")),
             clip_threshold=clipping.get("threshold"),
             nonfinite_action=action,
-            critical=self.handler.is_critical(moments, grads.layout.total_count),
+            critical=self.handler.is_critical(moments, facts.layout.total_count),
         )
         outcome.issues = self.monitor.judge(evidence)
         outcome.opened, changed = self.ledger.update(outcome.issues)
@@ -272,6 +327,7 @@ class Pair:
     def close(self) -> None:
         """Remove what was hooked to the model and the optimizers."""
         self._unhook()
+        self._forget_found_inf()
         self.analyzers.close()
 
     def _unhook(self) -> None:

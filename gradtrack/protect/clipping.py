@@ -65,8 +65,8 @@ class GradientClipper:
         elif clip_type == "agc":
             found = self._clip_units(grads, norm)
         else:
-            found = self._clip_norm(grads, clip_type, norm)
-        self._remember(clip_type, norm, found)
+            found = self._clip_norm(grads, norm)
+        self.remember(norm, found)
         return {"clip_type": clip_type, "norm_before": norm, **found, "clip_rate": self.clip_rate}
 
     def state_dict(self) -> dict[str, Any]:
@@ -85,7 +85,12 @@ class GradientClipper:
         """Scale nothing by a norm that is not finite, since that would make every gradient non-finite."""
         return {"clip_type": clip_type, "norm_before": norm, "norm_after": norm, "clip_rate": self.clip_rate}
 
-    def _remember(self, clip_type: ClipType, norm: float, found: Mapping[str, Any]) -> None:
+    def limit(self) -> float:
+        """Return the limit of the norm for the coming step, for the strategies that have one."""
+        return self._strategies[self.config.effective_clip_type].threshold(self.config)
+
+    def remember(self, norm: float, found: Mapping[str, Any]) -> None:
+        """Let the strategies and the clip rate know of a step."""
         for strategy in self._strategies.values():
             strategy.observe(norm, found["norm_after"], self.config)
         if len(self._engaged) == _RATE_WINDOW:
@@ -93,18 +98,11 @@ class GradientClipper:
         self._engaged.append(found["clipped"])
         self._engaged_count += found["clipped"]
 
-    def _clip_norm(self, grads: Gradients, clip_type: ClipType, norm: float) -> dict[str, Any]:
-        threshold = self._strategies[clip_type].threshold(self.config)
-        coefficient = threshold / (norm + _TORCH_EPSILON)
-        if coefficient >= 1.0:
-            return {"clipped": False, "threshold": threshold, "coefficient": 1.0, "norm_after": norm}
-        self._measurer.scale(grads.tensors, coefficient)
-        return {
-            "clipped": True,
-            "threshold": threshold,
-            "coefficient": coefficient,
-            "norm_after": norm * coefficient,
-        }
+    def _clip_norm(self, grads: Gradients, norm: float) -> dict[str, Any]:
+        found = coefficient_for(norm, self.limit())
+        if found["clipped"]:
+            self._measurer.scale(grads.tensors, found["coefficient"])
+        return found
 
     def _clip_values(self, grads: Gradients, moments: Moments, norm: float) -> dict[str, Any]:
         limit = self.config.max_grad_norm
@@ -137,6 +135,14 @@ class GradientClipper:
             "norm_after": after,
             "clipped_fraction": fraction,
         }
+
+
+def coefficient_for(norm: float, threshold: float) -> dict[str, Any]:
+    """Return what clipping a norm to a threshold means, as torch's own function scales it."""
+    coefficient = threshold / (norm + _TORCH_EPSILON)
+    if coefficient >= 1.0:
+        return {"clipped": False, "threshold": threshold, "coefficient": 1.0, "norm_after": norm}
+    return {"clipped": True, "threshold": threshold, "coefficient": coefficient, "norm_after": norm * coefficient}
 
 
 def _clamp(grad: Tensor, limit: float) -> int:

@@ -67,7 +67,7 @@ class NaNInfHandler:
     def replace(self, tensors: Iterable[Tensor]) -> None:
         """Replace NaN and Inf in place; an infinity keeps its sign and stays within the range of its type."""
         for tensor in tensors:
-            limit = min(self.config.replace_inf_with, torch.finfo(tensor.dtype).max)
+            limit = self.limit_of(tensor)
             values = tensor.detach()
             torch.nan_to_num_(values, nan=self.config.replace_nan_with, posinf=limit, neginf=-limit)
 
@@ -83,6 +83,10 @@ class NaNInfHandler:
             "expected finite gradients. Look at the loss and the data of this batch, "
             "or set nonfinite_action='skip' to leave such steps out."
         )
+
+    def limit_of(self, tensor: Tensor) -> float:
+        """Return what replaces an infinity: the value of the configuration, within the range of the type."""
+        return min(self.config.replace_inf_with, torch.finfo(tensor.dtype).max)
 
     def is_critical(self, moments: Moments, count: int) -> bool:
         """Whether the share of non-finite elements is above `nan_inf_threshold`."""

@@ -1,0 +1,145 @@
+"""Steps on an accelerator: protected there, and read one step later or when somebody asks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gradtrack.config import GradientConfig
+from gradtrack.measure import torch_device
+from gradtrack.measure.moments import NAN, NEGINF, POSINF, SQUARES, Moments, merge
+from gradtrack.measure.table import Gradients
+from gradtrack.protect.clipping import GradientClipper, coefficient_for
+from gradtrack.protect.nonfinite import NaNInfHandler, count_nonfinite
+
+_TOGETHER = ("norm", "adaptive", "zscore")
+
+
+def on_device(grads: Sequence[Tensor]) -> bool:
+    """Say whether all gradients are on one accelerator."""
+    return bool(grads) and not grads[0].is_cpu and all(grad.device == grads[0].device for grad in grads)
+
+
+def can_wait(config: GradientConfig, optimizers: Sequence[Any], *, scaled: bool) -> bool:
+    """Say whether a step can be protected without its numbers being known here.
+
+    To leave a step out, somebody has to know: the optimizers themselves, where they take `found_inf`, or the host.
+    """
+    if config.enable_gradient_clipping and config.effective_clip_type not in _TOGETHER:
+        return False
+    if scaled or not config.enable_nan_inf_check or config.nonfinite_action in ("replace", "report"):
+        return True
+    return config.nonfinite_action == "skip" and bool(optimizers) and all(map(takes_found_inf, optimizers))
+
+
+def takes_found_inf(optimizer: Any) -> bool:
+    """Say whether an optimizer leaves a step out by itself when its `found_inf` is set, as fused ones do."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+class LateStep:
+    """A step that was measured, clipped and made safe on its device; `read` waits for the numbers."""
+
+    def __init__(
+        self, grads: Gradients, loss: Tensor | float | None, clipper: GradientClipper, handler: NaNInfHandler
+    ) -> None:
+        self._layout, self._config = grads.layout, clipper.config
+        self._clipper, self._handler = clipper, handler
+        self._rows = torch_device.measure(grads.tensors, exact=True)
+        self._bad = self._rows.narrow(1, NAN, 3).sum()
+        self._loss = loss
+        self._limit: float | None = None
+        self._limits: Any = [handler.limit_of(grad) for grad in grads.tensors]
+        self._action = "none"
+
+    def protect(self, grads: Gradients, optimizers: Sequence[Any], *, scaled: bool) -> None:
+        """Replace, leave out and clip by operations on the device."""
+        config = self._config
+        self._action = "off" if not config.enable_nan_inf_check else "scaler" if scaled else config.nonfinite_action
+        if self._action == "replace":
+            self._handler.replace(grads.tensors)
+        if self._action == "skip":
+            for optimizer in optimizers:
+                optimizer.found_inf = (self._bad > 0).float()
+        if config.enable_gradient_clipping:
+            self._limit = self._clipper.limit()
+            norm = self._norm_to_clip(grads)
+            coefficient = (self._limit / (norm + 1e-6)).clamp(max=1.0)
+            if self._action != "replace":
+                coefficient = torch.where(self._bad > 0, 1.0, coefficient)
+            torch._foreach_mul_(list(grads.tensors), coefficient.float())
+        self._start_copy()
+
+    @property
+    def readable(self) -> bool:
+        """Whether there are numbers to read at all: tensors without data have none."""
+        return not (self._packed.is_meta or type(self._packed).__name__ == "FakeTensor")
+
+    def read(self) -> tuple[Moments, float | None]:
+        """Wait for the numbers of the step."""
+        if self._done is not None:
+            self._done.synchronize()
+        values = self._host.double().numpy()
+        size = self._rows.numel()
+        rows = np.array(values[:size]).reshape(self._rows.shape)
+        loss = self._loss
+        if isinstance(loss, Tensor):
+            loss = float(values[size]) if len(values) > size else float(loss)
+        return Moments(rows, *merge(rows, self._layout.group_of, len(self._layout.group_names))), loss
+
+    def nan_inf(self, moments: Moments) -> dict[str, Any]:
+        """Return the fields of a `NanInfReport`."""
+        if self._action == "off" or moments.finite:
+            return {"action": "off" if self._action == "off" else "none"}
+        found = {**count_nonfinite(self._layout.names, moments), "action": self._action}
+        return {**found, "replaced_count": moments.nonfinite_count} if self._action == "replace" else found
+
+    def clipping(self, moments: Moments) -> dict[str, Any]:
+        """Return the fields of a `ClippingReport`, and remember the norm as an ordinary step does."""
+        clipper, norm = self._clipper, moments.norm
+        clip_type = self._config.effective_clip_type
+        if self._limit is None:
+            return {"enabled": False, "clip_type": clip_type, "norm_before": norm, "norm_after": norm}
+        seen = norm
+        if self._action == "replace" and not moments.finite:
+            seen = math.sqrt(moments.total[SQUARES] + self._replaced_squares(moments.rows).sum())
+        if not math.isfinite(seen):
+            after = None if self._action == "skip" else norm
+            return {"clip_type": clip_type, "norm_before": norm, "norm_after": after, "clip_rate": clipper.clip_rate}
+        found = coefficient_for(seen, self._limit)
+        clipper.remember(seen, found)
+        return {"clip_type": clip_type, "norm_before": norm, **found, "clip_rate": clipper.clip_rate}
+
+    def _norm_to_clip(self, grads: Gradients) -> Tensor:
+        squares = self._rows.select(1, SQUARES)
+        if self._action == "replace":
+            squares = squares + self._replaced_squares(self._rows)
+        return squares.sum().sqrt()
+
+    def _replaced_squares(self, rows: Any) -> Any:
+        """Return the squares that the replacements add to each tensor."""
+        nan = self._config.replace_nan_with
+        if not isinstance(rows, Tensor):
+            return rows[:, NAN] * nan**2 + (rows[:, POSINF] + rows[:, NEGINF]) * np.array(self._limits) ** 2
+        limits = torch.tensor(self._limits, dtype=rows.dtype).to(rows.device, non_blocking=True)
+        infinities = rows.select(1, POSINF) + rows.select(1, NEGINF)
+        return rows.select(1, NAN) * nan**2 + infinities * limits**2
+
+    def _start_copy(self) -> None:
+        """Send everything that the report needs to the host in one copy that nobody waits for."""
+        parts = [self._rows.flatten()]
+        if isinstance(self._loss, Tensor) and self._loss.device == self._rows.device:
+            parts.append(self._loss.detach().to(self._rows.dtype).reshape(1))
+        self._packed = torch.cat(parts)
+        self._done: Any = None
+        if self._packed.is_meta:
+            return
+        self._host = self._packed.to("cpu", non_blocking=True)
+        if self._packed.is_cuda and self.readable:
+            self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._done.record()
