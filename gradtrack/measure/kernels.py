@@ -22,8 +22,9 @@ ADDRESS, SIZE, CODE, GROUP, START = range(5)
 COLUMNS = 8
 """Sum, sum of squares, minimum, maximum, zeros, NaN, +Inf, -Inf."""
 TAKEN, DONE = range(2)
-"""Progress: items handed out, items finished."""
+"""Progress: tickets handed out, items finished."""
 ITEM_ELEMENTS = 131072
+RUN_ITEMS = 16
 SHORT_LINE = 2 * ITEM_ELEMENTS
 """The longest line that one call measures or scales alone; a longer one is worth waking threads for."""
 BLOCK_ELEMENTS = 4096
@@ -345,15 +346,25 @@ def _lay_out(table: Value) -> Value:
 
 
 @_compiled
-def _take(progress: Value) -> Value:
-    """Return the next item that no thread has taken."""
-    return _fetch_add(progress.ctypes.data + 8 * TAKEN, 1)
+def _take(progress: Value, length: Value) -> Value:
+    """Return the first and the last (exclusive) of the items that no thread has taken; none when they are equal.
+
+    Most of a long line goes in runs, as memory reads faster the longer a thread goes straight on; the end goes
+    item by item, so that all threads end together.
+    """
+    ticket = _fetch_add(progress.ctypes.data + 8 * TAKEN, 1)
+    num_items = (length + ITEM_ELEMENTS - 1) // ITEM_ELEMENTS
+    num_runs = num_items * 7 // 8 // RUN_ITEMS
+    if ticket < num_runs:
+        return ticket * RUN_ITEMS, (ticket + 1) * RUN_ITEMS
+    first = min(ticket - num_runs + num_runs * RUN_ITEMS, num_items)
+    return first, min(first + 1, num_items)
 
 
 @_compiled
-def _finish(progress: Value) -> Value:
-    """Note that an item is done."""
-    _fetch_add(progress.ctypes.data + 8 * DONE, 1)
+def _finish(progress: Value, num_items: Value) -> Value:
+    """Note that items are done."""
+    _fetch_add(progress.ctypes.data + 8 * DONE, num_items)
 
 
 @_compiled
@@ -424,11 +435,12 @@ def measure(
         if not 0 <= length <= SHORT_LINE:
             return length
     if phases & WORK:
-        item = _take(progress)
-        while item * ITEM_ELEMENTS < length:
-            _measure_item(table, item, results, heads[item], first, second)
-            _finish(progress)
-            item = _take(progress)
+        begin, end = _take(progress, length)
+        while begin < end:
+            for item in range(begin, end):
+                _measure_item(table, item, results, heads[item], first, second)
+            _finish(progress, end - begin)
+            begin, end = _take(progress, length)
     if phases & WAIT:
         _wait(progress, length)
     if phases & MERGE:
@@ -510,11 +522,12 @@ def scale(phases: int, table: Integers, progress: Integers, coefficient: float) 
     if phases & PREPARE and not 0 <= length <= SHORT_LINE:
         return length
     if phases & WORK:
-        item = _take(progress)
-        while item * ITEM_ELEMENTS < length:
-            _scale_item(table, item, coefficient)
-            _finish(progress)
-            item = _take(progress)
+        begin, end = _take(progress, length)
+        while begin < end:
+            for item in range(begin, end):
+                _scale_item(table, item, coefficient)
+            _finish(progress, end - begin)
+            begin, end = _take(progress, length)
     if phases & WAIT:
         _wait(progress, length)
     return length
