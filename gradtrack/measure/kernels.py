@@ -13,8 +13,11 @@ from collections.abc import Callable
 from typing import Any, TypeAlias, TypeVar, cast
 
 import numpy as np
-from numba import carray, njit, types
+from numba import carray, config, njit, types
 from numba.extending import intrinsic, overload
+
+if config.DISABLE_JIT:
+    raise ImportError("NUMBA_DISABLE_JIT is set: expected a compiler. Unset it to use the native engine.")
 
 FLOAT32, FLOAT64, BFLOAT16, FLOAT16 = range(4)
 ADDRESS, SIZE, CODE, GROUP, START = range(5)
