@@ -326,6 +326,13 @@ def test_a_forked_child_can_measure_and_scale(two_threads: None) -> None:
         child.kill()
 
 
+def _run(program: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a program in a new process that imports the same package."""
+    environment = os.environ | {"PYTHONPATH": str(Path(native.__file__).parents[2])} | variables
+    command = [sys.executable, "-c", program]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+
+
 def _measure_in_a_new_process(cache: Path, *, before: str = "") -> None:
     program = f"""
 import torch
@@ -334,10 +341,8 @@ from gradtrack.measure.native import NativeEngine
 torch.set_num_threads(2)
 print(NativeEngine().measure([torch.ones(10**6)], [0], 1)[2][0])
 """
-    environment = os.environ | {"NUMBA_CACHE_DIR": str(cache)}
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True)
-    assert done.stdout == "1000000.0\n"
+    done = _run(program, NUMBA_CACHE_DIR=str(cache))
+    assert done.stdout == "1000000.0\n", done.stderr
 
 
 def test_the_kernels_are_kept_on_disk_and_survive_damage_there(tmp_path: Path) -> None:
@@ -360,7 +365,5 @@ def test_the_kernels_need_no_place_to_be_kept(tmp_path: Path) -> None:
 
 def test_without_a_compiler_the_engine_is_missing() -> None:
     """Where numba is told not to compile, the import fails as if numba were not there."""
-    command = [sys.executable, "-c", "import gradtrack.measure.native"]
-    environment = os.environ | {"NUMBA_DISABLE_JIT": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    done = _run("import gradtrack.measure.native", NUMBA_DISABLE_JIT="1")
     assert "ImportError: NUMBA_DISABLE_JIT is set" in done.stderr
