@@ -116,7 +116,7 @@ def test_every_block_edge_is_measured_once(dtype: torch.dtype, size: int) -> Non
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_large_tensors_are_split_without_a_gap(two_threads: None, dtype: torch.dtype) -> None:
     """Tensors that span many items, at odd sizes, give the oracle's rows on two threads."""
-    grads = [torch.randn(size, dtype=torch.float64).to(dtype) for size in (600_001, 7, 0, 500_000, 131_072)]
+    grads = [torch.randn(size, dtype=torch.float64).to(dtype) for size in (900_001, 7, 0, 700_000, 131_072)]
     grads[0][-1], grads[3][0] = np.nan, np.inf
     rows, _, total = measure(*grads)
     for row, grad in zip(rows, grads, strict=True):
@@ -287,7 +287,7 @@ def test_freed_storage_is_refused() -> None:
 
 def test_threads_may_measure_and_scale_at_once(two_threads: None) -> None:
     """Four Python threads that share the helpers get the same answers as one alone."""
-    grads = [torch.randn(400_000) for _ in range(3)]
+    grads = [torch.randn(600_000) for _ in range(3)]
     expected = measure(*grads)[2]
     totals: list[list[float]] = []
 
@@ -307,7 +307,7 @@ def test_threads_may_measure_and_scale_at_once(two_threads: None) -> None:
 
 def test_a_forked_child_can_measure_and_scale(two_threads: None) -> None:
     """A child of a process whose helpers have run gets its own (torch’s own threads would hang there)."""
-    grads = [torch.ones(1_000_000)]
+    grads = [torch.ones(2_000_000)]
     measure(*grads)
     receiver, sender = multiprocessing.Pipe(duplex=False)
 
@@ -319,7 +319,7 @@ def test_a_forked_child_can_measure_and_scale(two_threads: None) -> None:
     child.start()
     try:
         assert receiver.poll(30)
-        assert receiver.recv() == [0.5e6, 0.25e6]
+        assert receiver.recv() == [1e6, 0.5e6]
         child.join(30)
         assert child.exitcode == 0
     finally:
@@ -339,10 +339,10 @@ import torch
 {before}
 from gradtrack.measure.native import NativeEngine
 torch.set_num_threads(2)
-print(NativeEngine().measure([torch.ones(10**6)], [0], 1)[2][0])
+print(NativeEngine().measure([torch.ones(2 * 10**6)], [0], 1)[2][0])
 """
     done = _run(program, NUMBA_CACHE_DIR=str(cache))
-    assert done.stdout == "1000000.0\n", done.stderr
+    assert done.stdout == "2000000.0\n", done.stderr
 
 
 def test_the_kernels_are_kept_on_disk_and_survive_damage_there(tmp_path: Path) -> None:
