@@ -13,7 +13,8 @@ from gradtrack.record.sink import Sink
 class CloseAtExit:
     """Closes a manager's sink when the interpreter exits or the manager is collected, whichever comes first.
 
-    It is registered when the manager is made, so that it runs before what a tracker's own package registered earlier.
+    What is registered last runs first. It is registered again at the first record, so that it runs before what a
+    tracker's own package registered in between.
     """
 
     def __init__(self, owner: Any, sink: Sink) -> None:
@@ -21,6 +22,13 @@ class CloseAtExit:
         self._collected = weakref.finalize(owner, sink.close, failed=False)
         self._collected.atexit = False
         atexit.register(self._exit)
+        sink.on_open = self.renew
+
+    def renew(self) -> None:
+        """Run before everything that was registered so far."""
+        if self._collected.alive:
+            atexit.unregister(self._exit)
+            atexit.register(self._exit)
 
     def cancel(self) -> None:
         """Do nothing any more."""

@@ -155,6 +155,7 @@ class GradientManager:
             "run_dir": None if self.run_dir is None else str(self.run_dir),
             "closed": self._closed,
             "steps": {pair.name or "default": pair.step_count for pair in self._roster},
+            "journal": self._sink.journal_status(),
             "backends": self._sink.status(),
         }
 

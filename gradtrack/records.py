@@ -1,6 +1,7 @@
 """What a backend receives: records, and the panels to draw from them.
 
-This module imports nothing but the standard library, so that a backend can be written and tested without torch.
+This module imports nothing but the standard library and the exceptions, so that a backend can be written and tested
+without torch.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
+
+from gradtrack.errors import InputTypeError, UsageError
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
@@ -67,3 +70,9 @@ class Record:
     issues: tuple[Mapping[str, Any], ...] = ()
     histograms: Mapping[str, Histogram] = field(default_factory=lambda: _NOTHING)
     files: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if type(self.step) is not int:
+            raise InputTypeError(f"record step {self.step!r}: expected an int. Count optimizer steps.")
+        if not -(2**63) <= self.step < 2**63:
+            raise UsageError(f"record step {self.step!r}: expected a number of 64 bits. Count optimizer steps.")

@@ -1,58 +1,209 @@
-"""The way of a record to the backends."""
+"""The way of a record to the backends: validated, journaled, queued, and delivered by a worker for each."""
 
 from __future__ import annotations
 
 import dataclasses
-import logging
+import math
+import threading
+import time
 from collections.abc import Mapping
+from typing import Any
 
 from gradtrack.backends.base import Backend
+from gradtrack.record.faults import Faults, describe
+from gradtrack.record.feed import QUEUE_ROWS, Feed
+from gradtrack.record.forks import ForkGuard
+from gradtrack.record.journal import Journal
+from gradtrack.record.offsets import Offsets, offsets_path
+from gradtrack.record.summary import log_summary
+from gradtrack.record.validation import validate
+from gradtrack.record.worker import Worker
 from gradtrack.records import Record, RunInfo
-
-_logger = logging.getLogger("gradtrack")
 
 
 class Delivery:
-    """Hands every record to every backend; a backend that fails never stops the training."""
+    """Hands every record to every backend: a tracker that is slow, down or broken neither slows nor stops training.
 
-    def __init__(self, backends: Mapping[str, Backend], *, run: RunInfo, close_timeout_seconds: float = 10.0) -> None:
+    Inline backends take a record within the step; every other has a worker, behind the journal. On any rank but 0 rows
+    go to the journal only.
+    """
+
+    def __init__(
+        self,
+        backends: Mapping[str, Backend],
+        *,
+        run: RunInfo,
+        journal: Journal | None = None,
+        rank: int = 0,
+        guard: ForkGuard | None = None,
+        close_timeout_seconds: float = 10.0,
+        queue_rows: int = QUEUE_ROWS,
+    ) -> None:
         self.backends = dict(backends)
-        self._run: RunInfo | None = run
-        self._faults: dict[str, str] = {}
-        self._lost: dict[str, int] = dict.fromkeys(self.backends, 0)
+        self._run, self._journal, self._timeout = run, journal, close_timeout_seconds
+        self._guard = guard or ForkGuard()
+        if journal is not None:
+            self._guard.on_fork(journal.abandon)
+        self._lock = threading.Lock()
+        self._accepted = 0
+        self._invalid = Faults("metrics")
+        self._journal_faults = Faults("journal")
+        talking = self.backends if rank == 0 else {}
+        self._inline = {name: _Inline(name, backend) for name, backend in talking.items() if backend.inline}
+        self._offsets = Offsets(None)
+        self._workers = {
+            name: Worker(name, backend, Feed(journal, limit=queue_rows), run, self._offsets)
+            for name, backend in talking.items()
+            if not backend.inline
+        }
+        for worker in self._workers.values():
+            worker.start()
 
     def write(self, record: Record) -> None:
-        """Deliver one record; the first one carries the run."""
-        if self._run is not None:
-            record, self._run = dataclasses.replace(record, run=self._run), None
-        for name, backend in self.backends.items():
-            try:
-                backend.write([record])
-            except Exception as fault:
-                self._note(name, fault)
+        """Journal a record and send it on its way; a forked copy of the process does nothing."""
+        if self._guard.forked:
+            self._guard.silent()
+            return
+        record, bad = validate(record)
+        for name, reason in bad.items():
+            self._invalid.note(f"{name!r} at step {record.step}: {reason}", "it is left out of the row")
+        with self._lock:
+            number, self._accepted = self._accepted, self._accepted + 1
+            kept = self._keep(number, record)
+            for inline in self._inline.values():
+                inline.write(record if number else dataclasses.replace(record, run=self._run))
+            for worker in self._workers.values():
+                worker.feed.offer(number, record, kept=kept)
 
     def flush(self) -> None:
-        """Make everything that was delivered durable."""
-        for name, backend in self.backends.items():
-            try:
-                backend.flush()
-            except Exception as fault:
-                self._note(name, fault)
+        """Make everything that was delivered durable, waiting for the trackers no longer than for a close."""
+        if self._guard.silent():
+            return
+        end = time.monotonic() + self._timeout
+        asked = [worker.ask_flush() for worker in self._workers.values()]
+        for inline in self._inline.values():
+            inline.attempt(inline.backend.flush)
+        if self._journal is not None:
+            self._journal.sync(end - time.monotonic())
+        for done in asked:
+            done.wait(max(end - time.monotonic(), 0.0))
 
     def close(self, *, failed: bool = False) -> None:
-        """Let every backend go."""
-        for name, backend in self.backends.items():
-            try:
-                backend.close(failed=failed)
-            except Exception as fault:
-                self._note(name, fault)
+        """Deliver what is left until the time is over, let every backend go, and say what did not arrive."""
+        if self._guard.silent():
+            return
+        end = time.monotonic() + self._timeout
+        for worker in self._workers.values():
+            worker.ask_close(failed=failed, end=end)
+        for inline in self._inline.values():
+            inline.close(failed=failed)
+        for worker in self._workers.values():
+            if not worker.join(end - time.monotonic()):
+                worker.faults.note(f"it did not finish within {self._timeout:g} seconds", "training ends without it")
+        if self._journal is not None:
+            self._journal.close(max(end - time.monotonic(), 1.0))
+        self._offsets.save()
+        if not self._accepted:
+            return
+        directory = None if self._journal is None else self._journal.directory
+        log_summary(self._run.run_id, self.status(), self.journal_status(), directory)
 
-    def status(self) -> dict[str, dict[str, object]]:
-        """Tell for each backend what it did not take, and why."""
-        return {name: {"lost": self._lost[name], "fault": self._faults.get(name)} for name in self.backends}
+    def status(self) -> dict[str, dict[str, Any]]:
+        """Tell for each backend what it has taken and what it has not, and why."""
+        found = {name: inline.status() for name, inline in self._inline.items()}
+        for name, worker in self._workers.items():
+            found[name] = _status(
+                worker.feed.accepted,
+                worker.acknowledged,
+                pending=worker.pending,
+                refused=len(worker.refused),
+                lost=worker.feed.lost,
+                lagging=worker.feed.lagging,
+                why=worker.faults.last,
+            )
+        return {name: found[name] for name in self.backends if name in found}
 
-    def _note(self, name: str, fault: Exception) -> None:
-        self._lost[name] += 1
-        if self._faults.get(name) != repr(fault):
-            self._faults[name] = repr(fault)
-            _logger.warning("backend %s failed: %r", name, fault)
+    def journal_status(self) -> dict[str, Any] | None:
+        """Tell what the journal has and where it lies; None where there is none."""
+        journal = self._journal
+        if journal is None:
+            return None
+        return {
+            "path": None if journal.path is None else str(journal.path),
+            "rows": journal.rows,
+            "failed": journal.failed,
+            "removed_parts": journal.removed,
+            "fault": None if journal.fault is None else describe(journal.fault),
+        }
+
+    def _keep(self, number: int, record: Record) -> bool:
+        journal = self._journal
+        if journal is None:
+            return False
+        kept = journal.append(number, record, urgent=_is_urgent(record))
+        if not kept and journal.fault is not None:
+            self._journal_faults.note(journal.fault, "rows stay in memory for the trackers")
+        if self._offsets.path is None and journal.parts:
+            self._offsets.path = offsets_path(journal.parts[0])
+        return kept
+
+
+class _Inline:
+    """A backend that takes rows within the step."""
+
+    def __init__(self, name: str, backend: Backend) -> None:
+        self.backend = backend
+        self._accepted = self._taken = 0
+        self._faults = Faults(name)
+
+    def write(self, record: Record) -> None:
+        self._accepted += 1
+        if self.attempt(lambda: self.backend.write([record])):
+            self._taken += 1
+
+    def close(self, *, failed: bool) -> None:
+        self.attempt(lambda: self.backend.close(failed=failed))
+
+    def attempt(self, action: Any) -> bool:
+        try:
+            action()
+        except Exception as fault:
+            self._faults.note(fault, "it misses rows")
+            return False
+        return True
+
+    def status(self) -> dict[str, Any]:
+        lost = self._accepted - self._taken
+        return _status(self._accepted, self._taken, lost=lost, why=self._faults.last)
+
+
+def _status(
+    accepted: int,
+    acknowledged: int,
+    *,
+    pending: int = 0,
+    refused: int = 0,
+    lost: int = 0,
+    lagging: bool = False,
+    why: str | None = None,
+) -> dict[str, Any]:
+    return {
+        "accepted": accepted,
+        "acknowledged": acknowledged,
+        "pending": pending,
+        "refused": refused,
+        "lost": lost,
+        "lagging": lagging,
+        "why": why,
+    }
+
+
+def idle_status() -> dict[str, Any]:
+    """Tell of a backend that was not used yet."""
+    return _status(0, 0)
+
+
+def _is_urgent(record: Record) -> bool:
+    """Say whether a row tells of a gradient that is not finite."""
+    norm = record.metrics.get("train/grad_norm", 0.0)
+    return not math.isfinite(norm) or record.metrics.get("train/grad_nan_count", 0.0) > 0

@@ -13,16 +13,20 @@ from typing import Any
 from gradtrack.errors import RunDirectoryError
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Replace a file by a new one in one move, so that no reader and no crash ever meets half of it."""
+def write_atomically(path: Path, text: str, *, mode: int = 0o644, durable: bool = True) -> None:
+    """Replace a file by a new one in one move, so that no reader and no crash ever meets half of it.
+
+    Unless `durable`, the new content may not be there yet after a loss of power.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as stream:
             stream.write(text)
             stream.flush()
-            os.fsync(stream.fileno())
-        os.chmod(temporary, 0o644)
+            if durable:
+                os.fsync(stream.fileno())
+        os.chmod(temporary, mode)
         os.replace(temporary, path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import platform
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 import torch
 
@@ -16,22 +17,37 @@ from gradtrack._version import __version__
 from gradtrack.backends.base import Backend
 from gradtrack.config import GradientConfig
 from gradtrack.errors import InputTypeError, UsageError
-from gradtrack.record.delivery import Delivery
+from gradtrack.record.delivery import Delivery, idle_status
+from gradtrack.record.destinations import destinations
 from gradtrack.record.files import ensure_writable, new_run_id
+from gradtrack.record.forks import ForkGuard
+from gradtrack.record.journal import Journal
+from gradtrack.record.rank import process_rank
 from gradtrack.records import Record, RunInfo
+from gradtrack.redact import redact_values
+
+_logger = logging.getLogger("gradtrack")
+Opened = Callable[[], object]
 
 
 class Sink:
-    """The way out of a manager: one identity, one run directory, the backends and their delivery."""
+    """The way out of a manager: one identity, one run directory, the backends, the journal and the delivery.
+
+    Only rank 0 makes and feeds backends; every other rank keeps a journal where the run has files.
+    """
 
     def __init__(self, config: GradientConfig) -> None:
         self.run_id = new_run_id()
-        self.backends = build_backends(config.backends)
+        self.rank = process_rank()
+        self.backends = build_backends(config.backends, absent=self.rank != 0)
         if config.run_dir is not None:
             ensure_writable(config.run_dir)
+        self.on_open: Opened | None = None
         self._config = config
         self._directory = config.run_dir
         self._delivery: Delivery | None = None
+        self._guard = ForkGuard()
+        self._closed = False
 
     @property
     def keeps_files(self) -> bool:
@@ -47,10 +63,11 @@ class Sink:
 
     def write(self, record: Record) -> None:
         """Send a record on its way."""
+        if self._guard.forked:
+            self._guard.silent()
+            return
         if self._delivery is None:
-            self._delivery = Delivery(
-                self.backends, run=self._run_info(), close_timeout_seconds=self._config.close_timeout_seconds
-            )
+            self._delivery = self._open()
         self._delivery.write(record)
 
     def flush(self) -> None:
@@ -59,16 +76,49 @@ class Sink:
             self._delivery.flush()
 
     def close(self, *, failed: bool) -> None:
-        """Let the backends go, also those that never got a record."""
-        if self._delivery is not None:
-            self._delivery.close(failed=failed)
+        """Let the backends go, also those that never got a record; a second call does nothing."""
+        if self._guard.forked or self._closed:
             return
-        for backend in self.backends.values():
-            backend.close(failed=failed)
+        self._closed = True
+        if self._delivery is None:
+            self._delivery = Delivery(
+                self.backends,
+                run=self._run_info(),
+                guard=self._guard,
+                close_timeout_seconds=self._config.close_timeout_seconds,
+            )
+        self._delivery.close(failed=failed)
 
     def status(self) -> dict[str, dict[str, Any]]:
         """Tell what each backend has taken, and what it has not."""
-        return {name: {} for name in self.backends} if self._delivery is None else self._delivery.status()
+        if self._delivery is None:
+            return {name: idle_status() for name in self.backends}
+        return self._delivery.status()
+
+    def journal_status(self) -> dict[str, Any] | None:
+        """Tell what the journal has and where it lies; None where there is none."""
+        return None if self._delivery is None else self._delivery.journal_status()
+
+    def _open(self) -> Delivery:
+        """Begin to deliver, on the first record."""
+        if self.on_open is not None:
+            self.on_open()
+        if self.rank != 0 and self.backends:
+            _logger.info("rank %d leaves the trackers to rank 0", self.rank)
+        directory, run = self.directory, self._run_info()
+        journal = None
+        if directory is not None:
+            journal = Journal(
+                directory, run, backends=destinations(self._config.backends, self.backends), rank=self.rank
+            )
+        return Delivery(
+            self.backends,
+            run=run,
+            journal=journal,
+            rank=self.rank,
+            guard=self._guard,
+            close_timeout_seconds=self._config.close_timeout_seconds,
+        )
 
     def _run_info(self) -> RunInfo:
         config = self._config.model_dump(mode="json", exclude_unset=True, exclude={"backends", "analyzers"})
@@ -77,7 +127,7 @@ class Sink:
             run_id=self.run_id,
             run_dir=None if directory is None else str(directory),
             created=time.time(),
-            config=config,
+            config=redact_values(config),
             environment={
                 "gradtrack": __version__,
                 "torch": torch.__version__,
@@ -87,12 +137,23 @@ class Sink:
         )
 
 
-def build_backends(specs: list[Any]) -> dict[str, Backend]:
-    """Make the backends that a configuration names; all of them or, where one fails, none."""
+@final
+class Absent(Backend):
+    """What stands for a tracker where only rank 0 has it: it is never written to."""
+
+    def write(self, records: Sequence[Record]) -> None:
+        """Take nothing."""
+
+
+def build_backends(specs: list[Any], *, absent: bool = False) -> dict[str, Backend]:
+    """Make the backends that a configuration names; all of them or, where one fails, none.
+
+    Where they should be `absent`, no tracker is touched, and only a name stands for it.
+    """
     built: dict[str, Backend] = {}
     try:
         for spec in specs:
-            name, backend = _build(spec)
+            name, backend = _build(spec, absent=absent)
             if name in built:
                 raise UsageError(f"backend {name!r} is named twice: expected each once. Remove one of them.")
             built[name] = backend
@@ -103,13 +164,13 @@ def build_backends(specs: list[Any]) -> dict[str, Backend]:
     return built
 
 
-def _build(spec: object) -> tuple[str, Backend]:
+def _build(spec: object, *, absent: bool) -> tuple[str, Backend]:
     named = registry.split_spec(spec, "backend")
     if named is None:
         name, backend = registry.backends.name_of(spec), spec
     else:
         name, options = named
-        backend = _construct(name, options)
+        backend = Absent() if absent and not registry.backends.load(name).inline else build(name, options)
     if not callable(getattr(backend, "write", None)):
         raise InputTypeError(f"backend {spec!r}: expected a Backend. Derive its class from gradtrack.Backend.")
     if not isinstance(backend, Backend):
@@ -117,11 +178,12 @@ def _build(spec: object) -> tuple[str, Backend]:
     return name, backend
 
 
-def _construct(name: str, options: Mapping[str, Any]) -> object:
+def build(name: str, options: Mapping[str, Any]) -> Backend:
+    """Make one backend; an option that it does not have is an error that names those it has."""
     found = registry.backends.load(name)
     try:
         inspect.signature(found).bind(**options)
     except TypeError as fault:
         expected = ", ".join(inspect.signature(found).parameters) or "none"
         raise UsageError(f"backend {name!r}: {fault}. Its options: {expected}.") from fault
-    return found(**options)
+    return found(**options)  # type: ignore[no-any-return]

@@ -1,0 +1,43 @@
+"""How the journal remembers where its rows were to go, so that a replay finds the way again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from gradtrack import registry
+from gradtrack.backends.base import Backend
+from gradtrack.redact import is_hidden, redact_values
+
+
+def destinations(specs: list[Any], backends: Mapping[str, Backend]) -> list[dict[str, Any]]:
+    """Return name and options of every backend that a replay can reach again, without secrets."""
+    options = dict(filter(None, (registry.split_spec(spec, "backend") for spec in specs)))
+    return [
+        {"name": name, "options": {**_plain(options.get(name, {})), **_address(backend)}}
+        for name, backend in backends.items()
+        if not backend.inline
+    ]
+
+
+def without_hidden(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Leave out the options whose secrets were taken out; the environment or the caller has them."""
+    return {name: value for name, value in options.items() if not is_hidden(value)}
+
+
+def _address(backend: Backend) -> dict[str, Any]:
+    try:
+        return _plain(backend.address())
+    except Exception:  # a tracker that cannot tell yet; the offsets file has the address later
+        return {}
+
+
+def _plain(options: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in redact_values(options).items():
+        try:
+            found[name] = json.loads(json.dumps(value))
+        except (TypeError, ValueError):  # an object that only this process has
+            continue
+    return found

@@ -1,0 +1,205 @@
+"""The journal: every recorded row on disk before any tracker hears of it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from gradtrack._version import __version__
+from gradtrack.record.codec import encode_row, encode_run, to_line
+from gradtrack.record.reading import FORMAT, read_rows
+from gradtrack.record.syncing import Syncer
+from gradtrack.records import Record, RunInfo
+
+if sys.platform != "win32":
+    import fcntl
+
+_MARK_EVERY: Final = 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """How large a journal may grow: the oldest parts go first."""
+
+    part_bytes: int = 64 * 2**20
+    total_bytes: int = 2**30
+    sync_seconds: float = 3.0
+
+
+class Journal:
+    """An append-only file of rows in parts, each row handed to the system before `append` returns.
+
+    `append` never raises for a disk that is full or a directory that cannot be written: the row is counted in `failed`,
+    the reason is in `fault`, and the next row tries again.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        run: RunInfo,
+        *,
+        backends: Sequence[Mapping[str, Any]] = (),
+        rank: int = 0,
+        limits: Limits | None = None,
+    ) -> None:
+        self.directory, self.rank = directory, rank
+        self.parts: list[Path] = []
+        self.rows = self.failed = self.removed = 0
+        self.fault: OSError | None = None
+        self._run, self._backends = run, list(backends)
+        self._limits = limits or Limits()
+        self._handle: int | None = None
+        self._size = 0
+        self._marks: list[tuple[int, Path, int]] = []
+        self._syncer = Syncer(self._limits.sync_seconds)
+
+    @property
+    def path(self) -> Path | None:
+        """Return the part that is written to, or the last one."""
+        return self.parts[-1] if self.parts else None
+
+    def append(self, number: int, record: Record, *, urgent: bool = False) -> bool:
+        """Write a row and say whether the journal has it; an urgent one is made durable at once, by another thread."""
+        line = encode_row(number, record, self.directory)
+        try:
+            if self._handle is None or self._size + len(line) > self._limits.part_bytes:
+                self._rotate(number)
+            if self.rows % _MARK_EVERY == 0:
+                self._marks.append((number, self.parts[-1], self._size))
+            self._write(line)
+        except OSError as fault:
+            self.failed += 1
+            self.fault = fault
+            return False
+        self.rows += 1
+        self._syncer.touch(urgent=urgent)
+        return True
+
+    def reread(self, start: int) -> Iterator[tuple[int, Record]]:
+        """Yield the rows from a number on, as far as the journal still has them."""
+        mark = next((mark for mark in reversed(self._marks) if mark[0] <= start), None)
+        parts = list(self.parts)
+        if mark is not None and mark[1] in parts:
+            parts = parts[parts.index(mark[1]) :]
+        for part in parts:
+            offset = mark[2] if mark is not None and part == mark[1] else 0
+            for number, record in read_rows(part, offset=offset, trusted=True):
+                if number >= start:
+                    yield number, record
+
+    def sync(self, timeout_seconds: float) -> None:
+        """Wait until the rows are on the disk, or until the time is over."""
+        self._syncer.sync(timeout_seconds)
+
+    def close(self, timeout_seconds: float = 0.0) -> None:
+        """Make the rows durable and let go of the file."""
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            self._syncer.close(handle, timeout_seconds)
+
+    def abandon(self) -> None:
+        """Let go of the file in a forked child, without touching what the parent writes."""
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            with contextlib.suppress(OSError):
+                os.close(handle)
+
+    def _rotate(self, number: int) -> None:
+        """Begin a new part; the old one is closed only when the new one has its header."""
+        path, handle = self._create()
+        header = {
+            "gradtrack_journal": FORMAT,
+            "gradtrack": __version__,
+            "part": len(self.parts) + self.removed,
+            "first": number,
+            "rank": self.rank,
+            "pid": os.getpid(),
+            "run": encode_run(self._run),
+            "backends": self._backends,
+        }
+        line = to_line(header)
+        try:
+            _write_whole(handle, line, 0)
+        except OSError:
+            os.close(handle)
+            path.unlink(missing_ok=True)
+            raise
+        if self._handle is not None:
+            self._syncer.retire(self._handle)
+        self._handle, self._size = handle, len(line)
+        self.parts.append(path)
+        self._syncer.follow(handle)
+        self._marks.append((number, path, self._size))
+        self._forget_oldest()
+
+    def _create(self) -> tuple[Path, int]:
+        """Make a file that nobody else writes to, locked for as long as this process has it open."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        prefix = "journal-" if self.rank == 0 else f"journal-rank{self.rank}-"
+        taken = [_part_number(found.name, prefix) for found in self.directory.glob(f"{prefix}*.jsonl")]
+        part = 1 + max(taken, default=-1)
+        while True:
+            path = self.directory / f"{prefix}{part:03d}.jsonl"
+            try:
+                handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
+            except FileExistsError:
+                part += 1
+                continue
+            with contextlib.suppress(OSError):
+                _lock(handle)
+            return path, handle
+
+    def _write(self, line: bytes) -> None:
+        assert self._handle is not None
+        _write_whole(self._handle, line, self._size)
+        self._size += len(line)
+
+    def _forget_oldest(self) -> None:
+        """Keep the journal within its bound; whoever misses a row of a removed part counts it as lost."""
+        keep = max(self._limits.total_bytes // self._limits.part_bytes, 2)
+        while len(self.parts) > keep:
+            oldest = self.parts.pop(0)
+            self.removed += 1
+            self._marks = [mark for mark in self._marks if mark[1] != oldest]
+            with contextlib.suppress(OSError):
+                oldest.unlink()
+
+
+def is_being_written(path: Path) -> bool:
+    """Say whether a process has a journal's part open for writing."""
+    try:
+        with path.open("rb") as stream:
+            _lock(stream.fileno())
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def _lock(handle: int) -> None:
+    """Take the lock that ends with the open file; where the platform has none, a replay cannot see a live run."""
+    if sys.platform != "win32":
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def _write_whole(handle: int, line: bytes, size: int) -> None:
+    """Write a whole line or none of it: what a full disk cut off is taken back."""
+    try:
+        written = os.write(handle, line)
+        while written < len(line):
+            written += os.write(handle, line[written:])
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.ftruncate(handle, size)
+        raise
+
+
+def _part_number(name: str, prefix: str) -> int:
+    digits = name.removeprefix(prefix).removesuffix(".jsonl")
+    return int(digits) if digits.isdigit() else -1

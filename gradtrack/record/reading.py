@@ -1,0 +1,108 @@
+"""Journals read back, whatever the end of the process left of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from gradtrack.errors import JournalError
+from gradtrack.record.codec import decode_row, decode_run
+from gradtrack.records import Record, RunInfo
+
+FORMAT: Final = 1
+_LONGEST_LINE: Final = 64 * 2**20
+Note = Callable[[str], object]
+
+
+@dataclass(slots=True, kw_only=True)
+class SavedJournal:
+    """The journal of one run and rank: its identity, its parts in order, and what could not be read."""
+
+    run: RunInfo
+    rank: int
+    backends: list[dict[str, Any]]
+    parts: list[Path]
+    damaged: list[str] = field(default_factory=list)
+
+    def rows(self) -> Iterator[tuple[int, Record]]:
+        """Yield every row that is whole, with its number; the reasons for the others go to `damaged`."""
+        self.damaged.clear()
+        for part in self.parts:
+            yield from read_rows(part, note=self.damaged.append)
+
+
+def find_journals(run_dir: Path) -> list[SavedJournal]:
+    """Return the journals in a run's directory, the oldest first."""
+    found: dict[tuple[str, int], SavedJournal] = {}
+    parts = sorted(run_dir.glob("journal-*.jsonl"), key=_order)
+    if not parts:
+        raise JournalError(f"{str(run_dir)!r} holds no journal: expected a run's directory. Check the path.")
+    for path in parts:
+        header = read_header(path)
+        if header is None:
+            continue
+        run, rank = decode_run(header["run"], run_dir), int(header["rank"])
+        backends = [dict(backend) for backend in header["backends"]]
+        journal = found.setdefault((run.run_id, rank), SavedJournal(run=run, rank=rank, backends=backends, parts=[]))
+        journal.parts.append(path)
+    return list(found.values())
+
+
+def read_header(path: Path) -> Mapping[str, Any] | None:
+    """Return the first line of a part, or None where the process ended before it was whole."""
+    with path.open("rb") as stream:
+        line = stream.readline(_LONGEST_LINE)
+    if not line.endswith(b"\n"):
+        return None
+    try:
+        header = json.loads(line)
+        version = header["gradtrack_journal"]
+        if version == FORMAT:
+            _check_header(header)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as fault:
+        raise JournalError(
+            f"{str(path)!r} does not begin like a journal ({fault!r:.100}): expected its header. "
+            "Move the file out of the run's directory."
+        ) from None
+    if version != FORMAT:
+        raise JournalError(
+            f"{str(path)!r} has journal format {version!r:.20}: expected {FORMAT}. "
+            "Read it with the gradtrack that wrote it."
+        )
+    return header  # type: ignore[no-any-return]
+
+
+def read_rows(
+    path: Path, *, offset: int = 0, trusted: bool = False, note: Note | None = None
+) -> Iterator[tuple[int, Record]]:
+    """Yield the rows of one part; a line that is torn or garbage is skipped with a note."""
+    with path.open("rb") as stream:
+        if offset == 0:
+            stream.readline(_LONGEST_LINE)
+        else:
+            stream.seek(offset)
+        while line := stream.readline(_LONGEST_LINE):
+            try:
+                if not line.endswith(b"\n"):
+                    raise ValueError("the line has no end")
+                yield decode_row(line, path.parent, trusted=trusted)
+            except ValueError as fault:
+                if note is not None:
+                    note(f"{path.name}, before byte {stream.tell()}: {fault!s:.120}")
+
+
+def _order(path: Path) -> tuple[str, int]:
+    series, _, part = path.stem.rpartition("-")
+    return series, int(part) if part.isdigit() else -1
+
+
+def _check_header(header: Mapping[str, Any]) -> None:
+    """Touch what is used later, so that a bad header fails here."""
+    int(header["rank"])
+    decode_run(header["run"], Path())
+    for backend in header["backends"]:
+        if not isinstance(backend["name"], str) or not isinstance(backend["options"], dict):
+            raise TypeError("a backend in it has no name or no options")
