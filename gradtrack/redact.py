@@ -13,7 +13,7 @@ _USER: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*://)\S*@")
 _QUERY: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*://[^\s?#]*)[?]\S*")
 _FRAGMENT: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*://[^\s#]*)#\S*=\S*")
 _PATH_QUERY: Final = re.compile(r"(/[^\s?]*)[?][^\s=]+=\S*")
-_HEADER: Final = re.compile(r"(?i)(\bbearer\s+|\bauthorization[\"']?\s*[=:]\s*[\"']?(?:basic\s+)?)\S+")
+_HEADER: Final = re.compile(r"(?i)(\bbearer\s+|\bauthorization[\"']?\s*[=:]\s*[\"']?(?:(?:basic|bearer)\s+)?)\S+")
 _ASSIGNED: Final = re.compile(
     r"(?i)((?:passw\w*|secret\w*|\w*token|\w*api[_-]?key|credential\w*)[\"']?\s*[=:]\s*)[^\s,;&]+"
 )
