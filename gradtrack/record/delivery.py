@@ -99,7 +99,7 @@ class Delivery:
             inline.close(failed=failed)
         for worker in self._workers.values():
             if not worker.join(end - time.monotonic()):
-                worker.faults.note(f"it did not finish within {self._timeout:g} seconds", "training ends without it")
+                worker.give_up(self._timeout)
         if self._journal is not None:
             self._journal.close(max(end - time.monotonic(), 1.0))
         self._offsets.save()
@@ -120,6 +120,7 @@ class Delivery:
                 lost=worker.feed.lost,
                 lagging=worker.feed.lagging,
                 why=worker.faults.last,
+                unsettled=worker.unsettled,
             )
         return {name: found[name] for name in self.backends if name in found}
 
@@ -186,6 +187,7 @@ def _status(
     lost: int = 0,
     lagging: bool = False,
     why: str | None = None,
+    unsettled: str | None = None,
 ) -> dict[str, Any]:
     return {
         "accepted": accepted,
@@ -195,6 +197,7 @@ def _status(
         "lost": lost,
         "lagging": lagging,
         "why": why,
+        "unsettled": unsettled,
     }
 
 

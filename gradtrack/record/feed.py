@@ -32,8 +32,7 @@ class Feed:
     @property
     def lagging(self) -> bool:
         """Say whether rows wait in the journal because the queue could not hold them."""
-        queue = self._queue
-        return (queue[0][0] if queue else self.accepted) > self._next
+        return self.accepted - self._next > len(self._queue)
 
     @property
     def position(self) -> int:

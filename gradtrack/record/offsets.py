@@ -37,6 +37,10 @@ class Offsets:
         if time.monotonic() - self._written >= self._interval:
             self.save()
 
+    def keep(self, name: str, entry: Mapping[str, Any]) -> None:
+        """Take over an entry that was read from the file."""
+        self._entries[name] = dict(entry)
+
     def save(self) -> None:
         """Write the file, whole or not at all."""
         if self.path is None or not self._entries:

@@ -27,6 +27,14 @@ class SavedJournal:
     parts: list[Path]
     damaged: list[str] = field(default_factory=list)
 
+    def count(self) -> int:
+        """Count the lines that may be rows."""
+        total = 0
+        for part in self.parts:
+            with part.open("rb") as stream:
+                total += sum(1 for _ in stream) - 1
+        return total
+
     def rows(self) -> Iterator[tuple[int, Record]]:
         """Yield every row that is whole, with its number; the reasons for the others go to `damaged`."""
         self.damaged.clear()

@@ -16,8 +16,8 @@ def log_summary(
 ) -> None:
     """Log one line on what each backend has taken; a warning where something is missing."""
     parts = [_tell(name, found) for name, found in status.items()]
-    short = any(found["acknowledged"] < found["accepted"] for found in status.values())
-    waiting = any(found["pending"] or found["refused"] for found in status.values())
+    short = any(found["acknowledged"] < found["accepted"] or found["unsettled"] for found in status.values())
+    waiting = any(found["pending"] or found["refused"] or found["unsettled"] for found in status.values())
     if journal is not None and journal["failed"]:
         short = True
         parts.append(f"{journal['failed']} rows are not in the journal ({journal['fault']})")
@@ -28,8 +28,10 @@ def log_summary(
 
 
 def _tell(name: str, found: Mapping[str, Any]) -> str:
-    text = f"{name} has {found['acknowledged']} of {found['accepted']} rows"
+    verb = "took, but may not have kept," if found["unsettled"] and found["acknowledged"] else "has"
+    text = f"{name} {verb} {found['acknowledged']} of {found['accepted']} rows"
     missing = [f"{found[what]} {what}" for what in ("pending", "refused", "lost") if found[what]]
-    if missing:
-        text += f" ({', '.join(missing)}{': ' + found['why'] if found['why'] else ''})"
+    reason = found["unsettled"] or (found["why"] if missing else None)
+    if missing or reason:
+        text += f" ({': '.join(filter(None, [', '.join(missing), reason]))})"
     return text

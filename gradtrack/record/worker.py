@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import threading
 import time
 from collections.abc import Mapping
@@ -15,6 +14,7 @@ from gradtrack.errors import PermanentBackendError
 from gradtrack.record.faults import Faults
 from gradtrack.record.feed import Feed, Row
 from gradtrack.record.offsets import Offsets
+from gradtrack.record.writer import Writer
 from gradtrack.records import Record, RunInfo
 
 BATCH_ROWS: Final = 256
@@ -22,7 +22,7 @@ _FIRST_DELAY_SECONDS: Final = 0.25
 _LONGEST_DELAY_SECONDS: Final = 30.0
 _CLOSING_DELAY_SECONDS: Final = 0.5
 _IDLE_SECONDS: Final = 1.0
-_HOPELESS: Final = 8
+_GATHER_SECONDS: Final = 0.05
 
 
 @dataclass(slots=True)
@@ -40,17 +40,25 @@ class Worker:
 
     def __init__(self, name: str, backend: Backend, feed: Feed, run: RunInfo, offsets: Offsets) -> None:
         self.name, self.feed = name, feed
-        self.acknowledged = 0
-        self.refused: list[int] = []
+        self.unsettled: str | None = None
         self.faults = Faults(name)
-        self._backend, self._run, self._offsets = backend, run, offsets
-        self._introduced = False
-        self._refused_in_a_row = 0
+        self._backend, self._offsets = backend, offsets
+        self._writer = Writer(backend, run, on_refusal=self._note_refusal)
         self._flushes: list[_Flush] = []
         self._hurry = threading.Event()
         self._failed = False
         self._end: float | None = None
         self._thread = threading.Thread(target=self._work, name=f"gradtrack-{name}", daemon=True)
+
+    @property
+    def acknowledged(self) -> int:
+        """Count the rows that the backend has taken."""
+        return self._writer.taken
+
+    @property
+    def refused(self) -> list[int]:
+        """Number the rows that the backend will never take."""
+        return self._writer.refused
 
     @property
     def pending(self) -> int:
@@ -85,6 +93,11 @@ class Worker:
         self._hurry.set()
         self.feed.wake()
 
+    def give_up(self, timeout_seconds: float) -> None:
+        """Note that nobody waits for this thread any more."""
+        self.faults.note(f"it did not finish within {timeout_seconds:g} seconds", "nobody waits for it any longer")
+        self.unsettled = self.faults.last
+
     def join(self, timeout_seconds: float) -> bool:
         """Wait for the thread, and say whether it ended."""
         if self._thread.ident is None:
@@ -100,50 +113,26 @@ class Worker:
             self._flush_due()
             if self._end is not None and self.feed.position >= self.feed.accepted:
                 break
+            if 0 < len(rows) < BATCH_ROWS:
+                self._gather()
         self._close()
 
-    def _deliver(self, rows: list[Row], *, again: bool = False) -> None:
-        delay = _FIRST_DELAY_SECONDS
+    def _deliver(self, rows: list[Row]) -> None:
+        delay, again = _FIRST_DELAY_SECONDS, False
         while not self._out_of_time():
             try:
-                self._write(rows, again=again)
-            except PermanentBackendError as fault:
-                self._refuse(rows, fault)
-                return
+                self._writer.write(rows, again=again)
             except BaseException as fault:  # also a tracker that exits: it must not end this thread in silence
-                self.faults.note(fault, "the journal keeps the rows until it is back")
+                self.faults.note(fault, "the rows are kept until it is back")
             else:
-                self._refused_in_a_row = 0
-                self.acknowledged += len(rows)
                 self._note_offset(rows[-1][0] + 1)
                 return
             again = True
             self._pause(delay)
             delay = min(2 * delay, _LONGEST_DELAY_SECONDS)
 
-    def _write(self, rows: list[Row], *, again: bool) -> None:
-        """Write the rows; those that come again only where the destination does not have them yet."""
-        records = [record for _, record in rows]
-        if again:
-            records = missing(self._backend, records)
-        if not records:
-            return
-        if not self._introduced:
-            records[0] = dataclasses.replace(records[0], run=self._run)
-        self._backend.write(records)
-        self._introduced = True
-
-    def _refuse(self, rows: list[Row], fault: PermanentBackendError) -> None:
-        """Find the rows that the backend refuses; after several in a row believe it that it refuses all."""
-        if len(rows) > 1 and self._refused_in_a_row < _HOPELESS:
-            middle = len(rows) // 2
-            self._deliver(rows[:middle], again=True)
-            self._deliver(rows[middle:], again=True)
-            return
-        self._refused_in_a_row += len(rows)
-        self.refused.extend(number for number, _ in rows)
-        self.faults.note(fault, f"it refuses rows for good, the first at step {rows[0][1].step}; the journal has them")
-        self._note_offset(rows[-1][0] + 1)
+    def _note_refusal(self, fault: PermanentBackendError, record: Record) -> None:
+        self.faults.note(fault, f"it refuses rows for good, the first at step {record.step}; the journal keeps them")
 
     def _note_offset(self, following: int) -> None:
         self._offsets.set(self.name, following, self.refused, self.address)
@@ -157,6 +146,12 @@ class Worker:
         self._hurry.wait(delay_seconds)
         self._hurry.clear()
 
+    def _gather(self) -> None:
+        """Let some rows come together, so that quick steps do not wake this thread one by one."""
+        if self._end is None and not self._flushes:
+            self._hurry.wait(_GATHER_SECONDS)
+            self._hurry.clear()
+
     def _out_of_time(self) -> bool:
         return self._end is not None and time.monotonic() >= self._end
 
@@ -164,13 +159,13 @@ class Worker:
         due = [flush for flush in self._flushes if flush.target <= self.feed.position]
         if not due:
             return
-        self._attempt(self._backend.flush, "what it holds may not be durable")
+        self._attempt(self._backend.flush, "what it has taken may not be durable")
         for flush in due:
             self._flushes.remove(flush)
             flush.done.set()
 
     def _close(self) -> None:
-        self._attempt(lambda: self._backend.close(failed=self._failed), "its run may look unfinished")
+        self._attempt(lambda: self._backend.close(failed=self._failed), "what it has taken may not be durable")
         self._offsets.save()
 
     def _attempt(self, action: Any, consequence: str) -> None:
@@ -178,26 +173,6 @@ class Worker:
             action()
         except BaseException as fault:
             self.faults.note(fault, consequence)
-
-
-def missing(backend: Backend, records: list[Record]) -> list[Record]:
-    """Leave out what the destination already has; a failure to tell leaves everything in."""
-    left: list[Record] = []
-    for part in distinct(records):
-        found = backend.present(part)
-        left.extend(part if found is None else [one for one in part if (one.source, one.step) not in found])
-    return left
-
-
-def distinct(records: list[Record]) -> list[list[Record]]:
-    """Split records, in order, so that within a part no two share source and step."""
-    parts: list[list[Record]] = []
-    keys: set[tuple[str, int]] = set()
-    for record in records:
-        key = (record.source, record.step)
-        if not parts or key in keys:
-            parts.append([])
-            keys.clear()
-        keys.add(key)
-        parts[-1].append(record)
-    return parts
+            self.unsettled = self.faults.last
+        else:
+            self.unsettled = None

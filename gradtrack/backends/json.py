@@ -1,0 +1,179 @@
+"""The statistics of a run as two JSON files of columns, which a few lines of Python can plot."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, final
+
+from gradtrack.backends.base import Backend
+from gradtrack.errors import BackendError, ClosedError
+from gradtrack.records import Record
+
+_GLOBAL: Final = ("variance", "mean", "norm", "max", "min")
+_MATRIX: Final = ("variance", "norm", "mean")
+_SHARE_OF_TIME: Final = 0.05
+
+Columns = dict[str, list[float]]
+
+
+@final
+class JsonBackend(Backend):
+    """A backend that keeps `gradient_statistics.json` and `gradient_statistics_weight_matrices.json`.
+
+    The first holds seven lists of equal length, the second the same for each group of weights; NaN and Infinity are
+    written as Python's own `json` reads them. The files are replaced as a whole, and at most a twentieth of the time is
+    spent on that; `flush` and `close` always bring them up to date. A pair with a name has files of its own.
+    """
+
+    def __init__(self, directory: str | Path | None = None) -> None:
+        self._directory = None if directory is None else Path(directory)
+        self._series: dict[str, _Series] = {}
+        self._closed = False
+
+    def write(self, records: Sequence[Record]) -> None:
+        if self._closed:
+            raise ClosedError("json backend: it is closed. Make a new one for another run.")
+        for record in records:
+            if self._directory is None and record.run is not None and record.run.run_dir is not None:
+                self._directory = Path(record.run.run_dir)
+            self._of(record.source).add(record)
+        for series in self._series.values():
+            series.save_in_time()
+
+    def flush(self) -> None:
+        for series in self._series.values():
+            series.save()
+
+    def close(self, *, failed: bool = False) -> None:
+        if not self._closed:
+            self._closed = True
+            self.flush()
+
+    def present(self, records: Sequence[Record]) -> set[tuple[str, int]] | None:
+        if self._directory is None:
+            return None
+        return {
+            (record.source, record.step)
+            for record in records
+            if not _has_statistics(record) or record.step in self._of(record.source).steps
+        }
+
+    def address(self) -> Mapping[str, Any]:
+        return {} if self._directory is None else {"directory": os.path.abspath(self._directory)}
+
+    @classmethod
+    def probe(cls, directory: str | Path | None = None, **options: Any) -> str:
+        return f"files in {'the run directory' if directory is None else os.path.abspath(directory)}"
+
+    def _of(self, source: str) -> _Series:
+        if source not in self._series:
+            if self._directory is None:
+                raise BackendError("json backend: no directory is known. Give it one with the option directory.")
+            self._series[source] = _Series(self._directory, source)
+        return self._series[source]
+
+
+class _Series:
+    """The columns of one pair and the two files that they go to; what the files hold already is kept."""
+
+    def __init__(self, directory: Path, source: str) -> None:
+        tail = f".{_file_part(source)}" if source else ""
+        self._path = directory / f"gradient_statistics{tail}.json"
+        self._matrix_path = directory / f"gradient_statistics_weight_matrices{tail}.json"
+        self._suffix = f"/{source}" if source else ""
+        self._columns: Columns = _read(self._path)
+        self._matrices: dict[str, Columns] = _read(self._matrix_path)
+        for name in ("step", "epoch", *(f"grad_{name}" for name in _GLOBAL)):
+            self._columns.setdefault(name, [])
+        self.steps = set(self._columns["step"])
+        self._changed = False
+        self._saved, self._cost = -math.inf, 0.0
+
+    def add(self, record: Record) -> None:
+        """Take in a row; one without any statistics has no place here."""
+        if not _has_statistics(record):
+            return
+        metrics, columns, suffix = record.metrics, self._columns, self._suffix
+        columns["step"].append(record.step)
+        columns["epoch"].append(0 if record.epoch is None else record.epoch)
+        for name in _GLOBAL:
+            columns[f"grad_{name}"].append(metrics.get(f"train/grad_{name}{suffix}", math.nan))
+        self.steps.add(record.step)
+        self._changed = True
+        prefix = f"train/grad_norm{suffix}/"
+        for name in metrics:
+            if name.startswith(prefix):
+                self._add_matrix(name.removeprefix(prefix), record)
+
+    def save_in_time(self) -> None:
+        """Write the files, unless that would take too large a share of the time."""
+        if time.monotonic() - self._saved >= self._cost / _SHARE_OF_TIME:
+            self.save()
+
+    def save(self) -> None:
+        """Write the files as they should be now."""
+        if not self._changed:
+            return
+        start = time.monotonic()
+        _replace(self._path, self._columns)
+        if self._matrices:
+            _replace(self._matrix_path, self._matrices)
+        self._changed = False
+        self._saved = time.monotonic()
+        self._cost = self._saved - start
+
+    def _add_matrix(self, group: str, record: Record) -> None:
+        columns = self._matrices.setdefault(group, {name: [] for name in ("step", *_MATRIX)})
+        columns["step"].append(record.step)
+        for name in _MATRIX:
+            columns[name].append(record.metrics.get(f"train/grad_{name}{self._suffix}/{group}", math.nan))
+
+
+def _has_statistics(record: Record) -> bool:
+    suffix = f"/{record.source}" if record.source else ""
+    return any(f"train/grad_{name}{suffix}" in record.metrics for name in _GLOBAL)
+
+
+def _file_part(source: str) -> str:
+    """Turn any name of a pair into a part of a file's name; two names never become one."""
+    safe = re.sub(r"[^A-Za-z0-9_-]", "_", source)[:80]
+    return safe if safe == source else f"{safe}-{hashlib.sha256(source.encode()).hexdigest()[:8]}"
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Return what a file holds; one that cannot be read is moved aside, never overwritten."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        if _is_columns(values):
+            return dict(values)
+    except FileNotFoundError:
+        return {}
+    except (ValueError, RecursionError):
+        pass
+    os.replace(path, path.with_suffix(f".unreadable-{time.time_ns()}"))
+    return {}
+
+
+def _is_columns(values: object) -> bool:
+    return isinstance(values, dict) and all(isinstance(column, (list, dict)) for column in values.values())
+
+
+def _replace(path: Path, values: Mapping[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as stream:
+            stream.write(json.dumps(values))
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise

@@ -1,0 +1,185 @@
+"""Rows of a journal brought to where they are missing."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import itertools
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from gradtrack import registry
+from gradtrack.backends.base import Backend
+from gradtrack.errors import GradtrackError, JournalError, UsageError
+from gradtrack.record.destinations import without_hidden
+from gradtrack.record.faults import describe
+from gradtrack.record.feed import Row
+from gradtrack.record.journal import is_being_written
+from gradtrack.record.offsets import Offsets, offsets_path, read_offsets
+from gradtrack.record.reading import SavedJournal, find_journals
+from gradtrack.record.sink import build
+from gradtrack.record.writer import Writer
+
+Progress = Callable[[str, int, int], object]
+_PART_ROWS: Final = 500
+_DELAYS_SECONDS: Final = (0.5, 1.0, 2.0, 4.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replayed:
+    """What a replay did for one backend of one run: how many rows there are, and what became of them.
+
+    `fault` says why it ended early, `damaged` what in the journal could not be read.
+    """
+
+    run_id: str
+    backend: str
+    rows: int = 0
+    present: int = 0
+    delivered: int = 0
+    refused: int = 0
+    fault: str | None = None
+    damaged: tuple[str, ...] = ()
+
+    @property
+    def complete(self) -> bool:
+        """Whether the destination now has every row that the journal has."""
+        return self.fault is None and not self.refused
+
+
+def replay(
+    run_dir: str | Path,
+    *,
+    to: str | None = None,
+    tracking_uri: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    progress: Progress | None = None,
+) -> list[Replayed]:
+    """Deliver what the trackers of a run's journals are missing, each row once, however often it is called.
+
+    `to` chooses one backend, also one that the run did not have. Its options are those of the run, without secrets,
+    with `tracking_uri` and `options` over them; credentials come from the environment. `progress(backend, done, total)`
+    is called as rows are settled.
+    """
+    directory = Path(run_dir)
+    if not directory.is_dir():
+        raise JournalError(f"{str(run_dir)!r} is not a directory: expected a run's directory. Check the path.")
+    journals = [journal for journal in find_journals(directory) if journal.rank == 0]
+    given = {**(options or {}), **({} if tracking_uri is None else {"tracking_uri": tracking_uri})}
+    plans = [(journal, name, found) for journal in journals for name, found in _targets(journal, to, given)]
+    if not plans:
+        raise UsageError(f"{str(run_dir)!r}: no tracker is known for its rows. Name one, as in --to mlflow.")
+    return [_deliver(journal, name, found, progress) for journal, name, found in plans]
+
+
+def _targets(journal: SavedJournal, to: str | None, given: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Name the backends of a journal with the options that reach the same places again."""
+    if is_being_written(journal.parts[-1]):
+        raise JournalError(
+            f"{str(journal.parts[-1])!r} is still being written: expected a run that has ended. "
+            "A running process delivers its rows by itself."
+        )
+    known = {entry["name"]: entry["options"] for entry in journal.backends}
+    for name in known if to is None else [to]:
+        address = read_offsets(offsets_path(journal.parts[0])).get(name, {}).get("address", {})
+        options = {**without_hidden(known.get(name, {})), **without_hidden(address)}
+        yield name, {**options, **_fitting(name, given, strict=to is not None)}
+
+
+def _fitting(name: str, given: Mapping[str, Any], *, strict: bool) -> dict[str, Any]:
+    """Leave out an option that one of several backends does not have."""
+    if strict or name not in registry.backends.names():
+        return dict(given)
+    accepted = inspect.signature(registry.backends.load(name)).parameters
+    return {option: value for option, value in given.items() if option in accepted}
+
+
+def _deliver(journal: SavedJournal, name: str, options: Mapping[str, Any], progress: Progress | None) -> Replayed:
+    result = Replayed(run_id=journal.run.run_id, backend=name)
+    try:
+        backend = build(name, options)
+    except GradtrackError as fault:
+        return dataclasses.replace(result, fault=describe(fault))
+    delivery = _Delivery(journal, name, backend)
+    ended = delivery.run(progress)
+    return dataclasses.replace(
+        result,
+        rows=delivery.rows,
+        present=delivery.skipped + delivery.writer.present,
+        delivered=delivery.writer.taken - delivery.writer.present,
+        refused=len(delivery.writer.refused),
+        fault=ended,
+        damaged=tuple(journal.damaged),
+    )
+
+
+class _Delivery:
+    """The rows of one journal on their way to one backend, in parts."""
+
+    def __init__(self, journal: SavedJournal, name: str, backend: Backend) -> None:
+        self.rows = self.skipped = 0
+        self.writer = Writer(backend, journal.run)
+        self._journal, self._name, self._backend = journal, name, backend
+        path = offsets_path(journal.parts[0])
+        entries = read_offsets(path)
+        entry = entries.get(name, {"next": 0, "refused": []})
+        self._next, self._refused = entry["next"], set(entry["refused"])
+        self._offsets = Offsets(path, interval_seconds=0.0)
+        for other, found in entries.items():
+            self._offsets.keep(other, found)
+
+    def run(self, progress: Progress | None) -> str | None:
+        """Deliver everything, let the backend go, and return what went wrong, if anything."""
+        fault: str | None = None
+        try:
+            total = self._journal.count()
+            for part in _parts(self._journal.rows()):
+                self._settle(part)
+                self.rows += len(part)
+                if progress is not None:
+                    progress(self._name, self.rows, max(total, self.rows))
+        except Exception as found:
+            fault = describe(found)
+        for finish in (self._backend.flush, self._backend.close):
+            try:
+                finish()
+            except Exception as found:
+                fault = fault or describe(found)
+        return fault
+
+    def _settle(self, part: list[Row]) -> None:
+        """Write what is missing of a part; a destination that cannot tell is believed as far as it acknowledged."""
+        if self._backend.present([dataclasses.replace(part[0][1], run=self._journal.run)]) is None:
+            due = [row for row in part if row[0] >= self._next or row[0] in self._refused]
+            self.skipped += len(part) - len(due)
+            self.writer.owe(record for number, record in part if number < self._next)
+            self._attempt(due, again=False)
+        else:
+            self._attempt(part, again=True)
+        following = max(part[-1][0] + 1, self._next)
+        self._offsets.set(self._name, following, self.writer.refused, _address(self._backend))
+
+    def _attempt(self, rows: list[Row], *, again: bool) -> None:
+        for delay in _DELAYS_SECONDS:
+            try:
+                self.writer.write(rows, again=again)
+                return
+            except Exception:
+                time.sleep(delay)
+                again = True
+        self.writer.write(rows, again=again)
+
+
+def _parts(rows: Iterator[Row]) -> Iterator[list[Row]]:
+    while part := list(itertools.islice(rows, _PART_ROWS)):
+        yield part
+
+
+def _address(backend: Backend) -> Mapping[str, Any]:
+    try:
+        return backend.address()
+    except Exception:
+        return {}

@@ -1,0 +1,119 @@
+"""Rows brought to one backend, each of them once, in whatever order its tracker fails."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Final
+
+from gradtrack.backends.base import Backend
+from gradtrack.errors import PermanentBackendError
+from gradtrack.record.feed import Row
+from gradtrack.records import Panel, Record, RunInfo
+
+_HOPELESS: Final = 8
+OnRefusal = Callable[[PermanentBackendError, Record], object]
+
+
+class Writer:
+    """Writes rows to a backend, the run with the first of them, and finds out those that it refuses for good.
+
+    `write` passes on any other exception; call it again with the same rows, and only those that the destination does
+    not have are written again.
+    """
+
+    def __init__(self, backend: Backend, run: RunInfo, *, on_refusal: OnRefusal | None = None) -> None:
+        self.backend = backend
+        self.taken = self.present = 0
+        self.refused: list[int] = []
+        self._run, self._on_refusal = run, on_refusal
+        self._introduced = False
+        self._panels: dict[Panel, None] = {}
+        self._files: dict[str, None] = {}
+        self._settled: set[int] = set()
+        self._refused_in_a_row = 0
+
+    def write(self, rows: list[Row], *, again: bool = False) -> None:
+        """Write rows; `again` says that the destination may have some of them already."""
+        self._settle(rows, again=again)
+        self._settled.clear()
+
+    def owe(self, records: Iterable[Record]) -> None:
+        """Keep the panels and files of records that are not sent, for the next one that is."""
+        for record in records:
+            self._panels.update(dict.fromkeys(record.panels))
+            self._files.update(dict.fromkeys(record.files))
+
+    def _settle(self, rows: list[Row], *, again: bool) -> None:
+        rows = [row for row in rows if row[0] not in self._settled]
+        if not rows:
+            return
+        try:
+            written = self._send([record for _, record in rows], again=again)
+        except PermanentBackendError as fault:
+            self._refuse(rows, fault)
+            return
+        self._refused_in_a_row = 0
+        self.taken += len(rows)
+        self.present += len(rows) - written
+        self._settled.update(number for number, _ in rows)
+
+    def _send(self, records: list[Record], *, again: bool) -> int:
+        """Write the records, or what is missing of them, and count it."""
+        if not self._introduced:
+            records = [dataclasses.replace(records[0], run=self._run), *records[1:]]
+        if again:
+            left = missing(self.backend, records)
+            kept = set(map(id, left))
+            self.owe(record for record in records if id(record) not in kept)
+            records = left
+        if not records:
+            return 0
+        self.backend.write([self._first(records[0]), *records[1:]])
+        self._introduced = True
+        self._panels.clear()
+        self._files.clear()
+        return len(records)
+
+    def _first(self, record: Record) -> Record:
+        """Give the first record to be sent what the backend has not been given yet."""
+        run = record.run if self._introduced else self._run
+        panels = tuple(dict.fromkeys((*self._panels, *record.panels)))
+        files = tuple(dict.fromkeys((*self._files, *record.files)))
+        return dataclasses.replace(record, run=run, panels=panels, files=files)
+
+    def _refuse(self, rows: list[Row], fault: PermanentBackendError) -> None:
+        """Find the rows that the backend refuses; after several in a row believe it that it refuses all."""
+        if len(rows) > 1 and self._refused_in_a_row < _HOPELESS:
+            middle = len(rows) // 2
+            self._settle(rows[:middle], again=True)
+            self._settle(rows[middle:], again=True)
+            return
+        self._refused_in_a_row += len(rows)
+        self.refused.extend(number for number, _ in rows)
+        self._settled.update(number for number, _ in rows)
+        if self._on_refusal is not None:
+            self._on_refusal(fault, rows[0][1])
+
+
+def missing(backend: Backend, records: list[Record]) -> list[Record]:
+    """Leave out what the destination already has; one that cannot tell leaves everything in."""
+    left: list[Record] = []
+    for part in distinct(records):
+        found = backend.present(part)
+        left.extend(part if found is None else [one for one in part if (one.source, one.step) not in found])
+    return left
+
+
+def distinct(records: list[Record]) -> list[list[Record]]:
+    """Split records, in order, so that within a part no two share source and step."""
+    parts: list[list[Record]] = []
+    keys: set[tuple[str, int]] = set()
+    for record in records:
+        key = (record.source, record.step)
+        if not parts or key in keys:
+            parts.append([])
+            keys.clear()
+        keys.add(key)
+        parts[-1].append(record)
+    return parts
