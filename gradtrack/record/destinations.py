@@ -15,7 +15,7 @@ def destinations(specs: list[Any], backends: Mapping[str, Backend]) -> list[dict
     """Return name and options of every backend that a replay can reach again, without secrets."""
     options = dict(filter(None, (registry.split_spec(spec, "backend") for spec in specs)))
     return [
-        {"name": name, "options": {**_plain(options.get(name, {})), **_address(backend)}}
+        {"name": name, "options": {**plain_options(options.get(name, {})), **_address(backend)}}
         for name, backend in backends.items()
         if not backend.inline
     ]
@@ -28,12 +28,13 @@ def without_hidden(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def _address(backend: Backend) -> dict[str, Any]:
     try:
-        return _plain(backend.address())
+        return plain_options(backend.address())
     except Exception:  # a tracker that cannot tell yet; the offsets file has the address later
         return {}
 
 
-def _plain(options: Mapping[str, Any]) -> dict[str, Any]:
+def plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that can be written down, without their secrets."""
     found: dict[str, Any] = {}
     for name, value in redact_values(options).items():
         try:

@@ -13,14 +13,14 @@ from typing import Any, Final
 
 from gradtrack import registry
 from gradtrack.backends.base import Backend
-from gradtrack.errors import GradtrackError, JournalError, UsageError
+from gradtrack.errors import JournalError, PluginError, UsageError
 from gradtrack.record.destinations import without_hidden
 from gradtrack.record.faults import describe
 from gradtrack.record.feed import Row
 from gradtrack.record.journal import is_being_written
 from gradtrack.record.offsets import Offsets, offsets_path, read_offsets
 from gradtrack.record.reading import SavedJournal, find_journals
-from gradtrack.record.sink import build
+from gradtrack.record.sink import build, check_options
 from gradtrack.record.writer import Writer
 
 Progress = Callable[[str, int, int], object]
@@ -90,10 +90,14 @@ def _targets(journal: SavedJournal, to: str | None, given: Mapping[str, Any]) ->
 
 
 def _fitting(name: str, given: Mapping[str, Any], *, strict: bool) -> dict[str, Any]:
-    """Leave out an option that one of several backends does not have."""
-    if strict or name not in registry.backends.names():
+    """Leave out an option that one of several backends does not have; the one that was asked for must have it."""
+    if strict:
+        check_options(name, given)
         return dict(given)
-    accepted = inspect.signature(registry.backends.load(name)).parameters
+    try:
+        accepted = inspect.signature(registry.backends.load(name)).parameters
+    except PluginError:  # its own rows cannot be delivered, which is told when it is to be made
+        return {}
     return {option: value for option, value in given.items() if option in accepted}
 
 
@@ -101,7 +105,7 @@ def _deliver(journal: SavedJournal, name: str, options: Mapping[str, Any], progr
     result = Replayed(run_id=journal.run.run_id, backend=name)
     try:
         backend = build(name, options)
-    except GradtrackError as fault:
+    except Exception as fault:
         return dataclasses.replace(result, fault=describe(fault))
     delivery = _Delivery(journal, name, backend)
     ended = delivery.run(progress)

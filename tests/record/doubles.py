@@ -84,5 +84,6 @@ class Gate:
         self.entered, self.opened = threading.Event(), threading.Event()
 
     def __call__(self, records: Sequence[Record]) -> None:
+        """Wait until the gate is open."""
         self.entered.set()
         assert self.opened.wait(WAIT_SECONDS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import stat
@@ -155,9 +156,10 @@ def test_live_journal_is_known_as_such(tmp_path: Path) -> None:
     assert not is_being_written(journal.path)
 
 
-@pytest.mark.parametrize(
-    "tail", [b'{"n":9,"step":9,"ti', b"\x00\xff garbage \n", b"[]\n", b"{}\n", b"[" * 10_000 + b"\n"]
-)
+TAILS = [b'{"n":9,"step":9,"ti', b"\x00\xff garbage \n", b"[]\n", b"{}\n", b"[" * 10_000 + b"\n"]
+
+
+@pytest.mark.parametrize("tail", TAILS)
 def test_case_25_torn_or_garbage_tail_is_skipped_with_a_reason(tmp_path: Path, tail: bytes) -> None:
     """What a crash or a bad disk left at the end costs no row before it."""
     filled(tmp_path, [row(1), row(2)])
@@ -189,18 +191,14 @@ def test_case_25_garbage_is_refused_without_being_run(garbage: bytes) -> None:
     """A file of arbitrary bytes is an error of this package, or no journal, and nothing else."""
     with tempfile.TemporaryDirectory() as name:
         (Path(name) / "journal-000.jsonl").write_bytes(garbage)
-        try:
+        with contextlib.suppress(JournalError):
             assert [list(journal.rows()) for journal in find_journals(Path(name))] in ([], [[]])
-        except JournalError:
-            pass
 
 
 def test_case_25_foreign_version_is_refused(tmp_path: Path) -> None:
     """A journal of another format is not guessed at."""
     (tmp_path / "journal-000.jsonl").write_text('{"gradtrack_journal": 2}\n')
-    with pytest.raises(
-        JournalError, match="has journal format 2: expected 1. Read it with the gradtrack that wrote it"
-    ):
+    with pytest.raises(JournalError, match="has journal format 2: expected 1"):
         find_journals(tmp_path)
 
 

@@ -1,0 +1,154 @@
+"""The JSON files have exactly the layout that the seed document on statistics promises."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gradtrack.backends import json as module
+from gradtrack.backends.json import JsonBackend
+from gradtrack.errors import BackendError
+from gradtrack.records import Record, RunInfo
+
+NAMES = ("norm", "variance", "mean", "max", "min")
+
+
+def row(step: int, *, groups: tuple[str, ...] = ("W_in", "W_rec"), tail: str = "", **parts: Any) -> Record:
+    """Make a record with every statistic of the whole and of some groups."""
+    metrics = {f"train/grad_{name}{tail}": step + at / 10 for at, name in enumerate(NAMES)}
+    for group in groups:
+        metrics |= {f"train/grad_{name}{tail}/{group}": float(step) for name in ("norm", "variance", "mean")}
+    return Record(step=step, time=1.0, metrics=metrics, **parts)
+
+
+def written(directory: Path, records: list[Record]) -> dict[str, Any]:
+    """Write records through a backend and read every file back."""
+    backend = JsonBackend(directory)
+    backend.write(records)
+    backend.close()
+    return {path.name: json.loads(path.read_text()) for path in sorted(directory.glob("*.json"))}
+
+
+def test_global_file_has_seven_lists_of_equal_length(tmp_path: Path) -> None:
+    """The keys, their order and their values are the document's; an epoch that was never passed is 0."""
+    found = written(tmp_path, [row(100), row(200, epoch=3)])["gradient_statistics.json"]
+    assert list(found) == ["step", "epoch", "grad_variance", "grad_mean", "grad_norm", "grad_max", "grad_min"]
+    assert found == {
+        "step": [100, 200],
+        "epoch": [0, 3],
+        "grad_variance": [100.1, 200.1],
+        "grad_mean": [100.2, 200.2],
+        "grad_norm": [100.0, 200.0],
+        "grad_max": [100.3, 200.3],
+        "grad_min": [100.4, 200.4],
+    }
+
+
+def test_matrix_file_has_four_lists_per_group(tmp_path: Path) -> None:
+    """Each group of weights has its own step, variance, norm and mean."""
+    found = written(tmp_path, [row(1), row(2, groups=("W_in", "biases"))])["gradient_statistics_weight_matrices.json"]
+    assert list(found) == ["W_in", "W_rec", "biases"]
+    assert list(found["W_in"]) == ["step", "variance", "norm", "mean"]
+    assert [found[group]["step"] for group in found] == [[1, 2], [1], [2]]
+    assert found["W_in"]["norm"] == [1.0, 2.0]
+
+
+def test_no_groups_make_no_matrix_file(tmp_path: Path) -> None:
+    """With groups switched off there is one file only."""
+    assert list(written(tmp_path, [row(1, groups=())])) == ["gradient_statistics.json"]
+
+
+def test_numbers_that_are_not_finite_are_read_by_python(tmp_path: Path) -> None:
+    """NaN and Infinity are written as the document's own script reads them; a missing statistic is NaN."""
+    record = Record(step=1, time=1.0, metrics={"train/grad_norm": math.inf, "train/grad_mean": math.nan})
+    found = written(tmp_path, [record])["gradient_statistics.json"]
+    assert found["grad_norm"] == [math.inf]
+    assert math.isnan(found["grad_mean"][0])
+    assert math.isnan(found["grad_max"][0])
+
+
+def test_rows_without_statistics_have_no_place(tmp_path: Path) -> None:
+    """A row that only an analyzer wrote to leaves the lists alone, and a replay does not bring it again."""
+    record = Record(step=1, time=1.0, metrics={"rnn/spectral_radius": 0.9})
+    backend = JsonBackend(tmp_path)
+    backend.write([record])
+    backend.close()
+    assert list(tmp_path.iterdir()) == []
+    assert JsonBackend(tmp_path).present([record]) == {("", 1)}
+
+
+def test_pair_with_a_name_has_files_of_its_own(tmp_path: Path) -> None:
+    """The layout of the files stays the same for every pair; a name never becomes a path."""
+    records = [row(1), row(1, tail="/critic", source="critic"), row(2, tail="/../x", source="../x")]
+    found = written(tmp_path / "run", records)
+    assert found["gradient_statistics.json"]["step"] == [1]
+    assert found["gradient_statistics.critic.json"]["grad_norm"] == [1.0]
+    assert list(found["gradient_statistics_weight_matrices.critic.json"]) == ["W_in", "W_rec"]
+    assert len(found) == 6
+    assert sorted(tmp_path.iterdir()) == [tmp_path / "run"]
+
+
+def test_directory_is_the_runs_unless_named(tmp_path: Path) -> None:
+    """The first record says where the run's files go; without it and without the option nobody can know."""
+    backend = JsonBackend()
+    backend.write([row(1, run=RunInfo(run_id="r", run_dir=str(tmp_path / "run")))])
+    backend.close()
+    assert (tmp_path / "run" / "gradient_statistics.json").exists()
+    with pytest.raises(BackendError, match="no directory is known"):
+        JsonBackend().write([row(1)])
+
+
+def test_run_that_goes_on_keeps_its_columns(tmp_path: Path) -> None:
+    """A second backend in the same directory adds to what is there."""
+    written(tmp_path, [row(1)])
+    found = written(tmp_path, [row(2)])
+    assert found["gradient_statistics.json"]["step"] == [1, 2]
+    assert found["gradient_statistics_weight_matrices.json"]["W_in"]["step"] == [1, 2]
+
+
+@pytest.mark.parametrize("content", ["{", "[1]", '{"step": 3}', "null"])
+def test_file_that_cannot_be_read_is_moved_aside(tmp_path: Path, content: str) -> None:
+    """What somebody else wrote there is not lost."""
+    (tmp_path / "gradient_statistics.json").write_text(content)
+    assert written(tmp_path, [row(1)])["gradient_statistics.json"]["step"] == [1]
+    (aside,) = tmp_path.glob("*.unreadable-*")
+    assert aside.read_text() == content
+
+
+def test_rewriting_takes_a_bounded_share_of_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten thousand quick rows are not ten thousand rewrites: the cost of one decides when the next may be."""
+    now, writes = 0.0, 0
+
+    def replace(path: Path, values: object) -> None:
+        nonlocal now, writes
+        now += 1.0
+        writes += 1
+
+    monkeypatch.setattr(module, "_replace", replace)
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    backend = JsonBackend(tmp_path)
+    for step in range(10_000):
+        now += 0.01
+        backend.write([row(step, groups=())])
+    assert 3 <= writes <= 7
+
+
+def test_interrupted_rewrite_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file is whole at every moment: what breaks half way leaves no trace."""
+    written(tmp_path, [row(1)])
+
+    def fail(*_: object) -> None:
+        raise OSError("no space left")
+
+    backend = JsonBackend(tmp_path)
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(OSError, match="no space"):
+        backend.write([row(2)])
+    assert json.loads((tmp_path / "gradient_statistics.json").read_text())["step"] == [1]
+    assert len(list(tmp_path.iterdir())) == 2
