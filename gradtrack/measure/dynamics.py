@@ -1,0 +1,221 @@
+"""How a recurrent cell passes differences on: state Jacobians, Lyapunov exponents and the decay of gradients in time.
+
+Everything rests on products of a vector with the transposed Jacobian of one step, which is what backpropagation through
+time does. They need reverse mode only, which every cell has.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from gradtrack.measure.cells import Cell
+from gradtrack.measure.replay import Trajectory
+from gradtrack.measure.spectra import spectral_radius
+
+_DENSE: Final = 512
+_KRYLOV: Final = 60
+_BLOCKS: Final = 4
+_ROWS: Final = 2048
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decay:
+    """What one backward sweep over a window finds; all logarithms are natural ones.
+
+    `log_profile[lag]` is ln m(lag) with m(0) = 1. `exponents` are the leading Lyapunov exponents per step, over
+    `count` steps of `num_sequences` sequences, and `error` is the standard error of the first.
+    """
+
+    log_profile: Tensor
+    exponents: Tensor
+    error: float
+    count: int
+    num_sequences: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """For how many steps a gradient stays above a share of what it is after one step; `censored` means at least."""
+
+    length: float
+    censored: bool
+
+
+def pull_back(cell: Cell, states: Tensor, drives: Tensor, vectors: Tensor) -> Tensor:
+    """Return Jᵀv for vectors (N, K, S), with J the Jacobian of one step at states (N, S)."""
+    num_states, num_vectors, size = vectors.shape
+    rows = states.detach().unsqueeze(1).expand(-1, num_vectors, -1).reshape(-1, size).requires_grad_()
+    shape = (num_states, num_vectors, *drives.shape[1:])
+    repeated = drives.detach().unsqueeze(1).expand(shape).reshape(num_states * num_vectors, *drives.shape[1:])
+    with torch.enable_grad():
+        following = cell.step(rows, repeated)
+    if not following.requires_grad:
+        return torch.zeros_like(vectors)
+    (pulled,) = torch.autograd.grad(following, rows, vectors.reshape(-1, size).to(following), allow_unused=True)
+    return torch.zeros_like(vectors) if pulled is None else pulled.reshape(vectors.shape)
+
+
+def jacobian(cell: Cell, states: Tensor, drives: Tensor) -> Tensor:
+    """Return the Jacobians (N, S, S) of one step at states (N, S)."""
+    size = states.shape[-1]
+    basis = torch.eye(size, dtype=states.dtype, device=states.device)
+    each = max(1, _ROWS // size)
+    parts = [
+        pull_back(cell, part, drive, basis.expand(part.shape[0], size, size))
+        for part, drive in zip(states.split(each), drives.split(each), strict=True)
+    ]
+    return torch.cat(parts)
+
+
+def step_radius(cell: Cell, state: Tensor, drive: Tensor, generator: torch.Generator) -> float:
+    """Return the spectral radius of the Jacobian at one state (S): dense up to 512 dimensions, by Arnoldi beyond."""
+    states, drives = state.unsqueeze(0), drive.unsqueeze(0)
+    if state.numel() <= _DENSE:
+        return spectral_radius(jacobian(cell, states, drives)[0])
+    return arnoldi_radius(
+        lambda vector: pull_back(cell, states, drives, vector.reshape(1, 1, -1)).reshape(-1),
+        torch.randn(state.numel(), generator=generator, dtype=torch.float64).to(state),
+    )
+
+
+def arnoldi_radius(matvec: Callable[[Tensor], Tensor], start: Tensor, *, num_vectors: int = _KRYLOV) -> float:
+    """Return the largest magnitude of an eigenvalue by Arnoldi's method with every vector orthogonalised twice.
+
+    Unlike the Rayleigh quotient of power iteration this is right for complex pairs and for matrices far from normal.
+    """
+    count = min(num_vectors, start.numel())
+    basis = start.new_zeros(count, start.numel())
+    basis[0] = start / start.norm()
+    hessenberg = start.new_zeros(count, count)
+    for column in range(count):
+        image = matvec(basis[column])
+        scale = float(image.norm())
+        for _ in range(2):
+            shares = basis[: column + 1] @ image
+            image = image - shares @ basis[: column + 1]
+            hessenberg[: column + 1, column] += shares
+        left = float(image.norm())
+        if column + 1 == count or left <= 1e3 * torch.finfo(start.dtype).eps * scale:
+            return spectral_radius(hessenberg[: column + 1, : column + 1])
+        hessenberg[column + 1, column] = left
+        basis[column + 1] = image / left
+    return 0.0
+
+
+def sweep(
+    path: Trajectory,
+    generator: torch.Generator,
+    *,
+    max_steps: int | None = None,
+    num_probes: int = 8,
+    num_exponents: int = 4,
+    warm_up: int | None = None,
+) -> Decay:
+    """Carry random gradients and an orthonormal frame backwards over the last steps of a trajectory.
+
+    The probes start as unit vectors in the part of the state that is read; their mean-square norm after `lag` steps is
+    the decay profile. The frame is orthonormalised at every step; the mean logarithms of what that takes out of it are
+    the Lyapunov exponents (Benettin's method, on the adjoint, which has the same spectrum), after `warm_up` steps.
+    """
+    window = min(path.window, max_steps or path.window)
+    num_sequences, size = path.states.shape[1:]
+    probes = _unit_probes(path, num_probes, generator)
+    frame = _frame(path, min(num_exponents, size), generator)
+    logs = torch.zeros(num_sequences, num_probes, dtype=torch.float64)
+    profile, stretches = [_log_mean_square(logs)], []
+    for back in range(window):
+        states, drives = path.states[-2 - back], path.drives[-1 - back]
+        pulled = pull_back(path.cell, states, drives, torch.cat([probes, frame], dim=1))
+        norms = pulled[:, :num_probes].norm(dim=-1)
+        logs = logs + norms.double().log().cpu()
+        probes = pulled[:, :num_probes] / norms.where(norms > 0, 1.0).unsqueeze(-1)
+        profile.append(_log_mean_square(logs))
+        orthonormal, triangle = torch.linalg.qr(pulled[:, num_probes:].transpose(1, 2))
+        frame = orthonormal.transpose(1, 2)
+        stretches.append(triangle.diagonal(dim1=-2, dim2=-1).abs().double().log().cpu())
+    kept = stretches[min(window // 5 if warm_up is None else warm_up, max(window - 1, 0)) :]
+    exponents, error = _exponents(kept, frame.shape[1])
+    return Decay(
+        log_profile=torch.stack(profile),
+        exponents=exponents,
+        error=error,
+        count=len(kept),
+        num_sequences=num_sequences,
+    )
+
+
+def effective_memory(log_profile: Sequence[float], share: float = math.exp(-1.0)) -> Memory | None:
+    """Find where m(lag) falls to a share of m(1), interpolating its logarithm; the step from 0 to 1 does not count.
+
+    For an LSTM the gradient of the output first has to enter the cell, so only what follows lag 1 is forgetting.
+    """
+    if len(log_profile) < 2:
+        return None
+    limit = log_profile[1] + math.log(share)
+    for lag in range(2, len(log_profile)):
+        before, here = log_profile[lag - 1], log_profile[lag]
+        if here <= limit:
+            part = (before - limit) / (before - here) if here > -math.inf else 0.0
+            return Memory(length=lag - 2 + part, censored=False)
+    if log_profile[1] == -math.inf:
+        return Memory(length=0.0, censored=False)
+    return Memory(length=float(len(log_profile) - 2), censored=True)
+
+
+def decay_rate(log_profile: Sequence[float]) -> float | None:
+    """Return the factor per step of the least-squares line through ln m from lag 1 on; None for fewer than two lags."""
+    points = [(lag, value) for lag, value in enumerate(log_profile) if lag >= 1 and math.isfinite(value)]
+    if len(points) < 2:
+        return 0.0 if len(log_profile) > 1 and log_profile[1] == -math.inf else None
+    lags, values = (torch.tensor(column, dtype=torch.float64) for column in zip(*points, strict=True))
+    centred = lags - lags.mean()
+    return float(torch.exp((centred @ values) / (centred @ centred)))
+
+
+def asymptotic_memory(exponent: float) -> float:
+    """Return the memory that a Lyapunov exponent stands for: infinite where nothing is forgotten."""
+    if exponent >= 0:
+        return math.inf
+    return 0.0 if exponent == -math.inf else -1.0 / exponent
+
+
+def spaced(window: int, count: int) -> list[int]:
+    """Choose evenly spaced steps among the last ones of a window, counted back from the end, the end included."""
+    if window <= count:
+        return list(range(window))
+    return sorted({round(index * (window - 1) / max(count - 1, 1)) for index in range(count)})
+
+
+def _unit_probes(path: Trajectory, count: int, generator: torch.Generator) -> Tensor:
+    num_sequences, size = path.states.shape[1:]
+    probes = torch.zeros(num_sequences, count, size, dtype=torch.float64)
+    read = path.cell.output_size
+    drawn = torch.randn(num_sequences, count, read, dtype=torch.float64, generator=generator)
+    probes[..., :read] = drawn / drawn.norm(dim=-1, keepdim=True)
+    return probes.to(path.states)
+
+
+def _frame(path: Trajectory, count: int, generator: torch.Generator) -> Tensor:
+    num_sequences, size = path.states.shape[1:]
+    drawn = torch.randn(num_sequences, size, count, dtype=torch.float64, generator=generator)
+    return torch.linalg.qr(drawn)[0].transpose(1, 2).to(path.states)
+
+
+def _log_mean_square(logs: Tensor) -> Tensor:
+    """Return ln of the root mean square of exp(logs)."""
+    return (torch.logsumexp(2 * logs.reshape(-1), dim=0) - math.log(logs.numel())) / 2
+
+
+def _exponents(stretches: list[Tensor], count: int) -> tuple[Tensor, float]:
+    if not stretches:
+        return torch.full((count,), math.nan, dtype=torch.float64), math.nan
+    each = torch.stack(stretches)
+    blocks = torch.cat([block.mean(dim=0)[:, 0] for block in each.chunk(_BLOCKS)])
+    error = float(blocks.std() / math.sqrt(blocks.numel())) if blocks.numel() > 1 else math.nan
+    return each.mean(dim=(0, 1)), error
