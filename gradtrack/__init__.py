@@ -23,6 +23,7 @@ from gradtrack._version import __version__
 
 if TYPE_CHECKING:
     from gradtrack.analyzers.base import Analyzer
+    from gradtrack.analyzers.recurrent import RecurrentAnalyzer
     from gradtrack.backends.base import Backend
     from gradtrack.config import GradientConfig
     from gradtrack.functional import (
@@ -69,6 +70,7 @@ _HOMES = {
     "GradientClipper": "protect.clipping",
     "NaNInfHandler": "protect.nonfinite",
     "Panel": "records",
+    "RecurrentAnalyzer": "analyzers.recurrent",
     "Record": "records",
     "ClippingReport": "reports",
     "GradientStatistics": "reports",
@@ -102,6 +104,7 @@ __all__ = [
     "Panel",
     "ParameterStatistics",
     "Record",
+    "RecurrentAnalyzer",
     "StepReport",
     "TrainingSummary",
     "__version__",

@@ -1,4 +1,4 @@
-"""The state equations of torch's recurrent cells, written out so that they can be differentiated step by step.
+"""The cells of recurrent modules, taken out so that they can be followed and differentiated step by step.
 
 Replaying a cell instead of differentiating its module is what makes this work everywhere: the fused kernels have no
 forward-mode and no second derivative on some devices, and they do not show the states between their steps.
@@ -6,7 +6,7 @@ forward-mode and no second derivative on some devices, and they do not show the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -14,14 +14,23 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from gradtrack.errors import InputTypeError
+from gradtrack.measure import equations
+from gradtrack.measure.equations import Weights
 
-_DENSE: Final = 512
+DENSE_LIMIT: Final = 512
+"""Up to this many dimensions a state's Jacobian is handled as a matrix."""
 
 Step = Callable[[Tensor, Tensor], Tensor]
 Gates = Callable[[Tensor, Tensor], dict[str, Tensor]]
+
+_EQUATIONS: Final[Mapping[str, tuple[Any, Any, Any, Any]]] = {
+    "rnn_tanh": (equations.tanh_step, equations.tanh_slopes, equations.rnn_pull, None),
+    "rnn_relu": (equations.relu_step, equations.relu_slopes, equations.rnn_pull, None),
+    "lstm": (equations.lstm_step, equations.lstm_slopes, equations.lstm_pull, equations.lstm_gates),
+    "gru": (equations.gru_step, equations.gru_slopes, equations.gru_pull, equations.gru_gates),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +38,8 @@ class Cell:
     """The state equation of one layer and direction, over rows: `step(states, drives)` gives the next states.
 
     The first `output_size` entries of a state are what the rest of the model reads. `drive(inputs)` is the part of the
-    equation that no state enters, computed once for a whole sequence.
+    equation that no state enters, computed once for a whole sequence. Where `slopes(states, drives)` and
+    `pull(slopes, vectors)` are known they give the transposed derivative; otherwise it is left to autograd.
     """
 
     name: str
@@ -38,33 +48,9 @@ class Cell:
     output_size: int
     drive: Callable[[Tensor], Tensor]
     step: Step
+    slopes: Step | None = None
+    pull: Step | None = None
     gates: Gates | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Weights:
-    """The detached weights of one layer and direction, under torch's names."""
-
-    weight_ih: Tensor
-    weight_hh: Tensor
-    bias_ih: Tensor | None = None
-    bias_hh: Tensor | None = None
-    weight_hr: Tensor | None = None
-
-    def drive(self, inputs: Tensor) -> Tensor:
-        """Return what the inputs add to the gates."""
-        return functional.linear(inputs.to(self.weight_ih), self.weight_ih, self.bias_ih)
-
-    def recur(self, hidden: Tensor) -> Tensor:
-        """Return what the last output adds to the gates."""
-        return functional.linear(hidden, self.weight_hh, self.bias_hh)
-
-
-def precision(state_size: int, weight: Tensor) -> tuple[torch.dtype, torch.device]:
-    """Choose where to replay: small states in float64 on the CPU, large ones in float32 where they are."""
-    if state_size <= _DENSE:
-        return torch.float64, torch.device("cpu")
-    return (torch.float64 if weight.dtype == torch.float64 else torch.float32), weight.device
 
 
 def layer_cells(module: nn.RNNBase, name: str) -> list[list[Cell]]:
@@ -73,24 +59,23 @@ def layer_cells(module: nn.RNNBase, name: str) -> list[list[Cell]]:
     kind = module.mode.lower()
     with evaluating(module):
         return [
-            [
-                _cell(_join(name, f"l{layer}{suffix}"), kind, module, f"_l{layer}{suffix}")
-                for suffix in directions
-            ]
+            [_cell(_join(name, f"l{layer}{suffix}"), kind, module, f"_l{layer}{suffix}") for suffix in directions]
             for layer in range(module.num_layers)
         ]
 
 
-def single_cell(module: nn.RNNCellBase, name: str) -> Cell:
+def single_cell(module: nn.Module, name: str) -> Cell:
     """Return the cell of nn.RNNCell, nn.LSTMCell or nn.GRUCell."""
-    kinds = {nn.LSTMCell: "lstm", nn.GRUCell: "gru"}
-    kind = next((kind for found, kind in kinds.items() if isinstance(module, found)), None)
-    if kind is None:
-        if not isinstance(module, nn.RNNCell):
-            raise InputTypeError(f"cell {type(module).__name__}: expected nn.RNNCell, nn.LSTMCell or nn.GRUCell.")
+    if isinstance(module, nn.RNNCell):
         kind = f"rnn_{module.nonlinearity}"
+    elif isinstance(module, nn.LSTMCell):
+        kind = "lstm"
+    elif isinstance(module, nn.GRUCell):
+        kind = "gru"
+    else:
+        raise InputTypeError(f"cell {type(module).__name__}: expected nn.RNNCell, nn.LSTMCell or nn.GRUCell.")
     with evaluating(module):
-        return _cell(name or kind, kind, module, "")
+        return _cell(name, kind, module, "")
 
 
 def function_cell(name: str, step: Step, state_size: int, output_size: int | None = None) -> Cell:
@@ -103,6 +88,13 @@ def function_cell(name: str, step: Step, state_size: int, output_size: int | Non
         drive=lambda inputs: inputs,
         step=step,
     )
+
+
+def precision(state_size: int, like: Tensor) -> tuple[torch.dtype, torch.device]:
+    """Choose where to replay: small states in float64 on the CPU, large ones in float32 where they are."""
+    if state_size <= DENSE_LIMIT:
+        return torch.float64, torch.device("cpu")
+    return (torch.float64 if like.dtype == torch.float64 else torch.float32), like.device
 
 
 @contextmanager
@@ -120,91 +112,36 @@ def evaluating(module: nn.Module) -> Iterator[None]:
 
 def _cell(name: str, kind: str, module: nn.Module, suffix: str) -> Cell:
     weights = _weights(module, kind, suffix)
-    hidden = weights.weight_hh.shape[1]
-    if kind == "lstm":
-        return _lstm(name, weights)
-    if kind == "gru":
-        return Cell(
-            name=name,
-            kind="gru",
-            state_size=hidden,
-            output_size=hidden,
-            drive=weights.drive,
-            step=partial(_gru_step, weights),
-            gates=partial(_gru_gates, weights),
-        )
-    activation = torch.relu if kind == "rnn_relu" else torch.tanh
+    step, slopes, pull, gates = _EQUATIONS[kind]
     return Cell(
         name=name,
         kind=kind,
-        state_size=hidden,
-        output_size=hidden,
+        state_size=_state_size(kind, weights.weight_hh),
+        output_size=weights.output_size,
         drive=weights.drive,
-        step=lambda states, drives: activation(drives + weights.recur(states)),
+        step=partial(step, weights),
+        slopes=partial(slopes, weights),
+        pull=partial(pull, weights),
+        gates=None if gates is None else partial(gates, weights),
     )
-
-
-def _lstm(name: str, weights: Weights) -> Cell:
-    output, hidden = weights.weight_hh.shape[1], weights.weight_hh.shape[0] // 4
-    return Cell(
-        name=name,
-        kind="lstm",
-        state_size=output + hidden,
-        output_size=output,
-        drive=weights.drive,
-        step=partial(_lstm_step, weights),
-        gates=partial(_lstm_gates, weights),
-    )
-
-
-def _lstm_parts(weights: Weights, states: Tensor, drives: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    output = weights.weight_hh.shape[1]
-    i, f, g, o = (drives + weights.recur(states[..., :output])).chunk(4, dim=-1)
-    return i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid(), states[..., output:]
-
-
-def _lstm_step(weights: Weights, states: Tensor, drives: Tensor) -> Tensor:
-    i, f, g, o, memory = _lstm_parts(weights, states, drives)
-    memory = f * memory + i * g
-    hidden = o * memory.tanh()
-    if weights.weight_hr is not None:
-        hidden = functional.linear(hidden, weights.weight_hr)
-    return torch.cat([hidden, memory], dim=-1)
-
-
-def _lstm_gates(weights: Weights, states: Tensor, drives: Tensor) -> dict[str, Tensor]:
-    i, f, _, o, _ = _lstm_parts(weights, states, drives)
-    return {"input": i, "forget": f, "output": o}
-
-
-def _gru_parts(weights: Weights, states: Tensor, drives: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    from_input, from_state = drives.chunk(3, dim=-1), weights.recur(states).chunk(3, dim=-1)
-    reset, update = (from_input[0] + from_state[0]).sigmoid(), (from_input[1] + from_state[1]).sigmoid()
-    return reset, update, (from_input[2] + reset * from_state[2]).tanh()
-
-
-def _gru_step(weights: Weights, states: Tensor, drives: Tensor) -> Tensor:
-    _, update, new = _gru_parts(weights, states, drives)
-    return (1 - update) * new + update * states
-
-
-def _gru_gates(weights: Weights, states: Tensor, drives: Tensor) -> dict[str, Tensor]:
-    reset, update, _ = _gru_parts(weights, states, drives)
-    return {"reset": reset, "update": update}
 
 
 def _weights(module: nn.Module, kind: str, suffix: str) -> Weights:
     found = {name: getattr(module, f"{name}{suffix}", None) for name in Weights.__dataclass_fields__}
     recurrent = found["weight_hh"]
     assert isinstance(recurrent, Tensor)
-    rows, columns = recurrent.shape
-    dtype, device = precision(columns + rows // 4 if kind == "lstm" else columns, recurrent)
+    dtype, device = precision(_state_size(kind, recurrent), recurrent)
     ready: dict[str, Any] = {
         name: value.detach().to(device=device, dtype=dtype, copy=True)
         for name, value in found.items()
         if isinstance(value, Tensor)
     }
     return Weights(**ready)
+
+
+def _state_size(kind: str, recurrent: Tensor) -> int:
+    rows, output = recurrent.shape
+    return output + rows // 4 if kind == "lstm" else output
 
 
 def _join(name: str, part: str) -> str:

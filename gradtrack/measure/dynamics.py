@@ -14,11 +14,10 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from gradtrack.measure.cells import Cell
+from gradtrack.measure.cells import DENSE_LIMIT, Cell
 from gradtrack.measure.replay import Trajectory
 from gradtrack.measure.spectra import spectral_radius
 
-_DENSE: Final = 512
 _KRYLOV: Final = 60
 _BLOCKS: Final = 4
 _ROWS: Final = 2048
@@ -49,16 +48,9 @@ class Memory:
 
 def pull_back(cell: Cell, states: Tensor, drives: Tensor, vectors: Tensor) -> Tensor:
     """Return Jᵀv for vectors (N, K, S), with J the Jacobian of one step at states (N, S)."""
-    num_states, num_vectors, size = vectors.shape
-    rows = states.detach().unsqueeze(1).expand(-1, num_vectors, -1).reshape(-1, size).requires_grad_()
-    shape = (num_states, num_vectors, *drives.shape[1:])
-    repeated = drives.detach().unsqueeze(1).expand(shape).reshape(num_states * num_vectors, *drives.shape[1:])
-    with torch.enable_grad():
-        following = cell.step(rows, repeated)
-    if not following.requires_grad:
-        return torch.zeros_like(vectors)
-    (pulled,) = torch.autograd.grad(following, rows, vectors.reshape(-1, size).to(following), allow_unused=True)
-    return torch.zeros_like(vectors) if pulled is None else pulled.reshape(vectors.shape)
+    if cell.slopes is not None and cell.pull is not None:
+        return cell.pull(cell.slopes(states, drives).unsqueeze(1), vectors)
+    return _pull_back_by_autograd(cell, states, drives, vectors)
 
 
 def jacobian(cell: Cell, states: Tensor, drives: Tensor) -> Tensor:
@@ -68,15 +60,17 @@ def jacobian(cell: Cell, states: Tensor, drives: Tensor) -> Tensor:
     each = max(1, _ROWS // size)
     parts = [
         pull_back(cell, part, drive, basis.expand(part.shape[0], size, size))
-        for part, drive in zip(states.split(each), drives.split(each), strict=True)
+        for part, drive in zip(_chunks(states, each), _chunks(drives, each), strict=True)
     ]
     return torch.cat(parts)
 
 
-def step_radius(cell: Cell, state: Tensor, drive: Tensor, generator: torch.Generator) -> float:
-    """Return the spectral radius of the Jacobian at one state (S): dense up to 512 dimensions, by Arnoldi beyond."""
+def step_radius(
+    cell: Cell, state: Tensor, drive: Tensor, generator: torch.Generator, *, dense_limit: int = DENSE_LIMIT
+) -> float:
+    """Return the spectral radius of the Jacobian at one state (S): dense up to a limit, by Arnoldi beyond."""
     states, drives = state.unsqueeze(0), drive.unsqueeze(0)
-    if state.numel() <= _DENSE:
+    if state.numel() <= dense_limit:
         return spectral_radius(jacobian(cell, states, drives)[0])
     return arnoldi_radius(
         lambda vector: pull_back(cell, states, drives, vector.reshape(1, 1, -1)).reshape(-1),
@@ -129,9 +123,9 @@ def sweep(
     frame = _frame(path, min(num_exponents, size), generator)
     logs = torch.zeros(num_sequences, num_probes, dtype=torch.float64)
     profile, stretches = [_log_mean_square(logs)], []
+    pulls = _pulls(path, window)
     for back in range(window):
-        states, drives = path.states[-2 - back], path.drives[-1 - back]
-        pulled = pull_back(path.cell, states, drives, torch.cat([probes, frame], dim=1))
+        pulled = pulls(back, torch.cat([probes, frame], dim=1))
         norms = pulled[:, :num_probes].norm(dim=-1)
         logs = logs + norms.double().log().cpu()
         probes = pulled[:, :num_probes] / norms.where(norms > 0, 1.0).unsqueeze(-1)
@@ -192,6 +186,31 @@ def spaced(window: int, count: int) -> list[int]:
     return sorted({round(index * (window - 1) / max(count - 1, 1)) for index in range(count)})
 
 
+def _pulls(path: Trajectory, window: int) -> Callable[[int, Tensor], Tensor]:
+    """Return a function that carries vectors back over the step so many before the last one."""
+    cell, states, drives = path.cell, path.states[:-1], path.drives
+    if cell.slopes is None or cell.pull is None:
+        return lambda back, vectors: pull_back(cell, states[-1 - back], drives[-1 - back], vectors)
+    pull, slopes = cell.pull, cell.slopes(states[-window:], drives[-window:]).unsqueeze(2)
+    return lambda back, vectors: pull(slopes[-1 - back], vectors)
+
+
+def _pull_back_by_autograd(cell: Cell, states: Tensor, drives: Tensor, vectors: Tensor) -> Tensor:
+    _, num_vectors, size = vectors.shape
+    rows = states.detach().unsqueeze(1).expand(-1, num_vectors, -1).reshape(-1, size).requires_grad_()
+    repeated = drives.detach().repeat_interleave(num_vectors, dim=0)
+    with torch.enable_grad():
+        following = cell.step(rows, repeated)
+    if not following.requires_grad:
+        return torch.zeros_like(vectors)
+    (pulled,) = torch.autograd.grad(following, rows, vectors.reshape(-1, size).to(following), allow_unused=True)
+    return torch.zeros_like(vectors) if pulled is None else pulled.reshape(vectors.shape).to(vectors)
+
+
+def _chunks(values: Tensor, size: int) -> list[Tensor]:
+    return [values[start : start + size] for start in range(0, values.shape[0], size)]
+
+
 def _unit_probes(path: Trajectory, count: int, generator: torch.Generator) -> Tensor:
     num_sequences, size = path.states.shape[1:]
     probes = torch.zeros(num_sequences, count, size, dtype=torch.float64)
@@ -209,7 +228,8 @@ def _frame(path: Trajectory, count: int, generator: torch.Generator) -> Tensor:
 
 def _log_mean_square(logs: Tensor) -> Tensor:
     """Return ln of the root mean square of exp(logs)."""
-    return (torch.logsumexp(2 * logs.reshape(-1), dim=0) - math.log(logs.numel())) / 2
+    flat: Tensor = torch.logsumexp(2 * logs.reshape(-1), dim=0)
+    return (flat - math.log(logs.numel())) / 2
 
 
 def _exponents(stretches: list[Tensor], count: int) -> tuple[Tensor, float]:

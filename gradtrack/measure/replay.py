@@ -49,7 +49,9 @@ class Sequences:
     state: tuple[Tensor, ...] | None = None
 
     @classmethod
-    def of(cls, module: nn.RNNBase, inputs: Tensor | PackedSequence, state: Any, limit: int) -> tuple[Sequences, Tensor]:
+    def of(
+        cls, module: nn.RNNBase, inputs: Tensor | PackedSequence, state: Any, limit: int
+    ) -> tuple[Sequences, Tensor]:
         """Take at most `limit` sequences from what a module was called with; also return which ones."""
         lengths: Tensor | None = None
         if isinstance(inputs, PackedSequence):

@@ -1,0 +1,198 @@
+"""What one look at a recurrent cell finds."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+
+from gradtrack.measure.cells import DENSE_LIMIT
+from gradtrack.measure.dynamics import Decay, jacobian, spaced, step_radius, sweep
+from gradtrack.measure.recorder import RecurrentRecorder, weight_gradient
+from gradtrack.measure.replay import Trajectory
+from gradtrack.measure.spectra import effective_rank, participation_ratio
+from gradtrack.reports import Report
+
+_SATURATED: Final = (0.03, 0.97)
+_MOST_ROWS: Final = 512
+_WIDEST: Final = 1024
+
+
+class GateStatistics(Report):
+    """One gate over units, steps and sequences: its mean, and the share of it that is closed or open for good."""
+
+    mean: float
+    saturated: float
+
+
+class StateField(Report):
+    """The change of the state per step as a vector field: expansion, share of rotation, and steadiness of direction."""
+
+    divergence: float
+    rotation: float
+    coherence: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LookOptions:
+    """What to look at, and how closely."""
+
+    jacobian: bool = True
+    vector: bool = False
+    states: bool = True
+    max_steps: int = 256
+    num_probes: int = 8
+    num_exponents: int = 4
+    radius_budget: int = 256
+    dense_limit: int = DENSE_LIMIT
+
+    def radius_points(self, size: int) -> int:
+        """Choose at how many states to find eigenvalues: fewer of larger matrices."""
+        return max(1, min(8, self.radius_budget // size))
+
+
+@dataclass(slots=True, kw_only=True)
+class CellLook:
+    """The raw numbers of one look at one cell of a module; nothing but the sizes where its states were not finite."""
+
+    module: str
+    kind: str
+    state_size: int
+    num_sequences: int
+    window: int
+    finite: bool = True
+    dropout: float = 0.0
+    radii: list[float] = field(default_factory=list)
+    decay: Decay | None = None
+    ranks: tuple[float, float, float] | None = None
+    weight_rank: float | None = None
+    gradient_profile: list[float] = field(default_factory=list)
+    gates: dict[str, GateStatistics] = field(default_factory=dict)
+    cell_memory: float | None = None
+    state_field: StateField | None = None
+
+
+def look_around(recorder: RecurrentRecorder, model: nn.Module, options: LookOptions, seed: int) -> dict[str, CellLook]:
+    """Measure every cell that was recorded, with no trace in the random generators or in the kind of arithmetic."""
+    generator = torch.Generator().manual_seed(seed)
+    device = next((param.device.type for param in model.parameters()), "cpu")
+    looks = {}
+    with torch.random.fork_rng(devices=[]), torch.autocast(device_type=device, enabled=False):
+        for recorded in recorder.recorded():
+            gradient = weight_gradient(model, recorded.weight) if options.states else None
+            look = look_at(recorded.trajectory, gradient, options, generator)
+            look.module, look.dropout = recorded.module, recorded.dropout
+            looks[recorded.trajectory.cell.name] = look
+    return looks
+
+
+def look_at(
+    path: Trajectory, weight_gradient: Tensor | None, options: LookOptions, generator: torch.Generator
+) -> CellLook:
+    """Measure one trajectory."""
+    window = min(path.window, options.max_steps)
+    look = CellLook(
+        module=path.cell.name,
+        kind=path.cell.kind,
+        state_size=path.cell.state_size,
+        num_sequences=path.states.shape[1],
+        window=window,
+        finite=bool(path.states.isfinite().all()),
+    )
+    if not look.finite:
+        return look
+    points = spaced(window, options.radius_points(path.cell.state_size))
+    with torch.no_grad():
+        if options.jacobian:
+            _measure_jacobian(path, look, points, options, generator)
+        if options.states:
+            look.ranks = _ranks(path, window)
+            look.gates, look.cell_memory = _gates(path, window)
+        if options.vector and path.cell.state_size <= DENSE_LIMIT:
+            look.state_field = _state_field(path, points)
+        if weight_gradient is not None:
+            look.weight_rank = _rank_of(weight_gradient)
+        look.gradient_profile = _gradient_profile(path, window)
+    return look
+
+
+def _measure_jacobian(
+    path: Trajectory, look: CellLook, points: list[int], options: LookOptions, generator: torch.Generator
+) -> None:
+    look.decay = sweep(
+        path,
+        generator,
+        max_steps=look.window,
+        num_probes=options.num_probes,
+        num_exponents=options.num_exponents,
+    )
+    for index, back in enumerate(points):
+        sequence = index % look.num_sequences
+        state, drive = path.states[-2 - back, sequence], path.drives[-1 - back, sequence]
+        look.radii.append(step_radius(path.cell, state, drive, generator, dense_limit=options.dense_limit))
+
+
+def _ranks(path: Trajectory, window: int) -> tuple[float, float, float]:
+    """Return effective rank and participation ratio of the hidden states, and what they could be at most."""
+    hidden = _centred(path.states[-window:, :, : path.cell.output_size])
+    values, inputs = torch.linalg.svdvals(hidden), torch.linalg.svdvals(_centred(path.inputs[-window:]))
+    bound = min(float(hidden.shape[1]), float(hidden.shape[0] - 1), effective_rank(inputs) if inputs.numel() else 0.0)
+    return effective_rank(values), participation_ratio(values), bound
+
+
+def _rank_of(gradient: Tensor) -> float | None:
+    """Return the effective rank of a tall gradient from its Gram matrix, where it is finite and not too wide."""
+    if gradient.shape[1] > _WIDEST or not bool(gradient.isfinite().all()):
+        return None
+    dense = gradient.double() / gradient.abs().max().clamp_min(torch.finfo(gradient.dtype).tiny)
+    return effective_rank(torch.linalg.eigvalsh(dense.T @ dense).clamp_min(0.0).sqrt())
+
+
+def _centred(values: Tensor) -> Tensor:
+    """Return rows around their mean, at most some hundreds of them."""
+    rows = values.reshape(-1, values.shape[-1])
+    rows = rows[:: max(1, math.ceil(rows.shape[0] / _MOST_ROWS))].double()
+    return rows - rows.mean(dim=0)
+
+
+def _gates(path: Trajectory, window: int) -> tuple[dict[str, GateStatistics], float | None]:
+    if path.cell.gates is None:
+        return {}, None
+    gates = path.cell.gates(path.states[-1 - window : -1], path.drives[-window:])
+    low, high = _SATURATED
+    found = {
+        name: GateStatistics(mean=float(gate.mean()), saturated=float(((gate < low) | (gate > high)).double().mean()))
+        for name, gate in gates.items()
+    }
+    kept = gates.get("forget", gates.get("update"))
+    assert kept is not None
+    per_unit = -1.0 / kept.double().log().mean(dim=(0, 1))
+    return found, float(per_unit.median())
+
+
+def _state_field(path: Trajectory, points: list[int]) -> StateField:
+    """Measure the field f(s) - s at some states, and how its direction turns from one step to the next."""
+    backs = torch.tensor(points)
+    states, drives = path.states[-2 - backs, 0], path.drives[-1 - backs, 0]
+    derivative = jacobian(path.cell, states, drives)
+    derivative = derivative - torch.eye(derivative.shape[-1], dtype=derivative.dtype, device=derivative.device)
+    turned = derivative.transpose(1, 2)
+    rotating, rest = (derivative - turned).square().sum(), (derivative + turned).square().sum()
+    changes = path.states.diff(dim=0)
+    cosines = torch.cosine_similarity(changes[1:], changes[:-1], dim=-1)
+    return StateField(
+        divergence=float(derivative.diagonal(dim1=1, dim2=2).sum(dim=-1).mean()),
+        rotation=float(rotating / (rotating + rest)) if float(rotating + rest) > 0 else 0.0,
+        coherence=float(cosines.mean()) if cosines.numel() else 1.0,
+    )
+
+
+def _gradient_profile(path: Trajectory, window: int) -> list[float]:
+    if path.gradients is None:
+        return []
+    norms = path.gradients[-window:].double().square().sum(dim=-1).mean(dim=1).sqrt().flip(0)
+    largest = float(norms.max())
+    return (norms / largest).tolist() if math.isfinite(largest) and largest > 0 else []
