@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from gradtrack.measure.captures import is_evidence, is_same, state_parts
 from gradtrack.measure.cells import Cell, evaluating, function_cell, single_cell
+from gradtrack.measure.dynamics import pull_back
 from gradtrack.measure.replay import Trajectory
 
 SINGLE_CELLS: Final = (nn.RNNCell, nn.LSTMCell, nn.GRUCell)
@@ -20,11 +21,11 @@ SINGLE_CELLS: Final = (nn.RNNCell, nn.LSTMCell, nn.GRUCell)
 
 @dataclass(slots=True)
 class _Call:
-    """One step of a cell: what it was given, and the gradient that arrives at the state it returned."""
+    """One step of a cell: what it was given, and the gradient that arrives at the first part of its new state."""
 
     inputs: Tensor
     state: Tensor
-    gradients: list[Tensor | None]
+    gradient: Tensor | None = None
 
 
 class CellCapture:
@@ -74,25 +75,19 @@ class CellCapture:
             inputs, states = inputs.to(dtype) if inputs.is_floating_point() else inputs, states.to(dtype)
         with torch.no_grad():
             drives = cell.drive(inputs)
+        states = states.to(drives) if cell.slopes else states
         lengths = torch.full((states.shape[1],), len(calls))
-        gradients = torch.stack([self._gradient(call) for call in calls]) if self._seen else None
-        return [
-            Trajectory(
-                cell=cell,
-                states=states.to(drives) if cell.slopes else states,
-                drives=drives,
-                inputs=inputs,
-                lengths=lengths,
-                gradients=gradients,
-            )
-        ]
+        found = Trajectory(cell=cell, states=states, drives=drives, inputs=inputs, lengths=lengths)
+        if self._seen:
+            found.gradients = self._gradients(found, calls)
+        return [found]
 
     def _keep(self, inputs: Tensor, state: tuple[Tensor, ...], output: Any, keywords: tuple[str, ...]) -> None:
         rows = self._rows(inputs)
         joined = torch.cat([self._rows(part) for part in state], dim=-1)
         self._sizes = [part.shape[-1] for part in state]
         self._keywords = keywords
-        self._calls.append(_Call(rows, joined, [None] * len(state)))
+        self._calls.append(_Call(rows, joined))
         self._last = output
         if self._select is not None:
             following = self._select(output)
@@ -111,21 +106,30 @@ class CellCapture:
         return False
 
     def _listen(self, call: _Call, state: tuple[Tensor, ...]) -> None:
-        for position, part in enumerate(state):
-            if part.requires_grad:
-                part.register_hook(partial(self._hear, call, position))  # type: ignore[no-untyped-call]
+        if state[0].requires_grad:
+            state[0].register_hook(partial(self._hear, call))  # type: ignore[no-untyped-call]
 
-    def _hear(self, call: _Call, position: int, grad: Tensor) -> None:
-        call.gradients[position] = self._rows(grad)
+    def _hear(self, call: _Call, grad: Tensor) -> None:
+        call.gradient = self._rows(grad)
         self._seen = True
 
-    def _gradient(self, call: _Call) -> Tensor:
-        rows = call.state.shape[0]
-        parts = [
-            call.state.new_zeros(rows, size) if grad is None else grad
-            for grad, size in zip(call.gradients, self._sizes, strict=True)
-        ]
-        return torch.cat(parts, dim=-1)
+    def _gradients(self, path: Trajectory, calls: list[_Call]) -> Tensor:
+        """Return the gradient of the loss at every state.
+
+        What arrives at the first part is all there is. At a further part, such as the memory of an LSTM, it may or may
+        not hold the way through the first part of the same step, so it is pulled back from the next state instead.
+        """
+        found = torch.zeros_like(path.states[1:])
+        first = self._sizes[0]
+        for step in reversed(range(len(calls))):
+            heard = calls[step].gradient
+            if heard is not None:
+                found[step, :, :first] = heard.to(found)
+            if len(self._sizes) > 1 and step + 1 < len(calls):
+                following = found[step + 1].unsqueeze(1)
+                pulled = pull_back(path.cell, path.states[step + 1], path.drives[step + 1], following)
+                found[step, :, first:] = pulled[:, 0, first:]
+        return found
 
     def _rows(self, values: Tensor) -> Tensor:
         values = values.detach()

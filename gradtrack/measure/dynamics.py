@@ -203,8 +203,9 @@ def _pull_back_by_autograd(cell: Cell, states: Tensor, drives: Tensor, vectors: 
         following = cell.step(rows, repeated)
     if not following.requires_grad:
         return torch.zeros_like(vectors)
-    (pulled,) = torch.autograd.grad(following, rows, vectors.reshape(-1, size).to(following), allow_unused=True)
-    return torch.zeros_like(vectors) if pulled is None else pulled.reshape(vectors.shape).to(vectors)
+    weights = vectors.reshape(-1, size).to(following)
+    found: tuple[Tensor | None, ...] = torch.autograd.grad(following, rows, weights, allow_unused=True)
+    return torch.zeros_like(vectors) if found[0] is None else found[0].reshape(vectors.shape).to(vectors)
 
 
 def _chunks(values: Tensor, size: int) -> list[Tensor]:

@@ -40,7 +40,8 @@ class FusedCapture:
             return
         inputs = args[0] if args else kwargs["input"]
         state = args[1] if len(args) > 1 else kwargs.get("hx")
-        segment = _Segment(*Sequences.of(self._module, inputs, state, self._max_sequences))
+        with torch.no_grad():  # checkpointing compares what two forwards save, and this one must save nothing
+            segment = _Segment(*Sequences.of(self._module, inputs, state, self._max_sequences))
         final = state_parts(output[1])
         follows = self._follows(state_parts(state), segment) and not isinstance(inputs, PackedSequence)
         self._segments = [*self._segments, segment] if follows else [segment]
