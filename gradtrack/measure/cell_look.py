@@ -153,7 +153,7 @@ def _rank_of(gradient: Tensor) -> float | None:
 
 def _centred(values: Tensor) -> Tensor:
     """Return rows around their mean, at most some hundreds of them."""
-    rows = values.reshape(-1, values.shape[-1])
+    rows = values.flatten(0, 1)
     rows = rows[:: max(1, math.ceil(rows.shape[0] / _MOST_ROWS))].double()
     return rows - rows.mean(dim=0)
 

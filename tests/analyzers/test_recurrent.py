@@ -1,0 +1,396 @@
+"""The recurrent analyzer offline and beside a training: what it reports, what it finds wrong, and what it leaves alone."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import gradtrack
+from gradtrack import GradientManager, Issue, IssueSeverity, IssueType, RecurrentAnalyzer, StepReport
+from gradtrack.analyzers.base import always
+from gradtrack.analyzers.recurrent import RecurrentReport
+from gradtrack.errors import UsageError
+from tests.analyzers.recurrent_goldens import analyzed, gate, normal, orthogonal, zeroed
+
+FUSED = [nn.RNN, nn.LSTM, nn.GRU]
+
+
+class Tagger(nn.Module):
+    """An embedding, a recurrent network with dropout and a batch normalisation, so that everything that can move does."""
+
+    def __init__(self, kind: type[nn.RNNBase] = nn.LSTM, **options: Any) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 6)
+        self.rnn = kind(6, 8, batch_first=True, **options)
+        self.norm = nn.BatchNorm1d(8 * (2 if self.rnn.bidirectional else 1))
+        self.read = nn.Linear(self.norm.num_features, 3)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Read the last output."""
+        return self.read(self.norm(self.rnn(self.embed(tokens))[0][:, -1]))  # type: ignore[no-any-return]
+
+
+def tokens() -> Tensor:
+    """Draw a batch of tokens."""
+    return torch.randint(0, 11, (4, 12))
+
+
+def cross_entropy(output: Tensor) -> Tensor:
+    """Return the loss of a batch whose labels are drawn."""
+    return nn.functional.cross_entropy(output, torch.randint(0, 3, (output.shape[0],)))
+
+
+def look(model: nn.Module, steps: int = 2, **options: Any) -> tuple[list[Issue], RecurrentReport]:
+    """Analyze a tagger."""
+    return RecurrentAnalyzer(model, **options).analyze(tokens, cross_entropy, steps=steps)
+
+
+def state_of(model: nn.Module) -> dict[str, Any]:
+    """Copy everything that an analysis might change."""
+    return {
+        "values": {name: value.clone() for name, value in model.state_dict().items()},
+        "gradients": [None if param.grad is None else param.grad.clone() for param in model.parameters()],
+        "identities": [id(param.grad) for param in model.parameters()],
+        "wanted": [param.requires_grad for param in model.parameters()],
+        "modes": [module.training for module in model.modules()],
+        "random": torch.get_rng_state(),
+        "hooks": [len(module._forward_hooks) for module in model.modules()],
+    }
+
+
+def assert_same(one: Any, other: Any) -> None:
+    """Compare nested values bit by bit."""
+    if isinstance(one, Tensor):
+        assert torch.equal(one, other)
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key, value in one.items():
+            assert_same(value, other[key])
+    elif isinstance(one, list):
+        for mine, theirs in zip(one, other, strict=True):
+            assert_same(mine, theirs)
+    else:
+        assert one == other
+
+
+def test_the_example_of_the_flow_document_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    """Constructor, analysis, attributes and summary are called as the document calls them."""
+    model = Tagger()
+    analyzer = RecurrentAnalyzer(
+        model,
+        enable_jacobian=True,
+        enable_vector_analysis=False,
+        optimal_radius=0.9,
+        critical_band=0.15,
+        track_hidden_states=True,
+    )
+    issues, dynamics = analyzer.analyze(tokens, cross_entropy, steps=20)
+    analyzer.print_summary(issues, dynamics)
+    assert issues == []
+    assert 0.3 < dynamics.spectral_radius < 0.9  # type: ignore[operator]
+    assert dynamics.criticality in ("SUBCRITICAL", "CRITICAL", "SUPERCRITICAL")
+    assert dynamics.effective_memory_length > 0  # type: ignore[operator]
+    assert 0 < dynamics.temporal_decay_rate < 1  # type: ignore[operator]
+    assert "spectral radius" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", FUSED)
+@pytest.mark.parametrize("options", [{}, {"num_layers": 2, "dropout": 0.3}, {"bidirectional": True}])
+def test_default_initialisations_are_healthy(kind: type[nn.RNNBase], options: dict[str, Any]) -> None:
+    """What torch starts from is no fault, although its radius is below the band and its memory below ten steps."""
+    issues, dynamics = look(Tagger(kind, **options))
+    assert issues == []
+    assert dynamics.criticality == "SUBCRITICAL"
+    assert dynamics.effective_memory_length < 10  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_analysis_leaves_the_model_as_it_was(trains: bool) -> None:
+    """Weights, buffers, gradients, modes, hooks and the random state come back bit by bit."""
+    model = Tagger(nn.GRU, num_layers=2, dropout=0.5)
+    cross_entropy(model(tokens())).backward()
+    model.read.bias.requires_grad_(False)
+    model.train(trains)
+    model.embed.eval()
+    before = state_of(model)
+    look(model, steps=3, enable_vector_analysis=True)
+    assert_same(state_of(model), before)
+
+
+def test_an_optimizer_trains_the_model() -> None:
+    """With an optimizer the weights move and the looks are at different weights."""
+    model = Tagger()
+    before = model.rnn.weight_hh_l0.detach().clone()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    RecurrentAnalyzer(model).analyze(tokens, cross_entropy, steps=3, optimizer=optimizer)
+    assert not torch.equal(model.rnn.weight_hh_l0, before)
+
+
+def test_the_same_analysis_gives_the_same_numbers() -> None:
+    """Probes come from a generator of their own with a fixed seed."""
+    model, batch = Tagger(), tokens()
+    one, other = (
+        RecurrentAnalyzer(model).analyze(lambda: batch, lambda output: output.sum(), steps=2)[1] for _ in range(2)
+    )
+    assert one == other
+
+
+@settings(max_examples=15)
+@given(st.integers(-60, 60))
+def test_a_constant_factor_on_the_loss_changes_nothing(exponent: int) -> None:
+    """Every number and every issue is invariant to the scale of the loss."""
+    torch.manual_seed(0)
+    model, batch = nn.LSTM(2, 4).double(), torch.randn(12, 3, 2, dtype=torch.float64)
+    plain, scaled = (
+        RecurrentAnalyzer(model).analyze(lambda: batch, lambda output: output[0][-1].sum() * factor, steps=1)[1]
+        for factor in (1.0, 2.0**exponent)
+    )
+    assert scaled.model_dump(exclude={"cells"}) == plain.model_dump(exclude={"cells"})
+    assert scaled.cells["l0"].gradient_profile == pytest.approx(plain.cells["l0"].gradient_profile, rel=1e-9)
+
+
+def test_every_cell_is_reported_and_the_plain_numbers_are_the_largest() -> None:
+    """Layers and directions are separate; the headline is the largest over them."""
+    _, dynamics = look(Tagger(nn.RNN, num_layers=2, bidirectional=True))
+    assert list(dynamics.cells) == ["rnn.l0", "rnn.l0_reverse", "rnn.l1", "rnn.l1_reverse"]
+    for name in ("spectral_radius", "temporal_decay_rate", "effective_memory_length"):
+        assert dynamics[name] == max(cell[name] for cell in dynamics.cells.values())
+    assert {cell.module for cell in dynamics.cells.values()} == {"rnn"}
+
+
+def test_every_number_says_what_it_rests_on() -> None:
+    """Looks, sequences, window and counts are in the report."""
+    _, dynamics = look(Tagger(), steps=3)
+    cell = dynamics.cells["rnn.l0"]
+    assert (dynamics.num_looks, cell.num_looks, cell.num_sequences, cell.window) == (3, 3, 4, 12)
+    assert cell.spectral_radius_count == 3 * 8
+    assert cell.lyapunov_count == 3 * 10
+    assert cell.lyapunov_error is not None
+    assert len(cell.decay_profile) == 13
+    assert len(cell.gradient_profile) == 12
+
+
+def test_the_gradient_profile_is_that_of_the_loss() -> None:
+    """A loss on the last output gives a profile that falls with the distance from it; one on all outputs does not."""
+    model, batch = zeroed(nn.RNN(1, 6), weight_hh_l0=0.5 * orthogonal(6)), torch.zeros(10, 1, 1, dtype=torch.float64)
+    analyzer = RecurrentAnalyzer(model)
+    last = analyzer.analyze(lambda: batch, lambda output: output[0][-1].sum(), steps=1)[1].cells["l0"]
+    every = analyzer.analyze(lambda: batch, lambda output: output[0].sum(), steps=1)[1].cells["l0"]
+    assert last.gradient_profile == pytest.approx([0.5**lag for lag in range(10)])
+    assert last.first_step_share == pytest.approx(0.5**9)
+    assert every.gradient_profile[-1] > 0.4
+
+
+def test_switches_turn_their_parts_off() -> None:
+    """Without the Jacobian or the hidden states their numbers are None; the vector part comes when it is asked for."""
+    _, bare = look(Tagger(), enable_jacobian=False, track_hidden_states=False)
+    cell = bare.cells["rnn.l0"]
+    assert bare.spectral_radius is bare.criticality is bare.effective_memory_length is bare.temporal_decay_rate is None
+    assert cell.decay_profile == cell.lyapunov_exponents == []
+    assert cell.effective_rank is cell.weight_gradient_rank is cell.cell_memory_length is cell.state_field is None
+    assert cell.gates == {}
+    _, full = look(Tagger(), enable_vector_analysis=True)
+    assert full.cells["rnn.l0"].state_field is not None
+
+
+def test_the_state_field_tells_rotation_from_decay() -> None:
+    """A plain decay has a symmetric Jacobian and no rotation; a rotation has one."""
+    inputs, state = torch.zeros(6, 1, 0, dtype=torch.float64), torch.ones(1, 2, dtype=torch.float64)
+    turn = torch.tensor([[0.0, 1.0], [-1.0, 0.0]], dtype=torch.float64)
+    analyzer = RecurrentAnalyzer(enable_vector_analysis=True)
+    decay = analyzer.analyze_step(lambda s, x: 0.5 * s, state, inputs)[1].cells["step"].state_field
+    rotation = analyzer.analyze_step(lambda s, x: s + s @ turn, state, inputs)[1].cells["step"].state_field
+    assert decay is not None
+    assert rotation is not None
+    assert (decay.rotation, decay.divergence, decay.coherence) == pytest.approx((0.0, -1.0, 1.0))
+    assert (rotation.rotation, rotation.divergence) == pytest.approx((1.0, 0.0))
+
+
+@pytest.mark.parametrize(("growth", "expected"), [(0.7, "SUBCRITICAL"), (0.9, "CRITICAL"), (1.1, "SUPERCRITICAL")])
+def test_the_band_gives_a_label_and_no_issue(growth: float, expected: str) -> None:
+    """Below, within and above 0.9 +- 0.15, over steps too few to matter, the label changes and nothing is wrong."""
+    model = zeroed(nn.RNN(1, 6), weight_hh_l0=growth * orthogonal(6))
+    found = analyzed(model, 20)
+    assert (found.criticality, found.issues) == (expected, [])
+    assert analyzed(model, 20, optimal_radius=growth, critical_band=0.01).criticality == "CRITICAL"
+
+
+@pytest.mark.parametrize("kind", FUSED)
+def test_short_memory_is_an_issue_only_against_a_horizon(kind: type[nn.RNNBase]) -> None:
+    """The same network is healthy for short dependencies, unjudged without a horizon, and too short for long ones."""
+    torch.manual_seed(0)
+    model = Tagger(kind)
+    assert look(model)[0] == []
+    assert look(model, horizon=2)[0] == []
+    issues, dynamics = look(model, horizon=60)
+    assert [(issue.issue_type, issue.severity) for issue in issues] == [(IssueType.SHORT_MEMORY, IssueSeverity.MEDIUM)]
+    assert issues[0].layer == "rnn"
+    assert issues[0].confidence < 1.0
+    assert dynamics.criticality == "SUBCRITICAL"
+    assert any("declare a horizon" in note for note in look(model)[1].notes)
+
+
+def test_a_chrono_lstm_keeps_its_horizon() -> None:
+    """A forget bias of ln(T - 1) removes the issue that the default has, as its advice says."""
+    bias = gate(torch.full((4,), math.log(59.0)), 1, 4)
+    assert analyzed(nn.LSTM(1, 4).double(), 60, horizon=60).issues[0].issue_type is IssueType.SHORT_MEMORY
+    assert "forget gate" in analyzed(nn.LSTM(1, 4).double(), 60, horizon=60).issues[0].recommendation
+    assert analyzed(zeroed(nn.LSTM(1, 4), bias_ih_l0=bias), 60, horizon=60).issues == []
+
+
+def test_exploding_states_are_supercritical() -> None:
+    """A linear growth of 1.5 per step is an issue after 17 steps, with its place and its numbers."""
+    model = zeroed(nn.RNN(1, 6, nonlinearity="relu"), weight_hh_l0=1.5 * torch.eye(6), bias_ih_l0=1.0)
+    assert analyzed(model, 10).issues == []
+    (issue,) = analyzed(model, 30).issues
+    assert (issue.issue_type, issue.severity, issue.layer) == (IssueType.SUPERCRITICAL, IssueSeverity.HIGH, "l0")
+    assert issue.value == pytest.approx(1.5**30)
+    assert issue.threshold == 1e3
+    assert analyzed(model, 10, horizon=30).issues[0].statistic == "lyapunov_exponent_times_steps"
+
+
+def test_states_that_are_not_finite_are_an_issue_of_their_own() -> None:
+    """An overflow is reported as such and breaks nothing."""
+    model = zeroed(nn.RNN(1, 2, nonlinearity="relu"), weight_hh_l0=1e200 * torch.eye(2), bias_ih_l0=1.0)
+    found = analyzed(model, 10)
+    assert [(issue.issue_type, issue.layer) for issue in found.issues] == [(IssueType.NUMERICAL, "l0")]
+    assert found.spectral_radius is None
+
+
+def test_a_collapsed_state_has_low_rank() -> None:
+    """Hidden states along one line, from inputs of many directions, are an issue of low severity."""
+    weight = torch.zeros(40, 20, dtype=torch.float64)
+    weight[:, 0] = 1.0
+    model = zeroed(nn.RNN(20, 40), weight_ih_l0=weight)
+    analyzer = RecurrentAnalyzer(model)
+    issues, dynamics = analyzer.analyze(lambda: normal(30, 4, 20), lambda output: output[0].sum(), steps=1)
+    assert [(issue.issue_type, issue.severity) for issue in issues] == [
+        (IssueType.LOW_EFFECTIVE_RANK, IssueSeverity.LOW)
+    ]
+    assert dynamics.effective_rank == pytest.approx(1.0, abs=1e-6)
+    narrow = RecurrentAnalyzer(zeroed(nn.RNN(1, 40), weight_ih_l0=1.0))
+    assert narrow.analyze(lambda: normal(30, 4, 1), lambda output: output[0].sum(), steps=1)[0] == []
+
+
+def test_a_model_without_recurrence_is_an_error() -> None:
+    """The error says what was expected and how to help."""
+    with pytest.raises(UsageError, match=r"model Linear ran no recurrent module: expected nn\.RNN.*step_functions"):
+        RecurrentAnalyzer(nn.Linear(2, 2)).analyze(lambda: torch.ones(1, 2), lambda output: output.sum(), steps=1)
+    with pytest.raises(UsageError, match="this analyzer has no model"):
+        RecurrentAnalyzer().analyze(tokens, cross_entropy)
+
+
+def test_reports_survive_json() -> None:
+    """Infinities and every nested part come back as they were."""
+    _, dynamics = look(Tagger(), enable_vector_analysis=True)
+    assert RecurrentReport.model_validate_json(dynamics.model_dump_json()) == dynamics
+
+
+def test_metrics_are_finite_and_belong_to_the_panels() -> None:
+    """All names begin with rnn/, and every metric that a panel names is emitted."""
+    _, dynamics = look(Tagger(num_layers=2), enable_vector_analysis=True)
+    found = dynamics.metrics()
+    assert all(name.startswith("rnn/") and math.isfinite(value) for name, value in found.items())
+    for panel in RecurrentAnalyzer.panels:
+        for metric in panel.metrics:
+            assert any(name == metric or name.startswith(metric.rstrip("*")) for name in found), metric
+    assert found["rnn/spectral_radius"] == dynamics.spectral_radius
+    assert "rnn/spectral_radius/rnn.l1" in found
+
+
+def test_automatic_choice_is_for_recurrent_models() -> None:
+    """The reason names what was found; a model without recurrence is left to others."""
+    assert RecurrentAnalyzer.suits(Tagger()) == "the model has 1 recurrent modules (LSTM)"
+    assert RecurrentAnalyzer.suits(nn.Linear(2, 2)) is None
+
+
+def train(model: nn.Module, analyzers: list[Any], steps: int = 50, **settings: Any) -> list[StepReport]:
+    """Train a tagger and return the reports of its steps."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    reports = []
+    with GradientManager(analyzers=analyzers, backends=["memory"]) as manager:
+        manager.attach(model, optimizer, **settings)
+        for _ in range(steps):
+            optimizer.zero_grad()
+            reports.append(manager.step(model, optimizer, cross_entropy(model(tokens()))))
+            optimizer.step()
+    return reports
+
+
+def test_training_is_bitwise_the_same_with_the_analyzer_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """O1: after fifty steps weights, buffers and random state are those of a training without it."""
+    monkeypatch.setattr(RecurrentAnalyzer, "schedule", staticmethod(always))
+    states = []
+    for analyzers in ([], [RecurrentAnalyzer(enable_vector_analysis=True)]):
+        torch.manual_seed(0)
+        model = Tagger(num_layers=2, dropout=0.3, bidirectional=True)
+        reports = train(model, analyzers)
+        states.append(state_of(model))
+        assert len([report for report in reports if report.analyzers]) == (50 if analyzers else 0)
+    assert_same(states[1]["values"], states[0]["values"])
+    assert_same(states[1]["random"], states[0]["random"])
+
+
+def test_live_reports_come_on_the_schedule_and_no_hook_stays_between() -> None:
+    """Steps 2, 8 and 32 carry a report; between them the model has no hook."""
+    model, hooked = Tagger(), []
+    model.register_forward_pre_hook(lambda *_: hooked.append(len(model.rnn._forward_hooks)))
+    reports = train(model, ["recurrent"], steps=33, horizon=5)
+    due = [report.step for report in reports if "recurrent" in report.analyzers]
+    assert due == [2, 8, 32]
+    assert [step for step, count in enumerate(hooked, start=1) if count] == due
+    found = reports[1].analyzers["recurrent"]
+    assert isinstance(found, RecurrentReport)
+    assert found.horizon == 5
+    assert "rnn/spectral_radius" in reports[1].metrics()
+    assert not model.rnn._forward_hooks
+
+
+def test_live_and_offline_agree() -> None:
+    """The same weights and batch give the same numbers both ways."""
+    model, batch = Tagger(nn.GRU), tokens()
+    _, offline = RecurrentAnalyzer(model).analyze(lambda: batch, lambda output: output.sum(), steps=1)
+    analyzer = RecurrentAnalyzer()
+    analyzer.arm(model)
+    model(batch).sum().backward()
+    live = analyzer.inspect(gradtrack.analyzers.base.Snapshot(step=1, model=model))
+    analyzer.disarm()
+    assert live is not None
+    assert live.cells["rnn.l0"].decay_profile == pytest.approx(offline.cells["rnn.l0"].decay_profile)
+    assert live.spectral_radius == pytest.approx(offline.spectral_radius)
+
+
+def test_a_step_without_a_forward_has_no_report() -> None:
+    """Armed too late or not at all, the analyzer says nothing."""
+    analyzer, snapshot = RecurrentAnalyzer(), gradtrack.analyzers.base.Snapshot(step=1, model=Tagger())
+    assert analyzer.inspect(snapshot) is None
+    analyzer.arm(snapshot.model)
+    assert analyzer.inspect(snapshot) is None
+    analyzer.disarm()
+    analyzer.disarm()
+
+
+def test_a_linear_reservoir_has_the_radius_of_its_matrix() -> None:
+    """The radius of x' = W x + W_in u is that of a sparse W by scipy's Arnoldi method and by numpy."""
+    scipy_sparse, linalg = pytest.importorskip("scipy.sparse"), pytest.importorskip("scipy.sparse.linalg")
+    matrix = scipy_sparse.random(120, 120, density=0.1, random_state=0, format="csr")
+    expected = float(abs(linalg.eigs(matrix, k=1, which="LM", return_eigenvectors=False)[0]))
+    weight = torch.tensor(matrix.toarray())
+    _, found = RecurrentAnalyzer().analyze_step(lambda s, x: s @ weight.T + x, normal(2, 120), normal(9, 2, 120))
+    assert found.spectral_radius == pytest.approx(expected, rel=1e-9)
+
+
+def test_reservoirpy_agrees_on_its_own_matrix() -> None:
+    """The radius of a linear reservoir is what ReservoirPy computes for it."""
+    observables = pytest.importorskip("reservoirpy.observables")
+    generators = pytest.importorskip("reservoirpy.mat_gen")
+    matrix = generators.normal(100, 100, sr=0.9, seed=0)
+    weight = torch.tensor(matrix.toarray() if hasattr(matrix, "toarray") else matrix)
+    _, found = RecurrentAnalyzer().analyze_step(lambda s, x: s @ weight.T + x, normal(2, 100), normal(9, 2, 100))
+    assert found.spectral_radius == pytest.approx(float(observables.spectral_radius(matrix)), rel=1e-6)
