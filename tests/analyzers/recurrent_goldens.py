@@ -164,10 +164,7 @@ def r8_stacked() -> None:
     state = torch.cat([track.states[2] for track in tracks], dim=-1)
     whole = torch.linalg.eigvals(jacobian(function_cell("joint", joint, 10), state, inputs[2])[0])
     parts = torch.cat(
-        [
-            torch.linalg.eigvals(jacobian(track.cell, track.states[2], track.drives[2])[0])
-            for track in tracks
-        ]
+        [torch.linalg.eigvals(jacobian(track.cell, track.states[2], track.drives[2])[0]) for track in tracks]
     )
     assert all(float((parts - value).abs().min()) <= 1e-8 for value in whole)
     assert all(float((whole - value).abs().min()) <= 1e-8 for value in parts)

@@ -55,7 +55,9 @@ def cases(draw: st.DrawFn, kinds: list[str] = KINDS, layouts: list[str] = LAYOUT
 def run(case: Case) -> tuple[Tensor, Tensor]:
     """Return the outputs (B, T, D·P) and the final states (L·D, B, S) that torch itself computes."""
     output, final = case.module(case.inputs, case.state)
-    parts = [part.unsqueeze(1) if part.dim() == 2 else part for part in (final if isinstance(final, tuple) else [final])]
+    parts = [
+        part.unsqueeze(1) if part.dim() == 2 else part for part in (final if isinstance(final, tuple) else [final])
+    ]
     return batch_first(case.module, output), torch.cat(parts, dim=-1)
 
 
