@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     )
     from gradtrack.loop import create_gradient_manager, safe_backward, watch
     from gradtrack.manager import GradientManager
+    from gradtrack.measure.gain_monitor import GradientGainMonitor
     from gradtrack.monitor import GradientMonitor
     from gradtrack.protect.clipping import GradientClipper
     from gradtrack.protect.nonfinite import NaNInfHandler
@@ -66,6 +67,7 @@ _HOMES = {
     "create_gradient_manager": "loop",
     "safe_backward": "loop",
     "watch": "loop",
+    "GradientGainMonitor": "measure.gain_monitor",
     "GradientMonitor": "monitor",
     "GradientClipper": "protect.clipping",
     "NaNInfHandler": "protect.nonfinite",
@@ -91,6 +93,7 @@ __all__ = [
     "ClippingReport",
     "GradientClipper",
     "GradientConfig",
+    "GradientGainMonitor",
     "GradientManager",
     "GradientMonitor",
     "GradientStatistics",

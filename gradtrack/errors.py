@@ -3,7 +3,8 @@
 ```
 GradtrackError
 ├── UsageError              (ValueError)     a call that cannot mean anything
-│   └── ConfigError                          a configuration that cannot be read or is not valid
+│   ├── ConfigError                          a configuration that cannot be read or is not valid
+│   └── SecondBackwardError  (RuntimeError)  a second backward pass where one was expected
 ├── InputTypeError          (TypeError)      an argument of the wrong type
 ├── ClosedError             (RuntimeError)   a manager, monitor or backend used after its close
 ├── NonFiniteGradientError  (ArithmeticError) raised by `nonfinite_action="raise"`
@@ -28,6 +29,10 @@ class UsageError(GradtrackError, ValueError):
 
 class ConfigError(UsageError):
     """A configuration that cannot be read or is not valid."""
+
+
+class SecondBackwardError(UsageError, RuntimeError):
+    """A second backward pass through a monitor that expects one between two resets."""
 
 
 class InputTypeError(GradtrackError, TypeError):

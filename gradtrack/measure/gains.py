@@ -1,0 +1,186 @@
+"""Backward gains along a chain of blocks, from the norms of the gradients at their outputs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final, NamedTuple
+
+AMPLIFYING: Final = 2.0
+DAMPING: Final = 0.5
+SILENT_SHARE: Final = 1e-3
+
+Maybe = float | None
+
+
+class GainFit(NamedTuple):
+    """The gain per block from a least-squares line through the logarithms of the norms over depth.
+
+    `slope` is the change of the logarithm per block on the way back; `gain_per_block` is its exponential.
+    """
+
+    gain_per_block: float
+    slope: float
+    standard_error: float
+    num_blocks: int
+
+
+class Discontinuity(NamedTuple):
+    """The transition whose logarithmic gain is furthest from the median of all of them."""
+
+    transition: int
+    gain: float
+    deviation: float
+
+
+class SampleSpread(NamedTuple):
+    """The gradient norms of the single samples of a batch at one block's output.
+
+    `silent_fraction` is the share of samples whose norm is under a thousandth of the largest: a mean over the batch
+    hides that a part of it no longer learns.
+    """
+
+    min: float
+    median: float
+    max: float
+    silent_fraction: float
+    num_samples: int
+
+
+class GainProfile:
+    """The norms at the outputs of a chain of blocks, and which of the neighbours are connected.
+
+    The gain of a transition is the earlier norm divided by the later one; it is None where a norm is missing or where
+    the later block does not consume the earlier one's output. A norm at or under `eps` counts as zero, relative to the
+    largest norm where that is above one, and makes the gain of the transition before it infinite.
+    """
+
+    def __init__(self, norms: Sequence[Maybe], edges: Sequence[bool] | None = None, eps: float = 1e-30) -> None:
+        self.norms = list(norms)
+        self.edges = [True] * max(len(self.norms) - 1, 0) if edges is None else list(edges)
+        finite = [norm for norm in self.norms if norm is not None and math.isfinite(norm)]
+        self._zero = eps * max(1.0, *finite) if finite else eps
+
+    def gains(self) -> list[Maybe]:
+        """Return the gain of each transition."""
+        return [self._gain(index, lambda early, late: early / late) for index in range(len(self.edges))]
+
+    def log_gains(self) -> list[Maybe]:
+        """Return the natural logarithm of each gain, from a difference of logarithms."""
+        return [self._gain(index, _log_ratio) for index in range(len(self.edges))]
+
+    def cumulative_gains(self) -> list[Maybe]:
+        """Return the norm of each block over that of the last block it is connected to without a gap."""
+        logs = self.log_gains()
+        found: list[Maybe] = []
+        total: Maybe = 0.0 if self.norms and self.norms[-1] is not None else None
+        for index in reversed(range(len(self.norms))):
+            step = logs[index] if index < len(logs) else 0.0
+            total = None if total is None or step is None else total + step
+            found.append(None if total is None else _exp(total))
+        return found[::-1]
+
+    def fit(self) -> GainFit | None:
+        """Fit a line to the logarithms of the norms over the longest connected run; None for under three blocks."""
+        run = max(self._runs(), key=len, default=[])
+        return None if len(run) < 3 else _fit(run)
+
+    def discontinuity(self) -> Discontinuity | None:
+        """Find the transition that stands out the most; None for under three transitions."""
+        known = [(index, log) for index, log in enumerate(self.log_gains()) if _finite(log)]
+        if len(known) < 3:
+            return None
+        middle = _median([log for _, log in known if log is not None])
+        index, log = max(known, key=lambda pair: abs((pair[1] or 0.0) - middle))
+        assert log is not None
+        return Discontinuity(index, _exp(log), log - middle)
+
+    def _gain(self, index: int, combine: Callable[[float, float], float]) -> Maybe:
+        early, late = self.norms[index], self.norms[index + 1]
+        if early is None or late is None or not self.edges[index]:
+            return None
+        if not (math.isfinite(early) and math.isfinite(late)):
+            return math.nan
+        if late <= self._zero:
+            return math.inf
+        return combine(early, late)
+
+    def _runs(self) -> Iterator[list[float]]:
+        run: list[float] = []
+        for index, norm in enumerate(self.norms):
+            usable = norm is not None and math.isfinite(norm) and norm > self._zero
+            if run and not (usable and self.edges[index - 1]):
+                yield run
+                run = []
+            if usable and norm is not None:
+                run.append(math.log(norm))
+        yield run
+
+
+def summarise(gains: Sequence[Maybe], log_gains: Sequence[Maybe]) -> dict[str, float | int]:
+    """Return the summary of a chain; mean, minimum and maximum are over the finite gains, NaN where there are none."""
+    known = [gain for gain in gains if _finite(gain) and gain is not None]
+    logs = [log for log in log_gains if _finite(log) and log is not None]
+    return {
+        "mean_gain": _mean(known),
+        "min_gain": min(known, default=math.nan),
+        "max_gain": max(known, default=math.nan),
+        "mean_log_gain": _mean(logs),
+        "num_amplifying": sum(gain > AMPLIFYING for gain in known),
+        "num_damping": sum(gain < DAMPING for gain in known),
+        "num_healthy": sum(DAMPING <= gain <= AMPLIFYING for gain in known),
+        "num_vanishing": sum(gain == math.inf for gain in gains),
+        "num_missing": sum(gain is None or math.isnan(gain) for gain in gains),
+    }
+
+
+def spread(norms: Sequence[float]) -> SampleSpread:
+    """Describe the norms of the samples of a batch."""
+    ordered = sorted(norms)
+    limit = SILENT_SHARE * ordered[-1]
+    silent = sum(norm <= limit for norm in ordered) / len(ordered)
+    return SampleSpread(ordered[0], _median(ordered), ordered[-1], silent, len(ordered))
+
+
+def label(gain: Maybe) -> str:
+    """Name what a gain means, by limits that are a rule of thumb."""
+    if gain is None:
+        return "no gradient"
+    if math.isnan(gain):
+        return "NOT FINITE"
+    if math.isinf(gain):
+        return "VANISHING"
+    return "AMPLIFYING" if gain > AMPLIFYING else "DAMPING" if gain < DAMPING else "Healthy"
+
+
+def _fit(logs: Sequence[float]) -> GainFit:
+    count = len(logs)
+    depths = [index - (count - 1) / 2 for index in range(count)]
+    level = sum(logs) / count
+    squares = sum(depth * depth for depth in depths)
+    slope = sum(depth * (log - level) for depth, log in zip(depths, logs, strict=True)) / squares
+    left = sum((log - level - slope * depth) ** 2 for depth, log in zip(depths, logs, strict=True))
+    error = math.sqrt(left / (count - 2) / squares) if count > 2 else math.nan
+    return GainFit(_exp(-slope), -slope, error, count)
+
+
+def _log_ratio(early: float, late: float) -> float:
+    return math.log(early) - math.log(late) if early > 0 else -math.inf
+
+
+def _exp(value: float) -> float:
+    return math.exp(value) if value < 709 else math.inf
+
+
+def _finite(value: Maybe) -> bool:
+    return value is not None and math.isfinite(value)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else math.nan
+
+
+def _median(values: Sequence[float]) -> float:
+    ordered = sorted(values)
+    middle = len(ordered) // 2
+    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
