@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import math
 import pickle
 import weakref
@@ -61,7 +62,7 @@ def test_the_norms_are_those_of_autograd(norm_type: Any) -> None:
     with GradientGainMonitor(blocks, norm_type=norm_type) as monitor:
         run(blocks).backward()
     assert monitor.norms() == pytest.approx(expected, rel=1e-12)
-    ratios = [early / late for early, late in zip(expected[:-1], expected[1:], strict=True)]
+    ratios = [early / late for early, late in itertools.pairwise(expected)]
     assert monitor.gains() == pytest.approx(ratios, rel=1e-12)
     assert monitor.log_gains() == pytest.approx([math.log(ratio) for ratio in ratios], rel=1e-10)
 
