@@ -73,7 +73,7 @@ class LiveAnalyzers:
             self._disarm(name)
             if isinstance(report, Report):
                 reports[name] = report
-                notes += analyzer.notes()
+            notes += self._guard(name, analyzer.notes) or []
         return reports, notes
 
     def issues(self) -> list[Issue]:

@@ -16,7 +16,7 @@ from gradtrack.checks import as_sequence, check_loss, unscale
 from gradtrack.config import GradientConfig
 from gradtrack.errors import ClosedError, InputTypeError, UsageError
 from gradtrack.exits import CloseAtExit
-from gradtrack.outcome import Outcome, talk, to_record
+from gradtrack.outcome import Outcome, late_records, talk, to_record
 from gradtrack.pair import Pair
 from gradtrack.record.history import History
 from gradtrack.record.sink import Sink
@@ -88,7 +88,7 @@ class GradientManager:
             unscale(scaler, pair.optimizers)
         self._catch_up(pair)
         outcome = pair.step(scaled=scaler is not None and scaler.is_enabled(), epoch=epoch, batch=batch)
-        if not outcome.repeated and outcome.late is None:
+        if not outcome.repeated and outcome.pending is None:
             self._conclude(pair, outcome)
         if outcome.error is not None:
             raise outcome.error
@@ -243,6 +243,8 @@ class GradientManager:
             self._history.add_issue(issue.issue_type.value)
         if not healthy and not self._flight:
             self._flight = pair.flight.read()
+        for record in late_records(outcome):
+            self._sink.write(record)
         if outcome.event:
             self._sink.write(to_record(outcome, self.config))
             talk(outcome, self.config)

@@ -9,7 +9,7 @@ from gradtrack.errors import NonFiniteGradientError
 from gradtrack.facts import StepFacts
 from gradtrack.late import LateStep
 from gradtrack.records import Record
-from gradtrack.reports import Issue, StepReport
+from gradtrack.reports import Issue, LateReport, StepReport
 
 _logger = logging.getLogger("gradtrack")
 
@@ -17,16 +17,17 @@ _logger = logging.getLogger("gradtrack")
 class Outcome:
     """A step's report with what the manager needs to know of it without resolving it."""
 
-    __slots__ = ("clipped", "error", "event", "facts", "issues", "late", "norm", "opened", "repeated", "report")
+    __slots__ = ("clipped", "error", "event", "facts", "issues", "late", "norm", "opened", "pending", "repeated", "report")
 
     def __init__(self, facts: StepFacts, *, repeated: bool = False) -> None:
         self.facts, self.repeated = facts, repeated
         self.report: StepReport
-        self.late: LateStep | None = None
+        self.pending: LateStep | None = None
         self.norm: float | None = None
         self.clipped = self.event = False
         self.issues: list[Issue] = []
         self.opened: list[Issue] = []
+        self.late: list[LateReport] = []
         self.error: NonFiniteGradientError | None = None
 
 
@@ -42,6 +43,21 @@ def to_record(outcome: Outcome, config: GradientConfig) -> Record:
         source=report.source,
         issues=tuple(issue.model_dump(mode="json") for issue in outcome.issues),
     )
+
+
+def late_records(outcome: Outcome) -> list[Record]:
+    """Return the rows of earlier steps that became known with this one."""
+    report = outcome.report
+    tail = f"/{report.source}" if report.source else ""
+    return [
+        Record(
+            step=late.step,
+            time=report.time,
+            metrics={f"{name}{tail}": value for name, value in late.metrics().items()},
+            source=report.source,
+        )
+        for late in outcome.late
+    ]
 
 
 def talk(outcome: Outcome, config: GradientConfig) -> None:

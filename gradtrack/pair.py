@@ -26,7 +26,7 @@ from gradtrack.monitor import GradientMonitor
 from gradtrack.outcome import Outcome
 from gradtrack.protect.clipping import GradientClipper
 from gradtrack.protect.nonfinite import NaNInfHandler, count_nonfinite
-from gradtrack.reports import HEALTHY, HealthReport, Issue, StepReport
+from gradtrack.reports import HEALTHY, HealthReport, Issue, LateReport, StepReport
 
 Components = tuple[GradientMonitor, GradientClipper, NaNInfHandler]
 
@@ -116,7 +116,7 @@ class Pair:
     def take_late(self) -> Outcome | None:
         """Return the last step with its numbers, where nobody has waited for them so far."""
         outcome, self._late = self._late, None
-        if outcome is None or (outcome.late is not None and not outcome.late.readable):
+        if outcome is None or (outcome.pending is not None and not outcome.pending.readable):
             return None
         self._settle(outcome)
         return outcome
@@ -151,15 +151,15 @@ class Pair:
     def _leave_on_device(
         self, grads: Gradients, outcome: Outcome, loss: Tensor | float | None, *, scaled: bool
     ) -> None:
-        outcome.late = LateStep(grads, loss, self.clipper, self.handler)
-        outcome.late.protect(grads, self.optimizers, scaled=scaled)
+        outcome.pending = LateStep(grads, loss, self.clipper, self.handler)
+        outcome.pending.protect(grads, self.optimizers, scaled=scaled)
         self._found_inf = True
         self._late = outcome
         self.analyzers.arm(self.model, self.step_count + 1)
 
     def _settle(self, outcome: Outcome) -> None:
         """Wait for the numbers of a late step, and judge it."""
-        late, outcome.late = outcome.late, None
+        late, outcome.pending = outcome.pending, None
         if late is None:
             return
         facts = outcome.facts
@@ -265,7 +265,8 @@ class Pair:
             reports, notes = self.analyzers.inspect(self._snapshot(grads, outcome))
             facts.analyzers = reports
             facts.notes = facts.notes + notes
-            outcome.event = outcome.event or bool(reports)
+            outcome.late = [one for one in reports.values() if isinstance(one, LateReport) and one.step != step]
+            outcome.event = outcome.event or len(reports) > len(outcome.late)
         self.analyzers.arm(self.model, step + 1)
 
     def _snapshot(self, grads: Gradients, outcome: Outcome) -> Snapshot:
@@ -281,6 +282,10 @@ class Pair:
             optimizers=self.optimizers,
             gradients=dict(zip(layout.names, grads.tensors, strict=True)),
             norms=norms,
+            groups={
+                name: layout.group_names[group]
+                for name, group in zip(layout.names, layout.group_of.tolist(), strict=True)
+            },
             lr=facts.learning_rates(),
             horizon=self.horizon,
             skipped=facts.skipped,

@@ -34,7 +34,8 @@ def always(step: int) -> bool:
 class Snapshot:
     """One training step after its backward pass, to be read and never changed.
 
-    `gradients` are those that the optimizer will see, by parameter name; `norms` are the pre-clip norms.
+    `gradients` are those that the optimizer will see, by parameter name; `norms` are the pre-clip norms, and `groups`
+    the group of each.
     """
 
     step: int
@@ -44,6 +45,7 @@ class Snapshot:
     optimizers: Sequence[Any] = ()
     gradients: Mapping[str, Tensor] = field(default_factory=dict)
     norms: Mapping[str, float] = field(default_factory=dict)
+    groups: Mapping[str, str] = field(default_factory=dict)
     lr: Mapping[str, float] = field(default_factory=dict)
     horizon: int | None = None
     skipped: bool = False
@@ -75,7 +77,10 @@ class Analyzer(ABC):
 
     @abstractmethod
     def inspect(self, snapshot: Snapshot) -> Report | None:
-        """Look at a step and return the report, or None where there is nothing to say."""
+        """Look at a step and return the report, or None where there is nothing to say.
+
+        A report on an earlier step is a `LateReport`, and is recorded under that step.
+        """
 
     def disarm(self) -> None:
         """Remove every hook; a second call does nothing."""

@@ -1,6 +1,6 @@
 """What a user receives: the typed, frozen reports of a step and of a whole training."""
 
-from gradtrack.reports.base import Report
+from gradtrack.reports.base import LateReport, Report
 from gradtrack.reports.issues import HEALTHY, HealthReport, Issue, IssueSeverity, IssueType
 from gradtrack.reports.parts import (
     ClippingReport,
@@ -32,6 +32,7 @@ __all__ = [
     "Issue",
     "IssueSeverity",
     "IssueType",
+    "LateReport",
     "NanInfReport",
     "NanInfSummary",
     "NonFiniteParameter",

@@ -34,3 +34,9 @@ class Report(BaseModel):
     def metrics(self) -> dict[str, float]:
         """Return what the trackers plot, under its full names."""
         return {}
+
+
+class LateReport(Report):
+    """A report on an earlier step, whose numbers exist only after the optimizer has stepped; recorded under `step`."""
+
+    step: int

@@ -10,7 +10,7 @@ from pydantic import Field, SerializationInfo, SerializeAsAny, model_serializer,
 from pydantic import SerializerFunctionWrapHandler as Handler
 
 from gradtrack import registry
-from gradtrack.reports.base import Report
+from gradtrack.reports.base import LateReport, Report
 from gradtrack.reports.issues import HEALTHY, HealthReport
 from gradtrack.reports.parts import (
     ClippingReport,
@@ -118,7 +118,7 @@ class StepReport(Report):
             values[f"train/grad_variance{tail}/{group}"] = found.variance
             values[f"train/grad_mean{tail}/{group}"] = found.mean
         for report in self.analyzers.values():
-            if isinstance(report, Report):
+            if isinstance(report, Report) and not (isinstance(report, LateReport) and report.step != self.step):
                 values.update((f"{name}{tail}", value) for name, value in report.metrics().items())
         return values
 

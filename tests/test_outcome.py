@@ -1,0 +1,77 @@
+"""What a step leaves for the manager: a report on an earlier step gets a row of its own."""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+from torch import Tensor, nn
+
+from gradtrack import Analyzer, GradientManager
+from gradtrack.analyzers.base import Snapshot
+from gradtrack.reports import LateReport, Report, StepReport
+from tests.training import small_model, train
+
+
+class WeightReport(LateReport):
+    """The first weight after the step."""
+
+    weight: float
+
+    def metrics(self) -> dict[str, float]:
+        """Return the weight."""
+        return {"after/weight": self.weight}
+
+
+@final
+class AfterAnalyzer(Analyzer):
+    """An analyzer that knows at step 3 what step 2 led to."""
+
+    name = "after"
+    report_type = WeightReport
+
+    def due(self, step: int) -> bool:
+        """Look at step 3 only."""
+        return step == 3
+
+    def inspect(self, snapshot: Snapshot) -> Report | None:
+        """Read the weight that step 2 left."""
+        return WeightReport(step=2, weight=first_weight(snapshot.model))
+
+
+def first_weight(model: nn.Module) -> float:
+    """Return the first weight."""
+    return float(next(model.parameters()).detach().flatten()[0])
+
+
+def test_a_report_on_an_earlier_step_is_recorded_under_its_own_step() -> None:
+    """The numbers that came after the optimizer's step get a row of that step, and no place in the later one's."""
+    model, before = small_model(), {}
+
+    def keep(step: int, loss: Tensor) -> Tensor:
+        before[step] = first_weight(model)
+        return loss
+
+    manager = GradientManager(backends=["memory"], analyzers=[AfterAnalyzer()], grad_log_every_n_steps=1)
+    report = train(manager, 3, model=model, change=keep)[-1]
+    records: list[Any] = manager.backend("memory").records  # type: ignore[attr-defined]
+    found = {record.step: record.metrics["after/weight"] for record in records if "after/weight" in record.metrics}
+    assert found == {2: before[3]}
+    assert [record.step for record in records] == [1, 2, 2, 3]
+    assert report.analyzers["after"]["step"] == 2
+    assert not any(name.startswith("after/") for name in report.metrics())
+
+
+def test_a_late_report_alone_makes_no_row_of_its_step() -> None:
+    """Between the rows that are due, a late report adds the row of its own step only."""
+    manager = GradientManager(backends=["memory"], analyzers=[AfterAnalyzer()], grad_log_every_n_steps=100)
+    train(manager, 4)
+    records: list[Any] = manager.backend("memory").records  # type: ignore[attr-defined]
+    assert [record.step for record in records] == [2]
+
+
+def test_a_late_report_survives_json() -> None:
+    """The step report that carries it keeps it, with its step."""
+    manager = GradientManager(analyzers=[AfterAnalyzer()])
+    report = train(manager, 3)[-1]
+    again = StepReport.model_validate_json(report.model_dump_json())
+    assert again.analyzers["after"]["step"] == 2
