@@ -19,9 +19,9 @@ def find_chain(model: nn.Module, blocks: Blocks = None) -> dict[str, nn.Module]:
     """Return the blocks of a model by name, from input to output; empty where it has no chain.
 
     `blocks` names them, or is a regular expression that their whole names match. Without it the chain is the largest
-    number, at least three, of modules of one type in the same `ModuleList` or `Sequential`, or in several of them that
-    lie side by side, as the stages of a ResNet do. A list inside a block of a chain, like that of its experts, is not
-    looked at.
+    number, at least three, of modules of one type in the same `ModuleList` or `Sequential`; modules with children are
+    also joined from several containers that lie side by side, as the stages of a ResNet do. A list inside a block of a
+    chain, like that of its experts, is not looked at.
     """
     if blocks is not None:
         return _named(model, blocks)
@@ -49,9 +49,10 @@ def _candidates(model: nn.Module) -> dict[tuple[str, type[nn.Module]], dict[str,
     for path, container in model.named_modules():
         if not isinstance(container, (nn.ModuleList, nn.Sequential)):
             continue
-        place = path.rpartition(".")[0]
+        stages = path.rpartition(".")[0] if path else ""
         for key, child in container.named_children():
             if any(True for _ in child.parameters()):
+                place = stages if any(True for _ in child.children()) else f"{path}:"
                 found[place, type(child)][f"{path}.{key}" if path else key] = child
     return found
 
