@@ -24,6 +24,7 @@ from gradtrack._version import __version__
 if TYPE_CHECKING:
     from gradtrack.analyzers.base import Analyzer
     from gradtrack.analyzers.recurrent import RecurrentAnalyzer
+    from gradtrack.analyzers.jacobian import JacobianAnalyzer
     from gradtrack.backends.base import Backend
     from gradtrack.config import GradientConfig
     from gradtrack.functional import (
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "Analyzer": "analyzers.base",
+    "JacobianAnalyzer": "analyzers.jacobian",
     "Backend": "backends.base",
     "GradientConfig": "config",
     "clip_gradients": "functional",
@@ -102,6 +104,7 @@ __all__ = [
     "Issue",
     "IssueSeverity",
     "IssueType",
+    "JacobianAnalyzer",
     "NaNInfHandler",
     "NanInfReport",
     "Panel",

@@ -1,0 +1,131 @@
+"""The inputs of blocks, kept from a forward pass so that the blocks can be run again on single samples."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from gradtrack.errors import UsageError
+from gradtrack.measure.trees import first_floating, replace, tensors
+
+_SAMPLES: Final = 1
+
+
+class BlockCall:
+    """The arguments of one call of a module for the first samples of its batch."""
+
+    def __init__(self, args: Any, kwargs: Any, num_samples: int = _SAMPLES) -> None:
+        first = _main(args, kwargs)
+        size = first.shape[0] if first is not None and first.dim() else None
+
+        def keep(tensor: Tensor) -> Tensor:
+            part = tensor[:num_samples] if size and tensor.dim() and tensor.shape[0] == size else tensor
+            return part.detach().clone()
+
+        self._batched = size is not None
+        self._size = size
+        self._args, self._kwargs = replace((args, kwargs), _once(keep))
+        self._main = _main(self._args, self._kwargs)
+        self.num_samples = min(num_samples, size) if size is not None else 1
+
+    def function(self, module: nn.Module, sample: int) -> tuple[Callable[[Tensor], Tensor], Tensor]:
+        """Return a module as a function of one sample of its main input, and that sample."""
+        main = self._main
+        if main is None:
+            raise UsageError(
+                f"module {type(module).__name__} takes no floating tensor: expected one to differentiate by."
+            )
+        dtype = next((param.dtype for param in module.parameters() if param.is_floating_point()), main.dtype)
+
+        def cut(tensor: Tensor) -> Tensor:
+            kept = main.shape[0] if main.dim() else None
+            part = tensor[sample : sample + 1] if self._batched and tensor.dim() and tensor.shape[0] == kept else tensor
+            return part.to(dtype) if part.is_floating_point() else part
+
+        def run(x: Tensor) -> Tensor:
+            args, kwargs = replace((self._args, self._kwargs), lambda tensor: x if tensor is main else cut(tensor))
+            output = first_floating(module(*args, **kwargs))
+            if output is None:
+                raise UsageError(f"module {type(module).__name__} returns no floating tensor: expected one.")
+            return output
+
+        return run, cut(main)
+
+
+class BlockInputs:
+    """Hooks that keep the inputs of blocks during forward passes that have a graph."""
+
+    def __init__(self, blocks: Mapping[str, nn.Module], num_samples: int = _SAMPLES) -> None:
+        self.calls: dict[str, BlockCall] = {}
+        self._handles = [
+            block.register_forward_pre_hook(_Keep(self, name, num_samples), with_kwargs=True)
+            for name, block in blocks.items()
+        ]
+
+    def close(self) -> None:
+        """Remove the hooks and forget the inputs."""
+        for handle in self._handles:
+            handle.remove()
+        self.calls = {}
+
+
+class _Keep:
+    """A forward pre-hook that a copy or a pickle of the block loses."""
+
+    def __init__(self, owner: BlockInputs, name: str, num_samples: int) -> None:
+        self._owner, self._name, self._num_samples = weakref.ref(owner), name, num_samples
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        owner = self._owner()
+        if owner is None or torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return
+        owner.calls[self._name] = BlockCall(args, kwargs, self._num_samples)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_Nothing, ())
+
+
+class _Nothing:
+    """What a pickled hook becomes."""
+
+    def __call__(self, *_: object) -> None:
+        return None
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Run a module as in evaluation, and put the mode of every part back."""
+    modes = [(part, part.training) for part in module.modules()]
+    try:
+        for part, _ in modes:
+            part.training = False
+        yield
+    finally:
+        for part, training in modes:
+            part.training = training
+
+
+def _main(args: Any, kwargs: Any) -> Tensor | None:
+    """Return the first floating tensor of the positional arguments, else of the others."""
+    for value in (args, kwargs):
+        found = [tensor for tensor in tensors(value) if tensor.is_floating_point()]
+        if found:
+            return found[0]
+    return None
+
+
+def _once(change: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Change a tensor that is passed twice once, so that it stays one tensor."""
+    done: dict[int, Tensor] = {}
+
+    def changed(tensor: Tensor) -> Tensor:
+        if id(tensor) not in done:
+            done[id(tensor)] = change(tensor)
+        return done[id(tensor)]
+
+    return changed
