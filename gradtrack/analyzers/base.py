@@ -51,6 +51,10 @@ class Snapshot:
     skipped: bool = False
 
 
+class Suggested(float):
+    """A threshold that nobody chose: it shows the usual value, and judgement goes by scale-free rules instead."""
+
+
 class Analyzer(ABC):
     """A look beyond the gradients, with a typed report and panels of its own.
 
