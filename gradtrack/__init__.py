@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from gradtrack.analyzers.base import Analyzer
     from gradtrack.analyzers.recurrent import RecurrentAnalyzer
     from gradtrack.analyzers.jacobian import JacobianAnalyzer
+    from gradtrack.analyzers.rl_policy import RLPolicyAnalyzer
+    from gradtrack.analyzers.transformer import TransformerAnalyzer
     from gradtrack.backends.base import Backend
     from gradtrack.config import GradientConfig
     from gradtrack.functional import (
@@ -58,6 +60,8 @@ if TYPE_CHECKING:
 _HOMES = {
     "Analyzer": "analyzers.base",
     "JacobianAnalyzer": "analyzers.jacobian",
+    "RLPolicyAnalyzer": "analyzers.rl_policy",
+    "TransformerAnalyzer": "analyzers.transformer",
     "Backend": "backends.base",
     "GradientConfig": "config",
     "clip_gradients": "functional",
@@ -109,10 +113,12 @@ __all__ = [
     "NanInfReport",
     "Panel",
     "ParameterStatistics",
+    "RLPolicyAnalyzer",
     "Record",
     "RecurrentAnalyzer",
     "StepReport",
     "TrainingSummary",
+    "TransformerAnalyzer",
     "__version__",
     "clip_gradients",
     "compute_gradient_norm",

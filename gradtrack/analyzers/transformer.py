@@ -1,0 +1,293 @@
+"""The analyzer of attention: entropy, heads and rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Final, final
+
+import torch
+from torch import Tensor, nn
+
+from gradtrack.analyzers.base import Analyzer, Schedule, Snapshot, Suggested, rarely
+from gradtrack.errors import UsageError
+from gradtrack.measure.attention_calls import Limits
+from gradtrack.measure.attention_recorder import AttentionRecorder, ForwardPass
+from gradtrack.measure.attention_report import AttentionReport, LayerReport, report_attention
+from gradtrack.measure.coherence import GradientCoherence
+from gradtrack.measure.untouched import offline_steps, untouched
+from gradtrack.records import Panel
+from gradtrack.reports import Issue, IssueSeverity, IssueType, Report
+
+_COLLAPSED: Final = 0.1
+_REDUNDANT: Final = 0.01
+_UNIFORM: Final = 0.9
+_ATTENTION_NAMES: Final = ("attention", "attn")
+
+
+@final
+class TransformerAnalyzer(Analyzer):
+    """Attention as it is computed, by layer and head, from the queries and keys of ordinary forward passes.
+
+    For a query i with n visible keys and probabilities p before dropout (causal, boolean and additive masks, padding
+    and grouped heads taken into account; rows that see fewer than two keys and padded queries left out):
+
+    - entropy H(p)/ln n: 1 for uniform attention, 0 for attention to one key; the mean, the lowest head, and the 5th
+      percentile over rows and heads. Its floor is the least entropy that logits of the same centred norm allow
+      (Zhai et al. 2023, theorem 3.1, by row).
+    - the largest logit, whose growth is the early warning of entropy collapse (Wortsman et al. 2023);
+    - sparsity: the share of visible keys with p < 0.1/n, so that uniform attention has none however long it is;
+    - head diversity: the generalised Jensen-Shannon divergence of the heads over ln min(heads, n), 0 for equal heads;
+    - the residual |X - mean|/|X| of the tokens that leave each block, 0 when they are all equal (Dong et al. 2021).
+      Low entropy and equal tokens are two different failures, so they are two fields.
+
+    Unless `min_entropy_threshold` or `min_diversity_threshold` is passed, only collapse itself is an issue: a layer
+    whose mean entropy is below 0.1, or heads that agree to 1 % of what they could differ while they do not look
+    everywhere alike. `rank_collapse_risk` is judged from the last block and from how much depth took away.
+
+    `enable_jacobian` adds `softmax_jacobian` per layer: the trace 1 - sum p^2 of the derivative of the softmax, near 0
+    where attention cannot learn any more. `enable_vector_analysis` adds `gradient_coherence`, the mean cosine between
+    the gradients of consecutive steps, which needs one copy of them. `track_attention_weights=False` looks at tokens
+    only.
+
+    Cost: on a sampled step O(sequences x heads x rows x keys) per layer with at most 2 sequences and 64 rows, and none
+    on any other. Compiled models are looked at offline only. No output and no kernel changes on any step.
+
+    >>> import torch
+    >>> from gradtrack import TransformerAnalyzer
+    >>> attention = torch.nn.MultiheadAttention(8, 2, batch_first=True)
+    >>> torch.nn.init.zeros_(attention.in_proj_weight).shape  # equal logits: uniform attention
+    torch.Size([24, 8])
+    >>> class Model(torch.nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.attention = attention
+    ...
+    ...     def forward(self, x):
+    ...         return self.attention(x, x, x, need_weights=False)[0]
+    >>> analyzer = TransformerAnalyzer(Model())
+    >>> issues, stats = analyzer.analyze(lambda: torch.randn(2, 16, 8), lambda output: output.sum(), steps=2)
+    >>> round(stats.attention_entropy_mean, 6), stats.attention_sparsity, round(stats.head_diversity, 6)
+    (1.0, 0.0, 0.0)
+    """
+
+    report_type: ClassVar[type[Report]] = AttentionReport
+    schedule: ClassVar[Schedule] = staticmethod(rarely)
+    panels: ClassVar[tuple[Panel, ...]] = (
+        Panel(
+            title="Attention entropy (1 = uniform)",
+            section="attention",
+            metrics=("attention/entropy_mean", "attention/entropy_min_head", "attention/entropy_p5"),
+            kind="multi-line",
+        ),
+        Panel(title="Entropy by layer", section="attention", metrics=("attention/entropy_mean/*",), kind="multi-line"),
+        Panel(
+            title="Largest attention logit", section="attention", metrics=("attention/max_logit/*",), kind="multi-line"
+        ),
+        Panel(
+            title="Sparsity and head diversity",
+            section="attention",
+            metrics=("attention/sparsity", "attention/head_diversity"),
+            kind="multi-line",
+        ),
+        Panel(
+            title="Difference of tokens after each block",
+            section="attention",
+            metrics=("attention/rank_residual/*",),
+            kind="multi-line",
+            log_scale=True,
+        ),
+    )
+
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        *,
+        enable_jacobian: bool = False,
+        enable_vector_analysis: bool = False,
+        min_entropy_threshold: float = Suggested(0.5),
+        min_diversity_threshold: float = Suggested(0.3),
+        track_attention_weights: bool = True,
+        max_sequences: int = 2,
+        max_rows: int = 64,
+    ) -> None:
+        if max_sequences < 1 or max_rows < 1:
+            raise UsageError(f"max_sequences {max_sequences}, max_rows {max_rows}: expected at least 1 of each.")
+        self.model = model
+        self.enable_jacobian, self.enable_vector_analysis = enable_jacobian, enable_vector_analysis
+        self.min_entropy_threshold = min_entropy_threshold
+        self.min_diversity_threshold = min_diversity_threshold
+        self.track_attention_weights = track_attention_weights
+        self.max_sequences, self.max_rows = max_sequences, max_rows
+        self._recorder: AttentionRecorder | None = None
+        self._coherence = GradientCoherence()
+        self._notes: list[str] = []
+
+    @classmethod
+    def suits(cls, model: nn.Module) -> str | None:
+        for name, module in model.named_modules():
+            kind = type(module).__name__
+            if isinstance(module, nn.MultiheadAttention) or any(word in kind.lower() for word in _ATTENTION_NAMES):
+                return f"module {name or 'itself'!r} is {kind}"
+        return None
+
+    def analyze(
+        self,
+        input_fn: Callable[[], Any],
+        loss_fn: Callable[[Any], Tensor],
+        steps: int = 20,
+        optimizer: Any = None,
+    ) -> tuple[list[Issue], AttentionReport]:
+        """Look at forward passes on batches of `input_fn`; return the issues and the report on all of them.
+
+        The model is left as it was, unless an optimizer is passed, which then trains it.
+        """
+        model = _eager(self._model())
+        passes: list[ForwardPass] = []
+        coherence = GradientCoherence()
+        recorder = self._new_recorder(model)
+        with untouched(model, optimizer), torch.compiler.set_stance("force_eager"), recorder.armed():
+            for _ in offline_steps(model, input_fn, loss_fn, steps, optimizer):
+                found = recorder.take()
+                passes += [] if found is None else [found]
+                if self.enable_vector_analysis:
+                    coherence.add(model)
+        report = self._report(passes, coherence, step=steps)
+        return report.issues, report
+
+    def print_summary(self, issues: Sequence[Issue], stats: AttentionReport) -> None:
+        """Print the issues and the report, one line per layer."""
+        print(summary(issues, stats))  # noqa: T201
+
+    def arm(self, model: nn.Module) -> None:
+        self._notes = []
+        if _is_compiled(model):
+            self._notes = ["attention was not looked at: the model is compiled. Analyze the uncompiled model offline."]
+            return
+        self._recorder = self._new_recorder(model)
+        self._recorder.arm()
+
+    def inspect(self, snapshot: Snapshot) -> Report | None:
+        found = None if self._recorder is None else self._recorder.take()
+        if found is None:
+            return AttentionReport(num_passes=0) if self._notes else None
+        if self.enable_vector_analysis:
+            self._coherence.add(snapshot.model)
+        if found.num_calls == 0:
+            self._notes.append("attention was not seen: the forward pass called no attention that can be heard.")
+        return self._report([found], self._coherence, step=snapshot.step)
+
+    def disarm(self) -> None:
+        if self._recorder is not None:
+            self._recorder.disarm()
+            self._recorder = None
+
+    def notes(self) -> list[str]:
+        return list(self._notes)
+
+    def _model(self) -> nn.Module:
+        if self.model is None:
+            raise UsageError("analyze without a model: expected one. Construct TransformerAnalyzer(model).")
+        return self.model
+
+    def _new_recorder(self, model: nn.Module) -> AttentionRecorder:
+        limits = Limits(self.max_sequences, self.max_rows)
+        return AttentionRecorder(model, limits=limits, weights=self.track_attention_weights)
+
+    def _report(self, passes: Sequence[ForwardPass], coherence: GradientCoherence, *, step: int) -> AttentionReport:
+        report = report_attention(passes, softmax_jacobian=self.enable_jacobian)
+        issues = [issue.model_copy(update={"step": step, "window": len(passes)}) for issue in self._issues(report)]
+        return report.model_copy(update={"issues": issues, "gradient_coherence": coherence.mean()})
+
+    def _issues(self, report: AttentionReport) -> list[Issue]:
+        found = [issue for layer in report.layers for issue in (*self._entropy(layer), *self._redundancy(layer))]
+        return found + _rank_collapse(report)
+
+    def _entropy(self, layer: LayerReport) -> list[Issue]:
+        chosen = not isinstance(self.min_entropy_threshold, Suggested)
+        limit = float(self.min_entropy_threshold) if chosen else _COLLAPSED
+        if not layer.entropy_mean < limit:
+            return []
+        return [
+            Issue(
+                issue_type=IssueType.ATTN_ENTROPY_COLLAPSE,
+                severity=IssueSeverity.HIGH if layer.entropy_mean < _COLLAPSED else IssueSeverity.MEDIUM,
+                layer=layer.name,
+                message=(
+                    f"Attention looks at few positions: its entropy is {layer.entropy_mean:.3g} of ln(visible keys), "
+                    f"the largest logit {layer.max_logit:.3g}."
+                ),
+                statistic="attention_entropy_mean",
+                value=layer.entropy_mean,
+                threshold=limit,
+                recommendation="Normalise queries and keys, lower the learning rate or lengthen the warm-up.",
+            )
+        ]
+
+    def _redundancy(self, layer: LayerReport) -> list[Issue]:
+        """Judge heads only while they look somewhere in particular: uniform heads are equal by necessity."""
+        chosen = not isinstance(self.min_diversity_threshold, Suggested)
+        limit = float(self.min_diversity_threshold) if chosen else _REDUNDANT
+        if layer.head_diversity is None or layer.entropy_mean > _UNIFORM or not layer.head_diversity < limit:
+            return []
+        return [
+            Issue(
+                issue_type=IssueType.HEAD_REDUNDANCY,
+                severity=IssueSeverity.MEDIUM,
+                layer=layer.name,
+                message=f"The {len(layer.heads)} heads do nearly the same: diversity {layer.head_diversity:.3g}.",
+                statistic="head_diversity",
+                value=layer.head_diversity,
+                threshold=limit,
+                recommendation="Use fewer heads, or initialise their projections independently.",
+            )
+        ]
+
+
+def _rank_collapse(report: AttentionReport) -> list[Issue]:
+    if report.rank_collapse_risk in (None, "LOW"):
+        return []
+    first, last = report.blocks[0], report.blocks[-1]
+    limit = 0.01 if report.rank_collapse_risk == "HIGH" else 0.1
+    return [
+        Issue(
+            issue_type=IssueType.RANK_COLLAPSE,
+            severity=IssueSeverity.HIGH if report.rank_collapse_risk == "HIGH" else IssueSeverity.MEDIUM,
+            layer=next((block.name for block in report.blocks if block.residual < max(limit, last.residual * 2)), ""),
+            message=(
+                f"Tokens become equal with depth: their difference is {first.residual:.3g} of their size after "
+                f"{first.name or 'the first block'} and {last.residual:.3g} after {last.name or 'the last'}."
+            ),
+            statistic="rank_residual",
+            value=last.residual,
+            threshold=limit,
+            recommendation="Check the skip connections and their scale; normalise before each block, not after it.",
+        )
+    ]
+
+
+def summary(issues: Sequence[Issue], stats: AttentionReport) -> str:
+    """Return the report as text."""
+    lines = [f"attention over {stats.num_passes} passes, {len(issues)} issues"]
+    for layer in stats.layers:
+        diversity = "n/a" if layer.head_diversity is None else f"{layer.head_diversity:.3f}"
+        lines.append(
+            f"  {layer.name or 'model'}: entropy {layer.entropy_mean:.3f} (lowest head {layer.entropy_min_head:.3f}, "
+            f"floor {layer.entropy_floor:.3f}), max logit {layer.max_logit:.3g}, sparsity {layer.sparsity:.3f}, "
+            f"head diversity {diversity}"
+        )
+    lines += [f"  {block.name or 'model'}: token difference {block.residual:.3g}" for block in stats.blocks]
+    lines.append(f"  rank collapse risk: {stats.rank_collapse_risk or 'unknown'}")
+    return "\n".join([*lines, *(str(issue) for issue in issues)])
+
+
+def _eager(model: nn.Module) -> nn.Module:
+    """Return the module that a compiled one was made from."""
+    inner = getattr(model, "_orig_mod", model)
+    return inner if isinstance(inner, nn.Module) else model
+
+
+def _is_compiled(model: nn.Module) -> bool:
+    return any(
+        hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+        for module in model.modules()
+    )

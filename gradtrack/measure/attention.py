@@ -1,0 +1,146 @@
+"""What attention does: entropy over visible keys and its floor, sparsity, diversity of heads, likeness of tokens."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gradtrack.measure.spectra import effective_rank
+
+_SPARSE: float = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionRows:
+    """A few query rows of one attention call: logits (batch, heads, rows, keys) and which keys each row sees.
+
+    `genuine` (batch, rows) tells the queries that are no padding.
+    """
+
+    logits: Tensor
+    visible: Tensor
+    genuine: Tensor
+
+    @property
+    def weights(self) -> Tensor:
+        """Return the probabilities before dropout; a row that sees no key is all zero."""
+        return torch.softmax(self.logits.masked_fill(~self.visible, -math.inf), dim=-1).nan_to_num(nan=0.0)
+
+
+def normalized_entropy(weights: Tensor, visible: Tensor) -> Tensor:
+    """Return the entropy of each row over ln of the number of its visible keys; NaN with fewer than two of them."""
+    count = visible.sum(-1)
+    entropy = torch.special.entr(weights).sum(-1) / count.clamp_min(2).log()
+    return torch.where(count >= 2, entropy, math.nan)
+
+
+def entropy_floor(spread: Tensor, count: Tensor) -> Tensor:
+    """Return the least entropy in nats of a row of `count` logits whose centred norm is `spread` (Zhai et al. 2023)."""
+    others = count.clamp_min(2).to(spread.dtype) - 1
+    gap = spread * ((others + 1) / others).sqrt()
+    odds = others * torch.exp(-gap)
+    return torch.where(count >= 2, torch.log1p(odds) + odds * gap / (1 + odds), math.nan)
+
+
+def sparsity(weights: Tensor, visible: Tensor) -> Tensor:
+    """Return the share of a row's visible keys whose weight is below a tenth of the uniform weight."""
+    count = visible.sum(-1)
+    faint = (weights < _SPARSE / count.clamp_min(1).unsqueeze(-1)) & visible
+    return torch.where(count >= 2, faint.sum(-1) / count.clamp_min(1), math.nan)
+
+
+def head_diversity(weights: Tensor, visible: Tensor) -> Tensor:
+    """Return the generalised Jensen-Shannon divergence of the heads of each row, over its largest possible value.
+
+    0 means that all heads do the same, 1 that no two look at the same key; NaN for a single head or a single key.
+    """
+    heads = weights.shape[-3]
+    count = visible.sum(-1).amax(-2)
+    mixed = torch.special.entr(weights.mean(-3)).sum(-1)
+    alone = torch.special.entr(weights).sum(-1).mean(-2)
+    largest = count.clamp(2, max(heads, 2)).log()
+    return torch.where((count >= 2) & (heads >= 2), ((mixed - alone) / largest).clamp_min(0.0), math.nan)
+
+
+def rank_residual(tokens: Tensor) -> float:
+    """Return how far tokens (tokens, features) are from being all equal: 0 when they are, near 1 when they differ."""
+    values = tokens.double()
+    size = float(values.norm())
+    return float((values - values.mean(0)).norm()) / size if size > 0 else 0.0
+
+
+def mean_cosine(tokens: Tensor) -> float:
+    """Return the mean cosine between two different tokens; NaN for fewer than two."""
+    count = tokens.shape[0]
+    if count < 2:
+        return math.nan
+    units = torch.nn.functional.normalize(tokens.double(), dim=-1)
+    total = float(units.sum(0).square().sum()) - float(units.square().sum())
+    return total / (count * (count - 1))
+
+
+def token_rank(tokens: Tensor) -> float:
+    """Return the effective rank of the tokens after their mean is taken away."""
+    values = tokens.double()
+    return effective_rank(torch.linalg.svdvals(values - values.mean(0)))
+
+
+@dataclass(frozen=True, slots=True)
+class HeadStatistics:
+    """The sums of one attention call: a vector over heads for each quantity, and numbers for the whole layer."""
+
+    entropy: Tensor
+    floor: Tensor
+    sparsity: Tensor
+    max_logit: Tensor
+    softness: Tensor
+    low_entropy: Tensor
+    diversity: Tensor
+    num_rows: int
+    num_keys: int
+
+
+def measure_heads(rows: AttentionRows) -> HeadStatistics | None:
+    """Reduce the rows of one call over sequences and queries; None where no genuine row sees two keys."""
+    counted = (rows.visible.sum(-1) >= 2) & rows.genuine.unsqueeze(1)
+    num_rows = int(counted.any(1).sum())
+    if num_rows == 0:
+        return None
+    weights, visible = rows.weights, rows.visible
+    count = visible.sum(-1)
+    entropy = _only(normalized_entropy(weights, visible), counted)
+    diversity = torch.where(rows.genuine, head_diversity(weights, visible), math.nan)
+    floor = entropy_floor(_spread(rows), count) / count.clamp_min(2).log()
+    softness = 1 - weights.square().sum(-1)
+    shown = rows.logits.masked_fill(~(visible & counted.unsqueeze(-1)), -math.inf)
+    return HeadStatistics(
+        entropy=_mean(entropy),
+        floor=_mean(_only(floor, counted)),
+        sparsity=_mean(_only(sparsity(weights, visible), counted)),
+        max_logit=shown.amax((0, 2, 3)),
+        softness=_mean(_only(softness, counted)),
+        low_entropy=torch.nanquantile(entropy, 0.05),
+        diversity=diversity.nanmean(),
+        num_rows=num_rows,
+        num_keys=rows.logits.shape[-1],
+    )
+
+
+def _spread(rows: AttentionRows) -> Tensor:
+    """Return the norm of each row's visible logits after their mean is taken away."""
+    visible = rows.visible
+    logits = rows.logits.masked_fill(~visible, 0.0)
+    mean = logits.sum(-1, keepdim=True) / visible.sum(-1, keepdim=True).clamp_min(1)
+    return torch.linalg.vector_norm((logits - mean).masked_fill(~visible, 0.0), dim=-1)
+
+
+def _only(values: Tensor, counted: Tensor) -> Tensor:
+    return torch.where(counted, values, math.nan)
+
+
+def _mean(values: Tensor) -> Tensor:
+    """Reduce (batch, heads, rows) to a vector over heads."""
+    return torch.nanmean(values.transpose(0, 1).flatten(1), dim=1)

@@ -1,0 +1,203 @@
+"""Seeing the attention calls of this thread, however their functions were imported, without changing what they do."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any, Final, Protocol
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+_F: Final = torch.nn.functional
+
+
+class Listener(Protocol):
+    """What is told about each attention call, before it runs."""
+
+    def on_attention(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Take the arguments of `scaled_dot_product_attention`."""
+
+    def on_softmax(self, logits: Any, dim: int | None, num_heads: int | None) -> None:
+        """Take a softmax, and the number of heads where it belongs to multi-head attention."""
+
+    def on_packed(
+        self, source: Tensor, heads: int, weight: Tensor, bias: Tensor | None, mask: Tensor | None, kind: int | None
+    ) -> None:
+        """Take the input and the weights of one of torch's fused attentions."""
+
+
+class _Thread(threading.local):
+    """What this thread listens with, and what it is within."""
+
+    def __init__(self) -> None:
+        self.listener: Listener | None = None
+        self.busy = False
+        self.heads: int | None = None
+
+
+_thread = _Thread()
+
+
+def _tell(call: Callable[[Listener], None], run: Callable[[], Any]) -> Any:
+    """Tell the listener once, then run the original with the listener's ears closed."""
+    listener = _thread.listener
+    if listener is None or _thread.busy:
+        return run()
+    _thread.busy = True
+    try:
+        call(listener)
+        return run()
+    finally:
+        _thread.busy = False
+
+
+class _Mode(TorchFunctionMode):
+    """Sees functions that were imported by name, and methods; torch hands it each call before it runs."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        hear = _HEARD.get(func)
+        return func(*args, **kwargs) if hear is None else hear(func, args, kwargs)
+
+
+def _hear_attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return _tell(lambda listener: listener.on_attention(args, kwargs), functools.partial(func, *args, **kwargs))
+
+
+def _hear_softmax(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    logits, dim = _argument(args, kwargs, 0, "input"), _argument(args, kwargs, 1, "dim")
+    heads = _thread.heads
+    return _tell(
+        lambda listener: listener.on_softmax(logits, dim, heads),
+        functools.partial(func, *args, **kwargs),
+    )
+
+
+def _hear_multi_head(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    heads = _argument(args, kwargs, 4, "num_heads")
+    before, _thread.heads = _thread.heads, heads if isinstance(heads, int) else None
+    try:
+        return func(*args, **kwargs)
+    finally:
+        _thread.heads = before
+
+
+def _hear_fused_layer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Hear `_transformer_encoder_layer_fwd`, which normalises its input first where the layer does so."""
+
+    def told(listener: Listener) -> None:
+        source: Tensor = args[0]
+        if args[8]:
+            source = _F.layer_norm(source, (source.shape[-1],), args[10], args[11], args[9])
+        listener.on_packed(source, args[2], args[3], args[4], *args[18:20])
+
+    return _tell(told, functools.partial(func, *args, **kwargs))
+
+
+def _hear_fused_attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Hear `_native_multi_head_attention`."""
+    return _tell(
+        lambda listener: listener.on_packed(args[0], args[4], args[5], args[6], args[9], args[12]),
+        functools.partial(func, *args, **kwargs),
+    )
+
+
+def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], position: int, name: str) -> Any:
+    return args[position] if len(args) > position else kwargs.get(name)
+
+
+_HEARD: Final[dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]]] = {
+    _F.scaled_dot_product_attention: _hear_attention,
+    _F.multi_head_attention_forward: _hear_multi_head,
+    **dict.fromkeys((_F.softmax, torch.softmax, torch.special.softmax, Tensor.softmax), _hear_softmax),
+}
+_REBOUND: Final = (
+    (_F, "scaled_dot_product_attention", _hear_attention),
+    (_F, "multi_head_attention_forward", _hear_multi_head),
+    (_F, "softmax", _hear_softmax),
+    (torch, "_transformer_encoder_layer_fwd", _hear_fused_layer),
+    (torch, "_native_multi_head_attention", _hear_fused_attention),
+)
+
+
+def _rebound(func: Any, hear: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> Any:
+    """Return a function that is heard and otherwise does what the one bound until now does."""
+
+    @functools.wraps(func)
+    def heard(*args: Any, **kwargs: Any) -> Any:
+        return hear(func, args, kwargs)
+
+    return heard
+
+
+class _Bindings:
+    """The rebinding of torch's names, shared by all listeners and taken back with the last of them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users = 0
+        self._originals: list[tuple[Any, str, Any, Any]] = []
+
+    def take(self) -> None:
+        """Rebind the names, unless another listener has them rebound."""
+        with self._lock:
+            self._users += 1
+            if self._users > 1:
+                return
+            for home, name, hear in _REBOUND:
+                func = getattr(home, name)
+                self._originals.append((home, name, func, _rebound(func, hear)))
+                setattr(home, name, self._originals[-1][3])
+
+    def give_back(self) -> None:
+        """Put the names back after the last listener."""
+        with self._lock:
+            self._users -= 1
+            if self._users == 0:
+                for home, name, original, heard in self._originals:
+                    if getattr(home, name) is heard:  # else someone rebound it meanwhile, on top of ours
+                        setattr(home, name, original)
+                self._originals = []
+
+
+_bindings = _Bindings()
+
+
+class Interception:
+    """The time in which a listener hears the attention calls of the thread that opened it."""
+
+    def __init__(self, listener: Listener) -> None:
+        self._outer = _thread.listener
+        self._mode = _Mode()
+        self._open = True
+        self._thread = threading.get_ident()
+        _thread.listener = listener
+        _bindings.take()
+        self.see_imported(True)
+
+    def see_imported(self, wanted: bool) -> None:
+        """Hear functions imported by name too, or not: while torch decides for its fused kernels nothing may."""
+        if wanted and self._mode not in _modes():
+            self._mode.__enter__()  # type: ignore[no-untyped-call]
+        elif not wanted and _modes()[-1:] == [self._mode]:
+            self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    def close(self) -> None:
+        """Put everything back; a second call does nothing."""
+        if not self._open:
+            return
+        self._open = False
+        _bindings.give_back()
+        if threading.get_ident() == self._thread:
+            self.see_imported(False)
+            _thread.listener, _thread.busy, _thread.heads = self._outer, False, None
+
+
+def _modes() -> list[TorchFunctionMode]:
+    """Return the modes of this thread, the innermost last."""
+    return torch.overrides._get_current_function_mode_stack()  # type: ignore[no-any-return, no-untyped-call]
