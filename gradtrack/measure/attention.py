@@ -134,7 +134,8 @@ def _spread(rows: AttentionRows) -> Tensor:
     visible = rows.visible
     logits = rows.logits.masked_fill(~visible, 0.0)
     mean = logits.sum(-1, keepdim=True) / visible.sum(-1, keepdim=True).clamp_min(1)
-    return torch.linalg.vector_norm((logits - mean).masked_fill(~visible, 0.0), dim=-1)
+    centred: Tensor = (logits - mean).masked_fill(~visible, 0.0)
+    return centred.square().sum(-1).sqrt()
 
 
 def _only(values: Tensor, counted: Tensor) -> Tensor:

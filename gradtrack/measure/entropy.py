@@ -1,0 +1,109 @@
+"""Entropies of action distributions, each normalised in the one way that means something for its kind."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cache
+from typing import Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_LOG_RANGE: Final = 0.5 * math.log(2 * math.pi * math.e)
+_POINTS: Final = 128
+_STATES: Final = 128
+
+
+def log_probabilities(logits: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Return normalised log-probabilities in float64; `mask` is true for the actions that are allowed."""
+    values = logits.detach().double()
+    if mask is not None:
+        values = values.masked_fill(~mask.to(values.device, torch.bool), -math.inf)
+    return torch.log_softmax(values, dim=-1)
+
+
+def categorical_entropy(log_probs: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the entropy in nats and ln of the number of possible actions, each over all but the last axis."""
+    entropy = torch.special.entr(log_probs.exp()).sum(-1)
+    return entropy, (log_probs > -math.inf).sum(-1).clamp_min(1).double().log()
+
+
+def marginal_entropy(log_probs: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the entropy of the action averaged over states (states, actions), and the largest that it can be."""
+    mean = log_probs.exp().mean(0)
+    possible = (log_probs > -math.inf).any(0).sum().clamp_min(1)
+    return torch.special.entr(mean).sum(), possible.double().log()
+
+
+def normal_entropy(std: Tensor) -> Tensor:
+    """Return the differential entropy of a Gaussian in nats, which can be negative: never divide it by anything."""
+    return _LOG_RANGE + std.detach().double().log()
+
+
+def effective_range(std: Tensor, width: Tensor | float) -> Tensor:
+    """Return the share of an action range of this width that a Gaussian covers, at most 1."""
+    share = std.detach().double() * math.exp(_LOG_RANGE) / torch.as_tensor(width, dtype=torch.float64)
+    return share.clamp_max(1.0)
+
+
+def tanh_normal_entropy(mean: Tensor, std: Tensor) -> Tensor:
+    """Return the differential entropy in nats of tanh of a Gaussian, by 128-point Gauss-Hermite quadrature.
+
+    It is at most ln 2, near a standard deviation of 0.87, and falls on both sides: a wide one piles up at the ends.
+    """
+    nodes, weights = _hermite(_POINTS)
+    scale = std.detach().double()
+    location = mean.detach().double() + torch.zeros_like(scale)
+    scale = scale + torch.zeros_like(location)
+    points = location.unsqueeze(-1) + scale.unsqueeze(-1) * nodes.to(scale.device)
+    slope = 2 * (math.log(2) - points - torch.nn.functional.softplus(-2 * points))
+    extra: Tensor = (slope * weights.to(scale.device)).sum(-1)
+    return normal_entropy(scale) + extra
+
+
+def normal_marginal_entropy(mean: Tensor, std: Tensor) -> Tensor:
+    """Return the entropy of each dimension of Gaussians mixed over at most 128 states (states, dimensions)."""
+    chosen = torch.linspace(0, len(mean) - 1, min(len(mean), _STATES), device=mean.device).long()
+    location, scale = mean.detach().double()[chosen], std.detach().double()[chosen]
+    nodes, weights = (part.to(mean.device) for part in _hermite(32))
+    points = location.unsqueeze(-1) + scale.unsqueeze(-1) * nodes
+    total = torch.zeros(mean.shape[-1], dtype=torch.float64, device=mean.device)
+    for dimension in range(mean.shape[-1]):
+        center, width = location[:, dimension], scale[:, dimension]
+        distance = (points[:, dimension].unsqueeze(-1) - center) / width
+        log_density = -0.5 * distance**2 - width.log() - 0.5 * math.log(2 * math.pi)
+        mixed = torch.logsumexp(log_density, dim=-1) - math.log(len(center))
+        total[dimension] = -(mixed * weights).sum(-1).mean()
+    return total
+
+
+@cache
+def _hermite(count: int) -> tuple[Tensor, Tensor]:
+    """Return nodes and weights of the expectation under a standard Gaussian."""
+    nodes, weights = np.polynomial.hermite_e.hermegauss(count)
+    return torch.from_numpy(nodes), torch.from_numpy(weights / weights.sum())
+
+
+def theil_sen(values: Sequence[float]) -> float:
+    """Return the median slope between any two of evenly spaced values; 0 for fewer than two."""
+    series = np.asarray(values, dtype=np.float64)
+    first, second = np.triu_indices(len(series), 1)
+    return float(np.median((series[second] - series[first]) / (second - first))) if len(series) > 1 else 0.0
+
+
+def mann_kendall(values: Sequence[float]) -> tuple[float, float]:
+    """Return Kendall's sum of signs over all pairs and the two-sided p of no trend, ties taken into account."""
+    series = np.asarray(values, dtype=np.float64)
+    count = len(series)
+    if count < 3:
+        return 0.0, 1.0
+    first, second = np.triu_indices(count, 1)
+    total = float(np.sign(series[second] - series[first]).sum())
+    ties = np.unique(series, return_counts=True)[1].astype(np.float64)
+    variance = (count * (count - 1) * (2 * count + 5) - float((ties * (ties - 1) * (2 * ties + 5)).sum())) / 18
+    if variance <= 0 or total == 0:
+        return total, 1.0
+    score = (abs(total) - 1) / math.sqrt(variance)
+    return total, math.erfc(score / math.sqrt(2))

@@ -1,0 +1,115 @@
+"""One observation of a policy: the numbers that its action distribution comes down to."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradtrack.measure.action_parts import Choice, Gaussian, Other, Part
+from gradtrack.measure.entropy import (
+    categorical_entropy,
+    effective_range,
+    marginal_entropy,
+    normal_entropy,
+    normal_marginal_entropy,
+    tanh_normal_entropy,
+)
+
+
+def measure_policy(parts: Sequence[Part], *, action_range: Any = None, marginals: bool = True) -> dict[str, Tensor]:
+    """Return the numbers of one observation as scalars on the policy's device; what cannot be told is left out."""
+    with torch.no_grad():
+        choices = [part for part in parts if isinstance(part, Choice)]
+        values = _discrete(choices, marginals) if choices else {}
+        return {
+            **values,
+            **_continuous([part for part in parts if not isinstance(part, Choice)], action_range, marginals),
+        }
+
+
+def _discrete(choices: Sequence[Choice], marginals: bool) -> dict[str, Tensor]:
+    pairs = [categorical_entropy(choice.log_probs) for choice in choices]
+    entropy, largest = (torch.stack(column, dim=-1) for column in zip(*pairs, strict=True))
+    total, possible = entropy.sum(-1), largest.sum(-1)
+    shares = torch.where(largest > 0, entropy / largest, math.nan)
+    values = {
+        "discrete_entropy_mean": total.mean(),
+        "discrete_entropy_normalized": torch.where(possible > 0, total / possible, math.nan).nanmean(),
+        "discrete_entropy_min": torch.nanmean(shares, dim=0).nan_to_num(nan=math.inf).amin(),
+        "num_states": torch.tensor(float(len(total))),
+    }
+    if marginals:
+        found = [marginal_entropy(choice.log_probs) for choice in choices]
+        marginal, limit = (torch.stack(column).sum() for column in zip(*found, strict=True))
+        values["marginal_entropy"] = marginal
+        values["marginal_entropy_normalized"] = marginal / limit if limit > 0 else torch.tensor(math.nan)
+    return values
+
+
+def _continuous(parts: Sequence[Part], action_range: Any, marginals: bool) -> dict[str, Tensor]:
+    tables = [_dimensions(part, action_range, marginals) for part in parts]
+    if not tables:
+        return {}
+    values = {"continuous_entropy_mean": sum((table["entropy"].sum(-1).mean() for table in tables), torch.zeros(()))}
+    stds = [table["std"].mean(0) for table in tables if "std" in table]
+    if stds:
+        flat = torch.cat(stds)
+        values |= {"continuous_std_mean": flat.mean(), "continuous_std_min": flat.amin()}
+    for name in ("range", "relative_std"):
+        known = [table[name] for table in tables if name in table]
+        if known:
+            flat = torch.cat(known)
+            values |= {f"continuous_{name}_mean": flat.mean(), f"continuous_{name}_min": flat.amin()}
+    if marginals and all("marginal" in table for table in tables):
+        values["continuous_marginal_entropy"] = torch.stack([table["marginal"].sum() for table in tables]).sum()
+    values["num_states"] = torch.tensor(float(len(tables[0]["entropy"])))
+    if any(isinstance(part, Gaussian) and part.squashed for part in parts):
+        values["squashed"] = torch.ones(())
+    return values
+
+
+def _dimensions(part: Part, action_range: Any, marginals: bool) -> Mapping[str, Tensor]:
+    """Return the columns of one continuous part: entropy by state, the share of its range by dimension, and more."""
+    if isinstance(part, Other):
+        return _of_other(part, action_range)
+    assert isinstance(part, Gaussian)
+    plain = normal_entropy(part.std)
+    table = {"std": part.std.double(), "entropy": plain}
+    width = _width_of(action_range, part.std)
+    if part.squashed:
+        scale = torch.zeros(()) if part.log_scale is None else part.log_scale.to(plain.device)
+        squashed = tanh_normal_entropy(part.mean, part.std)
+        table["entropy"] = squashed + scale
+        table["range"] = squashed.mean(0).exp() / 2
+    elif part.joint_entropy is not None:
+        table["entropy"] = part.joint_entropy.double().unsqueeze(-1)
+    if width is not None and not part.squashed:
+        table["range"] = effective_range(part.std, width).mean(0)
+        table["relative_std"] = (part.std.double() / (width / 2)).mean(0)
+    if marginals and part.joint_entropy is None:
+        slope = (table["entropy"] - plain).mean(0)
+        table["marginal"] = normal_marginal_entropy(part.mean, part.std) + slope
+    return table
+
+
+def _of_other(part: Other, action_range: Any) -> Mapping[str, Tensor]:
+    table = {"entropy": part.entropy}
+    if part.std is not None:
+        table["std"] = part.std.double()
+    width = _width_of(action_range, part.entropy)
+    if part.width is not None and width is None:
+        width = torch.tensor(part.width, dtype=torch.float64)
+    if width is not None:
+        table["range"] = (part.entropy.mean(0).exp() / width).clamp_max(1.0)
+    return table
+
+
+def _width_of(action_range: Any, like: Tensor) -> Tensor | None:
+    if action_range is None:
+        return None
+    low, high = (torch.as_tensor(limit, dtype=torch.float64, device=like.device) for limit in action_range)
+    return high - low

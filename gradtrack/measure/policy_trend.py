@@ -1,0 +1,119 @@
+"""The recent past of a policy: whether its entropy falls, and whether that bought return."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from typing import Any, Final, Literal
+
+from gradtrack.measure.entropy import mann_kendall, theil_sen
+
+Risk = Literal["LOW", "MEDIUM", "HIGH"]
+Adequacy = Literal["TOO_LOW", "ADEQUATE", "TOO_HIGH"]
+FLOOR: Final = 0.1
+_WINDOW: Final = 50
+_RETURNS: Final = 512
+_FIRST: Final = 16
+_ENOUGH: Final = 8
+_SIGNIFICANT: Final = 0.05
+
+
+class PolicyHistory:
+    """The last 50 levels of entropy, and returns: the first 16 and the last 512.
+
+    A level is a normalised entropy between 0 and 1.
+    """
+
+    def __init__(self) -> None:
+        self.levels: deque[float] = deque(maxlen=_WINDOW)
+        self.returns: deque[float] = deque(maxlen=_RETURNS)
+        self.first: list[float] = []
+        self.num_returns = 0
+
+    def add(self, level: float | None, episode_return: float | None = None) -> None:
+        """Take in one observation; what is not finite is left out."""
+        if level is not None and math.isfinite(level):
+            self.levels.append(level)
+        if episode_return is not None and math.isfinite(episode_return):
+            self.num_returns += 1
+            self.returns.append(episode_return)
+            if len(self.first) < _FIRST:
+                self.first.append(episode_return)
+
+    @property
+    def slope(self) -> float | None:
+        """Return the Theil-Sen slope of the level per observation, or None before there are eight."""
+        return theil_sen(self.levels) if len(self.levels) >= _ENOUGH else None
+
+    @property
+    def falling_in(self) -> float:
+        """Return after how many observations a level that falls significantly will be at its floor."""
+        slope = self.slope
+        if slope is None or slope >= 0 or mann_kendall(self.levels)[1] > _SIGNIFICANT:
+            return math.inf
+        return max(self.levels[-1] - FLOOR, 0.0) / -slope
+
+    @property
+    def rising(self) -> bool | None:
+        """Tell whether recent returns rise significantly, or None without enough of them."""
+        recent = list(self.returns)[-_WINDOW:]
+        if len(recent) < _ENOUGH:
+            return None
+        total, chance = mann_kendall(recent)
+        return total > 0 and chance <= _SIGNIFICANT
+
+    @property
+    def solved(self) -> bool:
+        """Tell whether returns improved significantly since the start and stay at 90 % of their best improvement."""
+        if len(self.returns) < _ENOUGH:
+            return False
+        values = list(self.returns)
+        quarter = max(len(values) // 4, 2)
+        start = _average(self.first[: max(min(len(self.first), self.num_returns // 4), 2)])
+        recent = _average(values[-quarter:])
+        best = max(_average(values[at : at + quarter]) for at in range(len(values) - quarter + 1))
+        improved = mann_kendall([*self.first, *values] if self.num_returns > len(values) else values)
+        significant = improved[0] > 0 and improved[1] <= _SIGNIFICANT
+        return significant and recent > start and recent - start >= 0.9 * (best - start)
+
+    @property
+    def pays(self) -> bool | None:
+        """Tell whether the policy earns more by what it does, so that little entropy is no fault; None if unknown."""
+        rising = self.rising
+        return None if rising is None else rising or self.solved
+
+    def risk(self, level: float | None, *, informed: bool = False) -> Risk | None:
+        """Judge the risk of collapse; an `informed` policy is nearly deterministic but acts differently by state."""
+        if level is None or not math.isfinite(level):
+            return None
+        if self.pays:
+            return "LOW"
+        if level < FLOOR:
+            return "MEDIUM" if informed and self.pays is None else "HIGH"
+        falling_in = self.falling_in
+        if falling_in < _WINDOW / 2:
+            return "HIGH"
+        return "MEDIUM" if falling_in < 2 * _WINDOW else "LOW"
+
+    def adequacy(self, level: float | None, least: float) -> Adequacy | None:
+        """Judge exploration against a least level; too much of it needs returns that stagnate after a warm-up."""
+        if level is None or not math.isfinite(level):
+            return None
+        if level < least and not self.pays:
+            return "TOO_LOW"
+        return "TOO_HIGH" if level > 0.95 and self.pays is False and self.num_returns >= _WINDOW else "ADEQUATE"
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the past as plain data."""
+        return {**vars(self), "levels": list(self.levels), "returns": list(self.returns), "first": list(self.first)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` returned."""
+        self.levels = deque(state["levels"], maxlen=_WINDOW)
+        self.returns = deque(state["returns"], maxlen=_RETURNS)
+        self.first, self.num_returns = list(state["first"]), int(state["num_returns"])
+
+
+def _average(values: list[float]) -> float:
+    return sum(values) / len(values)
