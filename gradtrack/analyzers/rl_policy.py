@@ -117,6 +117,7 @@ class RLPolicyAnalyzer(Analyzer):
         self._history = PolicyHistory()
         self._pending: list[tuple[Sample, float | None]] = []
         self._coherence = GradientCoherence()
+        self._found: list[Issue] = []
         self._looks = self._last_look = 0
 
     @classmethod
@@ -225,6 +226,7 @@ class RLPolicyAnalyzer(Analyzer):
             return None
         self._looks, self._last_look = self._looks + 1, snapshot.step
         report = self.report(step=snapshot.step)
+        self._found = report.issues
         if self.enable_vector_analysis:
             self._coherence.add(snapshot.model)
         return report.model_copy(
@@ -233,6 +235,9 @@ class RLPolicyAnalyzer(Analyzer):
                 "gradient_coherence": self._coherence.mean(),
             }
         )
+
+    def issues(self) -> list[Issue]:
+        return list(self._found)
 
     def state_dict(self) -> dict[str, Any]:
         return {"history": self._history.state_dict(), "looks": self._looks, "last_look": self._last_look}

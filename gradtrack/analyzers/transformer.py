@@ -121,6 +121,7 @@ class TransformerAnalyzer(Analyzer):
         self._recorder: AttentionRecorder | None = None
         self._coherence = GradientCoherence()
         self._notes: list[str] = []
+        self._found: list[Issue] = []
 
     @classmethod
     def suits(cls, model: nn.Module) -> str | None:
@@ -174,7 +175,9 @@ class TransformerAnalyzer(Analyzer):
             self._coherence.add(snapshot.model)
         if found.num_calls == 0:
             self._notes.append("attention was not seen: the forward pass called no attention that can be heard.")
-        return self._report([found], self._coherence, step=snapshot.step)
+        report = self._report([found], self._coherence, step=snapshot.step)
+        self._found = report.issues
+        return report
 
     def disarm(self) -> None:
         if self._recorder is not None:
@@ -183,6 +186,9 @@ class TransformerAnalyzer(Analyzer):
 
     def notes(self) -> list[str]:
         return list(self._notes)
+
+    def issues(self) -> list[Issue]:
+        return list(self._found)
 
     def _model(self) -> nn.Module:
         if self.model is None:
