@@ -42,7 +42,8 @@ class TransformerAnalyzer(Analyzer):
 
     Unless `min_entropy_threshold` or `min_diversity_threshold` is passed, only collapse itself is an issue: a layer
     whose mean entropy is below 0.1, or heads that agree to 1 % of what they could differ while they do not look
-    everywhere alike. `rank_collapse_risk` is judged from the last block and from how much depth took away.
+    everywhere alike. `rank_collapse_risk` is judged from the last block and from how much depth took away;
+    HIGH is an issue, MEDIUM alone is not, since tokens may well agree at the end on what they have to predict.
 
     `enable_jacobian` adds `softmax_jacobian` per layer: the trace 1 - sum p^2 of the derivative of the softmax, near 0
     where attention cannot learn any more. `enable_vector_analysis` adds `gradient_coherence`, the mean cosine between
@@ -250,15 +251,15 @@ class TransformerAnalyzer(Analyzer):
 
 
 def _rank_collapse(report: AttentionReport) -> list[Issue]:
-    if report.rank_collapse_risk in (None, "LOW"):
+    if report.rank_collapse_risk != "HIGH":
         return []
     first, last = report.blocks[0], report.blocks[-1]
-    limit = 0.01 if report.rank_collapse_risk == "HIGH" else 0.1
+    limit = 0.01 if last.residual < 0.01 else 0.1 * min(first.residual, 1.0)
     return [
         Issue(
             issue_type=IssueType.RANK_COLLAPSE,
-            severity=IssueSeverity.HIGH if report.rank_collapse_risk == "HIGH" else IssueSeverity.MEDIUM,
-            layer=next((block.name for block in report.blocks if block.residual < max(limit, last.residual * 2)), ""),
+            severity=IssueSeverity.HIGH,
+            layer=next(block.name for block in report.blocks if block.residual < limit),
             message=(
                 f"Tokens become equal with depth: their difference is {first.residual:.3g} of their size after "
                 f"{first.name or 'the first block'} and {last.residual:.3g} after {last.name or 'the last'}."

@@ -164,13 +164,13 @@ def _block(name: str, found: Sequence[TokenStatistics]) -> BlockReport:
 
 
 def _risk(residuals: Sequence[float]) -> Risk | None:
-    """Judge the level at the end, and how fast depth takes the difference of tokens away."""
+    """Judge the level at the end, and whether depth takes the difference of tokens away on the whole of its way."""
     if not residuals:
         return None
-    last, loss = residuals[-1], residuals[-1] / residuals[0] if residuals[0] > 0 else 0.0
-    if last < 0.01 or (last < 0.1 and loss < 0.1):
+    first, middle, last = residuals[0], residuals[len(residuals) // 2], residuals[-1]
+    if last < 0.01 or (last < 0.1 * min(first, 1.0) and middle < 0.5 * first):
         return "HIGH"
-    return "MEDIUM" if last < 0.1 or (last < 0.3 and loss < 0.3) else "LOW"
+    return "MEDIUM" if last < 0.1 or last < 0.3 * first else "LOW"
 
 
 def _slope(residuals: Sequence[float]) -> float | None:
