@@ -40,6 +40,7 @@ def to_record(outcome: Outcome, config: GradientConfig) -> Record:
         time=report.time,
         metrics=shown.metrics(),
         epoch=report.epoch,
+        loss=report.loss,
         source=report.source,
         issues=tuple(issue.model_dump(mode="json") for issue in outcome.issues),
     )

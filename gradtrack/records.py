@@ -57,13 +57,15 @@ class Record:
     """One row for the trackers: flat metrics of one step, and whatever else happened there.
 
     `step` is the value of the trackers' own axis `gradtrack/step`. `source` names the (model, optimizer) pair where
-    there is more than one. A backend takes the parts that its tracker has a place for and leaves the others alone.
+    there is more than one. `loss` is for gradtrack's own pages: the trackers have the loss from the training loop. A
+    backend takes the parts that its tracker has a place for and leaves the others alone.
     """
 
     step: int
     time: float
     metrics: Mapping[str, float] = field(default_factory=lambda: _NOTHING)
     epoch: int | None = None
+    loss: float | None = None
     source: str = ""
     run: RunInfo | None = None
     panels: tuple[Panel, ...] = ()

@@ -1,0 +1,161 @@
+"""The charts of a run as data: which lines belong together, thinned out to what a screen can show."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradtrack.records import Panel
+from gradtrack.view.run_data import RunData, Track, min_max
+
+_NUMBERS_PER_PAGE: Final = 60_000
+_LINES_PER_CHART: Final = 12
+_CHARTS_PER_SECTION: Final = 12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """One curve; `style` is solid, dashed or wide."""
+
+    name: str
+    steps: NDArray[np.int64]
+    values: NDArray[np.float64]
+    style: str = "solid"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chart:
+    """Lines that are drawn into one picture, and the section that it belongs to."""
+
+    title: str
+    lines: Sequence[Line]
+    section: str = "Training"
+    log_scale: bool = False
+    about: str = ""
+    events: Sequence[tuple[int, str]] = field(default_factory=tuple)
+
+
+def charts_of(run: RunData) -> list[Chart]:
+    """Return every chart of a run that has something to show."""
+    found = [chart for track in run.tracks.values() for chart in _charts(track, run)]
+    return [chart for chart in found if any(np.isfinite(line.values).any() for line in chart.lines)]
+
+
+def to_plain(charts: Sequence[Chart]) -> list[dict[str, Any]]:
+    """Return charts as plain data of bounded size: the more lines there are, the coarser each is."""
+    lines = sum(len(chart.lines) for chart in charts)
+    buckets = max(20, min(400, _NUMBERS_PER_PAGE // (4 * max(lines, 1))))
+    return [
+        {
+            "title": chart.title,
+            "section": chart.section,
+            "log": chart.log_scale,
+            "about": chart.about,
+            "events": [[step, text] for step, text in chart.events],
+            "lines": [_plain_line(line, buckets) for line in chart.lines],
+        }
+        for chart in charts
+    ]
+
+
+def events_of(run: RunData, source: str) -> list[tuple[int, str]]:
+    """Return where the issues of a pair opened, in the order of the steps."""
+    found = [(start, issue.key) for issue in run.issues if issue.source == source for start, _ in issue.spans]
+    return sorted(found)[:200]
+
+
+def _charts(track: Track, run: RunData) -> Iterator[Chart]:
+    events = events_of(run, track.name)
+    section = f"Training: {track.name}" if track.name else "Training"
+
+    def chart(title: str, lines: Sequence[Line], *, log_scale: bool = False, about: str = "") -> Chart:
+        return Chart(title=title, lines=lines, section=section, log_scale=log_scale, about=about, events=events)
+
+    yield chart("Loss", [Line(name="loss", steps=track.steps, values=track.loss)])
+    norms = [_line(track, "train/grad_norm", "before clipping", style="wide")]
+    norms += [_line(track, "train/grad_norm_clipped", "after clipping")]
+    norms += [_line(track, "train/grad_clip_threshold", "threshold", style="dashed")]
+    yield chart("Gradient norm", norms, log_scale=True, about="Global L2 norm, unscaled.")
+    yield chart(
+        "Clipping",
+        [
+            _line(track, "train/grad_clip_rate", "share of steps clipped"),
+            _line(track, "train/grad_clip_coef", "coefficient"),
+        ],
+        about="A coefficient below 1 is how much a step was scaled down.",
+    )
+    bad = [_line(track, "train/grad_nan_count", "NaN"), _line(track, "train/grad_inf_count", "Inf")]
+    if any(np.nansum(line.values) > 0 for line in bad):
+        yield chart("Non-finite elements", bad)
+    yield chart("Variance", [_line(track, "train/grad_variance", "variance")], log_scale=True)
+    largest = Line(name="max", steps=track.steps, values=track.column("train/grad_max"))
+    smallest = Line(name="|min|", steps=track.steps, values=np.abs(track.column("train/grad_min")))
+    yield chart("Range", [largest, smallest], log_scale=True)
+    groups = _strongest(track, track.groups)
+    lines = [_line(track, f"train/grad_norm/{group}", group) for group in groups]
+    left = len(track.groups) - len(groups)
+    about = f"The strongest {len(groups)}; {left} more are in the table." if left else ""
+    yield chart("Gradient norm of each group", lines, log_scale=True, about=about)
+    yield from _analyzer_charts(track, run.panels, events)
+
+
+def _analyzer_charts(track: Track, panels: Sequence[Panel], events: Sequence[tuple[int, str]]) -> Iterator[Chart]:
+    """Draw the panels that analyzers declared, then the metrics that none of them names."""
+    rest = [name for name in track.names if not name.startswith("train/")]
+    for panel in panels:
+        names = [name for wanted in panel.metrics for name in _matching(wanted, track.names)]
+        rest = [name for name in rest if name not in names]
+        lines = [_line(track, name, _short(name, panel.section)) for name in names[:_LINES_PER_CHART]]
+        yield Chart(title=panel.title, lines=lines, section=panel.section, log_scale=panel.log_scale, events=events)
+    for section, names in _by_section(rest).items():
+        for name in names[:_CHARTS_PER_SECTION]:
+            line = _line(track, name, _short(name, section))
+            yield Chart(title=_short(name, section), lines=[line], section=section, events=events)
+
+
+def _matching(wanted: str, names: Sequence[str]) -> list[str]:
+    if wanted.endswith("/*"):
+        return [name for name in names if name.startswith(wanted[:-1])]
+    return [name for name in names if name == wanted]
+
+
+def _by_section(names: Sequence[str]) -> dict[str, list[str]]:
+    sections: dict[str, list[str]] = {}
+    for name in names:
+        sections.setdefault(name.partition("/")[0], []).append(name)
+    return sections
+
+
+def _short(name: str, section: str) -> str:
+    return name.removeprefix(f"{section}/")
+
+
+def _strongest(track: Track, groups: Sequence[str]) -> list[str]:
+    def median(group: str) -> float:
+        values = track.column(f"train/grad_norm/{group}")
+        values = values[np.isfinite(values)]
+        return float(np.median(values)) if len(values) else -math.inf
+
+    kept = set(sorted(groups, key=median, reverse=True)[:_LINES_PER_CHART])
+    return [group for group in groups if group in kept]
+
+
+def _line(track: Track, metric: str, name: str, *, style: str = "solid") -> Line:
+    return Line(name=name, steps=track.steps, values=track.column(metric), style=style)
+
+
+def _plain_line(line: Line, buckets: int) -> dict[str, Any]:
+    steps, values = min_max(line.steps, line.values, buckets=buckets)
+    infinite = line.steps[np.isinf(line.values)][:200]
+    return {
+        "name": line.name,
+        "style": line.style,
+        "x": [int(step) for step in steps],
+        "y": [float(f"{value:.4g}") for value in values],
+        "bad": [int(step) for step in infinite],
+    }

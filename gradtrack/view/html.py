@@ -1,0 +1,136 @@
+"""The report of a run as one page that needs nothing but a browser."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any, Final
+
+from gradtrack._version import __version__
+from gradtrack.record.files import write_atomically
+from gradtrack.reports import IssueSeverity
+from gradtrack.view.charts import Chart, charts_of, to_plain
+from gradtrack.view.run_data import IssueHistory, RunData
+from gradtrack.view.tables import number, tables_of
+
+REPORT: Final = "report.html"
+_ISSUES: Final = 200
+
+
+def write_html_report(run: RunData, path: Path | None = None) -> Path:
+    """Write the report of a run, into its directory where no other path is given, and return where it is."""
+    path = path if path is not None else run.directory / REPORT
+    write_atomically(path, render(run))
+    return path
+
+
+def render(run: RunData) -> str:
+    """Return the page of a run."""
+    return fill(
+        title=f"Run {run.run.run_id}",
+        subtitle=" · ".join(_subtitle(run)),
+        healthy=run.healthy,
+        verdict=verdict(run),
+        tiles=_tiles(run),
+        issues=[_issue(issue) for issue in run.issues[:_ISSUES]],
+        tables=[table for table in tables_of(run) if table.rows],
+        details=[
+            ("Configuration", _pairs(run.run.config) or [("everything", "as by default")]),
+            ("Environment", _pairs(run.run.environment)),
+        ],
+        charts=charts_of(run),
+    )
+
+
+def fill(*, charts: Sequence[Chart], **values: Any) -> str:
+    """Fill the page's template; every value is escaped, and no chart can leave its script element."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+    from markupsafe import Markup
+
+    environment = Environment(
+        loader=PackageLoader("gradtrack.view"), autoescape=True, undefined=StrictUndefined, trim_blocks=False
+    )
+    files = resources.files("gradtrack.view").joinpath("templates")
+    data = json.dumps(to_plain(charts), separators=(",", ":"), allow_nan=False)
+    for sign, escaped in (("<", "\\u003c"), (">", "\\u003e"), ("&", "\\u0026")):
+        data = data.replace(sign, escaped)
+    return environment.get_template("report.html.j2").render(
+        version=__version__,
+        style=Markup(files.joinpath("report.css").read_text(encoding="utf-8")),
+        script=Markup(files.joinpath("report.js").read_text(encoding="utf-8")),
+        data=Markup(data),
+        **values,
+    )
+
+
+def verdict(run: RunData) -> str:
+    """Sum up the health of a run in two words."""
+    count = sum(issue.severity >= IssueSeverity.MEDIUM for issue in run.open_issues)
+    return "healthy" if run.healthy else f"{count} open issue{'s' if count > 1 else ''}"
+
+
+def _subtitle(run: RunData) -> list[str]:
+    created = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(run.run.created))
+    state = "" if run.end is None else "training failed" if run.end.failed else "ended"
+    damaged = f"{len(run.damaged)} damaged rows left out" if run.damaged else ""
+    return [part for part in (f"started {created}", state or "not ended", damaged) if part]
+
+
+def _tiles(run: RunData) -> list[tuple[str, str, str]]:
+    tracks = list(run.tracks.values())
+    tiles = [("Steps", f"{run.total_steps:,}", f"{sum(len(track.steps) for track in tracks):,} recorded")]
+    for track in tracks:
+        name = f" ({track.name})" if track.name else ""
+        loss = track.loss[~_isnan(track.loss)]
+        if len(loss):
+            tiles.append((f"Loss{name}", number(loss[-1]), f"from {number(loss[0])}"))
+        tiles.append((f"Gradient norm{name}", number(track.last("train/grad_norm")), "last recorded, before clipping"))
+        rate = track.last("train/grad_clip_rate")
+        if rate == rate:
+            tiles.append((f"Clipped{name}", f"{rate:.1%}", "of the steps"))
+    if run.end is not None:
+        found = run.end.summary
+        tiles.append(("Skipped", f"{found.nan_inf_summary.skipped_steps:,}", "steps with non-finite gradients"))
+        tiles.append(("Unhealthy", f"{found.health_issues.unhealthy_steps:,}", "steps"))
+    return tiles
+
+
+def _isnan(values: Any) -> Any:
+    return values != values
+
+
+def _issue(issue: IssueHistory) -> dict[str, str]:
+    latest = issue.latest
+    evidence = []
+    if latest.get("statistic"):
+        evidence.append(f"{latest['statistic']} {_shown(latest.get('value'))}, limit {_shown(latest.get('threshold'))}")
+    if latest.get("window", 1) != 1:
+        evidence.append(f"over {latest['window']} steps")
+    if latest.get("confidence", 1.0) != 1.0:
+        evidence.append(f"confidence {_shown(latest['confidence'])}")
+    marks = [issue.source, "" if issue.is_open else "closed"]
+    return {
+        "severity": issue.severity.value,
+        "kind": str(latest.get("issue_type", "")),
+        "layer": str(latest.get("layer", "")),
+        "mark": ", ".join(mark for mark in marks if mark),
+        "message": str(latest.get("message", "")),
+        "cause": str(latest.get("explained_by") or ""),
+        "advice": str(latest.get("recommendation", "")),
+        "when": issue.when,
+        "evidence": ", ".join(evidence),
+    }
+
+
+def _shown(value: object) -> str:
+    return number(value) if isinstance(value, (int, float)) else "–" if value is None else str(value)
+
+
+def _pairs(values: Mapping[str, Any]) -> list[tuple[str, str]]:
+    return [
+        (str(name), value if isinstance(value, str) else json.dumps(value, default=str))
+        for name, value in values.items()
+    ]

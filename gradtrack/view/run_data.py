@@ -1,0 +1,228 @@
+"""The data of one run, read from its directory for whoever shows it."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradtrack.record.run_end import RUN_END, RunEnd
+from gradtrack.records import Panel, Record, RunInfo
+from gradtrack.reports import IssueSeverity
+
+_GROUP_NORM: Final = "train/grad_norm/"
+
+
+class Track:
+    """The recorded steps of one (model, optimizer) pair as columns of numbers; what a row lacks is NaN.
+
+    The columns are called as the metrics are, without the name of the pair.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._steps = array("q")
+        self._loss = array("d")
+        self._columns: dict[str, array[float]] = {}
+
+    def add(self, record: Record) -> None:
+        """Take in one row."""
+        count = len(self._steps)
+        self._steps.append(record.step)
+        self._loss.append(math.nan if record.loss is None else record.loss)
+        for name, value in record.metrics.items():
+            own = self._without_source(name)
+            column = self._columns.get(own)
+            if column is None:
+                column = self._columns[own] = array("d")
+            if len(column) < count:
+                column.extend([math.nan] * (count - len(column)))
+            column.append(value)
+
+    @property
+    def steps(self) -> NDArray[np.int64]:
+        """Return the step of every row."""
+        return np.array(self._steps, dtype=np.int64)
+
+    @property
+    def loss(self) -> NDArray[np.float64]:
+        """Return the loss of every row."""
+        return np.array(self._loss)
+
+    @property
+    def names(self) -> list[str]:
+        """Name the metrics, in the order in which they appeared."""
+        return list(self._columns)
+
+    @property
+    def groups(self) -> list[str]:
+        """Name the groups of parameters, in the order of the model."""
+        return [name.removeprefix(_GROUP_NORM) for name in self._columns if name.startswith(_GROUP_NORM)]
+
+    def column(self, name: str) -> NDArray[np.float64]:
+        """Return a metric at every row."""
+        values = np.full(len(self._steps), math.nan)
+        found = self._columns.get(name)
+        if found is not None:
+            values[: len(found)] = found
+        return values
+
+    def last(self, name: str) -> float:
+        """Return the last known value of a metric."""
+        values = self.column(name)
+        known = values[~np.isnan(values)]
+        return float(known[-1]) if len(known) else math.nan
+
+    def _without_source(self, name: str) -> str:
+        if not self.name:
+            return name
+        head, found, group = name.partition(f"/{self.name}/")
+        return f"{head}/{group}" if found else name.removesuffix(f"/{self.name}")
+
+
+@dataclass(slots=True, kw_only=True)
+class IssueHistory:
+    """An issue of a run: its latest text and the steps between which it was open; None is an end not reached."""
+
+    key: str
+    source: str
+    latest: Mapping[str, Any]
+    severity: IssueSeverity
+    spans: list[tuple[int, int | None]] = field(default_factory=list)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the issue was open at the end."""
+        return self.spans[-1][1] is None
+
+    @property
+    def first_step(self) -> int:
+        """Return the step on which it opened first."""
+        return self.spans[0][0]
+
+    @property
+    def when(self) -> str:
+        """Tell in words when it was open."""
+        spans = [f"from step {start}" if end is None else f"steps {start} to {end}" for start, end in self.spans]
+        shown = ", ".join(spans[:3])
+        return shown if len(spans) <= 3 else f"{shown} and {len(spans) - 3} times more"
+
+
+@dataclass(slots=True, kw_only=True)
+class RunData:
+    """One run: its identity, its rows as columns, its issues, and what was known when it ended."""
+
+    run: RunInfo
+    directory: Path
+    tracks: dict[str, Track]
+    issues: list[IssueHistory]
+    panels: tuple[Panel, ...] = ()
+    end: RunEnd | None = None
+    damaged: list[str] = field(default_factory=list)
+
+    @property
+    def total_steps(self) -> int:
+        """Return how many steps were taken, as far as is known."""
+        if self.end is not None:
+            return self.end.summary.total_steps
+        return max((int(track.steps.max()) for track in self.tracks.values() if len(track.steps)), default=0)
+
+    @property
+    def open_issues(self) -> list[IssueHistory]:
+        """Return the issues that were open at the end."""
+        return [issue for issue in self.issues if issue.is_open]
+
+    @property
+    def healthy(self) -> bool:
+        """Whether no issue of MEDIUM or above was open at the end."""
+        return all(issue.severity < IssueSeverity.MEDIUM for issue in self.open_issues)
+
+    @classmethod
+    def of(cls, run: RunInfo, directory: Path, records: Iterable[Record]) -> RunData:
+        """Gather the rows of a run, with what its directory says about its end."""
+        tracks: dict[str, Track] = {}
+        issues = _Issues()
+        panels: dict[Panel, None] = {}
+        for record in records:
+            tracks.setdefault(record.source, Track(record.source)).add(record)
+            issues.add(record)
+            panels.update(dict.fromkeys(record.panels))
+        return cls(
+            run=run,
+            directory=directory,
+            tracks=tracks,
+            issues=issues.ordered(),
+            panels=tuple(panels),
+            end=RunEnd.load(directory / RUN_END),
+        )
+
+
+class _Issues:
+    """Follows the issues from row to row: each row names all that are open in its pair."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[str, str], IssueHistory] = {}
+        self._open: dict[str, set[str]] = {}
+
+    def add(self, record: Record) -> None:
+        now: set[str] = set()
+        for issue in record.issues:
+            kind, layer = str(issue.get("issue_type", "")), str(issue.get("layer", ""))
+            key = f"{kind}:{layer}" if layer else kind
+            now.add(key)
+            self._see(record, key, issue)
+        before = self._open.get(record.source, set())
+        for key in before - now:
+            history = self._found[record.source, key]
+            history.spans[-1] = (history.spans[-1][0], record.step)
+        self._open[record.source] = now
+
+    def ordered(self) -> list[IssueHistory]:
+        """Return the issues: those that are open first, then by severity, then by time."""
+        return sorted(
+            self._found.values(), key=lambda issue: (issue.is_open, issue.severity, -issue.first_step), reverse=True
+        )
+
+    def _see(self, record: Record, key: str, issue: Mapping[str, Any]) -> None:
+        severity = _severity(issue.get("severity"))
+        history = self._found.get((record.source, key))
+        if history is None:
+            history = IssueHistory(key=key, source=record.source, latest=issue, severity=severity)
+            self._found[record.source, key] = history
+        if key not in self._open.get(record.source, set()):
+            history.spans.append((record.step, None))
+        history.latest, history.severity = issue, max(history.severity, severity)
+
+
+def _severity(name: object) -> IssueSeverity:
+    try:
+        return IssueSeverity(name)
+    except ValueError:
+        return IssueSeverity.MEDIUM
+
+
+def min_max(x: NDArray[Any], values: NDArray[np.float64], *, buckets: int) -> tuple[NDArray[Any], NDArray[np.float64]]:
+    """Thin out a line so that every bucket keeps its smallest and its largest value, in their order.
+
+    Values that are not finite are left out.
+    """
+    finite = np.isfinite(values)
+    x, values = x[finite], values[finite]
+    if len(values) <= 2 * buckets:
+        return x, values
+    edges = np.linspace(0, len(values), buckets + 1).astype(int)[:-1]
+    lowest = np.minimum.reduceat(values, edges).repeat(np.diff([*edges, len(values)]))
+    highest = np.maximum.reduceat(values, edges).repeat(np.diff([*edges, len(values)]))
+    keep: set[int] = {0, len(values) - 1}
+    for wanted in (values == lowest, values == highest):
+        at = np.flatnonzero(wanted)
+        bucket = np.searchsorted(edges, at, side="right")
+        keep.update(at[np.unique(bucket, return_index=True)[1]].tolist())
+    chosen = np.array(sorted(keep))
+    return x[chosen], values[chosen]

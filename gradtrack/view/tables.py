@@ -1,0 +1,107 @@
+"""The tables of a run: groups, every parameter, and the flight recorder."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from gradtrack.reports import StepReport
+from gradtrack.view.run_data import RunData, Track
+
+_PARAMETERS: Final = 5000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """A table of the page; the first cell of a row is its name."""
+
+    id: str
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    about: str = ""
+    search: bool = False
+
+
+def number(value: float | None) -> str:
+    """Write a number in a few digits."""
+    return "–" if value is None else f"{value:.4g}"
+
+
+def tables_of(run: RunData) -> list[Table]:
+    """Return the tables of a run; some may have no row."""
+    tables = []
+    for index, track in enumerate(run.tracks.values()):
+        name = f" of {track.name}" if track.name else ""
+        tables.append(
+            Table(
+                id=f"groups{index}",
+                title=f"Groups{name}",
+                columns=("group", "norm", "share", "mean", "variance"),
+                rows=_group_rows(track),
+                about="As last recorded. The share is that of the squared norm.",
+                search=len(track.groups) > 30,
+            )
+        )
+    for index, report in enumerate(run.end.last if run.end is not None else ()):
+        tables.append(_parameter_table(f"parameters{index}", report))
+    if run.end is not None and run.end.flight_recorder:
+        tables.append(_flight_table(run.end.flight_recorder))
+    return tables
+
+
+def _group_rows(track: Track) -> list[list[str]]:
+    norms = {group: track.last(f"train/grad_norm/{group}") for group in track.groups}
+    total = sum(norm * norm for norm in norms.values() if norm == norm)
+    rows = []
+    for group, norm in norms.items():
+        mean, variance = (track.last(f"train/grad_{name}/{group}") for name in ("mean", "variance"))
+        share = f"{norm * norm / total:.4f}" if total and norm == norm else "–"
+        rows.append([group, number(norm), share, number(mean), number(variance)])
+    return rows
+
+
+def _parameter_table(identity: str, report: StepReport) -> Table:
+    rows = [
+        [
+            name,
+            found.group,
+            *map(number, (found.norm, found.mean, found.variance, found.min, found.max)),
+            f"{found.zero_fraction:.3f}",
+            str(found.element_count),
+            str(found.nan_count + found.inf_count),
+        ]
+        for name, found in list(report.parameters.items())[:_PARAMETERS]
+    ]
+    left = len(report.parameters) - len(rows)
+    source = f" of {report.source}" if report.source else ""
+    return Table(
+        id=identity,
+        title=f"Parameters{source} at step {report.step}",
+        columns=("parameter", "group", "norm", "mean", "variance", "min", "max", "zeros", "elements", "non-finite"),
+        rows=rows,
+        about=f"{left} more are in run_end.json." if left else "A click on a column sorts by it.",
+        search=True,
+    )
+
+
+def _flight_table(reports: Sequence[StepReport]) -> Table:
+    rows = []
+    for report in reports:
+        worst = max(report.parameters, key=lambda name: _order(report.parameters[name].norm), default="")
+        counts = report.nan_inf.nan_count + report.nan_inf.inf_count
+        batch = "" if report.batch is None else str(report.batch)
+        norms = map(number, (report.loss, report.clipping.norm_before, report.clipping.norm_after))
+        rows.append([f"step {report.step}", *norms, str(counts), worst, batch])
+    return Table(
+        id="flight",
+        title="Flight recorder",
+        columns=("step", "loss", "norm before", "norm after", "non-finite", "largest gradient", "batch"),
+        rows=rows,
+        about="The steps up to the first fault. Every parameter of each of them is in run_end.json.",
+    )
+
+
+def _order(norm: float) -> float:
+    return norm if norm == norm else float("inf")
