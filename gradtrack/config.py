@@ -47,6 +47,7 @@ class GradientConfig(BaseModel):
     enable_gradient_monitoring: bool = Field(True, description="Compute statistics, groups and health.")
     log_gradient_stats: bool = Field(True, description="Record statistics; off records health and clipping only.")
     save_gradient_plots: bool = Field(True, description="Write pictures at close, where run_dir was given.")
+    save_html_report: bool = Field(False, description="Write report.html into the run's directory at close.")
     vanishing_threshold: float | None = Field(None, gt=0, description="Absolute norm below which a step vanishes.")
     exploding_threshold: float | None = Field(None, gt=0, description="Absolute norm above which a step explodes.")
     mute: list[str] = Field(

@@ -19,10 +19,12 @@ from gradtrack.exits import CloseAtExit
 from gradtrack.outcome import Outcome, late_records, talk, to_record
 from gradtrack.pair import Pair
 from gradtrack.record.history import History
+from gradtrack.record.run_end import RunEnd
 from gradtrack.record.sink import Sink
 from gradtrack.record.training_log import save_training_log
 from gradtrack.reports import Issue, StepReport, TrainingSummary
 from gradtrack.roster import Roster
+from gradtrack.view import at_close
 
 IssueCallback = Callable[[Issue, StepReport], object]
 _CLOSED = "this GradientManager is closed: expected an open one. Make a new one for another run."
@@ -213,7 +215,7 @@ class GradientManager:
         for hook in self._hooks:
             hook.remove()
         self._roster.close()
-        self._save_pictures()
+        self._leave_files(failed=failed)
         self._sink.close(failed=failed)
 
     def __enter__(self) -> Self:
@@ -252,8 +254,15 @@ class GradientManager:
             for callback in self._callbacks:
                 callback(issue, report)
 
-    def _save_pictures(self) -> None:
-        if self.config.save_gradient_plots and self.config.run_dir is not None:
-            from gradtrack.view.at_close import save_pictures
-
-            save_pictures(self.config.run_dir, self.reports, self.monitor.history)
+    def _leave_files(self, *, failed: bool) -> None:
+        """Write how the run ended, and what the configuration asks for of pictures and a report."""
+        directory, config = self._sink.directory, self.config
+        if directory is None or not self._history.reports:
+            return
+        last = [report for pair in self._roster for report in pair.flight.read()[-1:]]
+        end = RunEnd(summary=self.get_training_summary(), failed=failed, last=last, flight_recorder=self._flight)
+        at_close.save_run_end(directory, end)
+        if config.save_gradient_plots and config.run_dir is not None:
+            at_close.save_pictures(directory, self.reports, self.monitor.history)
+        if config.save_html_report:
+            at_close.save_page(directory)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -23,26 +23,25 @@ _BATCH_CHARACTERS: Final = 200
 class RunEnd:
     """How a run ended: `last` has the last step of each pair, `flight_recorder` the steps up to the first fault.
 
-    Both have the statistics of every parameter. `status` tells what each backend has taken.
+    Both have the statistics of every parameter.
     """
 
     summary: TrainingSummary
     failed: bool = False
     last: Sequence[StepReport] = ()
     flight_recorder: Sequence[StepReport] = ()
-    status: Mapping[str, Any] = field(default_factory=dict)
 
-    def save(self, path: Path) -> None:
-        """Write it as JSON that Python's own `json` reads."""
+    def save(self, path: Path) -> Path:
+        """Write it as JSON that Python's own `json` reads, and return where it is."""
         values = {
             "format": _FORMAT,
             "failed": self.failed,
             "summary": self.summary.model_dump(),
             "last": [_plain(report) for report in self.last],
             "flight_recorder": [_plain(report) for report in self.flight_recorder],
-            "status": json.loads(json.dumps(self.status, default=str)),
         }
         write_json(path, values)
+        return path
 
     @classmethod
     def load(cls, path: Path) -> Self | None:
@@ -61,7 +60,6 @@ class RunEnd:
                 failed=bool(values["failed"]),
                 last=[StepReport.model_validate(report) for report in values["last"]],
                 flight_recorder=[StepReport.model_validate(report) for report in values["flight_recorder"]],
-                status=dict(values["status"]),
             )
         except (KeyError, TypeError, ValidationError) as fault:
             raise _unreadable(path, str(fault).splitlines()[0]) from None

@@ -1,4 +1,4 @@
-"""The pictures that a run leaves in its directory when it ends."""
+"""What a run leaves in its directory when it ends: how it ended, pictures, and the report."""
 
 from __future__ import annotations
 
@@ -7,30 +7,48 @@ from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
+from gradtrack.record.run_end import RUN_END, RunEnd
 from gradtrack.reports import GradientStatistics, StepReport
 
 _logger = logging.getLogger("gradtrack")
 
 
+def save_run_end(directory: Path, end: RunEnd) -> list[Path]:
+    """Write how the run ended."""
+    return _contained("how the run ended", lambda: end.save(directory / RUN_END))
+
+
 def save_pictures(
     directory: Path, reports: Sequence[StepReport], statistics: Sequence[GradientStatistics]
 ) -> list[Path]:
-    """Draw what the reports hold, where matplotlib is there; a picture that fails is logged and left out."""
+    """Draw what the reports hold, where matplotlib is there."""
     if not reports or find_spec("matplotlib") is None:
         return []
     from gradtrack.view import plots
 
-    pictures: dict[str, Callable[[Path], Path]] = {
-        "training_curves.png": lambda path: plots.plot_training_curves(reports, path),
-        "gradient_statistics.png": lambda path: plots.plot_gradient_statistics_over_time(
-            plots.statistics_over_time(reports), path
-        ),
-        "gradient_stats.png": lambda path: plots.plot_gradient_statistics(statistics, path),
-    }
-    written = []
-    for name, draw in pictures.items():
-        try:
-            written.append(draw(directory / name))
-        except Exception:
-            _logger.warning("the picture %s could not be drawn; the training is not affected", name, exc_info=True)
-    return written
+    curves, over_time, spread = (
+        directory / name for name in ("training_curves.png", "gradient_statistics.png", "gradient_stats.png")
+    )
+    rows = plots.statistics_over_time(reports)
+    return [
+        *_contained("the training curves", lambda: plots.plot_training_curves(reports, curves)),
+        *_contained("the statistics over time", lambda: plots.plot_gradient_statistics_over_time(rows, over_time)),
+        *_contained("the gradient statistics", lambda: plots.plot_gradient_statistics(statistics, spread)),
+    ]
+
+
+def save_page(directory: Path) -> list[Path]:
+    """Write the report of the run."""
+    from gradtrack.view.html import write_html_report
+    from gradtrack.view.run_data import load_run
+
+    return _contained("the report", lambda: write_html_report(load_run(directory)))
+
+
+def _contained(what: str, write: Callable[[], Path]) -> list[Path]:
+    """Write a file; one that fails is logged and left out, since it must not end a training."""
+    try:
+        return [write()]
+    except Exception:
+        _logger.warning("%s could not be written; the training is not affected", what, exc_info=True)
+        return []

@@ -11,11 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradtrack.records import Panel
-from gradtrack.view.run_data import RunData, Track, min_max
+from gradtrack.view.run_data import RunData, Track
+from gradtrack.view.thinning import thin_out
 
 _NUMBERS_PER_PAGE: Final = 60_000
 _LINES_PER_CHART: Final = 12
 _CHARTS_PER_SECTION: Final = 12
+_MARKS: Final = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +51,7 @@ def charts_of(run: RunData) -> list[Chart]:
 def to_plain(charts: Sequence[Chart]) -> list[dict[str, Any]]:
     """Return charts as plain data of bounded size: the more lines there are, the coarser each is."""
     lines = sum(len(chart.lines) for chart in charts)
-    buckets = max(20, min(400, _NUMBERS_PER_PAGE // (4 * max(lines, 1))))
+    buckets = max(20, min(240, _NUMBERS_PER_PAGE // (4 * max(lines, 1))))
     return [
         {
             "title": chart.title,
@@ -66,7 +68,7 @@ def to_plain(charts: Sequence[Chart]) -> list[dict[str, Any]]:
 def events_of(run: RunData, source: str) -> list[tuple[int, str]]:
     """Return where the issues of a pair opened, in the order of the steps."""
     found = [(start, issue.key) for issue in run.issues if issue.source == source for start, _ in issue.spans]
-    return sorted(found)[:200]
+    return sorted(found)[:_MARKS]
 
 
 def _charts(track: Track, run: RunData) -> Iterator[Chart]:
@@ -150,12 +152,17 @@ def _line(track: Track, metric: str, name: str, *, style: str = "solid") -> Line
 
 
 def _plain_line(line: Line, buckets: int) -> dict[str, Any]:
-    steps, values = min_max(line.steps, line.values, buckets=buckets)
-    infinite = line.steps[np.isinf(line.values)][:200]
-    return {
+    thinned = thin_out(line.steps, line.values, buckets=buckets)
+    infinite = line.steps[np.isinf(line.values)][:_MARKS]
+    plain = {
         "name": line.name,
         "style": line.style,
-        "x": [int(step) for step in steps],
-        "y": [float(f"{value:.4g}") for value in values],
-        "bad": [int(step) for step in infinite],
+        "x": thinned.steps.tolist(),
+        "y": _digits(thinned.median),
+        "bad": infinite.tolist(),
     }
+    return plain if thinned.is_exact else {**plain, "low": _digits(thinned.low), "high": _digits(thinned.high)}
+
+
+def _digits(values: NDArray[np.float64]) -> list[float]:
+    return [float(f"{value:.4g}") for value in values.tolist()]

@@ -12,6 +12,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from gradtrack.record.reading import find_journals
 from gradtrack.record.run_end import RUN_END, RunEnd
 from gradtrack.records import Panel, Record, RunInfo
 from gradtrack.reports import IssueSeverity
@@ -163,6 +164,14 @@ class RunData:
         )
 
 
+def load_run(directory: Path) -> RunData:
+    """Read the newest run in a directory."""
+    journal = max(find_journals(directory), key=lambda found: (found.run.created, -found.rank))
+    run = RunData.of(journal.run, directory, (record for _, record in journal.rows()))
+    run.damaged = list(journal.damaged)
+    return run
+
+
 class _Issues:
     """Follows the issues from row to row: each row names all that are open in its pair."""
 
@@ -205,24 +214,3 @@ def _severity(name: object) -> IssueSeverity:
         return IssueSeverity(name)
     except ValueError:
         return IssueSeverity.MEDIUM
-
-
-def min_max(x: NDArray[Any], values: NDArray[np.float64], *, buckets: int) -> tuple[NDArray[Any], NDArray[np.float64]]:
-    """Thin out a line so that every bucket keeps its smallest and its largest value, in their order.
-
-    Values that are not finite are left out.
-    """
-    finite = np.isfinite(values)
-    x, values = x[finite], values[finite]
-    if len(values) <= 2 * buckets:
-        return x, values
-    edges = np.linspace(0, len(values), buckets + 1).astype(int)[:-1]
-    lowest = np.minimum.reduceat(values, edges).repeat(np.diff([*edges, len(values)]))
-    highest = np.maximum.reduceat(values, edges).repeat(np.diff([*edges, len(values)]))
-    keep: set[int] = {0, len(values) - 1}
-    for wanted in (values == lowest, values == highest):
-        at = np.flatnonzero(wanted)
-        bucket = np.searchsorted(edges, at, side="right")
-        keep.update(at[np.unique(bucket, return_index=True)[1]].tolist())
-    chosen = np.array(sorted(keep))
-    return x[chosen], values[chosen]

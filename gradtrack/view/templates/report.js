@@ -74,7 +74,7 @@
       for (const line of lines) {
         for (const x of line.x) { left = Math.min(left, x); right = Math.max(right, x); }
         for (const x of line.bad) { left = Math.min(left, x); right = Math.max(right, x); }
-        for (const y of line.y) {
+        for (const y of [...line.y, ...(line.low ?? []), ...(line.high ?? [])]) {
           if (this.log && y <= 0) continue;
           const value = this.log ? Math.log10(y) : y;
           low = Math.min(low, value); high = Math.max(high, value);
@@ -123,7 +123,14 @@
     }
 
     curve(line, index) {
-      const path = line.x.map((step, i) => `${i ? "L" : "M"}${this.at(step).toFixed(1)} ${this.up(line.y[i]).toFixed(1)}`);
+      const point = (step, y, i) => `${i ? "L" : "M"}${this.at(step).toFixed(1)} ${this.up(y).toFixed(1)}`;
+      const path = line.x.map((step, i) => point(step, line.y[i], i));
+      if (line.low) {
+        const back = line.x.map((step, i) => point(step, line.low[i], 1)).reverse();
+        const band = line.x.map((step, i) => point(step, line.high[i], i)).concat(back, "Z").join("");
+        const look = { fill: colour(index), "fill-opacity": 0.18, stroke: colour(index), "stroke-opacity": 0.35 };
+        make("path", { d: band, "stroke-width": 0.7, ...look }, this.svg);
+      }
       const style = { fill: "none", stroke: colour(index), "stroke-width": line.style === "wide" ? 4 : 1.6 };
       if (line.style === "wide") style["stroke-opacity"] = 0.55;
       if (line.style === "dashed") style["stroke-dasharray"] = "5 4";
@@ -151,8 +158,9 @@
         if (this.hidden.has(index) || !line.x.length) return;
         const i = line.x.reduce((best, step, j) => (Math.abs(step - near) < Math.abs(line.x[best] - near) ? j : best), 0);
         make("circle", { cx: this.at(line.x[i]), cy: this.up(line.y[i]), r: 3, fill: colour(index) }, this.cursor);
+        const range = line.low ? ` (${short(line.low[i])} to ${short(line.high[i])})` : "";
         const at = line.x[i] === near ? "" : ` (step ${line.x[i]})`;
-        make("div", { style: `color:${colour(index)}` }, this.tip, `${line.name}: ${short(line.y[i])}${at}`);
+        make("div", { style: `color:${colour(index)}` }, this.tip, `${line.name}: ${short(line.y[i])}${range}${at}`);
       });
       const reach = Math.abs(this.step(PAD.left + 8) - this.step(PAD.left));
       for (const [step, text] of this.data.events) {

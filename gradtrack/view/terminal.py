@@ -1,0 +1,193 @@
+"""A run in the terminal: numbers, sparklines, issues and a bar for each group."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradtrack.functional.picture import visualize_layer_gradients
+from gradtrack.reports import IssueSeverity
+from gradtrack.view.files import ways_to_open
+from gradtrack.view.run_data import IssueHistory, RunData, Track
+from gradtrack.view.tables import number
+from gradtrack.view.thinning import thin_out
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+_BLOCKS: Final = "▁▂▃▄▅▆▇█"
+_WIDTH: Final = 40
+_GROUPS: Final = 24
+_ISSUES: Final = 20
+_COLOURS: Final = {
+    IssueSeverity.CRITICAL: "bold red",
+    IssueSeverity.HIGH: "red",
+    IssueSeverity.MEDIUM: "yellow",
+    IssueSeverity.LOW: "cyan",
+    IssueSeverity.INFO: "dim",
+}
+_CURVES: Final = (
+    ("gradient norm", "train/grad_norm", True),
+    ("after clipping", "train/grad_norm_clipped", True),
+    ("variance", "train/grad_variance", True),
+    ("clip rate", "train/grad_clip_rate", False),
+)
+
+
+def show(run: RunData) -> RenderableType:
+    """Return a run as something that a rich console prints."""
+    from rich.console import Group
+
+    parts: list[RenderableType] = [_head(run)]
+    for track in run.tracks.values():
+        parts += ["", *_track(track)]
+    parts += ["", *_issues(run)]
+    parts += _files(run)
+    return Group(*parts)
+
+
+def to_plain(run: RunData) -> dict[str, Any]:
+    """Return the same as plain data for scripts."""
+    return {
+        "run_id": run.run.run_id,
+        "run_dir": str(run.directory),
+        "ended": run.end is not None,
+        "failed": run.end is not None and run.end.failed,
+        "steps": run.total_steps,
+        "healthy": run.healthy,
+        "summary": None if run.end is None else run.end.summary.model_dump(mode="json"),
+        "last": {name: _last(track) for name, track in run.tracks.items()},
+        "issues": [
+            {**issue.latest, "source": issue.source, "open": issue.is_open, "spans": issue.spans}
+            for issue in run.issues
+        ],
+        "files": [str(path) for path, _ in ways_to_open(run.directory)],
+    }
+
+
+def sparkline(values: NDArray[np.float64], *, log_scale: bool = False, width: int = _WIDTH) -> str:
+    """Draw a line with block characters; what is not finite is left out."""
+    if log_scale:
+        with np.errstate(divide="ignore", invalid="ignore"):
+            values = np.log(values)
+    shown = thin_out(np.arange(len(values)), values, buckets=width).median
+    if not len(shown):
+        return ""
+    low, high = float(shown.min()), float(shown.max())
+    scale = (len(_BLOCKS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_BLOCKS[round((value - low) * scale)] for value in shown.tolist())
+
+
+def _head(run: RunData) -> RenderableType:
+    from rich.text import Text
+
+    state = "not ended" if run.end is None else "failed" if run.end.failed else "ended"
+    text = Text.assemble((f"Run {run.run.run_id}", "bold"), f"  {state}, {run.total_steps:,} steps  ")
+    text.append("healthy" if run.healthy else "unhealthy", style="green" if run.healthy else "bold red")
+    if run.end is not None and run.end.summary.nan_inf_summary.skipped_steps:
+        text.append(f"  {run.end.summary.nan_inf_summary.skipped_steps} skipped")
+    if run.damaged:
+        text.append(f"  {len(run.damaged)} damaged rows left out", style="yellow")
+    return text
+
+
+def _track(track: Track) -> Iterator[RenderableType]:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, title=Text(track.name) if track.name else None, title_justify="left")
+    for column in ("", "", "last", "lowest", "highest"):
+        table.add_column(column, justify="left" if not column else "right", no_wrap=not column)
+    curves = [("loss", track.loss, False), *((name, track.column(key), log) for name, key, log in _CURVES)]
+    for name, values, log_scale in curves:
+        finite = values[np.isfinite(values)]
+        if len(finite):
+            drawn = sparkline(values, log_scale=log_scale)
+            table.add_row(name, drawn, number(finite[-1]), number(finite.min()), number(finite.max()))
+    yield table
+    yield from _groups(track)
+
+
+def _groups(track: Track) -> Iterator[RenderableType]:
+    from rich.cells import cell_len
+    from rich.text import Text
+
+    norms = {group: track.last(f"train/grad_norm/{group}") for group in track.groups}
+    known = {_line(group): norm for group, norm in norms.items() if not math.isnan(norm)}
+    if not known:
+        return
+    layers = sorted(visualize_layer_gradients(known), key=lambda layer: list(known).index(layer.name))
+    width = max(cell_len(layer.name) for layer in layers[:_GROUPS])
+    yield Text(f"\nGradient norm of each group at step {int(track.steps[-1])}", style="bold")
+    for layer in layers[:_GROUPS]:
+        space = " " * (width - cell_len(layer.name) + 2)
+        yield Text(f"{layer.name}{space}|{'█' * layer.bar_cells:<12}| norm: {number(layer.norm)}")
+    if len(layers) > _GROUPS:
+        yield Text(f"and {len(layers) - _GROUPS} more: see gradtrack report", style="dim")
+
+
+def _issues(run: RunData) -> Iterator[RenderableType]:
+    from rich.padding import Padding
+    from rich.text import Text
+
+    if not run.issues:
+        yield Text("No issue opened.", style="green")
+        return
+    yield Text("Issues", style="bold")
+    for issue in run.issues[:_ISSUES]:
+        yield _issue_head(issue)
+        lines = [str(issue.latest.get("message", ""))]
+        if issue.latest.get("explained_by"):
+            lines.append(f"Root cause: {issue.latest['explained_by']}")
+        if issue.latest.get("recommendation"):
+            lines.append(f"What to do: {issue.latest['recommendation']}")
+        yield Padding(Text("\n".join(map(_line, lines))), (0, 0, 0, 4))
+    if len(run.issues) > _ISSUES:
+        yield Text(f"and {len(run.issues) - _ISSUES} more", style="dim")
+
+
+def _issue_head(issue: IssueHistory) -> RenderableType:
+    from rich.text import Text
+
+    layer = f" at {_line(str(issue.latest['layer']))}" if issue.latest.get("layer") else ""
+    head = Text.assemble((issue.severity.value, _COLOURS[issue.severity]), f" {issue.latest.get('issue_type')}{layer}")
+    head.append(f"  {issue.when}" + ("" if issue.is_open else ", closed"), style="dim")
+    return head
+
+
+def _files(run: RunData) -> Iterator[RenderableType]:
+    from rich.text import Text
+
+    found = ways_to_open(run.directory)
+    if found:
+        yield Text("\nFiles", style="bold")
+        for path, way in found:
+            yield Text(f"{path}  {way}")
+
+
+def _last(track: Track) -> dict[str, float | None]:
+    steps = {"step": int(track.steps[-1])} if len(track.steps) else {}
+    values = {name: track.last(name) for name in track.names}
+    return {**steps, **{name: value if math.isfinite(value) else None for name, value in values.items()}}
+
+
+def _line(text: str) -> str:
+    """Keep a name on one line and control characters out of the terminal."""
+    return "".join(letter if letter.isprintable() else " " for letter in text)
+
+
+def rows_since(track: Track, count: int) -> Sequence[str]:
+    """Write the rows of a pair after the first so many, one line each."""
+    norm, rate = track.column("train/grad_norm"), track.column("train/grad_clip_rate")
+    healthy, loss = track.column("train/grad_healthy"), track.loss
+    name = f"{track.name}: " if track.name else ""
+    return [
+        f"{name}step {step}  loss {number(loss[index])}  norm {number(norm[index])}  clipped {rate[index]:.0%}  "
+        f"{'unhealthy' if healthy[index] == 0 else 'healthy'}"
+        for index, step in enumerate(track.steps.tolist())
+        if index >= count
+    ]
