@@ -65,6 +65,12 @@ def to_plain(charts: Sequence[Chart]) -> list[dict[str, Any]]:
     ]
 
 
+def spans_decades(values: NDArray[np.float64]) -> bool:
+    """Tell whether a line is positive and falls or grows so far that only a log axis shows all of it."""
+    finite = values[np.isfinite(values)]
+    return bool(len(finite)) and bool(finite.min() > 0) and bool(finite.max() > 20 * finite.min())
+
+
 def events_of(run: RunData, source: str) -> list[tuple[int, str]]:
     """Return where the issues of a pair opened, in the order of the steps."""
     found = [(start, issue.key) for issue in run.issues if issue.source == source for start, _ in issue.spans]
@@ -78,7 +84,7 @@ def _charts(track: Track, run: RunData) -> Iterator[Chart]:
     def chart(title: str, lines: Sequence[Line], *, log_scale: bool = False, about: str = "") -> Chart:
         return Chart(title=title, lines=lines, section=section, log_scale=log_scale, about=about, events=events)
 
-    yield chart("Loss", [Line(name="loss", steps=track.steps, values=track.loss)])
+    yield chart("Loss", [Line(name="loss", steps=track.steps, values=track.loss)], log_scale=spans_decades(track.loss))
     norms = [_line(track, "train/grad_norm", "before clipping", style="wide")]
     norms += [_line(track, "train/grad_norm_clipped", "after clipping")]
     norms += [_line(track, "train/grad_clip_threshold", "threshold", style="dashed")]
@@ -86,7 +92,7 @@ def _charts(track: Track, run: RunData) -> Iterator[Chart]:
     yield chart(
         "Clipping",
         [
-            _line(track, "train/grad_clip_rate", "share of steps clipped"),
+            _line(track, "train/grad_clip_rate", "share of recent steps clipped"),
             _line(track, "train/grad_clip_coef", "coefficient"),
         ],
         about="A coefficient below 1 is how much a step was scaled down.",

@@ -35,7 +35,8 @@ def render(run: RunData) -> str:
         healthy=run.healthy,
         verdict=verdict(run),
         tiles=_tiles(run),
-        issues=[_issue(issue) for issue in run.issues[:_ISSUES]],
+        issues=[issue_card(issue) for issue in run.issues[:_ISSUES]],
+        no_issues="No issue opened in this run.",
         tables=[table for table in tables_of(run) if table.rows],
         details=[
             ("Configuration", _pairs(run.run.config) or [("everything", "as by default")]),
@@ -90,7 +91,7 @@ def _tiles(run: RunData) -> list[tuple[str, str, str]]:
         tiles.append((f"Gradient norm{name}", number(track.last("train/grad_norm")), "last recorded, before clipping"))
         rate = track.last("train/grad_clip_rate")
         if rate == rate:
-            tiles.append((f"Clipped{name}", f"{rate:.1%}", "of the steps"))
+            tiles.append((f"Clipped{name}", f"{rate:.1%}", "of the last steps"))
     if run.end is not None:
         found = run.end.summary
         tiles.append(("Skipped", f"{found.nan_inf_summary.skipped_steps:,}", "steps with non-finite gradients"))
@@ -102,7 +103,8 @@ def _isnan(values: Any) -> Any:
     return values != values
 
 
-def _issue(issue: IssueHistory) -> dict[str, str]:
+def issue_card(issue: IssueHistory) -> dict[str, str]:
+    """Return what the page tells about an issue."""
     latest = issue.latest
     evidence = []
     if latest.get("statistic"):

@@ -175,7 +175,7 @@ def _clipping(axes: Any, steps: Sequence[int], reports: Sequence[StepReport]) ->
         axes.set_yticks([])
         return
     curve(axes, steps, [found.coefficient for found in clipping], label="clip coefficient", colour=SKY)
-    curve(axes, steps, [found.clip_rate for found in clipping], label="share of steps clipped", colour=ORANGE)
+    curve(axes, steps, [found.clip_rate for found in clipping], label="share of recent steps clipped", colour=ORANGE)
     axes.set_ylim(0, 1.05)
 
 

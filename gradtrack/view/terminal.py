@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 _BLOCKS: Final = "▁▂▃▄▅▆▇█"
-_WIDTH: Final = 40
+_WIDTH: Final = 28
 _GROUPS: Final = 24
 _ISSUES: Final = 20
 _COLOURS: Final = {
@@ -101,7 +101,7 @@ def _track(track: Track) -> Iterator[RenderableType]:
 
     table = Table(box=None, pad_edge=False, title=Text(track.name) if track.name else None, title_justify="left")
     for column in ("", "", "last", "lowest", "highest"):
-        table.add_column(column, justify="left" if not column else "right", no_wrap=not column)
+        table.add_column(column, justify="left" if not column else "right", no_wrap=True)
     curves = [("loss", track.loss, False), *((name, track.column(key), log) for name, key, log in _CURVES)]
     for name, values, log_scale in curves:
         finite = values[np.isfinite(values)]
@@ -164,9 +164,9 @@ def _files(run: RunData) -> Iterator[RenderableType]:
 
     found = ways_to_open(run.directory)
     if found:
-        yield Text("\nFiles", style="bold")
+        yield Text(f"\nFiles in {run.directory}", style="bold")
         for path, way in found:
-            yield Text(f"{path}  {way}")
+            yield Text(f"{path.relative_to(run.directory)}  {way}")
 
 
 def _last(track: Track) -> dict[str, float | None]:

@@ -49,7 +49,7 @@ def test_training_curves_show_loss_norms_counts_and_clipping() -> None:
     assert list(line(norms, "after clipping").get_ydata()) == [1.0] * 5
     assert list(line(norms, "threshold").get_ydata()) == [1.0] * 5
     assert list(line(nonfinite, "NaN").get_xdata()) == [1, 3, 5]
-    assert list(line(clipping, "share of steps clipped").get_ydata()) == [0.5] * 5
+    assert list(line(clipping, "share of recent steps clipped").get_ydata()) == [0.5] * 5
     assert list(line(clipping, "clip coefficient").get_ydata()) == [0.5] * 5
     assert norms.get_yscale() == "log"
 

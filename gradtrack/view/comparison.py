@@ -1,0 +1,206 @@
+"""Two runs side by side: curves, numbers, groups, settings, and the issues that appeared or went."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from gradtrack.record.files import write_atomically
+from gradtrack.view.charts import Chart, Line, spans_decades
+from gradtrack.view.html import fill, issue_card
+from gradtrack.view.run_data import IssueHistory, RunData, Track
+from gradtrack.view.tables import Table, number
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+_CURVES: Final = (
+    ("Gradient norm", "train/grad_norm", True),
+    ("Gradient norm after clipping", "train/grad_norm_clipped", True),
+    ("Clip rate", "train/grad_clip_rate", False),
+    ("Variance", "train/grad_variance", True),
+)
+_GROUP_CHARTS: Final = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What differs between two runs; A is the first and B the second."""
+
+    first: RunData
+    second: RunData
+
+    @property
+    def appeared(self) -> list[IssueHistory]:
+        """Return the issues that only the second run had."""
+        return _only_in(self.second, self.first)
+
+    @property
+    def gone(self) -> list[IssueHistory]:
+        """Return the issues that only the first run had."""
+        return _only_in(self.first, self.second)
+
+    def numbers(self) -> list[tuple[str, ...]]:
+        """Return how each run ended, in numbers."""
+        rows: list[tuple[str, ...]] = [("steps", f"{self.first.total_steps:,}", f"{self.second.total_steps:,}")]
+        for source, first, second in self._tracks():
+            tail = f" ({source})" if source else ""
+            rows.append((f"last loss{tail}", *(number(_last_loss(track)) for track in (first, second))))
+            for title, metric, _ in _CURVES:
+                rows.append((f"{title.lower()}, median{tail}", *(_median(track, metric) for track in (first, second))))
+        skipped = (run.end.summary.nan_inf_summary.skipped_steps if run.end else None for run in self._runs())
+        rows.append(("skipped steps", *("–" if count is None else str(count) for count in skipped)))
+        return rows
+
+    def last_values(self) -> list[tuple[str, str, str, str]]:
+        """Return the last norm of every group and the last value of every analyzer's metric, with their ratio."""
+        rows = []
+        for source, first, second in self._tracks():
+            names = [name for name in first.names if name in second.names and _is_compared(name)]
+            for name in names:
+                before, after = first.last(name), second.last(name)
+                ratio = after / before if before else math.nan
+                shown = name.removeprefix("train/grad_") + (f" ({source})" if source else "")
+                rows.append((shown, number(before), number(after), f"{ratio:.3g}" if math.isfinite(ratio) else "–"))
+        return rows
+
+    def settings(self) -> list[tuple[str, str, str]]:
+        """Return the settings and versions in which the runs differ."""
+        rows = []
+        for first, second in (
+            (self.first.run.config, self.second.run.config),
+            (self.first.run.environment, self.second.run.environment),
+        ):
+            names = dict.fromkeys([*first, *second])
+            rows += [(name, _said(first, name), _said(second, name)) for name in names]
+        return [row for row in rows if row[1] != row[2]]
+
+    def charts(self) -> list[Chart]:
+        """Return each curve of both runs in one chart."""
+        charts = []
+        for source, first, second in self._tracks():
+            section = f"Curves: {source}" if source else "Curves"
+            pair = [("A", first), ("B", second)]
+            lines = [Line(name=name, steps=track.steps, values=track.loss) for name, track in pair]
+            log_scale = all(spans_decades(line.values) for line in lines)
+            charts.append(Chart(title="Loss", lines=lines, section=section, log_scale=log_scale))
+            shared = [group for group in first.groups if group in second.groups][:_GROUP_CHARTS]
+            groups = [(f"Norm of {group}", f"train/grad_norm/{group}", True) for group in shared]
+            for title, metric, log_scale in (*_CURVES, *groups):
+                lines = [Line(name=name, steps=track.steps, values=track.column(metric)) for name, track in pair]
+                charts.append(Chart(title=title, lines=lines, section=section, log_scale=log_scale))
+        return [chart for chart in charts if any(np.isfinite(line.values).any() for line in chart.lines)]
+
+    def write_html(self, path: Path) -> Path:
+        """Write the comparison as one page."""
+        write_atomically(path, self._page())
+        return path
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return the comparison as plain data for scripts."""
+        return {
+            "a": self.first.run.run_id,
+            "b": self.second.run.run_id,
+            "appeared": [issue.key for issue in self.appeared],
+            "gone": [issue.key for issue in self.gone],
+            "settings": {name: [a, b] for name, a, b in self.settings()},
+            "numbers": {name: [a, b] for name, a, b in self.numbers()},
+            "last": {name: [a, b] for name, a, b, _ in self.last_values()},
+        }
+
+    def show(self) -> RenderableType:
+        """Return the comparison as something that a rich console prints."""
+        from rich.console import Group
+        from rich.text import Text
+
+        names = Text(
+            f"A {self.first.run.run_id}  {self.first.directory}\nB {self.second.run.run_id}  {self.second.directory}"
+        )
+        parts: list[RenderableType] = [names]
+        for title, columns, rows in (
+            ("Numbers", ("", "A", "B"), self.numbers()),
+            ("Settings that differ", ("", "A", "B"), self.settings()),
+            ("Last recorded", ("", "A", "B", "B / A"), self.last_values()),
+        ):
+            if rows:
+                parts += ["", Text(title, style="bold"), _table(columns, rows)]
+        for title, issues, style in (("Appeared", self.appeared, "red"), ("Gone", self.gone, "green")):
+            parts += ["", Text(f"{title}: {len(issues)} issues" if issues else f"{title}: no issue", style="bold")]
+            parts += [Text(f"  {issue.severity.value} {issue.key}  {issue.when}", style=style) for issue in issues]
+        return Group(*parts)
+
+    def _page(self) -> str:
+        issues = [{**issue_card(issue), "mark": "appeared in B"} for issue in self.appeared]
+        issues += [{**issue_card(issue), "mark": "gone from A"} for issue in self.gone]
+        tables = [
+            Table(id="numbers", title="Numbers", columns=("", "A", "B"), rows=self.numbers()),
+            Table(id="settings", title="Settings that differ", columns=("setting", "A", "B"), rows=self.settings()),
+            Table(
+                id="last",
+                title="Last recorded",
+                columns=("metric", "A", "B", "B / A"),
+                rows=self.last_values(),
+                search=True,
+            ),
+        ]
+        return fill(
+            title=f"{self.first.run.run_id} and {self.second.run.run_id}",
+            subtitle=f"A is {self.first.directory}, B is {self.second.directory}",
+            healthy=not self.appeared,
+            verdict=f"{len(self.appeared)} appeared, {len(self.gone)} gone",
+            tiles=[],
+            issues=issues,
+            no_issues="No issue appeared or went.",
+            tables=[table for table in tables if table.rows],
+            details=[],
+            charts=self.charts(),
+        )
+
+    def _runs(self) -> tuple[RunData, RunData]:
+        return self.first, self.second
+
+    def _tracks(self) -> list[tuple[str, Track, Track]]:
+        both = [source for source in self.first.tracks if source in self.second.tracks]
+        return [(source, self.first.tracks[source], self.second.tracks[source]) for source in both]
+
+
+def _only_in(run: RunData, other: RunData) -> list[IssueHistory]:
+    known = {(issue.source, issue.key) for issue in other.issues}
+    return [issue for issue in run.issues if (issue.source, issue.key) not in known]
+
+
+def _is_compared(name: str) -> bool:
+    return name.startswith("train/grad_norm/") or not name.startswith("train/")
+
+
+def _last_loss(track: Track) -> float | None:
+    known = track.loss[~np.isnan(track.loss)]
+    return float(known[-1]) if len(known) else None
+
+
+def _median(track: Track, metric: str) -> str:
+    values = track.column(metric)
+    values = values[np.isfinite(values)]
+    return number(float(np.median(values))) if len(values) else "–"
+
+
+def _said(values: Mapping[str, Any], name: str) -> str:
+    return json.dumps(values[name], default=str) if name in values else "default"
+
+
+def _table(columns: tuple[str, ...], rows: Any) -> RenderableType:
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
+    table = RichTable(box=None, pad_edge=False)
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="right" if index else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    return table
