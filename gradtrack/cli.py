@@ -1,16 +1,16 @@
-"""The command line: `gradtrack demo`, `backends` and `analyzers`."""
+"""The command line: try it, look at runs, deliver what is missing, and see which plugins there are."""
 
 from __future__ import annotations
 
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from gradtrack._version import __version__
-from gradtrack.errors import GradtrackError
+from gradtrack.errors import GradtrackError, UsageError
 
 app = typer.Typer(
     name="gradtrack",
@@ -18,8 +18,13 @@ app = typer.Typer(
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="Exit codes: 0 done, 2 wrong usage or an input that cannot be used (one line on stderr says which).",
+    epilog="Exit codes: 0 done; 1 done, but the run is unhealthy (show --check), issues appeared (diff --check) "
+    "or rows are still missing (replay); 2 wrong usage or an input that cannot be used: one line on stderr says why.",
 )
+Run = Annotated[
+    Path | None,
+    typer.Argument(help="A run's directory. Default: the newest one in gradtrack_runs.", show_default=False),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print data for scripts instead of a table.")]
 
 
@@ -71,6 +76,109 @@ def demo(
 
 
 @app.command()
+def show(
+    run: Run = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Stay until the run ends.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Exit with 1 if the run is unhealthy.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show a run in the terminal: curves, issues with what to do about them, and the norm of each group."""
+    from rich.console import Console
+
+    from gradtrack.view import terminal
+    from gradtrack.view.run_data import load_run
+
+    directory, console = _directory(run), Console(highlight=False)
+    if follow:
+        from gradtrack.view.follow import follow as watch
+
+        found = watch(directory, console)
+    else:
+        found = load_run(directory)
+        if as_json:
+            typer.echo(json.dumps(terminal.to_plain(found), indent=1, default=str))
+        else:
+            console.print(terminal.show(found))
+    raise typer.Exit(int(check and not found.healthy))
+
+
+@app.command()
+def report(
+    run: Run = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Where the page goes. Default: report.html in the run's directory.")
+    ] = None,
+) -> None:
+    """Write a run as one HTML page that needs no network, and print where it is."""
+    from gradtrack.view.html import write_html_report
+    from gradtrack.view.run_data import load_run
+
+    typer.echo(write_html_report(load_run(_directory(run)), out))
+
+
+@app.command()
+def diff(
+    first: Annotated[Path, typer.Argument(help="The directory of the run to compare with.")],
+    second: Annotated[Path, typer.Argument(help="The directory of the other run.")],
+    html: Annotated[Path | None, typer.Option(help="Write the comparison as an HTML page as well.")] = None,
+    check: Annotated[bool, typer.Option("--check", help="Exit with 1 if the second run has a new issue.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Lay two runs side by side: numbers, settings, groups, and the issues that appeared or went."""
+    from rich.console import Console
+
+    from gradtrack.view.comparison import Comparison
+    from gradtrack.view.run_data import load_run
+
+    found = Comparison(load_run(first), load_run(second))
+    if html is not None:
+        found.write_html(html)
+    if as_json:
+        typer.echo(json.dumps(found.to_plain(), indent=1, default=str))
+    else:
+        Console(highlight=False).print(found.show())
+    raise typer.Exit(int(check and bool(found.appeared)))
+
+
+@app.command()
+def replay(
+    run: Run = None,
+    to: Annotated[str | None, typer.Option(help="One backend only; it may be one that the run did not have.")] = None,
+    tracking_uri: Annotated[str | None, typer.Option(help="Where the tracker is now.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Deliver the rows that the trackers of a run are missing. Every row arrives once, however often this is called.
+
+    Credentials come from the environment, as the tracker itself reads them.
+    """
+    from dataclasses import asdict
+
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from gradtrack.record.replay import replay as deliver
+
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        bars: dict[str, Any] = {}
+
+        def advance(backend: str, done: int, total: int) -> None:
+            bar = bars.get(backend)
+            bars[backend] = bar if bar is not None else progress.add_task(backend)
+            progress.update(bars[backend], completed=done, total=total)
+
+        found = deliver(_directory(run), to=to, tracking_uri=tracking_uri, progress=advance)
+    if as_json:
+        typer.echo(json.dumps([{**asdict(one), "complete": one.complete} for one in found], indent=1))
+    for one in [] if as_json else found:
+        typer.echo(
+            f"{one.backend}: {one.rows} rows, {one.present} were there, {one.delivered} delivered, "
+            f"{one.refused} refused" + (f" ({one.fault})" if one.fault else "")
+        )
+    raise typer.Exit(int(not all(one.complete for one in found)))
+
+
+@app.command()
 def backends(as_json: AsJson = False) -> None:
     """List the trackers that a run can write to, and whether what each needs is installed."""
     _list_plugins("backends", as_json)
@@ -80,6 +188,16 @@ def backends(as_json: AsJson = False) -> None:
 def analyzers(as_json: AsJson = False) -> None:
     """List the analyzers that can look beyond the gradients themselves."""
     _list_plugins("analyzers", as_json)
+
+
+def _directory(run: Path | None) -> Path:
+    """Return the directory that is meant: the newest run where none was named."""
+    if run is not None:
+        return run
+    runs = [path.parent for path in Path("gradtrack_runs").glob("*/journal-*.jsonl")]
+    if not runs:
+        raise UsageError("no RUN: expected a run's directory, since gradtrack_runs has none. Try: gradtrack demo")
+    return max(runs, key=lambda path: path.stat().st_mtime)
 
 
 def _list_plugins(kind: str, as_json: bool) -> None:

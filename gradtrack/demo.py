@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -123,10 +124,10 @@ class Finding:
             "Issues that opened:" if self.issues else "No issue opened.",
             *(f"  {issue}" for issue in self.issues),
         ]
-        files = [] if self.run_dir is None else ways_to_open(self.run_dir)
-        if files:
+        if self.run_dir is not None:
             lines += ["", f"Files in {self.run_dir}:"]
-            lines += [f"  {path.relative_to(self.run_dir or path)}  {way}" for path, way in files]
+            lines += [f"  {path.relative_to(self.run_dir)}  {way}" for path, way in ways_to_open(self.run_dir)]
+            lines += ["", f"See it in the terminal: gradtrack show {shlex.quote(str(self.run_dir))}"]
         return "\n".join(lines)
 
     def as_dict(self) -> dict[str, Any]:
@@ -201,4 +202,5 @@ def demo_config(run_dir: Path) -> dict[str, Any]:
         "analyzers": "auto",
         "grad_log_every_n_steps": 10,
         "max_grad_norm": 0.1,
+        "save_html_report": True,
     }

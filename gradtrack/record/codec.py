@@ -26,6 +26,8 @@ def encode_row(number: int, record: Record, directory: Path) -> bytes:
     }
     if record.epoch is not None:
         row["epoch"] = record.epoch
+    if record.loss is not None:
+        row["loss"] = record.loss
     if record.source:
         row["source"] = record.source
     if record.issues:
@@ -93,6 +95,7 @@ def _record(row: Mapping[str, Any], directory: Path, *, trusted: bool) -> Record
         time=float(row["time"]),
         metrics={name: _number(value) for name, value in row["metrics"].items()},
         epoch=None if epoch is None else int(epoch),
+        loss=None if row.get("loss") is None else _number(row["loss"]),
         source=str(row.get("source", "")),
         panels=tuple(_panel(values) for values in row.get("panels", ())),
         issues=tuple(dict(issue) for issue in row.get("issues", ())),

@@ -75,9 +75,8 @@ def verdict(run: RunData) -> str:
 
 def _subtitle(run: RunData) -> list[str]:
     created = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(run.run.created))
-    state = "" if run.end is None else "training failed" if run.end.failed else "ended"
     damaged = f"{len(run.damaged)} damaged rows left out" if run.damaged else ""
-    return [part for part in (f"started {created}", state or "not ended", damaged) if part]
+    return [part for part in (f"started {created}", run.state, damaged) if part]
 
 
 def _tiles(run: RunData) -> list[tuple[str, str, str]]:

@@ -12,6 +12,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from gradtrack.record.journal import is_being_written
 from gradtrack.record.reading import find_journals
 from gradtrack.record.run_end import RUN_END, RunEnd
 from gradtrack.records import Panel, Record, RunInfo
@@ -125,6 +126,7 @@ class RunData:
     issues: list[IssueHistory]
     panels: tuple[Panel, ...] = ()
     end: RunEnd | None = None
+    is_running: bool = False
     damaged: list[str] = field(default_factory=list)
 
     @property
@@ -133,6 +135,15 @@ class RunData:
         if self.end is not None:
             return self.end.summary.total_steps
         return max((int(track.steps.max()) for track in self.tracks.values() if len(track.steps)), default=0)
+
+    @property
+    def state(self) -> str:
+        """Tell in a word or two whether the run goes on or how it ended."""
+        if self.is_running:
+            return "running"
+        if self.end is None:
+            return "stopped without an end"
+        return "failed" if self.end.failed else "ended"
 
     @property
     def open_issues(self) -> list[IssueHistory]:
@@ -169,6 +180,7 @@ def load_run(directory: Path) -> RunData:
     journal = max(find_journals(directory), key=lambda found: (found.run.created, -found.rank))
     run = RunData.of(journal.run, directory, (record for _, record in journal.rows()))
     run.damaged = list(journal.damaged)
+    run.is_running = is_being_written(journal.parts[-1])
     return run
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -55,8 +55,7 @@ def to_plain(run: RunData) -> dict[str, Any]:
     return {
         "run_id": run.run.run_id,
         "run_dir": str(run.directory),
-        "ended": run.end is not None,
-        "failed": run.end is not None and run.end.failed,
+        "state": run.state,
         "steps": run.total_steps,
         "healthy": run.healthy,
         "summary": None if run.end is None else run.end.summary.model_dump(mode="json"),
@@ -85,8 +84,7 @@ def sparkline(values: NDArray[np.float64], *, log_scale: bool = False, width: in
 def _head(run: RunData) -> RenderableType:
     from rich.text import Text
 
-    state = "not ended" if run.end is None else "failed" if run.end.failed else "ended"
-    text = Text.assemble((f"Run {run.run.run_id}", "bold"), f"  {state}, {run.total_steps:,} steps  ")
+    text = Text.assemble((f"Run {run.run.run_id}", "bold"), f"  {run.state}, {run.total_steps:,} steps  ")
     text.append("healthy" if run.healthy else "unhealthy", style="green" if run.healthy else "bold red")
     if run.end is not None and run.end.summary.nan_inf_summary.skipped_steps:
         text.append(f"  {run.end.summary.nan_inf_summary.skipped_steps} skipped")
@@ -178,16 +176,3 @@ def _last(track: Track) -> dict[str, float | None]:
 def _line(text: str) -> str:
     """Keep a name on one line and control characters out of the terminal."""
     return "".join(letter if letter.isprintable() else " " for letter in text)
-
-
-def rows_since(track: Track, count: int) -> Sequence[str]:
-    """Write the rows of a pair after the first so many, one line each."""
-    norm, rate = track.column("train/grad_norm"), track.column("train/grad_clip_rate")
-    healthy, loss = track.column("train/grad_healthy"), track.loss
-    name = f"{track.name}: " if track.name else ""
-    return [
-        f"{name}step {step}  loss {number(loss[index])}  norm {number(norm[index])}  clipped {rate[index]:.0%}  "
-        f"{'unhealthy' if healthy[index] == 0 else 'healthy'}"
-        for index, step in enumerate(track.steps.tolist())
-        if index >= count
-    ]

@@ -1,0 +1,65 @@
+"""A run watched while it trains."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gradtrack.view.run_data import RunData, Track, load_run
+from gradtrack.view.tables import number
+from gradtrack.view.terminal import show
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+Pause = Callable[[], object]
+
+
+def follow(directory: Path, console: Console, *, pause: Pause = lambda: time.sleep(1.0)) -> RunData:
+    """Show a run until it ends: a picture that renews itself on a terminal, a line for each row elsewhere."""
+    if not console.is_terminal:
+        return _follow_lines(directory, console, pause)
+    from rich.live import Live
+
+    with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
+        for run in _changes(directory, pause):
+            live.update(show(run), refresh=True)
+    return run
+
+
+def _follow_lines(directory: Path, console: Console, pause: Pause) -> RunData:
+    told: dict[str, int] = {}
+    for run in _changes(directory, pause):
+        for name, track in run.tracks.items():
+            for line in _lines(track, told.get(name, 0)):
+                console.print(line, markup=False, highlight=False, soft_wrap=True)
+            told[name] = len(track.steps)
+    return run
+
+
+def _changes(directory: Path, pause: Pause) -> Iterator[RunData]:
+    """Yield the run whenever its journal has grown, and once more at its end."""
+    size = -1
+    while True:
+        grown = sum(path.stat().st_size for path in directory.glob("journal-*.jsonl"))
+        if grown != size:
+            size, run = grown, load_run(directory)
+            yield run
+            if not run.is_running:
+                return
+        elif not load_run(directory).is_running:
+            size = -1
+            continue
+        pause()
+
+
+def _lines(track: Track, start: int) -> Iterator[str]:
+    norm, loss = track.column("train/grad_norm"), track.loss
+    healthy = track.column("train/grad_healthy")
+    name = f"{track.name}: " if track.name else ""
+    for index, step in enumerate(track.steps.tolist()):
+        if index >= start:
+            health = "unhealthy" if healthy[index] == 0.0 else "healthy"
+            yield f"{name}step {step}  loss {number(loss[index])}  gradient norm {number(norm[index])}  {health}"
