@@ -6,7 +6,7 @@ without torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
@@ -31,6 +31,17 @@ class Panel:
     metrics: tuple[str, ...]
     kind: PanelKind = "line"
     log_scale: bool = False
+
+    def pick(self, known: Iterable[str]) -> list[str]:
+        """Name the metrics of the panel in its order, with those that its stars stand for among the known ones."""
+        names = sorted(known)
+        picked: dict[str, None] = {}
+        for metric in self.metrics:
+            if metric.endswith("/*"):
+                picked.update(dict.fromkeys(name for name in names if name.startswith(metric[:-1])))
+            else:
+                picked[metric] = None
+        return list(picked)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,65 @@
+"""The dashboard of gradient health that every run gets."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Final
+
+from gradtrack.records import Panel
+
+_SECTION: Final = "gradients"
+
+CORE_PANELS: Final = (
+    Panel(
+        title="Gradient norm before and after clipping",
+        section=_SECTION,
+        metrics=("train/grad_norm", "train/grad_norm_clipped", "train/grad_clip_threshold"),
+        kind="multi-line",
+        log_scale=True,
+    ),
+    Panel(
+        title="Gradient norm of each group",
+        section=_SECTION,
+        metrics=("train/grad_norm/*",),
+        kind="multi-line",
+        log_scale=True,
+    ),
+    Panel(title="Share of steps that were clipped", section=_SECTION, metrics=("train/grad_clip_rate",)),
+    Panel(
+        title="Non-finite elements",
+        section=_SECTION,
+        metrics=("train/grad_nan_count", "train/grad_inf_count"),
+        kind="multi-line",
+    ),
+    Panel(
+        title="Mean gradient between the smallest and the largest",
+        section=_SECTION,
+        metrics=("train/grad_mean", "train/grad_min", "train/grad_max"),
+        kind="band",
+    ),
+    Panel(
+        title="Healthy and skipped steps",
+        section=_SECTION,
+        metrics=("train/grad_healthy", "train/grad_skipped"),
+        kind="multi-line",
+    ),
+)
+
+
+def panels_of(panels: Iterable[Panel], source: str) -> tuple[Panel, ...]:
+    """Return panels for the metrics of one (model, optimizer) pair, in a section of its own where it has a name."""
+    if not source:
+        return tuple(panels)
+    return tuple(
+        dataclasses.replace(
+            panel,
+            section=f"{panel.section}: {source}",
+            metrics=tuple(_metric_of(metric, source) for metric in panel.metrics),
+        )
+        for panel in panels
+    )
+
+
+def _metric_of(metric: str, source: str) -> str:
+    return f"{metric.removesuffix('/*')}/{source}/*" if metric.endswith("/*") else f"{metric}/{source}"
