@@ -9,24 +9,22 @@ import math
 import os
 import re
 import socket
-import struct
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final, Literal, final
+from typing import Any, Final, final
 
 from gradtrack.backends.base import Backend
 from gradtrack.errors import BackendError, ClosedError, MissingExtraError, PermanentBackendError, UsageError
 from gradtrack.record.values import numbers
 from gradtrack.records import Histogram, Panel, Record, RunInfo
 
-Precision = Literal["auto", "double"]
 STEP: Final = "gradtrack/step"
+EXACT: Final = "gradtrack/exact/"
 _SUB_RUN: Final = "gradtrack"
 _LATE_RUN: Final = "gradtrack-late"
-_SMALLEST_FLOAT: Final = 1.2e-38
-_LARGEST_FLOAT: Final = 3.4e38
-_LARGEST_COUNT: Final = 2.0**24
+_SMALLEST_FLOAT: Final = float.fromhex("0x1p-126")
+_LARGEST_FLOAT: Final = float.fromhex("0x1.fffffep+127")
 _logger = logging.getLogger("gradtrack")
 _file_numbers = itertools.count()
 
@@ -41,12 +39,10 @@ class TensorBoardBackend(Backend):
     overflow, underflow or miscount; `precision="double"` stores every value as a double.
     """
 
-    def __init__(self, *, log_dir: str | Path | None = None, writer: Any = None, precision: Precision = "auto") -> None:
+    def __init__(self, *, log_dir: str | Path | None = None, writer: Any = None) -> None:
         if log_dir is not None and writer is not None:
             raise UsageError("tensorboard: log_dir and writer were given: expected one of them. Leave log_dir out.")
-        if precision not in ("auto", "double"):
-            raise UsageError(f"tensorboard: precision {precision!r}: expected 'auto' or 'double'.")
-        self._events = _Events(always_double=precision == "double")
+        self._events = _Events()
         self._writer = None if writer is None else _UserRun(writer)
         directory = log_dir if self._writer is None else self._writer.directory
         self._directory = None if directory is None else Path(directory).absolute()
@@ -67,9 +63,8 @@ class TensorBoardBackend(Backend):
             if record.run is not None:
                 self._open(record.run)
         panels = [panel for record in records for panel in record.panels if panel not in self._panels]
-        on_time, late = [], []
-        for record in records:
-            (on_time if record.step > self._reached.get(record.source, -1) else late).append(record)
+        late = [record for record in records if record.step <= self._reached.get(record.source, -1)]
+        on_time = [record for record in records if record not in late] if late else records
         run, late_run, layout = self._opened()
         run.append([(_key(record), self._event(record)) for record in on_time])
         late_run.append([(_key(record), self._event(record)) for record in late])
@@ -148,7 +143,7 @@ def _series(name: str, source: str) -> str:
 class _Events:
     """TensorBoard's protocol buffers, made from records and read back."""
 
-    def __init__(self, *, always_double: bool) -> None:
+    def __init__(self) -> None:
         try:
             from tensorboard.compat.proto.event_pb2 import Event, SourceMetadata
             from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary, SummaryMetadata
@@ -160,7 +155,6 @@ class _Events:
         self.event, self.origin, self.value, self.histogram_type = Event, SourceMetadata, Summary.Value, HistogramProto
         self.summary, self.metadata, self.tensor, self.shapes = Summary, SummaryMetadata, TensorProto, layout_pb2
         self.record_writer = RecordWriter
-        self._always_double = always_double
 
     def first(self) -> Any:
         """Return the event that every event file begins with."""
@@ -171,6 +165,7 @@ class _Events:
     def of(self, record: Record, metrics: dict[str, float], run_id: str, issues: Sequence[str]) -> Any:
         """Return one event that holds everything of a record."""
         values = [self.scalar(name, value) for name, value in metrics.items() if name]
+        values += [self.exact(name, value) for name, value in metrics.items() if name and _needs_double(value)]
         values += [self.histogram(name, found) for name, found in record.histograms.items() if _drawable(found)]
         if issues:
             values.append(self.text(_series("gradtrack/issues", record.source), issues))
@@ -179,12 +174,14 @@ class _Events:
         return self.event(step=record.step, wall_time=record.time, summary=self.summary(value=[*values, step]))
 
     def scalar(self, tag: str, value: float) -> Any:
-        """Return a scalar, as a double where a float cannot hold it."""
-        if not (self._always_double or _needs_double(value)):
-            return self.value(tag=tag, simple_value=value)
-        return self.value(
-            tag=tag, tensor=self.tensor(dtype="DT_DOUBLE", double_val=[value]), metadata=self._of_plugin("scalars")
-        )
+        """Return a scalar that TensorBoard draws: its fast reader, the default, leaves out doubles."""
+        shown = value if not math.isfinite(value) else max(-_LARGEST_FLOAT, min(value, _LARGEST_FLOAT))
+        return self.value(tag=tag, simple_value=shown)
+
+    def exact(self, tag: str, value: float) -> Any:
+        """Return a double beside a scalar."""
+        proto = self.tensor(dtype="DT_DOUBLE", double_val=[value])
+        return self.value(tag=f"{EXACT}{tag}", tensor=proto, metadata=self._of_plugin("scalars"))
 
     def histogram(self, tag: str, found: Histogram) -> Any:
         """Return a histogram with the counts that were taken; its sums are those of the middles of the buckets."""
@@ -360,9 +357,8 @@ class _UserRun:
                 self._add_histogram(value, event)
             elif value.metadata.plugin_data.plugin_name == "text":
                 self._writer.add_text(value.tag, value.tensor.string_val[0].decode(), event.step, event.wall_time)
-            else:
-                number = value.simple_value if value.HasField("simple_value") else value.tensor.double_val[0]
-                self._writer.add_scalar(value.tag, number, event.step, event.wall_time)
+            elif value.HasField("simple_value"):
+                self._writer.add_scalar(value.tag, value.simple_value, event.step, event.wall_time)
 
     def _add_histogram(self, value: Any, event: Any) -> None:
         found = value.histo
@@ -381,13 +377,8 @@ class _UserRun:
 
 
 def _needs_double(value: float) -> bool:
-    """Say whether a float would overflow, underflow or miscount."""
-    if value == 0 or not math.isfinite(value):
-        return False
-    size = abs(value)
-    if not _SMALLEST_FLOAT < size < _LARGEST_FLOAT:
-        return True
-    return size > _LARGEST_COUNT and value.is_integer() and struct.unpack("f", struct.pack("f", value))[0] != value
+    """Say whether a float would overflow or lose digits at its lower end."""
+    return value != 0 and math.isfinite(value) and not _SMALLEST_FLOAT <= abs(value) <= _LARGEST_FLOAT
 
 
 def _drawable(found: Histogram) -> bool:
