@@ -16,7 +16,6 @@ from typing import Any, Final, final
 
 from gradtrack.backends.base import Backend
 from gradtrack.errors import BackendError, ClosedError, MissingExtraError, PermanentBackendError, UsageError
-from gradtrack.record.values import numbers
 from gradtrack.records import Histogram, Panel, Record, RunInfo
 
 STEP: Final = "gradtrack/step"
@@ -53,7 +52,6 @@ class TensorBoardBackend(Backend):
         self._run_id = ""
         self._reached: dict[str, int] = {}
         self._issues: dict[str, tuple[str, ...]] = {}
-        self._refused: set[str] = set()
         self._closed = False
 
     def write(self, records: Sequence[Record]) -> None:
@@ -82,8 +80,15 @@ class TensorBoardBackend(Backend):
             if self._writer is not None and not self._writer.closed:
                 self._writer.flush()
 
-    def destination(self) -> dict[str, Any]:
+    def address(self) -> dict[str, Any]:
         return {} if self._directory is None else {"log_dir": str(self._directory)}
+
+    @classmethod
+    def probe(cls, **options: Any) -> str:
+        backend = cls(**options)
+        if backend._writer is not None:
+            return f"the SummaryWriter of {backend._directory}"
+        return f"event files in {backend._directory or 'tensorboard in the run directory'}"
 
     def present(self, records: Sequence[Record]) -> set[tuple[str, int]] | None:
         for record in records:
@@ -117,11 +122,7 @@ class TensorBoardBackend(Backend):
         return self._run, self._late, self._layout
 
     def _event(self, record: Record) -> Any:
-        metrics, refused = numbers(record.metrics)
-        for name in refused.keys() - self._refused:
-            self._refused.add(name)
-            _logger.warning("tensorboard: metric %r is a %s and is left out", name, refused[name])
-        return self._events.of(record, metrics, self._run_id, self._new_issues(record))
+        return self._events.of(record, self._run_id, self._new_issues(record))
 
     def _new_issues(self, record: Record) -> tuple[str, ...]:
         """Return the open issues as text, where they are not those of the record before."""
@@ -162,10 +163,10 @@ class _Events:
             wall_time=time.time(), file_version="brain.Event:2", source_metadata=self.origin(writer="gradtrack")
         )
 
-    def of(self, record: Record, metrics: dict[str, float], run_id: str, issues: Sequence[str]) -> Any:
+    def of(self, record: Record, run_id: str, issues: Sequence[str]) -> Any:
         """Return one event that holds everything of a record."""
-        values = [self.scalar(name, value) for name, value in metrics.items() if name]
-        values += [self.exact(name, value) for name, value in metrics.items() if name and _needs_double(value)]
+        values = [self.scalar(name, value) for name, value in record.metrics.items()]
+        values += [self.exact(name, value) for name, value in record.metrics.items() if _needs_double(value)]
         values += [self.histogram(name, found) for name, found in record.histograms.items() if _drawable(found)]
         if issues:
             values.append(self.text(_series("gradtrack/issues", record.source), issues))

@@ -34,5 +34,10 @@ def make_records(
         )
         for step in range(1, count + 1)
     ]
-    run = RunInfo(run_id=run_id, run_dir=None if run_dir is None else str(run_dir), created=1_700_000_000.0)
+    run = RunInfo(
+        run_id=run_id,
+        run_dir=None if run_dir is None else str(run_dir),
+        created=1_700_000_000.0,
+        config={"max_grad_norm": 1.0},
+    )
     return [dataclasses.replace(records[0], run=run, panels=tuple(panels)), *records[1:]]

@@ -1,0 +1,497 @@
+"""The MLflow backend against a real server on a sqlite store."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import uuid
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+mlflow: Any = pytest.importorskip("mlflow")
+
+from gradtrack.backends.mlflow import MlflowBackend, metric_name, saved_view  # noqa: E402
+from gradtrack.errors import BackendError, ClosedError, PermanentBackendError, UsageError  # noqa: E402
+from gradtrack.record.panels import CORE_PANELS  # noqa: E402
+from gradtrack.records import Record, RunInfo  # noqa: E402
+from tests.backends.conftest import free_port, served  # noqa: E402
+from tests.backends.rows import make_records  # noqa: E402
+from tests.backends.stores import empty_store  # noqa: E402
+
+NORM = "train/grad_norm"
+
+
+@pytest.fixture
+def server(mlflow_server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Give the address of the server, with the settings of MLflow as they were afterwards."""
+    before = mlflow.get_tracking_uri()
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    mlflow.set_tracking_uri(mlflow_server)
+    yield mlflow_server
+    while mlflow.active_run() is not None:
+        mlflow.end_run()
+    mlflow.set_tracking_uri(before)
+
+
+def history(address: str, run_id: str | None, name: str = NORM) -> list[tuple[int, int, float]]:
+    """Return (step, timestamp, value) of a metric in the order of the steps."""
+    points = mlflow.MlflowClient(tracking_uri=address).get_metric_history(run_id, name)
+    return sorted((point.step, point.timestamp, point.value) for point in points)
+
+
+def rows_of(records: list[Record], name: str = NORM) -> list[tuple[int, int, float]]:
+    """Return what the history of a metric should be."""
+    return [(record.step, round(record.time * 1000), record.metrics[name]) for record in records]
+
+
+def new_identity() -> str:
+    """Name a training that no other test knows."""
+    return uuid.uuid4().hex
+
+
+def test_own_run_holds_every_row_and_ends(server: str) -> None:
+    """Without an active run the backend makes one of its own, and ends it as finished."""
+    records = make_records(300, run_id=new_identity())
+    backend = MlflowBackend(experiment="own")
+    backend.write(records[:200])
+    backend.write(records[200:])
+    backend.close()
+    assert history(server, backend.run_id) == rows_of(records)
+    run = mlflow.get_run(backend.run_id)
+    assert run.info.status == "FINISHED"
+    assert run.data.params == {"gradtrack/max_grad_norm": "1.0"}
+    assert "gradtrack" in run.data.tags["mlflow.note.content"]
+
+
+def test_own_run_of_a_failed_training_is_failed(server: str) -> None:
+    """A training that raised leaves a failed run."""
+    backend = MlflowBackend(experiment="own")
+    backend.write(make_records(1, run_id=new_identity()))
+    backend.close(failed=True)
+    assert mlflow.get_run(backend.run_id).info.status == "FAILED"
+
+
+def test_case_05_active_run_goes_on(server: str) -> None:
+    """The user's run takes our rows and is running after our close."""
+    records = make_records(10)
+    with mlflow.start_run() as run:
+        backend = MlflowBackend()
+        backend.write(records)
+        backend.close(failed=True)
+        assert mlflow.get_run(run.info.run_id).info.status == "RUNNING"
+        mlflow.log_metric("loss", 1.0)
+    assert backend.run_id == run.info.run_id
+    assert history(server, run.info.run_id) == rows_of(records)
+
+
+def test_case_06_finished_run_takes_rows(server: str) -> None:
+    """Rows that come after the user ended the run arrive all the same."""
+    with mlflow.start_run() as run:
+        backend = MlflowBackend()
+    backend.write(make_records(3))
+    backend.close()
+    assert len(history(server, run.info.run_id)) == 3
+
+
+def test_case_23_worker_thread_makes_no_stray_run(server: str, tmp_path: Path) -> None:
+    """Written from another thread after the address was changed, rows go to the run of the constructor's thread."""
+    experiment_id = mlflow.create_experiment(new_identity())
+    with mlflow.start_run(experiment_id=experiment_id) as run:
+        backend = MlflowBackend()
+        mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/other.db")
+        worker = threading.Thread(target=backend.write, args=(make_records(5),))
+        worker.start()
+        worker.join()
+        mlflow.set_tracking_uri(server)
+    assert len(history(server, run.info.run_id)) == 5
+    assert len(mlflow.MlflowClient().search_runs([experiment_id])) == 1
+    assert not (tmp_path / "other.db").exists()
+
+
+def test_writing_again_changes_nothing(server: str) -> None:
+    """The same batch three times is in the history once, NaN included."""
+    records = [Record(step=step, time=1.5, metrics={NORM: math.nan, "b": 1.0}) for step in range(5)]
+    with mlflow.start_run() as run:
+        backend = MlflowBackend()
+        for _ in range(3):
+            backend.write(records)
+    assert len(history(server, run.info.run_id)) == 5
+    assert len(history(server, run.info.run_id, "b")) == 5
+
+
+def test_thousands_of_metrics_in_one_write(server: str) -> None:
+    """A batch beyond what one call takes is divided, also within one very wide row and with long names."""
+    wide = {f"{'中' * 200}{index}": float(index) for index in range(1500)}
+    records = [*make_records(700), Record(step=701, time=1.0, metrics=wide)]
+    with mlflow.start_run() as run:
+        MlflowBackend().write(records)
+    assert len(history(server, run.info.run_id)) == 700
+    assert len(mlflow.get_run(run.info.run_id).data.metrics) == 1500 + 5
+
+
+@pytest.mark.parametrize(
+    ("value", "stored"), [(math.inf, 1.7976931348623157e308), (-math.inf, -1.7976931348623157e308)]
+)
+def test_case_16_infinity_is_the_largest_number(server: str, value: float, stored: float) -> None:
+    """MLflow keeps an infinity as the largest double, which its page shows as an infinity."""
+    with mlflow.start_run() as run:
+        MlflowBackend().write([Record(step=1, time=1.0, metrics={NORM: value})])
+    assert history(server, run.info.run_id) == [(1, 1000, stored)]
+
+
+def test_counting_leaves_nonfinite_values_out(server: str) -> None:
+    """For old servers, values that are not finite are counted instead of sent."""
+    row = {NORM: math.nan, "b": math.inf, "c": 2.0}
+    with mlflow.start_run() as run:
+        backend = MlflowBackend(nonfinite="count")
+        backend.write([Record(step=1, time=1.0, metrics=row)])
+    assert mlflow.get_run(run.info.run_id).data.metrics == {"c": 2.0, "gradtrack/nonfinite": 2.0}
+    assert backend.address()["nonfinite"] == "count"
+
+
+def test_case_17_refused_metric_leaves_its_batch_alone(server: str, caplog: pytest.LogCaptureFixture) -> None:
+    """What the server refuses is left out and named; everything else of the batch arrives."""
+    records = make_records(20)
+    bad = Record(step=-1, time=-5.0, metrics={"before time": 1.0})
+    with mlflow.start_run() as run:
+        MlflowBackend().write([*records[:10], bad, *records[10:]])
+    assert history(server, run.info.run_id) == rows_of(records)
+    assert "'before time' is left out" in caplog.text
+
+
+def test_deleted_run_is_permanent(server: str) -> None:
+    """A run that was deleted refuses rows for good, and the error names the way back."""
+    with mlflow.start_run() as run:
+        backend = MlflowBackend()
+    mlflow.delete_run(run.info.run_id)
+    with pytest.raises(PermanentBackendError, match=f"mlflow runs restore --run-id {run.info.run_id}"):
+        backend.write(make_records(5))
+
+
+def test_unknown_run_is_permanent(server: str) -> None:
+    """A run that never was refuses rows for good."""
+    with pytest.raises(PermanentBackendError, match="expected a run that exists"):
+        MlflowBackend(run_id="0" * 32).write(make_records(1))
+
+
+def test_present_compares_steps_and_times(server: str) -> None:
+    """Another instance, made from the address, tells what the run holds."""
+    records = make_records(20) + make_records(20, source="critic")
+    with mlflow.start_run():
+        backend = MlflowBackend()
+        backend.write([*records[:12], *records[20:25]])
+    other_time = Record(step=1, time=1.0, metrics={NORM: 1.0})
+    assert MlflowBackend(**backend.address()).present([other_time]) == set()
+    found = MlflowBackend(**backend.address()).present(records)
+    assert found == {("", step) for step in range(1, 13)} | {("critic", step) for step in range(1, 6)}
+
+
+def test_own_run_is_found_again(server: str) -> None:
+    """A replay without the run's number finds the run by the training's identity and does not end it."""
+    records = make_records(10, run_id=new_identity())
+    first = MlflowBackend(experiment="again")
+    address = first.address()
+    first.write(records[:4])
+    second = MlflowBackend(**address)
+    assert second.present(records) == {("", step) for step in range(1, 5)}
+    second.write(records[4:])
+    second.close()
+    assert second.run_id == first.run_id
+    assert history(server, first.run_id) == rows_of(records)
+    assert mlflow.get_run(first.run_id).info.status == "RUNNING"
+    first.close()
+
+
+def test_files_are_artifacts_at_close(server: str, tmp_path: Path) -> None:
+    """The files that records name are in the run after close; one that is gone costs nothing."""
+    (tmp_path / "report.html").write_text("<p>report</p>")
+    files = (str(tmp_path / "report.html"), str(tmp_path / "gone.png"))
+    with mlflow.start_run() as run:
+        backend = MlflowBackend()
+        backend.write([Record(step=1, time=1.0, metrics={"a": 1.0}, files=files)])
+        backend.close()
+    found = mlflow.MlflowClient().list_artifacts(run.info.run_id, "gradtrack")
+    assert [entry.path for entry in found] == ["gradtrack/report.html"]
+
+
+@given(st.text(min_size=1, max_size=300))
+@example("a[0]")
+@example("../x")
+@example("a//b")
+@example(".")
+@example("a" * 251)
+@example("a b ")
+def test_case_18_every_name_becomes_valid(name: str) -> None:
+    """Whatever a metric is called, MLflow takes the name that stands for it, and mapping it again changes nothing."""
+    from mlflow.utils.validation import _validate_metric_name
+
+    mapped = metric_name(name)
+    _validate_metric_name(mapped)
+    assert 1 <= len(mapped) <= 250
+    assert metric_name(name) == mapped
+    if re.fullmatch(r"(?=.{,250}$)[a-z]+(/[a-z]+)*", name):
+        assert mapped == name
+
+
+@given(st.lists(st.text(alphabet="a/.[]| _-gt0", min_size=1, max_size=8), unique=True, max_size=50))
+def test_case_18_names_never_merge(names: list[str]) -> None:
+    """Two metrics have two names, also where one of them looks like the mapping of the other."""
+    everything = {*names, *(metric_name(name) for name in names)}
+    assert len({metric_name(name) for name in everything}) == len(everything)
+
+
+def test_case_18_original_name_is_in_a_tag(server: str) -> None:
+    """A name that MLflow refuses is kept in full in a tag of the run."""
+    with mlflow.start_run() as run:
+        MlflowBackend().write([Record(step=1, time=1.0, metrics={"a[0]|b": 1.0})])
+    ((mapped, _),) = mlflow.get_run(run.info.run_id).data.metrics.items()
+    tags = mlflow.get_run(run.info.run_id).data.tags
+    assert tags[f"gradtrack.name.{mapped[-12:]}"] == "a[0]|b"
+
+
+def test_case_24_no_error_shows_the_password(caplog: pytest.LogCaptureFixture) -> None:
+    """Neither an error, its causes, the address nor a log line holds the credentials of the tracking URI."""
+    uri = f"http://user:s3cr3t@127.0.0.1:{free_port()}/base?token=t0psecret"
+    backend = MlflowBackend(tracking_uri=uri, experiment="x")
+    with pytest.raises(BackendError) as caught:
+        backend.write(make_records(1))
+    assert caught.value.__cause__ is None
+    assert caught.value.__suppress_context__
+    everything = f"{caught.value!r} {caught.value} {backend.address()} {backend!r} {caplog.text}"
+    assert "s3cr3t" not in everything
+    assert "t0psecret" not in everything
+
+
+def test_case_24_store_errors_are_redacted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error of MLflow's client that quotes the address is quoted without the password."""
+    backend = MlflowBackend(tracking_uri="sqlite:///none.db", run_id="x")
+
+    class Client:
+        def log_batch(self, *_: object, **__: object) -> None:
+            raise RuntimeError("API request to http://user:s3cr3t@host/api failed")
+
+    monkeypatch.setattr(backend, "_known_client", Client())
+    with pytest.raises(BackendError, match=r"http://\*\*\*@host/api"):
+        backend.write(make_records(1))
+
+
+def test_relative_store_survives_a_change_of_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sqlite store is the one that the address meant where the backend was made."""
+    shutil.copy(empty_store(), tmp_path / "store.db")
+    monkeypatch.chdir(tmp_path)
+    backend = MlflowBackend(tracking_uri="sqlite:///store.db", experiment="x")
+    monkeypatch.chdir("/")
+    backend.write(make_records(2))
+    assert len(history(f"sqlite:///{tmp_path}/store.db", backend.run_id)) == 2
+
+
+def test_closed_backend_refuses_records(server: str) -> None:
+    """A second close does nothing, and writing after it is an error."""
+    backend = MlflowBackend()
+    backend.close()
+    backend.close()
+    with pytest.raises(ClosedError):
+        backend.write(make_records(1))
+
+
+def test_options_are_checked() -> None:
+    """An option that cannot mean anything is refused."""
+    with pytest.raises(UsageError, match="expected 'keep' or 'count'"):
+        MlflowBackend(nonfinite="drop")  # type: ignore[arg-type]
+
+
+def test_probe_names_the_run_without_making_one(server: str) -> None:
+    """The doctor learns where rows would go, and nothing is made."""
+    experiment_id = mlflow.create_experiment(new_identity())
+    with mlflow.start_run(experiment_id=experiment_id) as run:
+        assert MlflowBackend.probe() == f"run {run.info.run_id} (running) at {server}"
+    assert MlflowBackend.probe(experiment="nowhere") == f"a new run at {server}"
+    assert mlflow.get_experiment_by_name("nowhere") is None
+
+
+def test_saved_view_draws_the_panels(server: str) -> None:
+    """The panels are charts of a view of the experiment, under one fixed identity, with the stars filled in."""
+    experiment_id = mlflow.create_experiment(new_identity())
+    with mlflow.start_run(experiment_id=experiment_id):
+        backend = MlflowBackend(saved_view=True)
+        backend.write(make_records(2, panels=CORE_PANELS))
+        backend.write([Record(step=3, time=3.0, metrics={f"{NORM}/W_out": 1.0})])
+    tags = mlflow.get_experiment(experiment_id).tags
+    ((key, value),) = [(key, value) for key, value in tags.items() if key.startswith("mlflow.sharedViewState.")]
+    assert key == saved_view([], {}, 0)[0]
+    state = json.loads(json.loads(value)["state"])
+    cards = {card["displayName"]: card for card in state["compareRunCharts"]}
+    assert cards["Gradient norm of each group"]["selectedMetricKeys"] == [f"{NORM}/W_out", f"{NORM}/W_rec"]
+    assert cards["Gradient norm before and after clipping"]["scaleType"] == "log"
+    assert {card["metricSectionId"] for card in cards.values()} == {state["compareRunSections"][0]["uuid"]}
+
+
+def test_saved_view_failure_costs_only_the_view(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the view cannot be written the rows arrive all the same."""
+    with mlflow.start_run() as run:
+        backend = MlflowBackend(saved_view=True)
+        monkeypatch.setattr(type(backend._client), "set_experiment_tag", lambda *_: 1 / 0)
+        backend.write(make_records(2, panels=CORE_PANELS))
+    assert len(history(server, run.info.run_id)) == 2
+
+
+def test_case_11_server_that_is_down_fails_at_once() -> None:
+    """Nothing is made and nothing blocks while nobody listens; the constructor does not call at all."""
+    backend = MlflowBackend(tracking_uri=f"http://127.0.0.1:{free_port()}")
+    with pytest.raises(BackendError, match="does not answer"):
+        backend.write(make_records(1))
+    assert backend.run_id is None
+    backend.close()
+
+
+@pytest.mark.slow
+def test_case_11_rows_arrive_after_the_server_is_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that dies and comes back has each row once."""
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    shutil.copy(empty_store(), tmp_path / "store.db")
+    port, records = free_port(), make_records(30, run_id=new_identity())
+    with served(tmp_path / "store.db", port) as address:
+        backend = MlflowBackend(tracking_uri=address, experiment="outage")
+        backend.write(records[:10])
+    with pytest.raises(BackendError, match="does not answer"):
+        backend.write(records[10:20])
+    with served(tmp_path / "store.db", port) as address:
+        backend.write(records[10:20])
+        backend.write(records[20:])
+        backend.close()
+        assert history(address, backend.run_id) == rows_of(records)
+
+
+def test_case_12_silent_server_is_given_up_in_time() -> None:
+    """A server that accepts and never answers costs one time limit, not the minutes of MLflow's client."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        uri = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        backend = MlflowBackend(tracking_uri=uri, run_id="x", timeout_seconds=0.2)
+        with pytest.raises(BackendError, match=r"does not answer \(ReadTimeout\)"):
+            backend.write(make_records(1))
+
+
+class FaultyProxy(ThreadingHTTPServer):
+    """Stands before a server and answers the first calls of log-batch with a fault, before or after passing them on."""
+
+    def __init__(self, target: str, faults: list[int], *, passing: bool) -> None:
+        super().__init__(("127.0.0.1", 0), _ProxyHandler)
+        self.target, self.faults, self.passing = target, faults, passing
+        threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+
+
+class _ProxyHandler(BaseHTTPRequestHandler):
+    server: FaultyProxy
+
+    def _answer(self) -> None:
+        import requests
+
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        fault = self.server.faults.pop(0) if "log-batch" in self.path and self.server.faults else None
+        status, content = fault, b"{}"
+        if fault is None or self.server.passing:
+            headers = {"Content-Type": self.headers.get("Content-Type", "application/json")}
+            found = requests.request(
+                self.command, self.server.target + self.path, data=body, headers=headers, timeout=30
+            )
+            status, content = fault or found.status_code, found.content
+        self.send_response(status or 200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(content)
+
+    do_GET = do_POST = do_HEAD = _answer
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Say nothing."""
+
+
+@pytest.mark.parametrize("passing", [False, True])
+def test_case_13_faulty_answers_deliver_once(server: str, passing: bool) -> None:
+    """Answers 500, 503 and 429, with the rows taken or not, end with every row there once."""
+    run_id = mlflow.MlflowClient().create_run("0").info.run_id
+    records = make_records(10)
+    proxy = FaultyProxy(server, [500, 503, 429], passing=passing)
+    try:
+        backend = MlflowBackend(run_id=run_id, tracking_uri=f"http://127.0.0.1:{proxy.server_port}")
+        for _ in range(3):
+            with pytest.raises(BackendError):
+                backend.write(records)
+        backend.write(records)
+    finally:
+        proxy.shutdown()
+        proxy.server_close()
+    assert history(server, run_id) == rows_of(records)
+
+
+def test_case_14_full_disk_is_contained(tmp_path: Path) -> None:
+    """A store that cannot grow refuses a batch as a whole, and takes it when there is room."""
+    shutil.copy(empty_store(), tmp_path / "store.db")
+    program = """
+        import resource, signal, sys
+        from gradtrack.backends.mlflow import MlflowBackend
+        from gradtrack.errors import BackendError
+        from tests.backends.rows import make_records
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        uri = "sqlite:///" + sys.argv[1]
+        backend, records = MlflowBackend(tracking_uri=uri, experiment="full"), make_records(2000)
+        backend.write(records[:10])
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+        try:
+            backend.write(records[10:])
+        except BackendError:
+            print("refused")
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        backend.write(records[10:])
+        print(backend.run_id)
+    """
+    root = Path(__file__).parent.parent.parent
+    command = [sys.executable, "-c", textwrap.dedent(program), str(tmp_path / "store.db")]
+    result = subprocess.run(command, cwd=root, check=True, capture_output=True, text=True)
+    refused, run_id = result.stdout.split()
+    assert refused == "refused"
+    assert history(f"sqlite:///{tmp_path}/store.db", run_id) == rows_of(make_records(2000))
+
+
+def test_lost_answer_to_the_creation_makes_no_second_run(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that was made although the answer was lost is found again, and is ours to end."""
+    backend = MlflowBackend(experiment="lost answer")
+    client = backend._client
+    create = client.create_run
+
+    def losing(*arguments: Any, **keywords: Any) -> None:
+        create(*arguments, **keywords)
+        raise ConnectionError("the answer was lost")
+
+    monkeypatch.setattr(client, "create_run", losing)
+    records = make_records(3, run_id=new_identity())
+    with pytest.raises(BackendError, match="the answer was lost"):
+        backend.write(records)
+    backend.write(records)
+    backend.close()
+    assert mlflow.get_run(backend.run_id).info.status == "FINISHED"
+    assert history(server, backend.run_id) == rows_of(records)
+
+
+def test_run_identity_is_no_query(server: str) -> None:
+    """A hostile identity cannot change the search for the run."""
+    backend = MlflowBackend(experiment="quotes")
+    backend.write([Record(step=1, time=1.0, metrics={"a": 1.0}, run=RunInfo(run_id="x' or '1' = '1"))])
+    assert len(history(server, backend.run_id, "a")) == 1
