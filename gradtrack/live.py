@@ -12,6 +12,7 @@ from torch import nn
 from gradtrack import registry
 from gradtrack.analyzers.base import Analyzer, Snapshot
 from gradtrack.errors import InputTypeError, UsageError
+from gradtrack.records import Panel
 from gradtrack.reports import Issue, Report
 
 _logger = logging.getLogger("gradtrack")
@@ -45,6 +46,11 @@ class LiveAnalyzers:
     def running(self) -> Mapping[str, Analyzer]:
         """Return the analyzers by name."""
         return self._analyzers
+
+    @property
+    def panels(self) -> list[Panel]:
+        """Return what the analyzers want to be drawn."""
+        return [panel for analyzer in self._analyzers.values() for panel in analyzer.panels]
 
     def choose(self, model: nn.Module) -> None:
         """Add every built-in analyzer that suits a model, and say why."""

@@ -19,6 +19,7 @@ from gradtrack.exits import CloseAtExit
 from gradtrack.outcome import Outcome, late_records, talk, to_record
 from gradtrack.pair import Pair
 from gradtrack.record.history import History
+from gradtrack.record.panels import Dashboard
 from gradtrack.record.run_end import RunEnd
 from gradtrack.record.sink import Sink
 from gradtrack.record.training_log import save_training_log
@@ -53,6 +54,7 @@ class GradientManager:
         self._roster = Roster(self.config)
         self.monitor, self.clipper, self.nan_inf_handler = self._roster.first_components
         self._sink = Sink(self.config)
+        self._dashboard = Dashboard()
         self._history = History(self.config.max_gradient_history)
         self._callbacks: list[IssueCallback] = []
         self._flight: list[StepReport] = []
@@ -248,7 +250,8 @@ class GradientManager:
         for record in late_records(outcome):
             self._sink.write(record)
         if outcome.event:
-            self._sink.write(to_record(outcome, self.config))
+            panels = self._dashboard.take(pair.name, pair.analyzers.panels)
+            self._sink.write(to_record(outcome, self.config, panels))
             talk(outcome, self.config)
         for issue in outcome.opened:
             for callback in self._callbacks:

@@ -8,7 +8,7 @@ from gradtrack.config import GradientConfig
 from gradtrack.errors import NonFiniteGradientError
 from gradtrack.facts import StepFacts
 from gradtrack.late import LateStep
-from gradtrack.records import Record
+from gradtrack.records import Panel, Record
 from gradtrack.reports import Issue, LateReport, StepReport
 
 _logger = logging.getLogger("gradtrack")
@@ -31,7 +31,7 @@ class Outcome:
         self.error: NonFiniteGradientError | None = None
 
 
-def to_record(outcome: Outcome, config: GradientConfig) -> Record:
+def to_record(outcome: Outcome, config: GradientConfig, panels: tuple[Panel, ...] = ()) -> Record:
     """Return the row that goes to the backends; without `log_gradient_stats` it has health and clipping only."""
     report = outcome.report
     shown = report if config.log_gradient_stats else report.model_copy(update={"statistics": None, "groups": {}})
@@ -42,6 +42,7 @@ def to_record(outcome: Outcome, config: GradientConfig) -> Record:
         epoch=report.epoch,
         loss=report.loss,
         source=report.source,
+        panels=panels,
         issues=tuple(issue.model_dump(mode="json") for issue in outcome.issues),
     )
 

@@ -103,13 +103,13 @@ class MlflowBackend(Backend):
         if self._closed:
             return
         self._closed = True
-        if self._run_id is None or not (self._owned or self._files):
+        files = self._artifacts()
+        if self._run_id is None or not (self._owned or files):
             return
         self._check_alive()
         try:
-            for path in self._files:
-                if Path(path).is_file():
-                    self._call(self._client.log_artifact, self._run_id, path, "gradtrack")
+            for path in files:
+                self._call(self._client.log_artifact, self._run_id, str(path), "gradtrack")
         finally:
             if self._owned:
                 self._call(self._client.set_terminated, self._run_id, "FAILED" if failed else "FINISHED")
@@ -158,6 +158,14 @@ class MlflowBackend(Backend):
                         if (metric.step, metric.timestamp) in stored:
                             there.add(key)
         return there
+
+    def _artifacts(self) -> list[Path]:
+        """Return the files that the records named, and the pictures and the report in the run directory."""
+        found = {Path(path): None for path in self._files}
+        if self._run is not None and self._run.run_dir is not None:
+            there = sorted(Path(self._run.run_dir).iterdir()) if Path(self._run.run_dir).is_dir() else []
+            found.update((path, None) for path in there if path.suffix in (".png", ".html"))
+        return [path for path in found if path.is_file()]
 
     @property
     def _client(self) -> Any:

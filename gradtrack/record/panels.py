@@ -47,6 +47,20 @@ CORE_PANELS: Final = (
 )
 
 
+class Dashboard:
+    """The panels of every (model, optimizer) pair, handed out once: with the first record of the pair."""
+
+    def __init__(self) -> None:
+        self._shown: set[str] = set()
+
+    def take(self, source: str, more: Iterable[Panel] = ()) -> tuple[Panel, ...]:
+        """Return the panels of a pair and those of its analyzers, the first time only."""
+        if source in self._shown:
+            return ()
+        self._shown.add(source)
+        return panels_of((*CORE_PANELS, *more), source)
+
+
 def panels_of(panels: Iterable[Panel], source: str) -> tuple[Panel, ...]:
     """Return panels for the metrics of one (model, optimizer) pair, in a section of its own where it has a name."""
     if not source:

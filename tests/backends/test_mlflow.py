@@ -216,15 +216,19 @@ def test_own_run_is_found_again(server: str) -> None:
 
 
 def test_files_are_artifacts_at_close(server: str, tmp_path: Path) -> None:
-    """The files that records name are in the run after close; one that is gone costs nothing."""
+    """The files that records name and the pictures of the run directory are in the run after close."""
     (tmp_path / "report.html").write_text("<p>report</p>")
     files = (str(tmp_path / "report.html"), str(tmp_path / "gone.png"))
     with mlflow.start_run() as run:
         backend = MlflowBackend()
-        backend.write([Record(step=1, time=1.0, metrics={"a": 1.0}, files=files)])
+        info = RunInfo(run_id="x", run_dir=str(tmp_path / "run"))
+        backend.write([Record(step=1, time=1.0, metrics={"a": 1.0}, files=files, run=info)])
+        (tmp_path / "run").mkdir()
+        (tmp_path / "run" / "training_curves.png").write_bytes(b"picture")
+        (tmp_path / "run" / "journal.jsonl").write_text("{}")
         backend.close()
     found = mlflow.MlflowClient().list_artifacts(run.info.run_id, "gradtrack")
-    assert [entry.path for entry in found] == ["gradtrack/report.html"]
+    assert [entry.path for entry in found] == ["gradtrack/report.html", "gradtrack/training_curves.png"]
 
 
 @given(st.text(min_size=1, max_size=300))
