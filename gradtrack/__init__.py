@@ -23,8 +23,8 @@ from gradtrack._version import __version__
 
 if TYPE_CHECKING:
     from gradtrack.analyzers.base import Analyzer
-    from gradtrack.analyzers.recurrent import RecurrentAnalyzer
     from gradtrack.analyzers.jacobian import JacobianAnalyzer
+    from gradtrack.analyzers.recurrent import RecurrentAnalyzer
     from gradtrack.analyzers.rl_policy import RLPolicyAnalyzer
     from gradtrack.analyzers.transformer import TransformerAnalyzer
     from gradtrack.backends.base import Backend

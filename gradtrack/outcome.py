@@ -17,7 +17,19 @@ _logger = logging.getLogger("gradtrack")
 class Outcome:
     """A step's report with what the manager needs to know of it without resolving it."""
 
-    __slots__ = ("clipped", "error", "event", "facts", "issues", "late", "norm", "opened", "pending", "repeated", "report")
+    __slots__ = (
+        "clipped",
+        "error",
+        "event",
+        "facts",
+        "issues",
+        "late",
+        "norm",
+        "opened",
+        "pending",
+        "repeated",
+        "report",
+    )
 
     def __init__(self, facts: StepFacts, *, repeated: bool = False) -> None:
         self.facts, self.repeated = facts, repeated
