@@ -174,7 +174,8 @@ class Pair:
         """Measure, protect, judge and keep a step here and now."""
         facts, layout = outcome.facts, grads.layout
         self._forget_found_inf()
-        moments = self.measurer.measure(grads.tensors, layout.group_of, len(layout.group_names))
+        grads.batch = self.measurer.prepare(grads.tensors)
+        moments = self.measurer.measure(grads.batch, layout.group_of, len(layout.group_names))
         facts.take(moments)
         facts.loss = None if loss is None else float(loss)
         outcome.error = self._protect(grads, moments, facts, scaled=scaled)

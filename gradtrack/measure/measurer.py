@@ -17,6 +17,25 @@ from gradtrack.measure.torch_engine import TorchEngine
 EngineName = Literal["auto", "torch", "native"]
 
 
+class Batch:
+    """The tensors of one step, sorted by the engine that covers them, and where the native engine finds them."""
+
+    __slots__ = ("native", "others", "table", "tensors")
+
+    def __init__(self, tensors: Sequence[Tensor], native: Sequence[int], others: Sequence[int], table: Any) -> None:
+        self.tensors, self.native, self.others, self.table = tensors, native, others, table
+
+    @property
+    def native_tensors(self) -> Sequence[Tensor]:
+        """Return what the native engine covers."""
+        return [self.tensors[index] for index in self.native] if self.others else self.tensors
+
+    @property
+    def other_tensors(self) -> Sequence[Tensor]:
+        """Return what is left to torch."""
+        return [self.tensors[index] for index in self.others] if self.native else self.tensors
+
+
 class Measurer:
     """Measures gradients in one pass: with the native engine what it covers, with torch the rest."""
 
@@ -25,46 +44,52 @@ class Measurer:
         self._torch = TorchEngine()
         self._native: Any = None if engine == "torch" else _native(required=engine == "native")
 
-    def measure(self, grads: Sequence[Tensor], group_of: NDArray[np.int64], num_groups: int) -> Moments:
+    def prepare(self, tensors: Sequence[Tensor]) -> Batch:
+        """Sort tensors by engine once, for the several calls of a step."""
+        everything = range(len(tensors))
+        if self._native is None:
+            return Batch(tensors, (), everything, None)
+        if self._native.covers_all(tensors):
+            return Batch(tensors, everything, (), self._native.tabulate(tensors))
+        covered = [self._native.covers(tensor) for tensor in tensors]
+        native = [index for index, fits in enumerate(covered) if fits]
+        others = [index for index, fits in enumerate(covered) if not fits]
+        table = self._native.tabulate([tensors[index] for index in native]) if native else None
+        return Batch(tensors, native, others, table)
+
+    def measure(self, tensors: Sequence[Tensor] | Batch, group_of: NDArray[np.int64], num_groups: int) -> Moments:
         """Return the sums of the gradients; measured again, rescaled, where squares leave the float64 range."""
-        moments = Moments(*self._once(grads, group_of, num_groups, 0))
+        batch = tensors if isinstance(tensors, Batch) else self.prepare(tensors)
+        moments = Moments(*self._once(batch, group_of, num_groups, 0))
         if moments.out_of_range():
             low, high = moments.total[MIN], moments.total[MAX]
             exponent = math.frexp(max(abs(low), abs(high)))[1]
-            moments = Moments(*self._once(grads, group_of, num_groups, exponent), exponent)
+            moments = Moments(*self._once(batch, group_of, num_groups, exponent), exponent)
         return moments
 
-    def scale(self, grads: Sequence[Tensor], coefficient: float) -> None:
+    def scale(self, tensors: Sequence[Tensor] | Batch, coefficient: float) -> None:
         """Multiply every gradient in place."""
-        native, others = self._split(grads)
-        if native:
-            self._native.scale([grads[index] for index in native], coefficient)
-        self._torch.scale([grads[index] for index in others], coefficient)
+        batch = tensors if isinstance(tensors, Batch) else self.prepare(tensors)
+        if batch.native:
+            self._native.scale(batch.native_tensors, coefficient, table=batch.table)
+        if batch.others:
+            self._torch.scale(batch.other_tensors, coefficient)
 
     def _once(
-        self, grads: Sequence[Tensor], group_of: NDArray[np.int64], num_groups: int, exponent: int
+        self, batch: Batch, group_of: NDArray[np.int64], num_groups: int, exponent: int
     ) -> tuple[NDArray[np.float64], NDArray[np.float64], list[float]]:
-        native, others = self._split(grads)
-        if not others and native:
-            return self._native.measure(grads, group_of, num_groups, exponent=exponent)  # type: ignore[no-any-return]
-        if not native:
-            return self._torch.measure(grads, group_of, num_groups, exponent=exponent)
-        rows = np.empty((len(grads), WIDTH))
-        for engine, indices in ((self._native, native), (self._torch, others)):
-            part = [grads[index] for index in indices]
-            rows[indices] = engine.measure(part, group_of[indices], num_groups, exponent=exponent)[0]
+        if not batch.native:
+            return self._torch.measure(batch.tensors, group_of, num_groups, exponent=exponent)
+        measure, options = self._native.measure, {"exponent": exponent, "table": batch.table}
+        if not batch.others:
+            found: tuple[NDArray[np.float64], NDArray[np.float64], list[float]]
+            found = measure(batch.tensors, group_of, num_groups, **options)
+            return found
+        rows = np.empty((len(batch.tensors), WIDTH))
+        rows[batch.native] = measure(batch.native_tensors, group_of[batch.native], num_groups, **options)[0]
+        others = group_of[batch.others]
+        rows[batch.others] = self._torch.measure(batch.other_tensors, others, num_groups, exponent=exponent)[0]
         return rows, *merge(rows, group_of, num_groups)
-
-    def _split(self, grads: Sequence[Tensor]) -> tuple[Sequence[int], Sequence[int]]:
-        if self._native is None:
-            return (), range(len(grads))
-        if self._native.covers_all(grads):
-            return range(len(grads)), ()
-        covered = [self._native.covers(grad) for grad in grads]
-        return (
-            [index for index, fits in enumerate(covered) if fits],
-            [index for index, fits in enumerate(covered) if not fits],
-        )
 
 
 def _native(*, required: bool) -> object:

@@ -67,8 +67,31 @@ class NativeEngine:
         )
         return quick or all(map(NativeEngine.covers, grads))
 
+    @staticmethod
+    def tabulate(grads: Sequence[torch.Tensor]) -> Integers:
+        """Describe gradients to the kernels: a column each, and one more where the line ends.
+
+        What it holds are addresses, so it is good for as long as the gradients stay where they are.
+        """
+        num_grads = len(grads)
+        table = np.empty((5, num_grads + 1), np.int64)
+        table[kernels.ADDRESS, :num_grads] = np.fromiter(map(torch.Tensor.data_ptr, grads), np.int64, num_grads)
+        table[kernels.SIZE, :num_grads] = np.fromiter(map(torch.Tensor.numel, grads), np.int64, num_grads)
+        dtypes = list(map(_dtype, grads))
+        if num_grads and dtypes.count(dtypes[0]) == num_grads:
+            table[kernels.CODE] = _CODES[dtypes[0]]
+        else:
+            table[kernels.CODE, :num_grads] = [_CODES[dtype] for dtype in dtypes]
+        return table
+
     def measure(
-        self, grads: Sequence[torch.Tensor], group_of: Integers, num_groups: int, *, exponent: int = 0
+        self,
+        grads: Sequence[torch.Tensor],
+        group_of: Integers,
+        num_groups: int,
+        *,
+        exponent: int = 0,
+        table: Integers | None = None,
     ) -> tuple[Floats, Floats, list[float]]:
         """Measure gradients that the engine covers: a row per gradient, a row per group, and the total.
 
@@ -77,7 +100,7 @@ class NativeEngine:
         underflow need an exponent.
         """
         num_grads = len(grads)
-        table, progress = _tabulate(grads), np.zeros(2, np.int64)
+        table, progress = self.tabulate(grads) if table is None else table, np.zeros(2, np.int64)
         table[kernels.GROUP, :num_grads] = group_of
         results = np.empty((num_grads + num_groups + 1, kernels.COLUMNS))
         heads = np.empty((kernels.SHORT_LINE // kernels.ITEM_ELEMENTS, kernels.COLUMNS))
@@ -91,30 +114,16 @@ class NativeEngine:
             kernels.measure(kernels.MERGE, table, results, heads, progress, *factors)
         return results[:num_grads], results[num_grads:-1], results[-1].tolist()
 
-    def scale(self, grads: Sequence[torch.Tensor], coefficient: float) -> None:
+    def scale(self, grads: Sequence[torch.Tensor], coefficient: float, *, table: Integers | None = None) -> None:
         """Multiply gradients that the engine covers in place, to the bit as `mul_` does.
 
         Autograd is not told: the version counters stay, since nothing differentiates through these buffers.
         """
-        table, progress = _tabulate(grads), np.zeros(2, np.int64)
+        table, progress = self.tabulate(grads) if table is None else table, np.zeros(2, np.int64)
         length = kernels.scale(_ALL_PHASES, table, progress, coefficient)
         if not 0 <= length <= kernels.SHORT_LINE:
             rest = table, progress, coefficient
             _work_together(lambda phases: kernels.scale(phases, *rest), grads, progress, _count_items(length))
-
-
-def _tabulate(grads: Sequence[torch.Tensor]) -> Integers:
-    """Describe gradients to the kernels: a column each, and one more where the line ends."""
-    num_grads = len(grads)
-    table = np.empty((5, num_grads + 1), np.int64)
-    table[kernels.ADDRESS, :num_grads] = np.fromiter(map(torch.Tensor.data_ptr, grads), np.int64, num_grads)
-    table[kernels.SIZE, :num_grads] = np.fromiter(map(torch.Tensor.numel, grads), np.int64, num_grads)
-    dtypes = list(map(_dtype, grads))
-    if num_grads and dtypes.count(dtypes[0]) == num_grads:
-        table[kernels.CODE] = _CODES[dtypes[0]]
-    else:
-        table[kernels.CODE, :num_grads] = [_CODES[dtype] for dtype in dtypes]
-    return table
 
 
 def _count_items(length: int) -> int:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from gradtrack.errors import UsageError
 from gradtrack.measure import grouping
+from gradtrack.measure.measurer import Batch
 
 _grad = attrgetter("grad")
 _requires_grad = attrgetter("requires_grad")
@@ -63,10 +64,12 @@ class Gradients:
     A sparse gradient is measured by its coalesced values, a complex one by its real and imaginary parts.
     """
 
-    __slots__ = ("layout", "tensors", "touched_rows")
+    __slots__ = ("batch", "layout", "tensors", "touched_rows")
 
     def __init__(self, tensors: list[Tensor], layout: Layout, touched_rows: dict[str, int]) -> None:
         self.tensors, self.layout, self.touched_rows = tensors, layout, touched_rows
+        self.batch: Batch | Sequence[Tensor] = tensors
+        """The tensors as the measurer has prepared them, or as they are."""
 
 
 class ParameterTable:

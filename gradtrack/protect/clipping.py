@@ -101,7 +101,7 @@ class GradientClipper:
     def _clip_norm(self, grads: Gradients, norm: float) -> dict[str, Any]:
         found = coefficient_for(norm, self.limit())
         if found["clipped"]:
-            self._measurer.scale(grads.tensors, found["coefficient"])
+            self._measurer.scale(grads.batch, found["coefficient"])
         return found
 
     def _clip_values(self, grads: Gradients, moments: Moments, norm: float) -> dict[str, Any]:
