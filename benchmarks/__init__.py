@@ -1,0 +1,1 @@
+"""What gradtrack costs, side by side with its peers in one process: ratios, never seconds."""

@@ -1,0 +1,53 @@
+"""Run the benchmarks: `python -m benchmarks [names] [--quick] [--write]`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+
+import torch
+from rich.console import Console
+
+from benchmarks import tables
+from benchmarks.timing import Row
+
+NAMES = (
+    "step_cost",
+    "accuracy",
+    "memory",
+    "imports",
+    "growth",
+    "training_cost",
+    "emission",
+    "dead_server",
+)
+
+
+def main() -> int:
+    """Run what is asked for, print a table, and say by the exit code whether every bar was kept."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="name", help=f"which ones ({', '.join(NAMES)}); default: all")
+    parser.add_argument("--quick", action="store_true", help="fewer rounds, smaller sizes")
+    parser.add_argument("--write", action="store_true", help="write docs/benchmarks.md and its picture")
+    parser.add_argument("--threads", type=int, default=2, help="torch threads (default 2)")
+    options = parser.parse_args()
+    unknown = set(options.names) - set(NAMES)
+    if unknown:
+        parser.error(f"unknown benchmark {', '.join(sorted(unknown))}: expected {', '.join(NAMES)}")
+    torch.set_num_threads(options.threads)
+    console = Console()
+    rows: list[Row] = []
+    for name in options.names or NAMES:
+        with console.status(f"{name} ..."):
+            rows += importlib.import_module(f"benchmarks.{name}").run(quick=options.quick)
+        console.print(f"{name}: done", style="dim", highlight=False)
+    console.print(tables.terminal(rows))
+    if options.write:
+        for path in tables.write(rows):
+            console.print(f"wrote {path.relative_to(tables.DOCS.parent)}")
+    return int(any(row.passed is False for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,74 @@
+"""The results as a terminal table, a Markdown file and a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.table import Table
+
+from benchmarks.timing import Row
+
+DOCS = Path(__file__).parent.parent / "docs"
+HEAD = """# What it costs
+
+Made by `make bench` on two shared CPU cores: all candidates run interleaved in one process, each figure is a ratio of
+medians. A bar is what we promise; a figure above its bar is in bold.
+"""
+
+
+def terminal(rows: Sequence[Row]) -> Table:
+    """Return a table that marks what is above its bar."""
+    table = Table("benchmark", "case", "what", "ratio", "bar", "note")
+    for row in rows:
+        style = "" if row.passed is None else "green" if row.passed else "bold red"
+        bar = "" if row.bar is None else f"{row.bar:g}{row.unit}"
+        table.add_row(row.benchmark, row.case, row.what, f"{number(row)}{row.unit}", bar, row.note, style=style)
+    return table
+
+
+def write(rows: Sequence[Row]) -> list[Path]:
+    """Write `docs/benchmarks.md` and its picture."""
+    DOCS.joinpath("images").mkdir(parents=True, exist_ok=True)
+    text, picture = DOCS / "benchmarks.md", DOCS / "images" / "step_cost.png"
+    text.write_text(f"{HEAD}\n![The cost of a step](images/step_cost.png)\n{_sections(rows)}", encoding="utf-8")
+    draw([row for row in rows if row.benchmark == "step (native)"], picture)
+    return [text, picture]
+
+
+def _sections(rows: Sequence[Row]) -> str:
+    parts = []
+    for name in dict.fromkeys(row.benchmark for row in rows):
+        lines = [f"\n## {name.capitalize()}\n", "| case | what | ratio | bar | |", "| --- | --- | ---: | ---: | --- |"]
+        for row in rows:
+            if row.benchmark == name:
+                value = f"{number(row)}{row.unit}"
+                shown = f"**{value}**" if row.passed is False else value
+                bar = "" if row.bar is None else f"{row.bar:g}{row.unit}"
+                lines.append(f"| {row.case} | {row.what} | {shown} | {bar} | {row.note} |")
+        parts.append("\n".join(lines) + "\n")
+    return "".join(parts)
+
+
+def number(row: Row) -> str:
+    """Show a ratio with two decimals, and what is far below that with an exponent."""
+    return f"{row.ratio:.2f}" if abs(row.ratio) >= 0.005 else f"{row.ratio:.1e}"
+
+
+def draw(rows: Sequence[Row], path: Path) -> None:
+    """Draw the cost of a step as bars beside the line of clip_grad_norm_."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8.0, 0.42 * len(rows) + 1.2), layout="constrained")
+    axes = figure.subplots()
+    axes.barh([row.case for row in rows], [row.ratio for row in rows], color="#2b6cb0", height=0.6)
+    for index, row in enumerate(rows):
+        axes.text(row.ratio + 0.01, index, f"{row.ratio:.2f}", va="center", fontsize=9)
+        if row.bar is not None:
+            axes.plot([row.bar, row.bar], [index - 0.35, index + 0.35], color="#c05621", linewidth=2)
+    axes.axvline(1.0, color="#444444", linewidth=1, linestyle="--")
+    axes.invert_yaxis()
+    axes.set_xlim(0, max(1.15, *(row.ratio + 0.1 for row in rows)))
+    axes.set_xlabel("a full report / torch's clip_grad_norm_ (dashed: the same; orange: our bar)")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=130)
