@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from gradtrack import registry
 from gradtrack.errors import ConfigError, InputTypeError
+from gradtrack.redact import redact, redact_values
 
 ClipType = Literal["norm", "value", "adaptive", "agc", "zscore"]
 Action = Literal["skip", "replace", "raise", "report"]
@@ -83,6 +84,10 @@ class GradientConfig(BaseModel):
             super().__setattr__(name, value)
         except ValidationError as fault:
             raise _readable(fault) from None
+
+    def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
+        for name, value in super().__repr_args__():
+            yield name, redact_values(value) if name in ("backends", "analyzers") else value
 
     @property
     def effective_clip_type(self) -> ClipType:
@@ -166,7 +171,8 @@ def _check_spec(spec: object, kind: str) -> None:
     if named is not None:
         known.check(named[0])
     elif isinstance(spec, (int, float, bytes, list, tuple, set)) or spec is None:
-        raise InputTypeError(f"{known.singular} {spec!r}: expected a name, a mapping with a name, or an instance.")
+        shown = redact(repr(spec))
+        raise InputTypeError(f"{known.singular} {shown}: expected a name, a mapping with a name, or an instance.")
 
 
 def _readable(fault: ValidationError) -> ConfigError:
@@ -175,7 +181,7 @@ def _readable(fault: ValidationError) -> ConfigError:
         where = ".".join(str(part) for part in error["loc"])
         text = error["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
         remedy = _REMEDIES.get(where, "")
-        lines.append(f"{where} = {error['input']!r}: {text}.{remedy}" if where else text)
+        lines.append(redact(f"{where} = {error['input']!r}: {text}.{remedy}" if where else text))
     return ConfigError("; ".join(lines))
 
 
@@ -187,7 +193,7 @@ def _mapping(source: object) -> dict[str, Any]:
     if isinstance(source, (str, Path)):
         return _read(Path(source))
     raise InputTypeError(
-        f"config {source!r}: expected a GradientConfig, a mapping or the path of a YAML, TOML or JSON file."
+        f"config {redact(repr(source))}: expected a GradientConfig, a mapping or the path of a YAML, TOML or JSON file."
     )
 
 
@@ -203,7 +209,7 @@ def _read(path: Path) -> dict[str, Any]:
         values = readers.get(path.suffix.lower(), yaml.safe_load)(text)
     except (ValueError, yaml.YAMLError, RecursionError) as fault:
         raise ConfigError(
-            f"configuration {str(path)!r} cannot be parsed: {fault}. Only plain data is accepted."
+            f"configuration {str(path)!r} cannot be parsed: {redact(str(fault))}. Only plain data is accepted."
         ) from None
     if values is None:
         return {}

@@ -11,6 +11,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Final
 
 from gradtrack.errors import InputTypeError, PluginError, UnknownPluginError
+from gradtrack.redact import redact
 
 _HOOKS: Final = {"backends": {"write": 1}, "analyzers": {"inspect": 1}}
 
@@ -111,7 +112,7 @@ class Registry:
             raise
         except BaseException as fault:  # a plugin that exits the interpreter on import must not end the training
             raise PluginError(
-                f"{self.singular} {name!r} of {_distribution(point)} failed to load: {fault!r}. "
+                f"{self.singular} {name!r} of {_distribution(point)} failed to load: {redact(repr(fault))}. "
                 f"Repair or uninstall that package, or take {name!r} out of the configuration."
             ) from fault
 
@@ -135,7 +136,7 @@ def split_spec(spec: object, kind: str) -> tuple[str, dict[str, Any]] | None:
         name = options.pop("name", None)
         if not isinstance(name, str):
             raise InputTypeError(
-                f"{kind} {spec!r}: expected a 'name' among its keys. Write {{name: ..., option: value}}."
+                f"{kind} {redact(repr(spec))}: expected a 'name' among its keys. Write {{name: ..., option: value}}."
             )
         return name, options
     return None

@@ -24,7 +24,7 @@ from gradtrack.record.forks import ForkGuard
 from gradtrack.record.journal import Journal
 from gradtrack.record.rank import process_rank
 from gradtrack.records import Record, RunInfo
-from gradtrack.redact import redact_values
+from gradtrack.redact import redact, redact_values
 
 _logger = logging.getLogger("gradtrack")
 Opened = Callable[[], object]
@@ -172,9 +172,12 @@ def _build(spec: object, *, absent: bool) -> tuple[str, Backend]:
         name, options = named
         backend = Absent() if absent and not registry.backends.load(name).inline else build(name, options)
     if not callable(getattr(backend, "write", None)):
-        raise InputTypeError(f"backend {spec!r}: expected a Backend. Derive its class from gradtrack.Backend.")
+        raise InputTypeError(
+            f"backend {redact(repr(spec))}: expected a Backend. Derive its class from gradtrack.Backend."
+        )
     if not isinstance(backend, Backend):
-        raise InputTypeError(f"backend {spec!r}: expected a subclass of gradtrack.Backend. Derive its class from it.")
+        shown = redact(repr(spec))
+        raise InputTypeError(f"backend {shown}: expected a subclass of gradtrack.Backend. Derive its class from it.")
     return name, backend
 
 
