@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import html
 import importlib
 import json
@@ -20,6 +19,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 from gradtrack.backends.base import Backend
 from gradtrack.errors import BackendError, ClosedError, MissingExtraError, PermanentBackendError, UsageError
+from gradtrack.record.naming import HASH_LENGTH, digest_of, valid_name
 from gradtrack.records import Panel, Record, RunInfo
 from gradtrack.redact import redact
 
@@ -30,7 +30,6 @@ _OWNER_TAG: Final = "gradtrack.owner"
 _MOST_METRICS: Final = 1000
 _MOST_BYTES: Final = 800_000
 _LONGEST_NAME: Final = 250
-_MAPPED: Final = re.compile(r"-gt[0-9a-f]{12}$")
 _VIEWS_SINCE: Final = (3, 15)
 _logger = logging.getLogger("gradtrack")
 _T = TypeVar("_T")
@@ -255,7 +254,9 @@ class MlflowBackend(Backend):
     def _after_new_names(self, run_id: str, names: dict[str, str]) -> None:
         """Keep the names that MLflow cannot hold as tags, and show the new metrics in the saved view."""
         tag = self._mlflow.entities.RunTag
-        tags = [tag(f"gradtrack.name.{mapped[-12:]}", name) for name, mapped in names.items() if mapped != name]
+        tags = [
+            tag(f"gradtrack.name.{mapped[-HASH_LENGTH:]}", name) for name, mapped in names.items() if mapped != name
+        ]
         for start in range(0, len(tags), 100):
             self._call(self._client.log_batch, run_id, tags=tags[start : start + 100], synchronous=True)
         if self._saved_view and self._panels:
@@ -310,8 +311,7 @@ class _RefusedError(BackendError):
 def _tag_of(run: RunInfo | None) -> str:
     """Return the identity of a training as a text that can stand in a query."""
     identity = "" if run is None else run.run_id
-    safe = re.fullmatch(r"[\w.\-]*", identity) is not None
-    return identity if safe else hashlib.sha256(identity.encode("utf-8", "surrogatepass")).hexdigest()
+    return identity if re.fullmatch(r"[\w.\-]*", identity) is not None else digest_of(identity)
 
 
 def _import_mlflow() -> Any:
@@ -335,14 +335,17 @@ def _error_of(fault: Exception, run_id: str | None) -> BackendError:
 
 def metric_name(name: str) -> str:
     """Return the name of a metric in MLflow: itself, or where MLflow refuses it a readable one with a hash of it."""
-    usual = re.fullmatch(r"[/\w.\- ]{1,250}", name) is not None and not _MAPPED.search(name)
-    if usual and name == name.strip() and not _resolves_elsewhere(name):
-        return name
-    digest = hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest()[:12]
-    readable = re.sub(r"[^/\w.\- ]", "_", name)
-    readable = posixpath.normpath("/".join(part for part in readable.split("/") if part not in ("", ".", ".."))).strip()
-    suffix = f"-gt{digest}"
-    return f"{readable[: _LONGEST_NAME - len(suffix)].rstrip('/ ') or 'metric'}{suffix}"
+    return valid_name(name, plain=_plain, clean=_clean, longest=_LONGEST_NAME)
+
+
+def _plain(name: str) -> str | None:
+    usual = re.fullmatch(rf"[/\w.\- ]{{1,{_LONGEST_NAME}}}", name) is not None and name == name.strip()
+    return name if usual and not _resolves_elsewhere(name) else None
+
+
+def _clean(name: str) -> str:
+    parts = (part for part in re.sub(r"[^/\w.\- ]", "_", name).split("/") if part not in ("", ".", ".."))
+    return posixpath.normpath("/".join(parts)).strip()
 
 
 def _resolves_elsewhere(name: str) -> bool:
