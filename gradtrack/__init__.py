@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from gradtrack.analyzers.recurrent import RecurrentAnalyzer
     from gradtrack.analyzers.rl_policy import RLPolicyAnalyzer
     from gradtrack.analyzers.transformer import TransformerAnalyzer
+    from gradtrack.analyzers.vector import VectorAnalyzer
     from gradtrack.backends.base import Backend
     from gradtrack.config import GradientConfig
     from gradtrack.functional import (
@@ -62,6 +63,7 @@ _HOMES = {
     "JacobianAnalyzer": "analyzers.jacobian",
     "RLPolicyAnalyzer": "analyzers.rl_policy",
     "TransformerAnalyzer": "analyzers.transformer",
+    "VectorAnalyzer": "analyzers.vector",
     "Backend": "backends.base",
     "GradientConfig": "config",
     "clip_gradients": "functional",
@@ -119,6 +121,7 @@ __all__ = [
     "StepReport",
     "TrainingSummary",
     "TransformerAnalyzer",
+    "VectorAnalyzer",
     "__version__",
     "clip_gradients",
     "compute_gradient_norm",

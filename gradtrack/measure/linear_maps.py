@@ -111,7 +111,7 @@ def differentiable_twice(module: nn.Module | None = None) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         if module is None or any(isinstance(part, nn.RNNBase) for part in module.modules()):
-            before = torch.backends.mkldnn.set_flags(False, None, None, None)[0]
+            before = torch.backends.mkldnn.set_flags(False, None, None, None)[0]  # type: ignore[no-untyped-call]
             stack.callback(torch.backends.mkldnn.set_flags, before, None, None, None)
             if torch.cuda.is_available():
                 stack.enter_context(torch.backends.cudnn.flags(enabled=False))

@@ -1,0 +1,138 @@
+"""The look at the field of a loss, of a game or of a function, over several batches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from gradtrack.errors import UsageError
+from gradtrack.measure.fields import FieldSamples
+from gradtrack.measure.gradient_noise import GradientNoise
+from gradtrack.measure.linear_maps import LinearMap, check_differentiable
+
+Loss = Callable[[], Tensor]
+Player = tuple[Iterable[Tensor], Loss]
+
+
+@final
+class FieldLook:
+    """The sums of one analysis. It draws from the random generators and leaves gradients alone, unless it steps."""
+
+    def __init__(self, generator: torch.Generator, num_probes: int) -> None:
+        self._samples = FieldSamples(generator, num_probes)
+        self._noise = GradientNoise()
+        self._curvatures: list[float] = []
+        self._steps: list[float] = []
+        self._size = self._count = 0
+        self._single = self._moved = False
+
+    def add_loss(self, loss_fn: Loss, params: Sequence[Tensor], optimizer: Any = None) -> None:
+        """Take in the gradient field of one loss, and the optimizer's step in it where there is an optimizer."""
+        self._single = True
+        params = [param for param in params if param.requires_grad]
+        seed = _draw_seed()
+        gradient = _gradient(loss_fn, params, seed, create_graph=True)
+        linear = LinearMap(gradient, params)
+        if gradient.requires_grad:
+            self._samples.add(linear, symmetric=True)
+        flat = gradient.detach()
+        self._curvatures += _ratio(float(flat @ linear.pull(flat)), float(flat @ flat))
+        self._add(flat, linear)
+        if optimizer is not None:
+            self._follow(loss_fn, params, flat, optimizer, seed)
+
+    def add_game(self, players: Mapping[str, Player]) -> None:
+        """Take in the field of a game."""
+        owned = {name: list(params) for name, (params, _) in players.items()}
+        everything = [param for params in owned.values() for param in params]
+        if len(set(map(id, everything))) < len(everything):
+            raise UsageError("a parameter belongs to two players: expected each to have its own.")
+        seed = _draw_seed()
+        parts = [_gradient(loss_fn, owned[name], seed, create_graph=True) for name, (_, loss_fn) in players.items()]
+        self._add_field(torch.cat(parts), everything)
+
+    def add_field(self, field: Callable[[Tensor], Tensor], at: Tensor) -> None:
+        """Take in a field given as a function."""
+        with torch.enable_grad():
+            point = at.detach().clone().requires_grad_()
+            value = field(point)
+        if value.numel() != point.numel():
+            raise UsageError(
+                f"field returned {value.numel()} numbers at {point.numel()}: expected as many as it takes."
+            )
+        check_differentiable(value, "the field")
+        self._add_field(value.reshape(-1), [point])
+
+    def numbers(self) -> dict[str, Any]:
+        """Sum up; where the weights moved only neighbouring gradients are compared, since they are of unlike points."""
+        samples, noise = self._samples, self._noise
+        single, fixed = self._single, not self._moved
+        return {
+            "divergence": samples.divergence,
+            "divergence_standard_error": samples.divergence_error,
+            "rotation": 0.0 if single else samples.rotation,
+            "rotation_standard_error": 0.0 if single else samples.rotation_error,
+            "antisymmetric_norm": 0.0 if single else samples.antisymmetric_norm,
+            "symmetric_norm": samples.symmetric_norm,
+            "coherence": noise.coherence if fixed else None,
+            "temporal_coherence": noise.temporal,
+            "noise_scale": noise.noise_scale if fixed else None,
+            "directional_sharpness": _mean(self._curvatures),
+            "step_sharpness": _mean(self._steps),
+            "exact": samples.exact,
+            "num_parameters": self._size,
+            "num_steps": self._count,
+            "num_probes": samples.num_probes,
+        }
+
+    def _add_field(self, value: Tensor, params: Sequence[Tensor]) -> None:
+        linear = LinearMap(value, params)
+        self._samples.add(linear)
+        self._add(value.detach(), linear)
+
+    def _add(self, value: Tensor, linear: LinearMap) -> None:
+        self._noise.add(value)
+        self._size = linear.num_inputs
+        self._count += 1
+
+    def _follow(self, loss_fn: Loss, params: Sequence[Tensor], before: Tensor, optimizer: Any, seed: int) -> None:
+        """Let the optimizer step, and compare the gradient there, of the same batch and randomness, with the slope."""
+        self._moved = True
+        weights = _flat(params)
+        parts = torch.split(before, [param.numel() for param in params])
+        for param, part in zip(params, parts, strict=True):
+            param.grad = part.reshape(param.shape).clone()
+        optimizer.step()
+        change = _flat(params) - weights
+        turned = _gradient(loss_fn, params, seed, create_graph=False) - before
+        self._steps += _ratio(-float(turned @ change), float(before @ change))
+
+
+def _draw_seed() -> int:
+    """Draw what makes the random numbers of one step, so that it can be run again with the same ones."""
+    return int(torch.randint(2**62, ()))
+
+
+def _gradient(loss_fn: Loss, params: Sequence[Tensor], seed: int, *, create_graph: bool) -> Tensor:
+    torch.manual_seed(seed)
+    loss: object = loss_fn()
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+        raise UsageError(f"loss_fn returned {loss!r}: expected a single number that depends on the parameters.")
+    found = torch.autograd.grad(loss, list(params), create_graph=create_graph, materialize_grads=True)
+    return torch.cat([part.reshape(-1) for part in found])
+
+
+def _flat(params: Sequence[Tensor]) -> Tensor:
+    return torch.cat([param.detach().reshape(-1) for param in params])
+
+
+def _ratio(numerator: float, denominator: float) -> list[float]:
+    return [numerator / denominator] if denominator != 0 and math.isfinite(denominator) else []
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
