@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from gradtrack.analyzers.recurrent import RecurrentAnalyzer
     from gradtrack.analyzers.rl_policy import RLPolicyAnalyzer
     from gradtrack.analyzers.transformer import TransformerAnalyzer
+    from gradtrack.analyzers.updates import UpdatesAnalyzer
     from gradtrack.analyzers.vector import VectorAnalyzer
     from gradtrack.backends.base import Backend
     from gradtrack.config import GradientConfig
@@ -63,6 +64,7 @@ _HOMES = {
     "JacobianAnalyzer": "analyzers.jacobian",
     "RLPolicyAnalyzer": "analyzers.rl_policy",
     "TransformerAnalyzer": "analyzers.transformer",
+    "UpdatesAnalyzer": "analyzers.updates",
     "VectorAnalyzer": "analyzers.vector",
     "Backend": "backends.base",
     "GradientConfig": "config",
@@ -121,6 +123,7 @@ __all__ = [
     "StepReport",
     "TrainingSummary",
     "TransformerAnalyzer",
+    "UpdatesAnalyzer",
     "VectorAnalyzer",
     "__version__",
     "clip_gradients",

@@ -1,0 +1,206 @@
+"""What the optimizer really does to the weights."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, final
+
+from pydantic import Field
+from torch import Tensor, nn
+
+from gradtrack.analyzers.base import Analyzer, Schedule, Snapshot, often
+from gradtrack.errors import UsageError
+from gradtrack.measure import grouping
+from gradtrack.measure.samples import MOST
+from gradtrack.measure.untouched import offline_steps, untouched
+from gradtrack.measure.update_sums import UpdateSums, WeightSample, moments_of
+from gradtrack.records import Panel
+from gradtrack.reports import LateReport, Report
+
+_NUMBERS = ("ratio", "unchanged_fraction", "gradient_cosine", "momentum_cosine", "moment_ratio")
+
+
+class GroupUpdates(Report):
+    """The update of one group of parameters; see `UpdatesReport`."""
+
+    ratio: float | None = None
+    unchanged_fraction: float | None = None
+    gradient_cosine: float | None = None
+    momentum_cosine: float | None = None
+    moment_ratio: float | None = None
+    num_elements: int = 0
+    num_sampled: int = 0
+
+
+class UpdatesReport(LateReport):
+    """What the optimizer did at `step`, over sampled elements; None where there was nothing to measure.
+
+    `ratio` is ‖Δw‖/‖w‖, often near 1e-3 in a healthy training. `unchanged_fraction` is the share of the elements with
+    a gradient that did not move: in bfloat16 a weight does not move by under a 256th of itself. `gradient_cosine` is
+    between the gradient of the step and the next one, `momentum_cosine` between that gradient and the optimizer's first
+    moment, and `moment_ratio` is ‖m‖/√Σv with both moments freed of their bias: near 1 where gradients agree, small
+    where they are noise.
+    """
+
+    ratio: float | None = None
+    unchanged_fraction: float | None = None
+    gradient_cosine: float | None = None
+    momentum_cosine: float | None = None
+    moment_ratio: float | None = None
+    groups: dict[str, GroupUpdates] = Field(default_factory=dict)
+    num_elements: int = 0
+    num_sampled: int = 0
+    num_steps: int = 1
+
+    def metrics(self) -> dict[str, float]:
+        """Return what is known of the whole and two numbers of each group, under `updates/`."""
+        found = {f"updates/{name}": getattr(self, name) for name in _NUMBERS}
+        for group, one in self.groups.items():
+            found[f"updates/ratio/{group}"] = one.ratio
+            found[f"updates/unchanged_fraction/{group}"] = one.unchanged_fraction
+        return {name: value for name, value in found.items() if value is not None and math.isfinite(value)}
+
+
+@final
+class UpdatesAnalyzer(Analyzer):
+    """A measurement of the optimizer's step from the weights before and after it.
+
+    The ratio ‖Δw‖/‖w‖ comes from the values, so it is right for momentum, adaptive rates, weight decay and clipping
+    alike. At most 65,536 elements of a tensor are looked at, always the same ones. Since the step comes after the
+    report of its gradients, it is reported with the next one and recorded under its own step. Reference: the update
+    ratio of Karpathy's CS231n notes.
+
+    Cost: on every 4th step up to 64, then on every 64th, a copy and a few reductions of the samples.
+
+    >>> import torch
+    >>> from gradtrack import GradientManager
+    >>> model = nn.Linear(2, 1, bias=False)
+    >>> _ = nn.init.ones_(model.weight)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    >>> with GradientManager(analyzers=["updates"]) as manager:
+    ...     for step in range(5):
+    ...         optimizer.zero_grad()
+    ...         report = manager.step(model, optimizer, model(torch.ones(1, 2)).sum() / 2**0.5)
+    ...         optimizer.step()
+    >>> found = report.analyzers["updates"]
+    >>> found.step, round(found.ratio, 4), found.unchanged_fraction
+    (4, 0.0072, 0.0)
+    """
+
+    report_type: ClassVar[type[Report]] = UpdatesReport
+    schedule: ClassVar[Schedule] = staticmethod(often)
+    panels: ClassVar[tuple[Panel, ...]] = (
+        Panel(title="Update to weight", section="updates", metrics=("updates/ratio",), log_scale=True),
+        Panel(
+            title="Update to weight, by group",
+            section="updates",
+            metrics=("updates/ratio/*",),
+            kind="multi-line",
+            log_scale=True,
+        ),
+        Panel(title="Share that did not move", section="updates", metrics=("updates/unchanged_fraction",)),
+        Panel(
+            title="Agreement of gradients",
+            section="updates",
+            metrics=("updates/gradient_cosine", "updates/momentum_cosine"),
+            kind="multi-line",
+        ),
+        Panel(title="First moment over the root of the second", section="updates", metrics=("updates/moment_ratio",)),
+    )
+
+    def __init__(self, model: nn.Module | None = None, *, max_elements: int = MOST) -> None:
+        if max_elements < 1:
+            raise UsageError(f"max_elements {max_elements}: expected at least 1.")
+        self._model, self._most = model, max_elements
+        self._before: tuple[int, WeightSample] | None = None
+
+    @classmethod
+    def suits(cls, model: nn.Module) -> str | None:
+        return "every training has updates"
+
+    def analyze(
+        self,
+        input_fn: Callable[[], Any],
+        loss_fn: Callable[[Any], Tensor],
+        steps: int = 20,
+        *,
+        optimizer: Any = None,
+    ) -> UpdatesReport:
+        """Let an optimizer train for some steps and return the medians over them; it changes the model."""
+        if self._model is None:
+            raise UsageError("analyze without a model: expected one. Make UpdatesAnalyzer(model).")
+        if optimizer is None:
+            raise UsageError(
+                "analyze without an optimizer: expected the one whose steps are measured. Pass optimizer=."
+            )
+        model, found = self._model, []
+        names = [name for name, param in model.named_parameters() if param.requires_grad]
+        groups = dict(zip(names, grouping.assign(model, names, {}), strict=True))
+        before: WeightSample | None = None
+        with untouched(model, optimizer):
+            for step, *_ in offline_steps(model, input_fn, loss_fn, steps, optimizer):
+                now = self._sample(model, _gradients(model), groups)
+                if before is not None:
+                    found.append(_report(step - 1, before, now, [optimizer], self._most))
+                before = now
+            if before is not None:
+                found.append(_report(steps, before, None, [optimizer], self._most))
+        return _medians(found)
+
+    def due(self, step: int) -> bool:
+        return type(self).schedule(step) or type(self).schedule(step - 1)
+
+    def inspect(self, snapshot: Snapshot) -> UpdatesReport | None:
+        before, self._before = self._before, None
+        now = self._sample(snapshot.model, snapshot.gradients, snapshot.groups)
+        if type(self).schedule(snapshot.step) and not snapshot.skipped:
+            self._before = (snapshot.step, now)
+        if before is None or before[0] != snapshot.step - 1:
+            return None
+        report = _report(before[0], before[1], now, snapshot.optimizers, self._most)
+        return report if report.metrics() else None
+
+    def _sample(self, model: nn.Module, gradients: Mapping[str, Tensor], groups: Mapping[str, str]) -> WeightSample:
+        return WeightSample(model, gradients, groups, self._most)
+
+
+def _report(
+    step: int, before: WeightSample, now: WeightSample | None, optimizers: Sequence[Any], most: int
+) -> UpdatesReport:
+    after = before.after()
+    everything, groups = UpdateSums(), {group: UpdateSums() for group in dict.fromkeys(before.groups.values())}
+    for name, weights in before.weights.items():
+        following = None if now is None else now.gradients.get(name)
+        moments = moments_of(optimizers, before.params[name], most)
+        share, gradient = before.share(name), before.gradients.get(name)
+        for sums in (everything, groups[before.groups[name]]):
+            sums.add(share, weights, after[name], gradient, following, moments)
+    return UpdatesReport(
+        step=step,
+        groups={group: GroupUpdates(**_numbers(sums)) for group, sums in groups.items() if sums.num_sampled},
+        **_numbers(everything),
+    )
+
+
+def _numbers(sums: UpdateSums) -> dict[str, Any]:
+    return {name: getattr(sums, name) for name in (*_NUMBERS, "num_elements", "num_sampled")}
+
+
+def _medians(reports: Sequence[UpdatesReport]) -> UpdatesReport:
+    last = reports[-1]
+    groups = {
+        group: one.model_copy(update=_middle([report.groups[group] for report in reports if group in report.groups]))
+        for group, one in last.groups.items()
+    }
+    return last.model_copy(update={**_middle(reports), "groups": groups, "num_steps": len(reports)})
+
+
+def _middle(reports: Sequence[Report]) -> dict[str, float | None]:
+    known = {name: [report[name] for report in reports if report[name] is not None] for name in _NUMBERS}
+    return {name: statistics.median(values) if values else None for name, values in known.items()}
+
+
+def _gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
