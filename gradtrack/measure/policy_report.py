@@ -23,6 +23,8 @@ class PolicyReport(Report):
 
     `discrete_entropy_mean` and the continuous, marginal and conditional entropies are in nats (differential ones can be
     negative), those called normalized are from 0 to 1. `state_information` is what the state tells about the action.
+    `entropy_level`, from which the verdicts follow, is the lowest normalised entropy of the newest quarter of what was
+    observed.
     """
 
     discrete_entropy_mean: float | None = None
@@ -85,7 +87,7 @@ def sum_up(
     for level, episode_return in zip(levels, returns, strict=True):
         history.add(level, episode_return)
     values = {name: _weighted(rows, name) for name in dict.fromkeys(name for row in rows for name in row)}
-    level = mean_of([level for level in levels if level is not None])
+    level = mean_of([level for level in levels[-max(len(levels) // 4, 1) :] if level is not None])
     conditional = values.get("discrete_entropy_mean", values.get("continuous_entropy_mean"))
     marginal = values.pop("continuous_marginal_entropy", None)
     values.setdefault("marginal_entropy", marginal)
