@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -133,7 +133,8 @@ class AttentionRecorder:
                 return
             self._frames.pop()
         frame = self._frames.pop()
-        self._guard(lambda: self._close_block(frame, inputs, output))
+        if frame.attended:
+            self._guard(lambda: self._close_block(frame, inputs, output))
         if self._frames:
             self._see_imported()
             return
@@ -216,7 +217,7 @@ class AttentionRecorder:
 
     def _close_block(self, frame: _Frame, inputs: Any, output: Any) -> None:
         """Look at the tokens that leave a block, or leave that to the module around it."""
-        if not frame.attended or self._pass is None:
+        if self._pass is None:
             return
         before, after = (next(filter(Tensor.is_floating_point, _tensors(side)), None) for side in (inputs, output))
         if after is not None and (before is None or _alike(before, after)) and self._is_block(frame):
@@ -238,13 +239,23 @@ class AttentionRecorder:
     def _guard(self, call: Callable[[], Any]) -> Any:
         """Keep a fault of the look out of the user's forward pass."""
         try:
-            with torch.no_grad(), torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+            with torch.no_grad(), torch._C.DisableTorchFunction(), _full_precision():
                 return call()
         except Exception:
             if not self._faulty:
                 self._faulty = True
                 _logger.warning("attention could not be read; training goes on", exc_info=True)
             return None
+
+
+@contextmanager
+def _full_precision() -> Iterator[None]:
+    """Switch autocast off where it is on."""
+    kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    with ExitStack() as stack:
+        for kind in kinds:
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
 
 
 def _sizes(first: Tensor, num_heads: int | None) -> tuple[int, int] | None:
