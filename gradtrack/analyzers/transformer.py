@@ -124,6 +124,7 @@ class TransformerAnalyzer(Analyzer):
         self._recorder: AttentionRecorder | None = None
         self._coherence = GradientCoherence()
         self._notes: list[str] = []
+        self._said: set[str] = set()
         self._found: list[Issue] = []
 
     @classmethod
@@ -163,21 +164,21 @@ class TransformerAnalyzer(Analyzer):
         print(summary(issues, stats))  # noqa: T201
 
     def arm(self, model: nn.Module) -> None:
-        self._notes = []
         if _is_compiled(model):
-            self._notes = ["attention was not looked at: the model is compiled. Analyze the uncompiled model offline."]
+            self._say("attention was not looked at: the model is compiled. Analyze the uncompiled model offline.")
             return
         self._recorder = self._new_recorder(model)
         self._recorder.arm()
 
     def inspect(self, snapshot: Snapshot) -> Report | None:
         found = None if self._recorder is None else self._recorder.take()
+        if found is not None and found.num_calls == 0:
+            self._say("attention was not seen: the forward pass called no attention that can be heard.")
+            found = None
         if found is None:
             return AttentionReport(num_passes=0) if self._notes else None
         if self.enable_vector_analysis:
             self._coherence.add(snapshot.model)
-        if found.num_calls == 0:
-            self._notes.append("attention was not seen: the forward pass called no attention that can be heard.")
         report = self._report([found], self._coherence, step=snapshot.step)
         self._found = report.issues
         return report
@@ -188,10 +189,17 @@ class TransformerAnalyzer(Analyzer):
             self._recorder = None
 
     def notes(self) -> list[str]:
-        return list(self._notes)
+        told, self._notes = self._notes, []
+        return told
 
     def issues(self) -> list[Issue]:
         return list(self._found)
+
+    def _say(self, note: str) -> None:
+        """Say something once."""
+        if note not in self._said:
+            self._said.add(note)
+            self._notes.append(note)
 
     def _model(self) -> nn.Module:
         if self.model is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -86,6 +87,8 @@ class AttentionRecorder:
     def arm(self) -> None:
         """Start to listen for forward passes of the model."""
         if not self._handles:
+            # torch warns whenever a compiled module, which may be another one, runs under any global hook
+            warnings.filterwarnings("ignore", message="Using `torch.compile.* when there are global hooks")
             self._handles = [
                 register_module_forward_pre_hook(self._enter),
                 register_module_forward_hook(self._leave, always_call=True),

@@ -229,17 +229,31 @@ def test_an_optimizer_trains_the_model() -> None:
     assert not torch.equal(model.head.weight, before)
 
 
-def test_a_compiled_model_is_analyzed_eagerly_offline_and_named_live(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_compiled_model_is_analyzed_eagerly_offline_and_named_live() -> None:
     """Offline the module inside a compiled one is looked at; live the report says that it was not."""
     model = SmallGPT()
     compiled = torch.compile(model, backend="eager")
     assert isinstance(compiled, nn.Module)
     report = TransformerAnalyzer(compiled).analyze(ids, language_loss, steps=1)[1]
     assert len(report.layers) == 2
-    analyzer = TransformerAnalyzer()
-    analyzer.arm(compiled)
+    with GradientManager(analyzers=[TransformerAnalyzer()]) as manager:
+        train(compiled, manager, 8)
+        notes = [note for report in manager.reports for note in report.notes]
+    assert len(notes) == 1
+    assert "the model is compiled" in notes[0]
     assert untouched()
-    assert "compiled" in analyzer.notes()[0]
+
+
+def test_a_model_whose_attention_cannot_be_heard_is_named_once() -> None:
+    """A model chosen for its looks that calls no attention gets one note and no numbers."""
+    model = nn.Sequential(nn.Linear(16, 16))
+    with GradientManager(analyzers=[TransformerAnalyzer()]) as manager:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        manager.attach(model, optimizer)
+        for _ in range(8):
+            manager.step(model, optimizer, model(torch.randn(2, 16)).square().mean())
+        notes = [note for report in manager.reports for note in report.notes]
+    assert notes == ["attention was not seen: the forward pass called no attention that can be heard."]
 
 
 def test_live_numbers_reach_the_tracker(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -357,6 +357,33 @@ def test_other_threads_and_other_models_are_not_heard() -> None:
     assert torch.equal(*results)
 
 
+def test_a_compiled_model_beside_is_left_in_peace() -> None:
+    """Another model that is compiled runs as ever while this one is listened to, without a warning."""
+    model, other, tokens = SmallGPT(), torch.compile(Bare(1), backend="eager"), torch.randn(2, 5, 16)
+    expected = other(tokens)
+    recorder = AttentionRecorder(model)
+    with recorder.armed():
+        assert torch.equal(other(tokens), expected)
+        torch.autograd.backward(model(ids()).sum())
+    found = recorder.take()
+    assert found is not None
+    assert found.num_calls == 2
+
+
+@pytest.mark.parametrize("kind", [ImportedAttention, HandWrittenAttention])
+def test_mixed_precision_is_read_and_left_alone(kind: type[ImportedAttention]) -> None:
+    """Under autocast outputs stay bitwise the same, and entropies are those of the rounded logits."""
+    model = SmallGPT(kind)
+    full = heard(model, lambda: model(ids()))
+    outputs = []
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        outputs.append(model(ids()))
+        found = heard(model, lambda: outputs.append(model(ids())))
+    assert torch.equal(*outputs)
+    for name, statistics in found.heads.items():
+        assert torch.allclose(statistics[0].entropy, full.heads[name][0].entropy, atol=5e-3)
+
+
 def test_sequence_first_models_are_read_the_right_way_round() -> None:
     """Tokens of a sequence-first encoder are compared along the sequence, as those of a batch-first one."""
     model, tokens = encoder().eval(), torch.randn(3, 6, 16)
