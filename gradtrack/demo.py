@@ -200,7 +200,7 @@ def demo_config(run_dir: Path) -> dict[str, Any]:
         "run_dir": run_dir,
         "backends": [name for name in _LOCAL if name in registry.backends.names() and not missing_packages(name)],
         "analyzers": "auto",
-        "grad_log_every_n_steps": 10,
+        "grad_log_every_n_steps": 1,
         "max_grad_norm": 0.1,
         "save_html_report": True,
     }

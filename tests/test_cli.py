@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from importlib import metadata
 from pathlib import Path
 
@@ -12,12 +10,9 @@ import pytest
 from typer.testing import CliRunner
 
 from gradtrack import __version__, cli, registry
-
-
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run the command line as a process."""
-    command = [sys.executable, "-m", "gradtrack.cli", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+from gradtrack.errors import UsageError
+from tests.processes import python
+from tests.view.runs import issue, row, write_run
 
 
 def test_version_is_the_package_version() -> None:
@@ -54,13 +49,13 @@ def test_plugins_are_listed_with_a_sentence(kind: str) -> None:
 
 def test_demo_trains_and_shows_what_it_found(tmp_path: Path) -> None:
     """The demo skips its bad batch, learns, and names files that exist, each with how to open it."""
-    result = run("demo", "--out", str(tmp_path), "--steps", "60")
+    result = python("-m", "gradtrack.cli", "demo", "--out", str(tmp_path), "--steps", "60")
     assert result.returncode == 0, result.stderr
     assert result.stderr == ""
     assert "Trained for 60 steps" in result.stdout
     assert "Step 40 was skipped" in result.stdout
     assert "NUMERICAL" in result.stdout
-    for name in ("training_curves.png", "gradient_statistics.png", "training_log.json"):
+    for name in ("report.html", "training_curves.png", "gradient_statistics.png", "training_log.json"):
         assert (tmp_path / name).is_file()
         assert name in result.stdout
 
@@ -74,10 +69,81 @@ def test_demo_prints_data_for_scripts(tmp_path: Path) -> None:
     assert all(Path(path).exists() for path in found["files"])
 
 
+@pytest.fixture
+def sick(tmp_path: Path) -> Path:
+    """Return the directory of a run that ended with an issue."""
+    return write_run(tmp_path / "sick", row(1), row(2, norm=4.0, issues=[issue("encoder")]))
+
+
+@pytest.fixture
+def well(tmp_path: Path) -> Path:
+    """Return the directory of a healthy run."""
+    return write_run(tmp_path / "well", row(1), row(2))
+
+
+def test_show_tells_about_a_run(sick: Path) -> None:
+    """The run is shown as text, and as data for scripts."""
+    result = CliRunner().invoke(cli.app, ["show", str(sick)])
+    assert (result.exit_code, "EXPLODING at encoder" in result.output) == (0, True)
+    found = json.loads(CliRunner().invoke(cli.app, ["show", str(sick), "--json"]).output)
+    assert (found["run_id"], found["steps"], found["healthy"]) == ("a-run", 2, False)
+
+
+def test_show_follows_a_run_to_its_end(well: Path) -> None:
+    """Following a run that has ended tells its rows and leaves."""
+    result = CliRunner().invoke(cli.app, ["show", str(well), "--follow"])
+    assert [line.split("  ")[0] for line in result.output.splitlines()] == ["step 1", "step 2"]
+
+
+def test_health_is_an_exit_code_for_who_asks(sick: Path, well: Path) -> None:
+    """With --check an unhealthy run is the exit code 1."""
+    assert CliRunner().invoke(cli.app, ["show", str(sick), "--check"]).exit_code == 1
+    assert CliRunner().invoke(cli.app, ["show", str(well), "--check"]).exit_code == 0
+
+
+def test_the_newest_run_is_the_default(well: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without RUN the newest directory in gradtrack_runs is meant; where there is none the error says so."""
+    monkeypatch.chdir(well.parent)
+    result = CliRunner().invoke(cli.app, ["show"])
+    assert isinstance(result.exception, UsageError)
+    assert "expected a run's directory" in str(result.exception)
+    (well.parent / "gradtrack_runs").mkdir()
+    well.rename(well.parent / "gradtrack_runs" / "well")
+    assert "Run a-run" in CliRunner().invoke(cli.app, ["show"]).output
+
+
+def test_report_prints_where_its_page_is(well: Path, tmp_path: Path) -> None:
+    """The page lies in the run's directory, or where it was asked for."""
+    assert CliRunner().invoke(cli.app, ["report", str(well)]).output.strip() == str(well / "report.html")
+    other = tmp_path / "other.html"
+    assert CliRunner().invoke(cli.app, ["report", str(well), "--out", str(other)]).output.strip() == str(other)
+    assert "Run a-run" in other.read_text(encoding="utf-8")
+
+
+def test_diff_tells_what_appeared(well: Path, sick: Path, tmp_path: Path) -> None:
+    """The issue of the second run appeared; --check makes that an exit code, in one direction only."""
+    page = tmp_path / "diff.html"
+    result = CliRunner().invoke(cli.app, ["diff", str(well), str(sick), "--check", "--html", str(page)])
+    assert (result.exit_code, "EXPLODING:encoder" in result.output) == (1, True)
+    assert "EXPLODING" in page.read_text(encoding="utf-8")
+    back = CliRunner().invoke(cli.app, ["diff", str(sick), str(well), "--check", "--json"])
+    assert (back.exit_code, json.loads(back.output)["gone"]) == (0, ["EXPLODING:encoder"])
+
+
+def test_replay_delivers_a_run_to_a_backend(well: Path, tmp_path: Path) -> None:
+    """A backend that the run did not have gets its rows, and the outcome is told as text and as data."""
+    result = CliRunner().invoke(cli.app, ["replay", str(well), "--to", "json"])
+    assert result.exit_code == 0, result.output
+    assert "json: 2 rows" in result.output
+    assert json.loads((well / "gradient_statistics.json").read_text())["step"] == [1, 2]
+    (again,) = json.loads(CliRunner().invoke(cli.app, ["replay", str(well), "--to", "json", "--json"]).output)
+    assert (again["complete"], again["rows"]) == (True, 2)
+
+
 def test_errors_are_one_line_and_a_code(tmp_path: Path) -> None:
     """An error of gradtrack is one line on stderr without a traceback, and the code is 2."""
     (tmp_path / "file").touch()
-    result = run("demo", "--out", str(tmp_path / "file" / "run"))
+    result = python("-m", "gradtrack.cli", "demo", "--out", str(tmp_path / "file" / "run"))
     assert result.returncode == 2
     assert result.stderr.startswith("gradtrack: run_dir ")
     assert len(result.stderr.splitlines()) == 1
@@ -96,5 +162,5 @@ def test_start_loads_nothing_heavy() -> None:
         "    assert CliRunner().invoke(cli.app, arguments).exit_code == 0\n"
         "print([name for name in ('torch', 'numpy', 'mlflow', 'wandb') if name in sys.modules])"
     )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    found = python("-c", code)
     assert found.stdout.strip() == "[]"

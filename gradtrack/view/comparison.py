@@ -77,7 +77,7 @@ class Comparison:
             (self.first.run.config, self.second.run.config),
             (self.first.run.environment, self.second.run.environment),
         ):
-            names = dict.fromkeys([*first, *second])
+            names = [name for name in dict.fromkeys([*first, *second]) if name != "run_dir"]
             rows += [(name, _said(first, name), _said(second, name)) for name in names]
         return [row for row in rows if row[1] != row[2]]
 

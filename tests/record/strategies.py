@@ -28,6 +28,7 @@ records = st.builds(
     time=st.floats(0, 4e9),
     metrics=st.dictionaries(texts.filter(bool), numbers, max_size=6),
     epoch=st.none() | st.integers(-5, 2**40),
+    loss=st.none() | numbers,
     source=texts,
     panels=st.lists(panels, max_size=2).map(tuple),
     issues=st.lists(st.dictionaries(texts, plain, max_size=3), max_size=2).map(tuple),

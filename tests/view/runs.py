@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from gradtrack.record.journal import Journal
+from gradtrack.records import Record, RunInfo
 from gradtrack.reports import HealthReport, Issue, IssueSeverity, IssueType, StepReport
+from gradtrack.view.run_data import RunData
 
 HOSTILE = "<script>alert('x')</script>\n\"'&🔥"
 
@@ -55,3 +62,37 @@ def issue(layer: str = "encoder.weight", kind: IssueType = IssueType.EXPLODING, 
 def unhealthy(*issues: Issue) -> HealthReport:
     """Return the health of a step with these issues open."""
     return HealthReport.of(list(issues))
+
+
+def row(step: int, *, norm: float = 2.0, issues: Sequence[Issue] = (), source: str = "", **fields: Any) -> Record:
+    """Return the row of a step with two groups, as a manager makes it."""
+    tail = f"/{source}" if source else ""
+    metrics = {
+        f"train/grad_norm{tail}": norm,
+        f"train/grad_norm_clipped{tail}": min(norm, 1.0),
+        f"train/grad_clip_threshold{tail}": 1.0,
+        f"train/grad_clip_rate{tail}": 0.5,
+        f"train/grad_clip_coef{tail}": 0.5,
+        f"train/grad_variance{tail}": 0.25,
+        f"train/grad_max{tail}": norm / 2,
+        f"train/grad_min{tail}": -norm / 3,
+        f"train/grad_healthy{tail}": float(not issues),
+        **{f"train/grad_norm{tail}/{group}": norm * share for group, share in (("W_in", 0.6), ("W_out", 0.8))},
+    }
+    values: dict[str, Any] = {"loss": 1.0 / step, "metrics": metrics} | fields
+    found = tuple(issue.model_dump(mode="json") for issue in issues)
+    return Record(step=step, time=float(step), source=source, issues=found, **values)
+
+
+def gather(*records: Record, directory: Path = Path("nowhere"), **config: Any) -> RunData:
+    """Return the data of a run with these rows."""
+    return RunData.of(RunInfo(run_id="a-run", created=1.8e9, config=config), directory, records)
+
+
+def write_run(directory: Path, *records: Record, run_id: str = "a-run", created: float = 1.8e9, **config: Any) -> Path:
+    """Write the journal of a run that has ended."""
+    journal = Journal(directory, RunInfo(run_id=run_id, created=created, config=config))
+    for number, record in enumerate(records):
+        assert journal.append(number, record)
+    journal.close(5.0)
+    return directory

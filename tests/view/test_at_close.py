@@ -53,7 +53,23 @@ def test_a_picture_that_fails_is_left_out(
     with caplog.at_level(logging.WARNING, logger="gradtrack"):
         train(run_dir=tmp_path)
     assert {path.name for path in tmp_path.glob("*.png")} == NAMES - {"training_curves.png"}
-    assert "training_curves.png could not be drawn" in caplog.text
+    assert "the training curves could not be written" in caplog.text
+
+
+def test_the_report_is_written_when_it_is_asked_for(tmp_path: Path) -> None:
+    """`save_html_report=True` leaves the page of the run, which has ended."""
+    train(run_dir=tmp_path / "without")
+    assert not (tmp_path / "without" / "report.html").exists()
+    train(run_dir=tmp_path / "with", save_html_report=True, grad_log_every_n_steps=1)
+    assert "1 recorded" in (tmp_path / "with" / "report.html").read_text(encoding="utf-8")
+
+
+def test_a_report_that_fails_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A training without a recorded row has no journal, hence no page, and closes all the same."""
+    with caplog.at_level(logging.WARNING, logger="gradtrack"):
+        train(run_dir=tmp_path, save_html_report=True)
+    assert not (tmp_path / "report.html").exists()
+    assert "the report could not be written" in caplog.text
 
 
 def test_without_matplotlib_there_are_no_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import pytest
 from gradtrack.errors import MissingExtraError
 from gradtrack.reports import GradientStatistics, StepReport
 from gradtrack.view import figures, plots
+from tests.processes import python
 from tests.view.runs import HOSTILE, issue, report, unhealthy
 
 PNG = b"\x89PNG"
@@ -132,7 +132,7 @@ def test_pictures_leave_the_global_state_alone() -> None:
     """Drawing neither loads pyplot nor keeps a figure open."""
     code = "from gradtrack.view import plots; plots.draw_training_curves([])\nimport sys\n"
     code += "print('matplotlib.pyplot' in sys.modules)"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    found = python("-c", code)
     assert found.stdout.strip() == "False"
 
 

@@ -1,0 +1,84 @@
+"""Which charts a run has, and how large they may be."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+from gradtrack.records import Panel
+from gradtrack.view.charts import charts_of, to_plain
+from tests.view.runs import gather, issue, row
+
+
+def plain(*rows: Any) -> dict[str, dict[str, Any]]:
+    """Return the charts of a run by title."""
+    return {chart["title"]: chart for chart in to_plain(charts_of(gather(*rows)))}
+
+
+def test_training_has_its_charts_with_every_row() -> None:
+    """Loss, norms, clipping, variance, range and groups are drawn as recorded."""
+    charts = plain(row(1), row(2, norm=4.0))
+    assert [line["y"] for line in charts["Gradient norm"]["lines"]] == [[2.0, 4.0], [1.0, 1.0], [1.0, 1.0]]
+    assert charts["Gradient norm"]["log"]
+    assert charts["Loss"]["lines"][0]["y"] == [1.0, 0.5]
+    assert charts["Range"]["lines"][1] == {
+        "name": "|min|",
+        "style": "solid",
+        "x": [1, 2],
+        "y": [0.6667, 1.333],
+        "bad": [],
+    }
+    assert [line["name"] for line in charts["Gradient norm of each group"]["lines"]] == ["W_in", "W_out"]
+    assert {"Clipping", "Variance"} <= set(charts)
+
+
+def test_charts_without_a_number_are_left_out() -> None:
+    """A chart with nothing to draw is no chart."""
+    assert set(plain(row(1, loss=None, metrics={"train/grad_norm": 1.0}))) == {"Gradient norm"}
+
+
+def test_infinite_values_are_marks_and_not_numbers() -> None:
+    """JSON has no infinity, and a scale has no place for it: its step is marked."""
+    line = plain(row(1), row(2, norm=math.inf), row(3, norm=math.nan))["Gradient norm"]["lines"][0]
+    assert (line["x"], line["bad"]) == ([1], [2])
+
+
+def test_events_are_where_issues_opened() -> None:
+    """Every chart of a pair knows the steps on which its issues opened."""
+    chart = plain(row(1), row(2, issues=[issue("encoder")]), row(3), row(4, issues=[issue("encoder")]))["Loss"]
+    assert chart["events"] == [[2, "EXPLODING:encoder"], [4, "EXPLODING:encoder"]]
+
+
+def test_panels_gather_their_metrics_and_the_rest_stand_alone() -> None:
+    """A declared panel draws its metrics together, stars included; what no panel names gets a chart of its own."""
+    panel = Panel(title="Entropy", section="attention", metrics=("attention/entropy/*",), log_scale=True)
+    metrics = {"attention/entropy/0": 0.5, "attention/entropy/1": 0.6, "attention/rank": 3.0}
+    charts = plain(row(1, metrics=metrics, panels=(panel,)))
+    assert [line["name"] for line in charts["Entropy"]["lines"]] == ["entropy/0", "entropy/1"]
+    assert charts["Entropy"]["section"] == "attention"
+    assert charts["Entropy"]["log"]
+    assert charts["rank"]["lines"][0]["y"] == [3.0]
+
+
+def test_only_the_strongest_groups_are_drawn() -> None:
+    """Many groups would hide each other, so the strongest are drawn, in the order of the model."""
+    metrics = {f"train/grad_norm/layer{index}": float(index) for index in range(30)}
+    (chart,) = plain(row(1, metrics=metrics, loss=None)).values()
+    assert [line["name"] for line in chart["lines"]] == [f"layer{index}" for index in range(18, 30)]
+    assert "18 more" in chart["about"]
+
+
+def test_long_runs_become_coarser_and_not_larger() -> None:
+    """The size of the data is bounded, and a spike of one step is still in it."""
+    rows = [row(step, norm=1e6 if step == 4321 else 1.0) for step in range(1, 10_001)]
+    charts = plain(*rows)
+    assert len(json.dumps(charts)) < 500_000
+    assert max(charts["Gradient norm"]["lines"][0]["high"]) == 1e6
+    assert all(len(line["x"]) <= 240 for chart in charts.values() for line in chart["lines"])
+
+
+def test_each_pair_has_a_section() -> None:
+    """A GAN's discriminator and generator do not share their charts."""
+    charts = to_plain(charts_of(gather(row(1, source="D"), row(1, source="G"))))
+    assert {chart["section"] for chart in charts} == {"Training: D", "Training: G"}

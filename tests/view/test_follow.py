@@ -1,0 +1,46 @@
+"""A run watched while it trains."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+from rich.console import Console
+
+from gradtrack.record.journal import Journal
+from gradtrack.records import RunInfo
+from gradtrack.view.follow import follow
+from tests.view.runs import issue, row, write_run
+
+
+def test_rows_are_told_as_they_come(tmp_path: Path) -> None:
+    """Where nobody is looking each row is a line, told once, until the run ends."""
+    journal = Journal(tmp_path, RunInfo(run_id="a-run"))
+    journal.append(0, row(1))
+    coming = [row(2, norm=4.0), row(3, issues=[issue()])]
+    console = Console(file=io.StringIO(), width=200)
+
+    def pause() -> None:
+        if coming:
+            journal.append(3 - len(coming), coming.pop(0))
+        else:
+            journal.close(5.0)
+
+    run = follow(tmp_path, console, pause=pause)
+    assert isinstance(console.file, io.StringIO)
+    assert console.file.getvalue().splitlines() == [
+        "step 1  loss 1  gradient norm 2  healthy",
+        "step 2  loss 0.5  gradient norm 4  healthy",
+        "step 3  loss 0.3333  gradient norm 2  unhealthy",
+    ]
+    assert run.total_steps == 3
+    assert not run.is_running
+
+
+def test_a_terminal_shows_the_whole_run(tmp_path: Path) -> None:
+    """On a terminal the picture of the run is renewed in place."""
+    write_run(tmp_path, row(1), row(2))
+    console = Console(file=io.StringIO(), width=100, force_terminal=True)
+    follow(tmp_path, console, pause=lambda: None)
+    assert isinstance(console.file, io.StringIO)
+    assert "2 steps" in console.file.getvalue()

@@ -1,0 +1,108 @@
+"""The page of a run, as a browser reads it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from gradtrack import __version__
+from gradtrack.record.run_end import RunEnd
+from gradtrack.reports import NanInfSummary, ParameterStatistics, StepReport, TrainingSummary
+from gradtrack.view import html
+from tests.view.pages import Page
+from tests.view.runs import HOSTILE, gather, issue, row
+
+
+def parameter(norm: float = 1.0) -> ParameterStatistics:
+    """Return the statistics of a parameter."""
+    return ParameterStatistics(
+        norm=norm, mean=0.125, variance=0.0, min=-1.0, max=1.0, zero_fraction=0.5, element_count=4, group="encoder"
+    )
+
+
+def ended(**parameters: ParameterStatistics) -> RunEnd:
+    """Return the end of a run."""
+    summary = TrainingSummary(total_steps=1234, nan_inf_summary=NanInfSummary(skipped_steps=3))
+    report = StepReport(step=1234, parameters=parameters)
+    return RunEnd(summary=summary, last=[report], flight_recorder=[report])
+
+
+def test_page_shows_everything_that_is_known() -> None:
+    """Issues with cause and advice, numbers, tables, settings and versions are all on the page."""
+    sick = issue("encoder.weight").model_copy(update={"explained_by": "LR_TOO_HIGH"})
+    run = gather(row(1), row(2, issues=[sick]), max_grad_norm=0.625)
+    run.end = ended(weight=parameter(0.8125))
+    text = Page(html.render(run)).text
+    for expected in ("Run a-run", "1,234", "1 open issue", "HIGH", "EXPLODING", "encoder.weight", "LR_TOO_HIGH"):
+        assert expected in text
+    for expected in ("Lower the learning rate.", "from step 2", "jump 50, limit 10", "max_grad_norm", "0.625"):
+        assert expected in text
+    for expected in ("W_in", "0.8125", "encoder", "Flight recorder", "Parameters", f"gradtrack {__version__}"):
+        assert expected in text
+
+
+def test_parameter_table_can_be_searched() -> None:
+    """There is a search field for the table of the parameters, and a row for each of them."""
+    run = gather(row(1))
+    run.end = ended(**{f"layer{index}": parameter() for index in range(50)})
+    page = Page(html.render(run))
+    (search,) = [attributes for tag, attributes in page.tags if tag == "input"]
+    assert search["data-table"] in [attributes.get("id") for tag, attributes in page.tags if tag == "table"]
+    assert all(f"layer{index}" in page.texts for index in range(50))
+
+
+def test_a_healthy_run_says_so() -> None:
+    """No news is told as well."""
+    text = Page(html.render(gather(row(1)))).text
+    assert "healthy" in text
+    assert "No issue opened in this run." in text
+
+
+def test_hostile_names_are_text() -> None:
+    """A name that looks like markup is shown, not obeyed, wherever it comes from."""
+    sick = issue(HOSTILE).model_copy(update={"message": HOSTILE, "recommendation": HOSTILE, "explained_by": HOSTILE})
+    metrics = {f"train/grad_norm/{HOSTILE}": 1.0, f"rnn/{HOSTILE}": 1.0}
+    run = gather(row(1, metrics=metrics, issues=[sick]), **{HOSTILE: HOSTILE})  # type: ignore[arg-type]
+    run.end = ended(**{HOSTILE: parameter()})
+    page = Page(html.render(run))
+    assert [tag for tag, _ in page.tags].count("script") == 2
+    assert page.texts.count(HOSTILE) >= 5
+    assert not any("alert" in (value or "") for _, attributes in page.tags for value in attributes.values())
+    assert any(HOSTILE in line["name"] for chart in page.charts for line in chart["lines"])
+
+
+def test_data_cannot_leave_its_script_element() -> None:
+    """Not one angle bracket of the data is in the page as such."""
+    run = gather(row(1, metrics={"rnn/</script><!--": 1.0}))
+    text = html.render(run)
+    data = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)
+    assert data is not None
+    assert not set("<>&") & set(data[1])
+    assert Page(text).chart("</script><!--")
+
+
+def test_page_needs_no_network() -> None:
+    """Nothing on the page refers to another place, and its policy forbids it."""
+    text = html.render(gather(row(1, issues=[issue()])))
+    page = Page(text)
+    assert not [name for _, attributes in page.tags for name in attributes if name in ("src", "href", "action")]
+    assert not re.search(r"url\(|@import|fetch\(|XMLHttpRequest|import\(", text)
+    (policy,) = [attributes["content"] for _, attributes in page.tags if "http-equiv" in attributes]
+    assert policy is not None
+    assert policy.startswith("default-src 'none'")
+
+
+def test_page_of_a_long_run_is_small(tmp_path: Path) -> None:
+    """Ten thousand steps with many groups and a thousand parameters stay under two million bytes."""
+    groups = {f"train/grad_norm/encoder.layers.{index}": 0.1 * index for index in range(60)}
+    rows = [row(step, metrics={"train/grad_norm": step % 17 + 0.123456789, **groups}) for step in range(1, 10_001)]
+    run = gather(*rows)
+    run.end = ended(**{f"encoder.layers.{index}.attention.weight": parameter(0.1) for index in range(1000)})
+    path = html.write_html_report(run, tmp_path / "page.html")
+    assert path.stat().st_size < 2_000_000
+    assert "encoder.layers.999.attention.weight" in path.read_text(encoding="utf-8")
+
+
+def test_page_goes_into_the_directory_of_the_run(tmp_path: Path) -> None:
+    """Without another path the page is the report of the directory."""
+    assert html.write_html_report(gather(row(1), directory=tmp_path)) == tmp_path / "report.html"

@@ -1,0 +1,113 @@
+"""A run read back from its directory."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from gradtrack import GradientManager
+from gradtrack.errors import JournalError
+from gradtrack.records import Panel
+from gradtrack.reports import IssueSeverity, IssueType
+from gradtrack.view.run_data import load_run
+from tests.view.runs import gather, issue, row, write_run
+
+
+def test_rows_become_columns_in_which_gaps_are_nan() -> None:
+    """A metric that a row lacks is NaN there, whether it came late or went early."""
+    (track,) = gather(row(1), row(2, metrics={"rnn/radius": 0.9}), row(3)).tracks.values()
+    assert track.steps.tolist() == [1, 2, 3]
+    assert track.loss.tolist() == [1.0, 0.5, 1 / 3]
+    assert np.array_equal(track.column("train/grad_norm"), [2.0, math.nan, 2.0], equal_nan=True)
+    assert np.array_equal(track.column("rnn/radius"), [math.nan, 0.9, math.nan], equal_nan=True)
+    assert np.isnan(track.column("unheard/of")).all()
+    assert track.last("rnn/radius") == 0.9
+    assert track.groups == ["W_in", "W_out"]
+
+
+def test_pairs_have_tracks_with_the_same_names() -> None:
+    """The name of a pair is taken out of its metrics, those of its groups too."""
+    tracks = gather(row(1, source="D"), row(1, source="G", norm=5.0)).tracks
+    assert list(tracks) == ["D", "G"]
+    assert tracks["G"].last("train/grad_norm") == 5.0
+    assert tracks["G"].groups == ["W_in", "W_out"]
+    assert tracks["D"].last("train/grad_norm/W_out") == pytest.approx(1.6)
+
+
+def test_issues_have_the_spans_in_which_they_were_open() -> None:
+    """An issue may close and open again; its last end is open where the run ended with it."""
+    sick = [issue()]
+    run = gather(row(1), row(2, issues=sick), row(3, issues=sick), row(4), row(5, issues=sick))
+    (found,) = run.issues
+    assert found.spans == [(2, 4), (5, None)]
+    assert found.is_open
+    assert found.when == "steps 2 to 4, from step 5"
+    assert not run.healthy
+
+
+def test_issues_of_two_pairs_are_two() -> None:
+    """A row of one pair closes no issue of the other."""
+    run = gather(row(1, issues=[issue()], source="D"), row(1, source="G"), row(2, source="G"))
+    assert [(found.source, found.is_open) for found in run.issues] == [("D", True)]
+
+
+def test_open_and_severe_issues_come_first() -> None:
+    """A person reads from the top."""
+    mild = issue("mild").model_copy(update={"severity": IssueSeverity.LOW})
+    closed = issue("closed", IssueType.NUMERICAL)
+    run = gather(row(1, issues=[mild, closed]), row(2, issues=[mild, issue("severe")]))
+    assert [found.latest["layer"] for found in run.issues] == ["severe", "mild", "closed"]
+
+
+def test_panels_are_gathered_from_the_rows() -> None:
+    """A panel that a row declares belongs to the run."""
+    panel = Panel(title="Radius", section="rnn", metrics=("rnn/radius",))
+    assert gather(row(1), row(2, panels=(panel,)), row(3, panels=(panel,))).panels == (panel,)
+
+
+def test_the_newest_run_of_a_directory_is_read(tmp_path: Path) -> None:
+    """A directory that was used twice shows its last run, with its rows as they were recorded."""
+    write_run(tmp_path, row(1), run_id="old", created=1.0)
+    write_run(tmp_path, row(1), row(2, norm=math.inf), run_id="new", created=2.0)
+    run = load_run(tmp_path)
+    assert run.run.run_id == "new"
+    assert run.tracks[""].column("train/grad_norm").tolist() == [2.0, math.inf]
+    assert run.tracks[""].loss.tolist() == [1.0, 0.5]
+    assert run.state == "stopped without an end"
+
+
+def test_damaged_rows_are_counted(tmp_path: Path) -> None:
+    """What could not be read is said, and the rest is shown."""
+    write_run(tmp_path, row(1))
+    with (tmp_path / "journal-000.jsonl").open("a") as file:
+        file.write('{"n": 1, "torn')
+    run = load_run(tmp_path)
+    assert len(run.damaged) == 1
+    assert run.total_steps == 1
+
+
+def test_a_directory_without_a_run_is_an_error(tmp_path: Path) -> None:
+    """The error names the directory."""
+    with pytest.raises(JournalError, match="holds no journal"):
+        load_run(tmp_path)
+
+
+def test_a_training_is_read_back(tmp_path: Path) -> None:
+    """What a manager recorded, how it ended and that it ended are all there."""
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    settings = {"run_dir": tmp_path, "grad_log_every_n_steps": 1, "save_gradient_plots": False}
+    with GradientManager(settings) as manager:
+        for _ in range(3):
+            report = manager.step(model, optimizer, model(torch.ones(1, 2)).square().sum())
+        assert load_run(tmp_path).state == "running"
+    run = load_run(tmp_path)
+    assert run.state == "ended"
+    assert run.total_steps == 3
+    assert run.tracks[""].column("train/grad_norm")[-1] == report.clipping.norm_before
+    assert run.end is not None
+    assert run.end.last[0].parameters["weight"].norm > 0

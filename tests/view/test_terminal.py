@@ -1,0 +1,74 @@
+"""A run in the terminal."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from gradtrack.view import terminal
+from gradtrack.view.run_data import RunData
+from tests.view.runs import HOSTILE, gather, issue, row
+
+
+def shown(run: RunData, *, colour: bool = False) -> str:
+    """Return what a console prints."""
+    console = Console(file=io.StringIO(), width=100, force_terminal=colour, highlight=False)
+    console.print(terminal.show(run))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_sparkline_follows_its_values() -> None:
+    """The lowest value has the lowest block and the highest the highest."""
+    assert terminal.sparkline(np.array([0.0, 1.0, 2.0, 7.0])) == "▁▂▃█"
+    assert terminal.sparkline(np.array([1.0, 10.0, 100.0]), log_scale=True) == "▁▅█"
+    assert terminal.sparkline(np.array([3.0, math.nan, math.inf, 3.0])) == "▁▁"
+    assert terminal.sparkline(np.array([])) == ""
+    assert len(terminal.sparkline(np.arange(10_000.0), width=20)) == 20
+
+
+def test_run_is_summed_up() -> None:
+    """Health, curves with their last value, groups with bars, and issues with advice are shown."""
+    text = shown(gather(row(1), row(250, norm=4.0, issues=[issue("encoder")])))
+    assert "Run a-run  stopped without an end, 250 steps  unhealthy" in text
+    assert "gradient norm   ▁█" in text
+    assert "W_in   |██████████  | norm: 2.4" in text
+    assert "W_out  |████████████| norm: 3.2" in text
+    assert "HIGH EXPLODING at encoder  from step 250" in text
+    assert "What to do: Lower the learning rate." in text
+
+
+def test_plain_output_has_no_control_characters() -> None:
+    """Where nobody is looking there is no colour, and a name cannot send commands to the terminal."""
+    text = shown(gather(row(1, issues=[issue("\x1b[2Jlayer\r\n")])))
+    assert not [letter for letter in text if not letter.isprintable() and letter != "\n"]
+    assert "\x1b[" in shown(gather(row(1)), colour=True)
+
+
+def test_names_are_not_markup() -> None:
+    """A name in brackets is shown as it is."""
+    text = shown(gather(row(1, issues=[issue("[red]layer[/]")]), row(2, metrics={f"train/grad_norm/{HOSTILE}": 1.0})))
+    assert "[red]layer[/]" in text
+    assert "<script>" in text
+
+
+def test_plain_data_is_json() -> None:
+    """The data for scripts has every number, and is JSON even where a number is not finite."""
+    run = gather(row(1), row(2, norm=math.inf, issues=[issue("encoder")]))
+    found = json.loads(json.dumps(terminal.to_plain(run), allow_nan=False))
+    assert found["healthy"] is False
+    assert found["last"][""]["train/grad_norm"] is None
+    assert found["last"][""]["train/grad_norm_clipped"] == 1.0
+    assert found["issues"][0]["layer"] == "encoder"
+    assert found["issues"][0]["spans"] == [[2, None]]
+
+
+@pytest.mark.parametrize("rows", [[], [row(1, loss=None, metrics={})], [row(1, norm=math.nan, loss=math.nan)]])
+def test_nothing_to_show_is_no_error(rows: list[object]) -> None:
+    """A run without a row, or without a number, is shown all the same."""
+    assert "Run a-run" in shown(gather(*rows))  # type: ignore[arg-type]
