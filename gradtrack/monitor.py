@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from gradtrack import markup
 from gradtrack.config import GradientConfig
 from gradtrack.diagnose.evidence import Evidence
 from gradtrack.diagnose.health import Health
@@ -70,6 +71,11 @@ class GradientMonitor:
         from gradtrack.view import plots
 
         return plots.plot_gradient_statistics(self.history, Path(save_path))
+
+    def _repr_html_(self) -> str:
+        names = ("total_norm", "mean", "std", "min", "max", "zero_fraction")
+        rows = [[getattr(found, name) for name in names] for found in self.history[-5:]]
+        return markup.card(f"The last {len(rows)} measured steps", table=markup.grid(names, rows))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the windows of the rules, as plain data."""

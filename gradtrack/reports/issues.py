@@ -7,6 +7,7 @@ from functools import total_ordering
 
 from pydantic import Field
 
+from gradtrack import markup
 from gradtrack.reports.base import Report
 
 
@@ -106,9 +107,16 @@ class HealthReport(Report):
             recommendations=list(advice),
         )
 
+    @property
+    def verdict(self) -> str:
+        """Say in a word how it is."""
+        return "healthy" if self.healthy else "unhealthy"
+
     def __str__(self) -> str:
-        head = "healthy" if self.healthy else "unhealthy"
-        return "\n".join([head, *(f"  {issue}" for issue in self.issues)])
+        return "\n".join([self.verdict, *(f"  {issue}" for issue in self.issues)])
+
+    def _repr_html_(self) -> str:
+        return markup.card(self.verdict, items=self.issues)
 
 
 HEALTHY = HealthReport()

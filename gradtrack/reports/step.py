@@ -9,7 +9,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, SerializationInfo, SerializeAsAny, model_serializer, model_validator
 from pydantic import SerializerFunctionWrapHandler as Handler
 
-from gradtrack import registry
+from gradtrack import markup, registry
 from gradtrack.reports.base import LateReport, Report
 from gradtrack.reports.issues import HEALTHY, HealthReport
 from gradtrack.reports.parts import (
@@ -108,6 +108,19 @@ class StepReport(Report):
 
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
         return super(StepReport, self.resolve()).__deepcopy__(memo)
+
+    def _repr_html_(self) -> str:
+        clipping = self.clipping
+        rows = [
+            ("loss", self.loss),
+            ("gradient norm", clipping.norm_before),
+            ("after clipping", clipping.norm_after),
+            ("NaN / Inf", f"{self.nan_inf.nan_count} / {self.nan_inf.inf_count} ({self.nan_inf.action})"),
+        ]
+        groups = [(name, found.norm, found.mean, found.variance) for name, found in self.groups.items()]
+        table = markup.grid(("group", "norm", "mean", "variance"), groups)
+        title = f"Step {self.step}{f' of {self.source}' if self.source else ''}: {self.health.verdict}"
+        return markup.card(title, rows, items=[*self.health.issues, *self.notes], table=table)
 
     def metrics(self) -> dict[str, float]:
         """Return the flat metrics of the step, `train/grad_*` first and then those of every analyzer."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
+from gradtrack import markup
 from gradtrack.reports.base import Report
 
 
@@ -56,3 +57,14 @@ class TrainingSummary(Report):
     health_issues: HealthSummary = HealthSummary()
     nan_inf_summary: NanInfSummary = NanInfSummary()
     clipping_summary: ClippingSummary = ClippingSummary()
+
+    def _repr_html_(self) -> str:
+        norms, bad = self.gradient_statistics.gradient_norms, self.nan_inf_summary
+        rows = [
+            ("gradient norm", f"{norms.mean:.4g} on average, {norms.min:.4g} to {norms.max:.4g}"),
+            ("clipped", f"{self.clipping_summary.clipped_steps} steps ({self.clipping_summary.clip_rate:.1%})"),
+            ("non-finite", f"{bad.nonfinite_steps} steps, {bad.skipped_steps} skipped"),
+            ("unhealthy", f"{self.health_issues.unhealthy_steps} steps"),
+            *((kind, f"open on {count} steps") for kind, count in self.health_issues.issues.items()),
+        ]
+        return markup.card(f"{self.total_steps} steps", rows)

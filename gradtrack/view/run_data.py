@@ -19,43 +19,43 @@ from gradtrack.records import Panel, Record, RunInfo
 from gradtrack.reports import IssueSeverity
 
 _GROUP_NORM: Final = "train/grad_norm/"
+_HEALTHY: Final = "train/grad_healthy"
 
 
 class Track:
     """The recorded steps of one (model, optimizer) pair as columns of numbers; what a row lacks is NaN.
 
-    The columns are called as the metrics are, without the name of the pair.
+    The columns are called as the metrics are, without the name of the pair. A step that was recorded twice, as some
+    findings are known one step late and as a resumed run repeats steps, is one row with what came last.
     """
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._steps = array("q")
+        self._rows: dict[int, int] = {}
         self._loss = array("d")
         self._columns: dict[str, array[float]] = {}
 
     def add(self, record: Record) -> None:
         """Take in one row."""
-        count = len(self._steps)
-        self._steps.append(record.step)
-        self._loss.append(math.nan if record.loss is None else record.loss)
+        row = self._rows.setdefault(record.step, len(self._rows))
+        if record.loss is not None:
+            _set(self._loss, row, record.loss)
         for name, value in record.metrics.items():
             own = self._without_source(name)
             column = self._columns.get(own)
             if column is None:
                 column = self._columns[own] = array("d")
-            if len(column) < count:
-                column.extend([math.nan] * (count - len(column)))
-            column.append(value)
+            _set(column, row, value)
 
     @property
     def steps(self) -> NDArray[np.int64]:
-        """Return the step of every row."""
-        return np.array(self._steps, dtype=np.int64)
+        """Return the step of every row, in order."""
+        return np.array(sorted(self._rows), dtype=np.int64)
 
     @property
     def loss(self) -> NDArray[np.float64]:
         """Return the loss of every row."""
-        return np.array(self._loss)
+        return self._in_order(self._loss)
 
     @property
     def names(self) -> list[str]:
@@ -69,11 +69,7 @@ class Track:
 
     def column(self, name: str) -> NDArray[np.float64]:
         """Return a metric at every row."""
-        values = np.full(len(self._steps), math.nan)
-        found = self._columns.get(name)
-        if found is not None:
-            values[: len(found)] = found
-        return values
+        return self._in_order(self._columns.get(name, array("d")))
 
     def last(self, name: str) -> float:
         """Return the last known value of a metric."""
@@ -81,11 +77,26 @@ class Track:
         known = values[~np.isnan(values)]
         return float(known[-1]) if len(known) else math.nan
 
+    def _in_order(self, column: array[float]) -> NDArray[np.float64]:
+        values = np.full(len(self._rows), math.nan)
+        values[: len(column)] = column
+        order = np.fromiter(self._rows, dtype=np.int64, count=len(self._rows)).argsort()
+        return values[order]
+
     def _without_source(self, name: str) -> str:
         if not self.name:
             return name
         head, found, group = name.partition(f"/{self.name}/")
         return f"{head}/{group}" if found else name.removesuffix(f"/{self.name}")
+
+
+def _set(column: array[float], row: int, value: float) -> None:
+    if row == len(column):
+        column.append(value)
+        return
+    if row > len(column):
+        column.extend([math.nan] * (row + 1 - len(column)))
+    column[row] = value
 
 
 @dataclass(slots=True, kw_only=True)
@@ -185,13 +196,15 @@ def load_run(directory: Path) -> RunData:
 
 
 class _Issues:
-    """Follows the issues from row to row: each row names all that are open in its pair."""
+    """Follows the issues from row to row: each row that tells the health of its pair names all that are open."""
 
     def __init__(self) -> None:
         self._found: dict[tuple[str, str], IssueHistory] = {}
         self._open: dict[str, set[str]] = {}
 
     def add(self, record: Record) -> None:
+        if not record.issues and not any(name.startswith(_HEALTHY) for name in record.metrics):
+            return
         now: set[str] = set()
         for issue in record.issues:
             kind, layer = str(issue.get("issue_type", "")), str(issue.get("layer", ""))

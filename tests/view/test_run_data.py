@@ -29,6 +29,22 @@ def test_rows_become_columns_in_which_gaps_are_nan() -> None:
     assert track.groups == ["W_in", "W_out"]
 
 
+def test_a_step_that_was_recorded_twice_is_one_row() -> None:
+    """What is known late joins its step, and what a resumed run repeats replaces what was there."""
+    late = row(1, metrics={"updates/ratio": 0.25}, loss=None)
+    (track,) = gather(row(1), row(3), late, row(2), row(3, norm=9.0)).tracks.values()
+    assert track.steps.tolist() == [1, 2, 3]
+    assert track.column("train/grad_norm").tolist() == [2.0, 2.0, 9.0]
+    assert track.column("updates/ratio")[0] == 0.25
+    assert track.loss[0] == 1.0
+
+
+def test_a_row_without_health_closes_no_issue() -> None:
+    """A row with a late finding says nothing about the issues that are open."""
+    run = gather(row(1, issues=[issue()]), row(1, metrics={"updates/ratio": 0.25}))
+    assert [found.is_open for found in run.issues] == [True]
+
+
 def test_pairs_have_tracks_with_the_same_names() -> None:
     """The name of a pair is taken out of its metrics, those of its groups too."""
     tracks = gather(row(1, source="D"), row(1, source="G", norm=5.0)).tracks

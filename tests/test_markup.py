@@ -1,0 +1,49 @@
+"""What notebooks show of reports."""
+
+from __future__ import annotations
+
+import torch
+
+from gradtrack import GradientMonitor
+from gradtrack.reports import GroupStatistics, HealthReport, StepReport, TrainingSummary
+from tests.view.pages import Page
+from tests.view.runs import HOSTILE, issue, report, unhealthy
+
+
+def test_step_shows_numbers_issues_and_groups() -> None:
+    """A step tells what it was, what was wrong, and how its groups were, with every name as text."""
+    group = GroupStatistics(norm=0.125, mean=0.0, variance=0.0, min=0.0, max=0.0, zero_fraction=0.0, element_count=1)
+    found = report(7, health=unhealthy(issue(HOSTILE)), groups={HOSTILE: group})
+    page = Page(found._repr_html_())
+    assert page.texts[0] == "Step 7: unhealthy"
+    assert {"gradient norm", "2", "after clipping", "1", HOSTILE, "0.125"} <= set(page.texts)
+    assert "Lower the learning rate." in page.text
+    assert {tag for tag, _ in page.tags} <= {"div", "strong", "table", "thead", "tbody", "tr", "td", "th", "ul", "li"}
+
+
+def test_a_step_that_was_not_measured_shows_what_is_known() -> None:
+    """An unknown number is a dash."""
+    assert "–" in Page(StepReport(step=1)._repr_html_()).texts
+
+
+def test_health_is_a_word_and_its_issues() -> None:
+    """A healthy report is one word."""
+    assert Page(HealthReport()._repr_html_()).texts == ["healthy"]
+    assert "EXPLODING at layer" in Page(unhealthy(issue("layer"))._repr_html_()).text
+
+
+def test_summary_shows_the_training() -> None:
+    """The sums of a training are told with their units."""
+    page = Page(
+        TrainingSummary.model_validate({"total_steps": 9, "health_issues": {"issues": {"DEAD": 3}}})._repr_html_()
+    )
+    assert page.texts[0] == "9 steps"
+    assert {"DEAD", "open on 3 steps"} <= set(page.texts)
+
+
+def test_monitor_shows_its_last_steps() -> None:
+    """A monitor shows the statistics that it took in last."""
+    monitor = GradientMonitor()
+    monitor.update_statistics([torch.tensor([3.0, 4.0])])
+    page = Page(monitor._repr_html_())
+    assert {"total_norm", "5", "3.5"} <= set(page.texts)
