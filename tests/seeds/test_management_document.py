@@ -1,5 +1,6 @@
 """The code of the document on gradient management, run with only its imports changed."""
 
+import asyncio
 import json
 import logging
 from pathlib import Path
@@ -10,6 +11,13 @@ import torch
 from torch import nn
 
 from gradtrack import GradientConfig, GradientManager, create_gradient_manager, safe_backward
+from gradtrack.integrations.training import (
+    EarlyStoppingConfig,
+    GradientManagementConfig,
+    LRSchedulerConfig,
+    TrainingHistory,
+    TrainingOptimizer,
+)
 from tests.training import batch_loss, small_model
 
 LOSSES = 3
@@ -212,3 +220,40 @@ def test_pictures(tmp_path: Path) -> None:
     gradient_manager.plot_training_curves(save_path=str(tmp_path / "training_curves.png"))
     gradient_manager.monitor.plot_gradient_statistics(save_path=str(tmp_path / "gradient_stats.png"))
     assert all((tmp_path / name).stat().st_size > 1000 for name in ("training_curves.png", "gradient_stats.png"))
+
+
+def test_integrated_training_block() -> None:
+    """The block on the training optimizer trains every epoch and returns the history."""
+    model = small_model()
+    optimizer = torch.optim.Adam(model.parameters())
+
+    def train_func(model: nn.Module, optimizer: torch.optim.Optimizer, manager: GradientManager) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = batch_loss(model)
+        safe_backward(loss, model, optimizer, manager)
+        optimizer.step()
+        return loss
+
+    def val_func(model: nn.Module) -> torch.Tensor:
+        return batch_loss(model, 1)
+
+    async def block() -> TrainingHistory:
+        early_stopping_config = EarlyStoppingConfig(patience=10)
+        lr_scheduler_config = LRSchedulerConfig(scheduler_type="cosine")
+        gradient_config = GradientManagementConfig(
+            enable_gradient_management=True, max_grad_norm=1.0, enable_nan_inf_check=True
+        )
+        training_optimizer = TrainingOptimizer(
+            early_stopping_config=early_stopping_config,
+            lr_scheduler_config=lr_scheduler_config,
+            gradient_config=gradient_config,
+            optimizer=optimizer,
+        )
+        return await training_optimizer.optimize_training(
+            model=model, train_func=train_func, val_func=val_func, max_epochs=100
+        )
+
+    training_history = asyncio.run(block())
+    losses = training_history.column("loss")
+    assert len(losses) == 100
+    assert losses[-1] < losses[0]

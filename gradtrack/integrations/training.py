@@ -1,0 +1,252 @@
+"""A small training loop over epochs: early stopping, a schedule of torch's own, and gradients through a manager."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+import math
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, ClassVar, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor, nn
+from torch.optim import lr_scheduler
+
+from gradtrack.config import GradientConfig
+from gradtrack.errors import InputTypeError, UsageError
+from gradtrack.manager import GradientManager
+from gradtrack.reports import Report, StepReport, TrainingSummary
+
+Metrics = Mapping[str, float]
+Result = float | Tensor | Mapping[str, float | Tensor]
+TrainFunction = Callable[[nn.Module, Any, GradientManager], Result | Awaitable[Result]]
+ValidationFunction = Callable[[nn.Module], Result | Awaitable[Result]]
+_logger = logging.getLogger("gradtrack")
+
+
+class EarlyStoppingConfig(BaseModel):
+    """When to stop: after `patience` epochs without an improvement by more than `min_delta`."""
+
+    model_config: ClassVar[ConfigDict] = ConfigDict(extra="forbid", frozen=True)
+
+    patience: int = Field(10, ge=1)
+    min_delta: float = Field(0.0, ge=0)
+    monitor: str = "loss"
+    mode: Literal["min", "max"] = "min"
+    restore_best_weights: bool = False
+
+
+class LRSchedulerConfig(BaseModel):
+    """Which of torch's schedules to follow, once per epoch; `cosine` and `linear` end with the last epoch."""
+
+    model_config: ClassVar[ConfigDict] = ConfigDict(extra="forbid", frozen=True)
+
+    scheduler_type: Literal["none", "cosine", "linear", "step", "exponential", "plateau"] = "cosine"
+    min_lr: float = Field(0.0, ge=0)
+    gamma: float = Field(0.1, gt=0)
+    step_size: int = Field(30, ge=1)
+    patience: int = Field(5, ge=0)
+
+
+class GradientManagementConfig(GradientConfig):
+    """Every setting of `GradientConfig`, and a switch that turns all of its parts off."""
+
+    enable_gradient_management: bool = Field(True, description="Measure and protect gradients; off does neither.")
+
+
+class EpochReport(Report):
+    """What one epoch gave."""
+
+    epoch: int
+    train: dict[str, float]
+    validation: dict[str, float]
+    lr: list[float]
+
+
+class TrainingHistory(Report):
+    """A finished training: its epochs, the best of them by the monitored metric, and a summary of the gradients."""
+
+    epochs: list[EpochReport] = Field(default_factory=list)
+    monitor: str = "loss"
+    best_epoch: int | None = None
+    best_value: float | None = None
+    stopped_early: bool = False
+    gradients: TrainingSummary
+
+    def column(self, name: str, part: Literal["train", "validation"] = "validation") -> list[float]:
+        """Return one metric over the epochs; NaN stands where an epoch did not have it."""
+        return [epoch[part].get(name, math.nan) for epoch in self.epochs]
+
+
+class TrainingOptimizer:
+    """Trains a model epoch by epoch with an optimizer of the user's; its gradients go through `manager`.
+
+    Without a configuration there is no early stopping, no schedule, or the default management of gradients.
+    """
+
+    def __init__(
+        self,
+        *,
+        early_stopping_config: EarlyStoppingConfig | None = None,
+        lr_scheduler_config: LRSchedulerConfig | None = None,
+        gradient_config: GradientConfig | None = None,
+        optimizer: torch.optim.Optimizer,
+    ) -> None:
+        self._stopping, self._schedule = early_stopping_config, lr_scheduler_config
+        self._gradients = _effective(gradient_config)
+        self.optimizer = optimizer
+        self.manager = GradientManager(self._gradients)
+
+    @property
+    def reports(self) -> list[StepReport]:
+        """Return the last reports of the manager, the newest last."""
+        return self.manager.reports
+
+    async def optimize_training(
+        self,
+        *,
+        model: nn.Module,
+        train_func: TrainFunction,
+        val_func: ValidationFunction | None = None,
+        max_epochs: int = 100,
+    ) -> TrainingHistory:
+        """Train until the last epoch or until early stopping.
+
+        `train_func(model, optimizer, gradient_manager)` trains for one epoch and passes the manager to `safe_backward`;
+        `val_func(model)` judges the model, without gradients. Both are plain or async, and return a loss or a mapping
+        of metrics. Without `val_func` the metrics of the training are monitored.
+        """
+        if max_epochs < 1:
+            raise UsageError(f"max_epochs {max_epochs!r}: expected at least 1. Train for some epochs.")
+        if self.manager.status()["closed"]:
+            self.manager = GradientManager(self._gradients)
+        run = _Run(model, self.optimizer, self.manager, self._stopping or EarlyStoppingConfig(patience=max_epochs))
+        scheduler = _scheduler(self._schedule, self.optimizer, max_epochs)
+        with self.manager:
+            for epoch in range(max_epochs):
+                value = await run.epoch(epoch, train_func, val_func)
+                if run.stopped:
+                    break
+                _advance(scheduler, value)
+            return run.finish()
+
+
+class _Run:
+    """One training under way."""
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, manager: GradientManager, rule: EarlyStoppingConfig
+    ) -> None:
+        self.model, self.optimizer, self.manager, self.rule = model, optimizer, manager, rule
+        self.epochs: list[EpochReport] = []
+        self.best_epoch: int | None = None
+        self.best_value: float | None = None
+        self.stopped = False
+        self._best_weights: dict[str, Any] | None = None
+
+    async def epoch(self, epoch: int, train_func: TrainFunction, val_func: ValidationFunction | None) -> float:
+        """Train and judge for one epoch, and return the value that is monitored."""
+        self.model.train()
+        rates = [float(group["lr"]) for group in self.optimizer.param_groups]
+        train = _metrics(await _result(train_func(self.model, self.optimizer, self.manager)), "train_func")
+        if epoch == 0 and not self.manager.reports:
+            _logger.warning(
+                "train_func showed no gradients to the manager; call safe_backward(loss, model, optimizer, "
+                "gradient_manager) in it"
+            )
+        validation = {} if val_func is None else await self._validate(val_func)
+        self.epochs.append(EpochReport(epoch=epoch, train=train, validation=validation, lr=rates))
+        judged = train if val_func is None else validation
+        if self.rule.monitor not in judged:
+            raise UsageError(
+                f"monitored metric {self.rule.monitor!r}: expected one of {', '.join(judged) or 'none'}. "
+                "Return it from val_func, or set EarlyStoppingConfig(monitor=...)."
+            )
+        self._judge(epoch, judged[self.rule.monitor])
+        return judged[self.rule.monitor]
+
+    def finish(self) -> TrainingHistory:
+        """Return the history, with the best weights back in the model where that was asked for."""
+        if self._best_weights is not None:
+            self.model.load_state_dict(self._best_weights)
+        return TrainingHistory(
+            epochs=self.epochs,
+            monitor=self.rule.monitor,
+            best_epoch=self.best_epoch,
+            best_value=self.best_value,
+            stopped_early=self.stopped,
+            gradients=self.manager.get_training_summary(),
+        )
+
+    async def _validate(self, val_func: ValidationFunction) -> dict[str, float]:
+        """Call the user's function in evaluation mode; a coroutine has to switch gradients off by itself.
+
+        Whether gradients are on belongs to the thread, so it must not be changed while others run between its steps.
+        """
+        self.model.eval()
+        try:
+            with torch.no_grad():
+                outcome = val_func(self.model)
+            return _metrics(await _result(outcome), "val_func")
+        finally:
+            self.model.train()
+
+    def _judge(self, epoch: int, value: float) -> None:
+        sign = 1.0 if self.rule.mode == "min" else -1.0
+        best = self.best_value
+        # A NaN compares as false, so it never improves on anything.
+        if sign * value < (math.inf if best is None else sign * best - self.rule.min_delta):
+            self.best_epoch, self.best_value = epoch, value
+            if self.rule.restore_best_weights:
+                self._best_weights = copy.deepcopy(self.model.state_dict())
+        last = -1 if self.best_epoch is None else self.best_epoch
+        self.stopped = epoch - last >= self.rule.patience
+
+
+def _effective(config: GradientConfig | None) -> GradientConfig:
+    config = config or GradientManagementConfig()
+    if isinstance(config, GradientManagementConfig) and not config.enable_gradient_management:
+        parts = ("enable_gradient_clipping", "enable_nan_inf_check", "enable_gradient_monitoring")
+        return GradientConfig(**dict.fromkeys(parts, False))
+    return config
+
+
+def _scheduler(config: LRSchedulerConfig | None, optimizer: torch.optim.Optimizer, epochs: int) -> Any:
+    if config is None or config.scheduler_type == "none":
+        return None
+    if config.scheduler_type == "cosine":
+        return lr_scheduler.CosineAnnealingLR(optimizer, T_max=epochs, eta_min=config.min_lr)
+    if config.scheduler_type == "linear":
+        return lr_scheduler.LinearLR(optimizer, start_factor=1.0, end_factor=config.gamma, total_iters=epochs)
+    if config.scheduler_type == "step":
+        return lr_scheduler.StepLR(optimizer, step_size=config.step_size, gamma=config.gamma)
+    if config.scheduler_type == "exponential":
+        return lr_scheduler.ExponentialLR(optimizer, gamma=config.gamma)
+    return lr_scheduler.ReduceLROnPlateau(
+        optimizer, factor=config.gamma, patience=config.patience, min_lr=config.min_lr
+    )
+
+
+def _advance(scheduler: Any, value: float) -> None:
+    if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau):
+        scheduler.step(value)
+    elif scheduler is not None:
+        scheduler.step()
+
+
+async def _result(outcome: Any) -> Any:
+    return await outcome if inspect.isawaitable(outcome) else outcome
+
+
+def _metrics(result: Any, source: str) -> dict[str, float]:
+    values = result if isinstance(result, Mapping) else {"loss": result}
+    try:
+        return {
+            str(name): float(value.detach() if isinstance(value, Tensor) else value) for name, value in values.items()
+        }
+    except (TypeError, ValueError, RuntimeError):
+        raise InputTypeError(
+            f"{source} returned {result!r}: expected a loss or a mapping of numbers. Return the epoch's mean loss."
+        ) from None
