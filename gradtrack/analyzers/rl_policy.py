@@ -10,14 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from gradtrack.analyzers.base import Analyzer, Snapshot, Suggested
+from gradtrack.diagnose.policy import PolicyVerdict
+from gradtrack.diagnose.policy_summary import mean_of, sum_up
+from gradtrack.diagnose.policy_trend import PolicyHistory
 from gradtrack.errors import UsageError
 from gradtrack.measure.action_parts import read_actions
 from gradtrack.measure.coherence import GradientCoherence
 from gradtrack.measure.policy import clip_fraction, explained_variance, head_gradient_ratio, kl_estimates
-from gradtrack.measure.policy_report import PolicyReport, mean_of, sum_up
+from gradtrack.measure.policy_report import PolicyReport
 from gradtrack.measure.policy_sample import measure_policy
-from gradtrack.measure.policy_trend import PolicyHistory
-from gradtrack.measure.policy_verdict import PolicyVerdict
 from gradtrack.measure.sensitivity import InputSensitivity
 from gradtrack.measure.units import DormantUnits
 from gradtrack.measure.untouched import offline_steps, untouched

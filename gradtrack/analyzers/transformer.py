@@ -9,18 +9,16 @@ import torch
 from torch import Tensor, nn
 
 from gradtrack.analyzers.base import Analyzer, Schedule, Snapshot, Suggested, often
+from gradtrack.diagnose.attention import judge
 from gradtrack.errors import UsageError
 from gradtrack.measure.attention_calls import Limits
 from gradtrack.measure.attention_recorder import AttentionRecorder, ForwardPass
-from gradtrack.measure.attention_report import AttentionReport, LayerReport, report_attention
+from gradtrack.measure.attention_report import AttentionReport, report_attention
 from gradtrack.measure.coherence import GradientCoherence
 from gradtrack.measure.untouched import offline_steps, untouched
 from gradtrack.records import Panel
-from gradtrack.reports import Issue, IssueSeverity, IssueType, Report
+from gradtrack.reports import Issue, Report
 
-_COLLAPSED: Final = 0.1
-_REDUNDANT: Final = 0.01
-_UNIFORM: Final = 0.9
 _ATTENTION_NAMES: Final = ("attention", "attn")
 
 
@@ -212,74 +210,11 @@ class TransformerAnalyzer(Analyzer):
 
     def _report(self, passes: Sequence[ForwardPass], coherence: GradientCoherence, *, step: int) -> AttentionReport:
         report = report_attention(passes, softmax_jacobian=self.enable_jacobian)
-        issues = [issue.model_copy(update={"step": step, "window": len(passes)}) for issue in self._issues(report)]
+        issues = [
+            issue.model_copy(update={"step": step, "window": len(passes)})
+            for issue in judge(report, self.min_entropy_threshold, self.min_diversity_threshold)
+        ]
         return report.model_copy(update={"issues": issues, "gradient_coherence": coherence.mean()})
-
-    def _issues(self, report: AttentionReport) -> list[Issue]:
-        found = [issue for layer in report.layers for issue in (*self._entropy(layer), *self._redundancy(layer))]
-        return found + _rank_collapse(report)
-
-    def _entropy(self, layer: LayerReport) -> list[Issue]:
-        chosen = not isinstance(self.min_entropy_threshold, Suggested)
-        limit = float(self.min_entropy_threshold) if chosen else _COLLAPSED
-        if not layer.entropy_mean < limit:
-            return []
-        return [
-            Issue(
-                issue_type=IssueType.ATTN_ENTROPY_COLLAPSE,
-                severity=IssueSeverity.HIGH if layer.entropy_mean < _COLLAPSED else IssueSeverity.MEDIUM,
-                layer=layer.name,
-                message=(
-                    f"Attention looks at few positions: its entropy is {layer.entropy_mean:.3g} of ln(visible keys), "
-                    f"the largest logit {layer.max_logit:.3g}."
-                ),
-                statistic="attention_entropy_mean",
-                value=layer.entropy_mean,
-                threshold=limit,
-                recommendation="Normalise queries and keys, lower the learning rate or lengthen the warm-up.",
-            )
-        ]
-
-    def _redundancy(self, layer: LayerReport) -> list[Issue]:
-        """Judge heads only while they look somewhere in particular: uniform heads are equal by necessity."""
-        chosen = not isinstance(self.min_diversity_threshold, Suggested)
-        limit = float(self.min_diversity_threshold) if chosen else _REDUNDANT
-        if layer.head_diversity is None or layer.entropy_mean > _UNIFORM or not layer.head_diversity < limit:
-            return []
-        return [
-            Issue(
-                issue_type=IssueType.HEAD_REDUNDANCY,
-                severity=IssueSeverity.MEDIUM,
-                layer=layer.name,
-                message=f"The {len(layer.heads)} heads do nearly the same: diversity {layer.head_diversity:.3g}.",
-                statistic="head_diversity",
-                value=layer.head_diversity,
-                threshold=limit,
-                recommendation="Use fewer heads, or initialise their projections independently.",
-            )
-        ]
-
-
-def _rank_collapse(report: AttentionReport) -> list[Issue]:
-    if report.rank_collapse_risk != "HIGH":
-        return []
-    first, last = report.blocks[0], report.blocks[-1]
-    limit = 0.01 if last.residual < 0.01 else 0.1 * min(first.residual, 1.0)
-    return [
-        Issue(
-            issue_type=IssueType.RANK_COLLAPSE,
-            severity=IssueSeverity.HIGH,
-            layer=next(block.name for block in report.blocks if block.residual < limit),
-            message=(
-                f"Tokens become equal with depth: their difference is {first.residual:.3g} of their size after "
-                f"{first.name or 'the first block'} and {last.residual:.3g} after {last.name or 'the last'}."
-            ),
-            statistic="rank_residual",
-            value=last.residual,
-            threshold=limit,
-            recommendation="Check the skip connections and their scale; normalise before each block, not after it.",
-        )
-    ]
 
 
 def summary(issues: Sequence[Issue], stats: AttentionReport) -> str:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from gradtrack.diagnose import policy_trend
 from gradtrack.measure import (
     attention,
     attention_calls,
@@ -18,11 +19,11 @@ from gradtrack.measure import (
     entropy,
     interception,
     policy_sample,
-    policy_trend,
 )
 from tests.analyzers import test_rl_policy, test_transformer
 from tests.analyzers.attention_models import ImportedAttention
-from tests.measure import test_attention, test_attention_recorder, test_entropy, test_policy, test_policy_trend
+from tests.diagnose import test_policy_trend
+from tests.measure import test_attention, test_attention_recorder, test_entropy, test_policy
 
 Golden = Callable[[], None]
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gradtrack.measure.policy_trend import PolicyHistory
+from gradtrack.diagnose.policy_trend import PolicyHistory
 
 
 def history(levels: list[float], returns: list[float] | None = None) -> PolicyHistory:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from gradtrack.analyzers.base import Suggested
-from gradtrack.measure.policy_report import PolicyReport
-from gradtrack.measure.policy_trend import FLOOR, Adequacy, PolicyHistory
+from gradtrack.diagnose.policy_trend import FLOOR, PolicyHistory
+from gradtrack.measure.policy_report import Adequacy, PolicyReport
 from gradtrack.reports import Issue, IssueSeverity, IssueType
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 from gradtrack.measure.entropy import mann_kendall, theil_sen
+from gradtrack.measure.policy_report import Adequacy, Risk
 
-Risk = Literal["LOW", "MEDIUM", "HIGH"]
-Adequacy = Literal["TOO_LOW", "ADEQUATE", "TOO_HIGH"]
 FLOOR: Final = 0.1
 _WINDOW: Final = 50
 _RETURNS: Final = 512
