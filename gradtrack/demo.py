@@ -22,7 +22,8 @@ from gradtrack.view.files import ways_to_open
 from gradtrack.view.plugins import missing_packages
 
 TIME_CONSTANTS: Final = (2.0, 8.0, 32.0)
-_LOCAL: Final = ("json", "tensorboard")
+_BACKENDS: Final = ("json", "tensorboard")
+_ANALYZERS: Final = ("flow", "recurrent", "updates")
 
 
 class LeakyCell(nn.Module):
@@ -195,11 +196,14 @@ def progress(steps: int) -> Iterator[int]:
 
 
 def demo_config(run_dir: Path) -> dict[str, Any]:
-    """Return the configuration of the demo: every local backend that can run here, and the analyzers that suit."""
+    """Return the configuration of the demo: every local backend that can run here, and analyzers for the network."""
+    backends, analyzers = registry.backends.names(), registry.analyzers.names()
     return {
         "run_dir": run_dir,
-        "backends": [name for name in _LOCAL if name in registry.backends.names() and not missing_packages(name)],
-        "analyzers": "auto",
+        "backends": [name for name in _BACKENDS if name in backends and not missing_packages(name)],
+        "analyzers": [name for name in _ANALYZERS if name in analyzers],
+        # The native engine is faster, but compiles itself for half a minute when it is used for the first time.
+        "engine": "torch",
         "grad_log_every_n_steps": 1,
         "max_grad_norm": 0.1,
         "save_html_report": True,

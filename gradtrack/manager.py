@@ -263,7 +263,13 @@ class GradientManager:
         if directory is None or not self._history.reports:
             return
         last = [report for pair in self._roster for report in pair.flight.read()[-1:]]
-        end = RunEnd(summary=self.get_training_summary(), failed=failed, last=last, flight_recorder=self._flight)
+        end = RunEnd(
+            run_id=self._sink.run_id,
+            summary=self.get_training_summary(),
+            failed=failed,
+            last=last,
+            flight_recorder=self._flight,
+        )
         at_close.save_run_end(directory, end)
         if config.save_gradient_plots and config.run_dir is not None:
             at_close.save_pictures(directory, self.reports, self.monitor.history)

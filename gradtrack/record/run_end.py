@@ -26,6 +26,7 @@ class RunEnd:
     Both have the statistics of every parameter.
     """
 
+    run_id: str
     summary: TrainingSummary
     failed: bool = False
     last: Sequence[StepReport] = ()
@@ -35,6 +36,7 @@ class RunEnd:
         """Write it as JSON that Python's own `json` reads, and return where it is."""
         values = {
             "format": _FORMAT,
+            "run_id": self.run_id,
             "failed": self.failed,
             "summary": self.summary.model_dump(),
             "last": [_plain(report) for report in self.last],
@@ -56,6 +58,7 @@ class RunEnd:
             raise _unreadable(path, f"its format is not {_FORMAT}")
         try:
             return cls(
+                run_id=str(values["run_id"]),
                 summary=TrainingSummary.model_validate(values["summary"]),
                 failed=bool(values["failed"]),
                 last=[StepReport.model_validate(report) for report in values["last"]],

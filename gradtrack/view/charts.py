@@ -114,8 +114,10 @@ def _charts(track: Track, run: RunData) -> Iterator[Chart]:
 
 def _analyzer_charts(track: Track, panels: Sequence[Panel], events: Sequence[tuple[int, str]]) -> Iterator[Chart]:
     """Draw the panels that analyzers declared, then the metrics that none of them names."""
-    rest = [name for name in track.names if not name.startswith("train/")]
+    rest = [name for name in track.names if not _is_own(name)]
     for panel in panels:
+        if all(map(_is_own, panel.metrics)):
+            continue
         names = [name for wanted in panel.metrics for name in _matching(wanted, track.names)]
         rest = [name for name in rest if name not in names]
         lines = [_line(track, name, _short(name, panel.section)) for name in names[:_LINES_PER_CHART]]
@@ -124,6 +126,11 @@ def _analyzer_charts(track: Track, panels: Sequence[Panel], events: Sequence[tup
         for name in names[:_CHARTS_PER_SECTION]:
             line = _line(track, name, _short(name, section))
             yield Chart(title=_short(name, section), lines=[line], section=section, events=events)
+
+
+def _is_own(metric: str) -> bool:
+    """Tell whether a metric is in the charts of the training."""
+    return metric.startswith("train/")
 
 
 def _matching(wanted: str, names: Sequence[str]) -> list[str]:

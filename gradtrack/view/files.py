@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Final
 
@@ -19,5 +20,6 @@ _WAYS: Final = (
 def ways_to_open(directory: Path) -> list[tuple[Path, str]]:
     """Return the files of a run that a person may want, each with how to open it."""
     found = [(directory / name, way) for name, way in _WAYS if (directory / name).is_file()]
-    events = sorted({path.parent for path in directory.rglob("events.out.tfevents.*")})
-    return found + [(path, f"TensorBoard: tensorboard --logdir {path}") for path in events]
+    events = {path.parent for path in directory.rglob("events.out.tfevents.*")}
+    highest = sorted(path for path in events if not events & set(path.parents))
+    return found + [(path, f"TensorBoard: tensorboard --logdir {shlex.quote(str(path))}") for path in highest]

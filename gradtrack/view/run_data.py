@@ -150,11 +150,9 @@ class RunData:
     @property
     def state(self) -> str:
         """Tell in a word or two whether the run goes on or how it ended."""
-        if self.is_running:
-            return "running"
-        if self.end is None:
-            return "stopped without an end"
-        return "failed" if self.end.failed else "ended"
+        if self.end is not None:
+            return "failed" if self.end.failed else "ended"
+        return "running" if self.is_running else "stopped without an end"
 
     @property
     def open_issues(self) -> list[IssueHistory]:
@@ -176,13 +174,14 @@ class RunData:
             tracks.setdefault(record.source, Track(record.source)).add(record)
             issues.add(record)
             panels.update(dict.fromkeys(record.panels))
+        end = RunEnd.load(directory / RUN_END)
         return cls(
             run=run,
             directory=directory,
             tracks=tracks,
             issues=issues.ordered(),
             panels=tuple(panels),
-            end=RunEnd.load(directory / RUN_END),
+            end=end if end is not None and end.run_id == run.run_id else None,
         )
 
 

@@ -30,17 +30,17 @@ def same(first: StepReport, second: StepReport) -> bool:
 def test_an_end_comes_back_as_it_was(tmp_path: Path) -> None:
     """Non-finite numbers, names of any kind and the batch survive the way through the file."""
     summary = TrainingSummary(total_steps=7)
-    end = RunEnd(summary=summary, failed=True, last=[step()], flight_recorder=[step(batch=[1, 2])] * 2)
+    end = RunEnd(run_id="a-run", summary=summary, failed=True, last=[step()], flight_recorder=[step(batch=[1, 2])] * 2)
     found = RunEnd.load(end.save(tmp_path / RUN_END))
     assert found is not None
-    assert (found.failed, found.summary) == (True, summary)
+    assert (found.run_id, found.failed, found.summary) == ("a-run", True, summary)
     assert same(found.last[0], end.last[0])
     assert [report.batch for report in found.flight_recorder] == [[1, 2], [1, 2]]
 
 
 def test_a_batch_that_is_no_plain_data_is_kept_as_text(tmp_path: Path) -> None:
     """A batch can be anything; what it is called is enough to find it again."""
-    end = RunEnd(summary=TrainingSummary(), last=[step(batch=torch.zeros(1000))])
+    end = RunEnd(run_id="a-run", summary=TrainingSummary(), last=[step(batch=torch.zeros(1000))])
     found = RunEnd.load(end.save(tmp_path / RUN_END))
     assert found is not None
     assert found.last[0].batch.startswith("tensor(")

@@ -61,6 +61,12 @@ def test_panels_gather_their_metrics_and_the_rest_stand_alone() -> None:
     assert charts["rank"]["lines"][0]["y"] == [3.0]
 
 
+def test_panels_of_the_training_itself_are_not_drawn_twice() -> None:
+    """What the charts of the training show needs no panel."""
+    panel = Panel(title="Again", section="gradients", metrics=("train/grad_norm",))
+    assert "Again" not in plain(row(1, panels=(panel,)))
+
+
 def test_only_the_strongest_groups_are_drawn() -> None:
     """Many groups would hide each other, so the strongest are drawn, in the order of the model."""
     metrics = {f"train/grad_norm/layer{index}": float(index) for index in range(30)}

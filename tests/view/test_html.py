@@ -24,7 +24,7 @@ def ended(**parameters: ParameterStatistics) -> RunEnd:
     """Return the end of a run."""
     summary = TrainingSummary(total_steps=1234, nan_inf_summary=NanInfSummary(skipped_steps=3))
     report = StepReport(step=1234, parameters=parameters)
-    return RunEnd(summary=summary, last=[report], flight_recorder=[report])
+    return RunEnd(run_id="a-run", summary=summary, last=[report], flight_recorder=[report])
 
 
 def test_page_shows_everything_that_is_known() -> None:

@@ -11,8 +11,9 @@ import torch
 
 from gradtrack import GradientManager
 from gradtrack.errors import JournalError
+from gradtrack.record.run_end import RUN_END, RunEnd
 from gradtrack.records import Panel
-from gradtrack.reports import IssueSeverity, IssueType
+from gradtrack.reports import IssueSeverity, IssueType, TrainingSummary
 from gradtrack.view.run_data import load_run
 from tests.view.runs import gather, issue, row, write_run
 
@@ -94,6 +95,13 @@ def test_the_newest_run_of_a_directory_is_read(tmp_path: Path) -> None:
     assert run.tracks[""].column("train/grad_norm").tolist() == [2.0, math.inf]
     assert run.tracks[""].loss.tolist() == [1.0, 0.5]
     assert run.state == "stopped without an end"
+
+
+def test_the_end_of_another_run_is_not_its_own(tmp_path: Path) -> None:
+    """What an earlier run in the same directory left is not the end of this one."""
+    RunEnd(run_id="old", summary=TrainingSummary(total_steps=99)).save(tmp_path / RUN_END)
+    run = load_run(write_run(tmp_path, row(1), run_id="new"))
+    assert (run.state, run.total_steps) == ("stopped without an end", 1)
 
 
 def test_damaged_rows_are_counted(tmp_path: Path) -> None:

@@ -135,8 +135,10 @@
       if (line.style === "wide") style["stroke-opacity"] = 0.55;
       if (line.style === "dashed") style["stroke-dasharray"] = "5 4";
       make("path", { d: path.join(""), ...style }, this.svg);
-      if (line.x.length === 1) {
-        make("circle", { cx: this.at(line.x[0]), cy: this.up(line.y[0]), r: 3, fill: colour(index) }, this.svg);
+      if (line.x.length <= 24) {
+        line.x.forEach((step, i) => {
+          make("circle", { cx: this.at(step), cy: this.up(line.y[i]), r: 2.5, fill: colour(index) }, this.svg);
+        });
       }
       for (const step of line.bad) {
         make("text", { x: this.at(step), y: PAD.top + 10, "text-anchor": "middle", style: "fill:var(--event)" }, this.svg, "∞");

@@ -1,0 +1,25 @@
+"""What lies in a run directory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from gradtrack.view.files import ways_to_open
+
+
+def test_only_files_that_are_there_are_named(tmp_path: Path) -> None:
+    """Every file that a person may want is named with how to open it, and no other."""
+    assert ways_to_open(tmp_path) == []
+    (tmp_path / "report.html").touch()
+    (tmp_path / "unknown.bin").touch()
+    assert [(path.name, "browser" in way) for path, way in ways_to_open(tmp_path)] == [("report.html", True)]
+
+
+def test_tensorboard_is_pointed_at_the_highest_directory(tmp_path: Path) -> None:
+    """Event files below event files belong to one call of TensorBoard."""
+    for name in ("board", "board/custom", "my other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "events.out.tfevents.1").touch()
+    ways = dict(ways_to_open(tmp_path))
+    assert list(ways) == [tmp_path / "board", tmp_path / "my other"]
+    assert f"'{tmp_path}/my other'" in ways[tmp_path / "my other"]
