@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from gradtrack.analyzers.base import Analyzer, Snapshot
 from gradtrack.diagnose.recurrent import Criticality, judge, label, nonfinite
+from gradtrack.diagnose.recurring import Recurring
 from gradtrack.errors import UsageError
 from gradtrack.measure.cell_dynamics import CellDynamics, pool
 from gradtrack.measure.cell_look import CellLook, LookOptions, look_around, look_at
@@ -155,6 +156,7 @@ class RecurrentAnalyzer(Analyzer):
         )
         self._recorder: RecurrentRecorder | None = None
         self._notes: list[str] = []
+        self._history = Recurring()
 
     @classmethod
     def suits(cls, model: nn.Module) -> str | None:
@@ -172,7 +174,11 @@ class RecurrentAnalyzer(Analyzer):
         # Live, eigenvalues of large states come from Arnoldi's method, which costs a tenth of the dense one.
         options = replace(self._options, dense_limit=256)
         looks = look_around(self._recorder, snapshot.model, options, self.seed)
-        return self._report([looks], snapshot.horizon or self.horizon, snapshot.step) if looks else None
+        if not looks:
+            return None
+        report = self._report([looks], snapshot.horizon or self.horizon, snapshot.step)
+        self._history.add(report.issues)
+        return report
 
     def disarm(self) -> None:
         if self._recorder is not None:
@@ -181,6 +187,15 @@ class RecurrentAnalyzer(Analyzer):
 
     def notes(self) -> list[str]:
         return list(self._notes)
+
+    def issues(self) -> list[Issue]:
+        return self._history.issues()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._history.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._history.load_state_dict(state)
 
     def analyze(
         self,

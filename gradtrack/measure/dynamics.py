@@ -229,8 +229,8 @@ def _frame(path: Trajectory, count: int, generator: torch.Generator) -> Tensor:
 
 def _log_mean_square(logs: Tensor) -> Tensor:
     """Return ln of the root mean square of exp(logs)."""
-    flat: Tensor = torch.logsumexp(2 * logs.reshape(-1), dim=0)
-    return (flat - math.log(logs.numel())) / 2
+    found: Tensor = (torch.logsumexp(2 * logs.reshape(-1), dim=0) - math.log(logs.numel())) / 2
+    return found
 
 
 def _exponents(stretches: list[Tensor], count: int) -> tuple[Tensor, float]:

@@ -30,7 +30,8 @@ def normal(*shape: int, seed: int = 1) -> Tensor:
 
 def orthogonal(size: int) -> Tensor:
     """Draw an orthogonal matrix."""
-    return torch.linalg.qr(normal(size, size))[0]
+    found: Tensor = torch.linalg.qr(normal(size, size))[0]
+    return found
 
 
 def zeroed(module: nn.Module, **values: Tensor | float) -> nn.Module:
@@ -93,9 +94,10 @@ def r1_scaled_rotation() -> None:
 def r2_jacobian_of_a_random_state() -> None:
     """R2: J = diag(1 - h'^2) W."""
     model = nn.RNN(1, 7).double()
+    recurrent = dict(model.named_parameters())["weight_hh_l0"].detach()
     path = trajectory(model, normal(5, 1, 1))
     found = jacobian(path.cell, path.states[2], path.drives[2])[0]
-    expected = (1 - path.states[3][0] ** 2).diag() @ model.weight_hh_l0.detach()
+    expected = (1 - path.states[3][0] ** 2).diag() @ recurrent
     assert float((found - expected).abs().max()) <= 1e-12
 
 
@@ -202,6 +204,7 @@ def ginibre() -> None:
 def r11_gradients_through_time() -> None:
     """R11: the loss on the last output reaches the first state, although output.grad is zero there."""
     model, inputs = nn.RNN(3, 5, batch_first=True).double(), normal(2, 8, 3).requires_grad_()
+    into, recurrent, bias, other_bias = model.parameters()
     recorder = RecurrentRecorder(model)
     output, _ = model(inputs)
     output.retain_grad()
@@ -214,8 +217,7 @@ def r11_gradients_through_time() -> None:
     assert float(inputs.grad[:, 0].abs().max()) > 0.0
     found, hidden, states = recorded.trajectory.gradients, torch.zeros(2, 5, dtype=torch.float64), []
     for step in range(8):
-        drive = inputs[:, step] @ model.weight_ih_l0.T + model.bias_ih_l0 + model.bias_hh_l0
-        hidden = torch.tanh(drive + hidden @ model.weight_hh_l0.T)
+        hidden = torch.tanh(inputs[:, step] @ into.T + bias + other_bias + hidden @ recurrent.T)
         states.append(hidden)
     expected = torch.stack(torch.autograd.grad(hidden.square().sum(), states))
     assert found is not None

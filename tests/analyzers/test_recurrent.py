@@ -1,7 +1,8 @@
-"""The recurrent analyzer offline and beside a training: what it reports, what it finds wrong, and what it leaves alone."""
+"""The recurrent analyzer offline and beside a training: what it reports, finds wrong, and leaves alone."""
 
 from __future__ import annotations
 
+import doctest
 import math
 from typing import Any
 
@@ -11,20 +12,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-import gradtrack
 from gradtrack import GradientManager, Issue, IssueSeverity, IssueType, RecurrentAnalyzer, StepReport
-from gradtrack.analyzers.base import always
+from gradtrack.analyzers import recurrent
+from gradtrack.analyzers.base import Snapshot, always
 from gradtrack.analyzers.recurrent import RecurrentReport
 from gradtrack.errors import UsageError
 from tests.analyzers.recurrent_goldens import analyzed, gate, normal, orthogonal, zeroed
 
-FUSED = [nn.RNN, nn.LSTM, nn.GRU]
+Kind = type[nn.RNN] | type[nn.LSTM] | type[nn.GRU]
+FUSED: list[Kind] = [nn.RNN, nn.LSTM, nn.GRU]
 
 
 class Tagger(nn.Module):
-    """An embedding, a recurrent network with dropout and a batch normalisation, so that everything that can move does."""
+    """An embedding, a recurrent network with dropout, and a batch normalisation: all that can move."""
 
-    def __init__(self, kind: type[nn.RNNBase] = nn.LSTM, **options: Any) -> None:
+    def __init__(self, kind: Kind = nn.LSTM, **options: Any) -> None:
         super().__init__()
         self.embed = nn.Embedding(11, 6)
         self.rnn = kind(6, 8, batch_first=True, **options)
@@ -100,9 +102,15 @@ def test_the_example_of_the_flow_document_runs(capsys: pytest.CaptureFixture[str
     assert "spectral radius" in capsys.readouterr().out
 
 
+def test_the_example_in_the_docstring_runs() -> None:
+    """The worked example prints what it says."""
+    failed, attempted = doctest.testmod(recurrent)
+    assert (failed, attempted > 0) == (0, True)
+
+
 @pytest.mark.parametrize("kind", FUSED)
 @pytest.mark.parametrize("options", [{}, {"num_layers": 2, "dropout": 0.3}, {"bidirectional": True}])
-def test_default_initialisations_are_healthy(kind: type[nn.RNNBase], options: dict[str, Any]) -> None:
+def test_default_initialisations_are_healthy(kind: Kind, options: dict[str, Any]) -> None:
     """What torch starts from is no fault, although its radius is below the band and its memory below ten steps."""
     issues, dynamics = look(Tagger(kind, **options))
     assert issues == []
@@ -114,7 +122,7 @@ def test_default_initialisations_are_healthy(kind: type[nn.RNNBase], options: di
 def test_analysis_leaves_the_model_as_it_was(trains: bool) -> None:
     """Weights, buffers, gradients, modes, hooks and the random state come back bit by bit."""
     model = Tagger(nn.GRU, num_layers=2, dropout=0.5)
-    cross_entropy(model(tokens())).backward()
+    torch.autograd.backward(cross_entropy(model(tokens())))
     model.read.bias.requires_grad_(False)
     model.train(trains)
     model.embed.eval()
@@ -126,10 +134,10 @@ def test_analysis_leaves_the_model_as_it_was(trains: bool) -> None:
 def test_an_optimizer_trains_the_model() -> None:
     """With an optimizer the weights move and the looks are at different weights."""
     model = Tagger()
-    before = model.rnn.weight_hh_l0.detach().clone()
+    before = [param.detach().clone() for param in model.parameters()]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     RecurrentAnalyzer(model).analyze(tokens, cross_entropy, steps=3, optimizer=optimizer)
-    assert not torch.equal(model.rnn.weight_hh_l0, before)
+    assert not all(map(torch.equal, model.parameters(), before))
 
 
 def test_the_same_analysis_gives_the_same_numbers() -> None:
@@ -147,10 +155,9 @@ def test_a_constant_factor_on_the_loss_changes_nothing(exponent: int) -> None:
     """Every number and every issue is invariant to the scale of the loss."""
     torch.manual_seed(0)
     model, batch = nn.LSTM(2, 4).double(), torch.randn(12, 3, 2, dtype=torch.float64)
-    plain, scaled = (
-        RecurrentAnalyzer(model).analyze(lambda: batch, lambda output: output[0][-1].sum() * factor, steps=1)[1]
-        for factor in (1.0, 2.0**exponent)
-    )
+    analyzer = RecurrentAnalyzer(model)
+    _, plain = analyzer.analyze(lambda: batch, lambda output: output[0][-1].sum(), steps=1)
+    _, scaled = analyzer.analyze(lambda: batch, lambda output: output[0][-1].sum() * 2.0**exponent, steps=1)
     assert scaled.model_dump(exclude={"cells"}) == plain.model_dump(exclude={"cells"})
     assert scaled.cells["l0"].gradient_profile == pytest.approx(plain.cells["l0"].gradient_profile, rel=1e-9)
 
@@ -191,9 +198,10 @@ def test_switches_turn_their_parts_off() -> None:
     """Without the Jacobian or the hidden states their numbers are None; the vector part comes when it is asked for."""
     _, bare = look(Tagger(), enable_jacobian=False, track_hidden_states=False)
     cell = bare.cells["rnn.l0"]
-    assert bare.spectral_radius is bare.criticality is bare.effective_memory_length is bare.temporal_decay_rate is None
+    names = ("spectral_radius", "criticality", "effective_memory_length", "temporal_decay_rate", "effective_rank")
+    assert [getattr(bare, name) for name in names] == [None] * 5
     assert cell.decay_profile == cell.lyapunov_exponents == []
-    assert cell.effective_rank is cell.weight_gradient_rank is cell.cell_memory_length is cell.state_field is None
+    assert [cell.weight_gradient_rank, cell.cell_memory_length, cell.state_field] == [None] * 3
     assert cell.gates == {}
     _, full = look(Tagger(), enable_vector_analysis=True)
     assert full.cells["rnn.l0"].state_field is not None
@@ -222,7 +230,7 @@ def test_the_band_gives_a_label_and_no_issue(growth: float, expected: str) -> No
 
 
 @pytest.mark.parametrize("kind", FUSED)
-def test_short_memory_is_an_issue_only_against_a_horizon(kind: type[nn.RNNBase]) -> None:
+def test_short_memory_is_an_issue_only_against_a_horizon(kind: Kind) -> None:
     """The same network is healthy for short dependencies, unjudged without a horizon, and too short for long ones."""
     torch.manual_seed(0)
     model = Tagger(kind)
@@ -352,6 +360,21 @@ def test_live_reports_come_on_the_schedule_and_no_hook_stays_between() -> None:
     assert not model.rnn._forward_hooks
 
 
+def test_the_manager_knows_the_issues_of_the_run() -> None:
+    """What half of the looks or the last one showed is diagnosed, and survives a checkpoint of the analyzer."""
+    model = Tagger(nn.RNN)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with GradientManager(analyzers=["recurrent"]) as manager:
+        manager.attach(model, optimizer, horizon=60)
+        for _ in range(2):
+            optimizer.zero_grad()
+            manager.step(model, optimizer, cross_entropy(model(tokens())))
+        assert [issue.issue_type for issue in manager.diagnose()] == [IssueType.SHORT_MEMORY]
+        restored = RecurrentAnalyzer()
+        restored.load_state_dict(manager.analyzer("recurrent").state_dict())
+        assert restored.issues() == manager.analyzer("recurrent").issues()
+
+
 def test_live_and_offline_agree() -> None:
     """The same weights and batch give the same numbers both ways."""
     model, batch = Tagger(nn.GRU), tokens()
@@ -359,7 +382,7 @@ def test_live_and_offline_agree() -> None:
     analyzer = RecurrentAnalyzer()
     analyzer.arm(model)
     model(batch).sum().backward()
-    live = analyzer.inspect(gradtrack.analyzers.base.Snapshot(step=1, model=model))
+    live = analyzer.inspect(Snapshot(step=1, model=model))
     analyzer.disarm()
     assert live is not None
     assert live.cells["rnn.l0"].decay_profile == pytest.approx(offline.cells["rnn.l0"].decay_profile)
@@ -368,7 +391,7 @@ def test_live_and_offline_agree() -> None:
 
 def test_a_step_without_a_forward_has_no_report() -> None:
     """Armed too late or not at all, the analyzer says nothing."""
-    analyzer, snapshot = RecurrentAnalyzer(), gradtrack.analyzers.base.Snapshot(step=1, model=Tagger())
+    analyzer, snapshot = RecurrentAnalyzer(), Snapshot(step=1, model=Tagger())
     assert analyzer.inspect(snapshot) is None
     analyzer.arm(snapshot.model)
     assert analyzer.inspect(snapshot) is None

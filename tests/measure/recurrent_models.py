@@ -26,9 +26,11 @@ class Case:
 
 def build(kind: str, inputs: int, hidden: int, **options: Any) -> nn.RNNBase:
     """Make a module of a kind in float64."""
-    if kind.startswith("rnn"):
-        return nn.RNN(inputs, hidden, nonlinearity=kind.removeprefix("rnn_"), **options).double()
-    return {"lstm": nn.LSTM, "gru": nn.GRU}[kind](inputs, hidden, **options).double()
+    if kind == "lstm":
+        return nn.LSTM(inputs, hidden, **options).double()
+    if kind == "gru":
+        return nn.GRU(inputs, hidden, **options).double()
+    return nn.RNN(inputs, hidden, nonlinearity=kind.removeprefix("rnn_"), **options).double()
 
 
 @st.composite

@@ -20,7 +20,7 @@ def follow(model: nn.Module, *calls: Any, **options: Any) -> dict[str, Trajector
     """Run a model on each call's arguments, with the squared sum of its first tensor as the loss."""
     recorder = RecurrentRecorder(model, **options)
     for call in calls:
-        first_tensor(model(*call)).square().sum().backward()
+        torch.autograd.backward(first_tensor(model(*call)).square().sum())
     found = {recorded.trajectory.cell.name: recorded.trajectory for recorded in recorder.recorded()}
     recorder.close()
     return found
@@ -40,7 +40,7 @@ def unrolled(module: nn.RNNBase, inputs: Tensor) -> tuple[Tensor, list[Tensor], 
             cell, states = cell_like(module, f"_l{layer}{suffix}"), [torch.Tensor()]
             order = range(inputs.shape[1])
             for step in reversed(order) if suffix else order:
-                parts = states[-1].split(module.hidden_size, dim=-1) if states[-1].numel() else None
+                parts = torch.split(states[-1], module.hidden_size, dim=-1) if states[-1].numel() else None
                 state = parts if parts is None or len(parts) == 2 else parts[0]
                 following = cell(inputs[:, step], state)
                 joint = torch.cat(following, dim=-1) if isinstance(following, tuple) else following
@@ -65,17 +65,18 @@ def assert_gradients(found: Trajectory, states: list[Tensor]) -> None:
 @settings(max_examples=60)
 @given(cases(layouts=["time_first", "batch_first"]).filter(lambda case: not case.module.proj_size))
 def test_gradients_of_all_states_are_those_of_an_unrolled_network(case: Case) -> None:
-    """From the direct gradients at outputs and final states the replay finds dL/ds at every step, layer and direction."""
+    """From the direct gradients at outputs and final states the replay finds dL/ds at every state."""
     recorder = RecurrentRecorder(case.module, max_sequences=4)
     output, final = case.module(case.inputs)
     finals = final if isinstance(final, tuple) else (final,)
     weights = [torch.randn_like(part) for part in (output, *finals)]
-    sum((part * weight).sum() for part, weight in zip((output, *finals), weights, strict=True)).backward()
+    pairs = zip((output, *finals), weights, strict=True)
+    torch.autograd.backward(torch.stack([(part * weight).sum() for part, weight in pairs]).sum())
     plain, states, tracks = unrolled(case.module, batch_first(case.module, case.inputs))
     loss = (plain * batch_first(case.module, weights[0])).sum() + sum(
         (state * weight).sum() for state, weight in zip(states, torch.cat(weights[1:], dim=-1), strict=True)
     )
-    loss.backward()
+    torch.autograd.backward(loss)
     for recorded, expected in zip(recorder.recorded(), tracks, strict=True):
         assert_gradients(recorded.trajectory, expected)
     recorder.close()
@@ -203,7 +204,8 @@ class Loop(nn.Module):
         for step in range(inputs.shape[1]):
             _, state = self.cell(inputs[:, step], state)
         last = first_tensor(state)
-        return last + 0 * self.other(last, last)
+        read: Tensor = last + 0 * self.other(last, last)
+        return read
 
 
 def test_custom_cells_are_found_by_the_state_that_comes_back() -> None:
@@ -272,7 +274,7 @@ def test_checkpointing_counts_once(reentrant: bool) -> None:
     """What is computed again for the backward pass is the same sequence, not a second one."""
     module, inputs = build("gru", 3, 4), torch.randn(5, 2, 3, dtype=torch.float64, requires_grad=True)
     recorder = RecurrentRecorder(module)
-    checkpoint(module, inputs, use_reentrant=reentrant)[0].sum().backward()  # type: ignore[no-untyped-call]
+    checkpoint(module, inputs, use_reentrant=reentrant)[0].sum().backward()
     (recorded,) = recorder.recorded()
     recorder.close()
     assert torch.equal(recorded.trajectory.inputs, inputs)
