@@ -224,7 +224,8 @@ def _unit_probes(path: Trajectory, count: int, generator: torch.Generator) -> Te
 def _frame(path: Trajectory, count: int, generator: torch.Generator) -> Tensor:
     num_sequences, size = path.states.shape[1:]
     drawn = torch.randn(num_sequences, size, count, dtype=torch.float64, generator=generator)
-    return torch.linalg.qr(drawn)[0].transpose(1, 2).to(path.states)
+    basis: Tensor = torch.linalg.qr(drawn)[0]
+    return basis.transpose(1, 2).to(path.states)
 
 
 def _log_mean_square(logs: Tensor) -> Tensor:

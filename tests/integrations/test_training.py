@@ -197,4 +197,4 @@ def test_unusable_values_name_the_remedy() -> None:
     with pytest.raises(UsageError, match="max_epochs 0: expected at least 1"):
         run(epochs=0)
     with pytest.raises(ConfigError, match="Did you mean 'max_grad_norm'"):
-        GradientManagementConfig(**{"max_gradnorm": 1.0})  # type: ignore[arg-type]
+        GradientManagementConfig(max_gradnorm=1.0)  # type: ignore[call-arg]
