@@ -171,8 +171,8 @@ class RecurrentAnalyzer(Analyzer):
     def inspect(self, snapshot: Snapshot) -> RecurrentReport | None:
         if self._recorder is None:
             return None
-        # Live, eigenvalues of large states come from Arnoldi's method, which costs a tenth of the dense one.
-        options = replace(self._options, dense_limit=256)
+        # Beside a training fewer probes do, and large states' eigenvalues come from Arnoldi's method, at a tenth.
+        options = replace(self._options, dense_limit=256, num_probes=4, num_exponents=2, radius_budget=128)
         looks = look_around(self._recorder, snapshot.model, options, self.seed)
         if not looks:
             return None

@@ -90,10 +90,10 @@ def pool(looks: Sequence[CellLook]) -> CellDynamics:
 def _pooled_decay(decays: list[Decay]) -> dict[str, object]:
     if not decays:
         return {}
-    length = int(median(len(decay.log_profile) for decay in decays))
+    profiles: list[list[float]] = [decay.log_profile.tolist() for decay in decays]
+    length = int(median(len(profile) for profile in profiles))
     log_profile = [
-        _log_mean_square([float(decay.log_profile[lag]) for decay in decays if lag < len(decay.log_profile)])
-        for lag in range(length)
+        _log_mean_square([profile[lag] for profile in profiles if lag < len(profile)]) for lag in range(length)
     ]
     weights = torch.tensor([decay.count for decay in decays], dtype=torch.float64)
     count = int(weights.sum())
@@ -140,8 +140,10 @@ def _mean_field(fields: list[StateField]) -> StateField | None:
 
 
 def _log_mean_square(logs: list[float]) -> float:
-    values = torch.tensor(logs, dtype=torch.float64)
-    return float((torch.logsumexp(2 * values, dim=0) - math.log(len(logs))) / 2)
+    largest = max(logs)
+    if not math.isfinite(largest):
+        return largest
+    return largest + math.log(sum(math.exp(2 * (value - largest)) for value in logs) / len(logs)) / 2
 
 
 def _median(values: Sequence[float]) -> float | None:

@@ -121,24 +121,23 @@ def sweep(
     num_sequences, size = path.states.shape[1:]
     probes = _unit_probes(path, num_probes, generator)
     frame = _frame(path, min(num_exponents, size), generator)
-    logs = torch.zeros(num_sequences, num_probes, dtype=torch.float64)
-    profile, stretches = [_log_mean_square(logs)], []
+    norms, stretches = [], []
     pulls = _pulls(path, window)
     for back in range(window):
         pulled = pulls(back, torch.cat([probes, frame], dim=1))
-        norms = pulled[:, :num_probes].norm(dim=-1)
-        logs = logs + norms.double().log().cpu()
-        probes = pulled[:, :num_probes] / norms.where(norms > 0, 1.0).unsqueeze(-1)
-        profile.append(_log_mean_square(logs))
-        orthonormal, triangle = torch.linalg.qr(pulled[:, num_probes:].transpose(1, 2))
-        frame = orthonormal.transpose(1, 2)
-        stretches.append(triangle.diagonal(dim1=-2, dim2=-1).abs().double().log().cpu())
-    kept = stretches[min(window // 5 if warm_up is None else warm_up, max(window - 1, 0)) :]
-    exponents, error = _exponents(kept, frame.shape[1])
+        lengths = pulled[:, :num_probes].norm(dim=-1, keepdim=True)
+        probes = pulled[:, :num_probes] / lengths.clamp_min(torch.finfo(lengths.dtype).tiny)
+        orthonormal, triangle = torch.linalg.qr(pulled[:, num_probes:].mT)
+        frame = orthonormal.mT
+        norms.append(lengths)
+        stretches.append(triangle)
+    logs = torch.stack(norms).double().log().cumsum(dim=0).flatten(1).cpu()
+    each = torch.stack(stretches).diagonal(dim1=-2, dim2=-1).abs().double().log().cpu()
+    kept = each[min(window // 5 if warm_up is None else warm_up, max(window - 1, 0)) :]
     return Decay(
-        log_profile=torch.stack(profile),
-        exponents=exponents,
-        error=error,
+        log_profile=torch.cat([logs.new_zeros(1), _log_mean_square(logs)]),
+        exponents=kept.mean(dim=(0, 1)),
+        error=_error(kept[..., 0]),
         count=len(kept),
         num_sequences=num_sequences,
     )
@@ -229,15 +228,12 @@ def _frame(path: Trajectory, count: int, generator: torch.Generator) -> Tensor:
 
 
 def _log_mean_square(logs: Tensor) -> Tensor:
-    """Return ln of the root mean square of exp(logs)."""
-    found: Tensor = (torch.logsumexp(2 * logs.reshape(-1), dim=0) - math.log(logs.numel())) / 2
+    """Return ln of the root mean square of exp(logs) over each row."""
+    found: Tensor = (torch.logsumexp(2 * logs, dim=1) - math.log(logs.shape[1])) / 2
     return found
 
 
-def _exponents(stretches: list[Tensor], count: int) -> tuple[Tensor, float]:
-    if not stretches:
-        return torch.full((count,), math.nan, dtype=torch.float64), math.nan
-    each = torch.stack(stretches)
-    blocks = torch.cat([block.mean(dim=0)[:, 0] for block in each.chunk(_BLOCKS)])
-    error = float(blocks.std() / math.sqrt(blocks.numel())) if blocks.numel() > 1 else math.nan
-    return each.mean(dim=(0, 1)), error
+def _error(logs: Tensor) -> float:
+    """Return the standard error of a mean over (T, B), from the means of a few stretches of time."""
+    blocks = torch.cat([block.mean(dim=0) for block in logs.chunk(_BLOCKS)])
+    return float(blocks.std() / math.sqrt(blocks.numel())) if blocks.numel() > 1 else math.nan
