@@ -96,7 +96,7 @@ class RecurrentAnalyzer(Analyzer):
     `weight_hh`, which has no eigenvalues in an LSTM or a GRU. Dropout between layers is replayed without.
 
     References: Vogt et al. 2020 (arXiv:2006.14123), Engelken et al. 2020 (arXiv:2006.02427), Roy and Vetterli 2007.
-    Cost: about five training steps of a small LSTM for each look, live at steps 2, 8, 32, 128, 512 and every 1000th.
+    Cost: three to eight training steps of an LSTM for each look, live at steps 2, 8, 32, 128, 512 and every 1000th.
 
     >>> import torch
     >>> from gradtrack import RecurrentAnalyzer
