@@ -146,9 +146,10 @@ def sweep(
 def effective_memory(log_profile: Sequence[float], share: float = math.exp(-1.0)) -> Memory | None:
     """Find where m(lag) falls to a share of m(1), interpolating its logarithm; the step from 0 to 1 does not count.
 
-    For an LSTM the gradient of the output first has to enter the cell, so only what follows lag 1 is forgetting.
+    For an LSTM the gradient of the output first has to enter the cell, so only what follows lag 1 is forgetting, and
+    one lag alone tells nothing.
     """
-    if len(log_profile) < 2:
+    if len(log_profile) < 3:
         return None
     limit = log_profile[1] + math.log(share)
     for lag in range(2, len(log_profile)):

@@ -109,6 +109,14 @@ def test_memory_that_is_lost_at_once_is_none() -> None:
     assert asymptotic_memory(float(found.exponents[0])) == 0.0
 
 
+@pytest.mark.parametrize("num_lags", [0, 1])
+def test_one_step_tells_nothing_about_memory(num_lags: int) -> None:
+    """Without a second lag there is neither a memory nor a rate, and none is invented."""
+    profile = [0.0] * (num_lags + 1)
+    assert effective_memory(profile) is None
+    assert decay_rate(profile) is None
+
+
 def test_neutral_dynamics_never_forget() -> None:
     """The memory of an exponent of zero or more is infinite."""
     assert asymptotic_memory(0.0) == asymptotic_memory(0.3) == math.inf
