@@ -96,13 +96,16 @@ class TensorBoardBackend(Backend):
                 self._open(record.run)
         if self._directory is None or (self._writer is not None and not self._writer.keeps_identity):
             return None
-        wanted = {(record.source, record.step) for record in records}
-        found: set[tuple[str, int]] = set()
+        there: dict[tuple[str, int, float], set[str]] = {}
         for directory in (self._directory, self._directory / _LATE_RUN):
-            found |= set(self._events.read_steps(directory, self._run_id))
-        for source, step in found:
-            self._reached[source] = max(step, self._reached.get(source, -1))
-        return wanted & found
+            for source, step, when, tags in self._events.read_rows(directory, self._run_id):
+                self._reached[source] = max(step, self._reached.get(source, -1))
+                there.setdefault((source, step, when), set()).update(tags)
+        return {
+            (record.source, record.step)
+            for record in records
+            if there.get((record.source, record.step, record.time), set()) > set(record.metrics)
+        }
 
     def _open(self, run: RunInfo) -> None:
         self._run_id = run.run_id
@@ -133,8 +136,13 @@ class TensorBoardBackend(Backend):
         return lines or ("no open issue",)
 
 
-def _key(record: Record) -> tuple[str, int, float]:
-    return record.source, record.step, record.time
+def _key(record: Record) -> tuple[str, int, float, frozenset[str]]:
+    """Tell a record from others of its step: what an optimizer did to a step is a record of its own."""
+    return record.source, record.step, record.time, frozenset(record.metrics)
+
+
+def _description(run_id: str) -> str:
+    return f"gradtrack run {run_id}"
 
 
 def _series(name: str, source: str) -> str:
@@ -171,7 +179,7 @@ class _Events:
         if issues:
             values.append(self.text(_series("gradtrack/issues", record.source), issues))
         step = self.scalar(_series(STEP, record.source), record.step)
-        step.metadata.summary_description = f"gradtrack run {run_id}"
+        step.metadata.summary_description = _description(run_id)
         return self.event(step=record.step, wall_time=record.time, summary=self.summary(value=[*values, step]))
 
     def scalar(self, tag: str, value: float) -> Any:
@@ -221,16 +229,16 @@ class _Events:
         )
         return self.event(wall_time=now, summary=self.summary(value=[value]))
 
-    def read_steps(self, directory: Path, run_id: str) -> Iterator[tuple[str, int]]:
-        """Find the source and the step of every record of a run in the event files of a directory."""
+    def read_rows(self, directory: Path, run_id: str) -> Iterator[tuple[str, int, float, set[str]]]:
+        """Find source, step, time and tags of every record of a run in the event files of a directory."""
         from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
 
         for path in sorted(directory.glob("*tfevents*")):
             for event in LegacyEventFileLoader(str(path)).Load():
                 for value in event.summary.value:
-                    description = value.metadata.summary_description
-                    if value.tag.startswith(STEP) and description in (f"gradtrack run {run_id}", run_id):
-                        yield value.tag.removeprefix(STEP).removeprefix("/"), event.step
+                    if value.tag.startswith(STEP) and value.metadata.summary_description == _description(run_id):
+                        tags = {value.tag for value in event.summary.value}
+                        yield value.tag.removeprefix(STEP).removeprefix("/"), event.step, event.wall_time, tags
 
     def _chart(self, panel: Panel) -> Any:
         shapes = self.shapes
@@ -254,7 +262,7 @@ class _EventFile:
     """One event file in a directory of its own; a batch is in it as a whole or not at all."""
 
     def __init__(self, directory: Path, events: _Events) -> None:
-        name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(_file_numbers)}"
+        name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(_file_numbers):06d}"
         self._path = directory / name
         self._events = events
         self._started = False

@@ -32,6 +32,7 @@ _LONGEST_WAIT_SECONDS: Final = 1.0
 _MANY_HELD: Final = 1000
 _MOST_BINS: Final = 512
 _ALERT_SECONDS: Final = 300
+_Identity = tuple[str, int, float, frozenset[str]]
 _logger = logging.getLogger("gradtrack")
 
 
@@ -74,7 +75,7 @@ class WandbBackend(Backend):
         self._known: set[str] = set()
         self._originals: dict[str, str] = {}
         self._alerted: dict[str, float] = {}
-        self._partial: set[tuple[str, int]] = set()
+        self._partial: set[_Identity] = set()
         self._told: set[str] = set()
         self._closed = False
         self._rows: _PoliteRows | _OwnRows | None = None
@@ -100,9 +101,9 @@ class WandbBackend(Backend):
             if rows is None:
                 return
             for record in records:
-                if (record.source, record.step) not in self._partial:
+                if _identity(record) not in self._partial:
                     rows.write(self._row(record), record.step)
-                    self._partial.add((record.source, record.step))
+                    self._partial.add(_identity(record))
                     self._alert(record)
         except Exception as fault:
             raise self._error_of(fault) from None
@@ -142,21 +143,21 @@ class WandbBackend(Backend):
     def present(self, records: Sequence[Record]) -> set[tuple[str, int]] | None:
         address = self.address()
         run_id, directory = address.get("run_id", self._own["id"]), address.get("directory", self._own["dir"])
+        found = {(record.source, record.step) for record in records if _identity(record) in self._partial}
         if run_id is None:
-            return set(self._partial)
+            return found
         files = sorted(Path(directory or ".", "wandb").glob(f"*run-*-{run_id}*/run-{run_id}.wandb"))
         wanted: dict[tuple[str, int], dict[str, float]] = {}
         for record in records:
             names = {self._name(name): value for name, value in record.metrics.items() if name not in self._withheld}
             wanted[(record.source, record.step)] = names
-        found = set(self._partial)
         for row in (row for path in files for row in read_history(path)):
             for source in {source for source, _ in wanted}:
                 step = row.get(_series(STEP, source))
                 metrics = wanted.get((source, step)) if isinstance(step, int) else None
                 if metrics is not None and all(_same(row.get(name), value) for name, value in metrics.items()):
                     found.add((source, int(step or 0)))
-        return found & wanted.keys()
+        return found
 
     def _attach(self, run: Any) -> None:
         disabled = bool(getattr(run, "disabled", False))
@@ -413,6 +414,11 @@ def _plain(name: str) -> str | None:
 
 def _clean(name: str) -> str:
     return re.sub(r"[^\w/\- ]", "_", name).strip("_ ")
+
+
+def _identity(record: Record) -> _Identity:
+    """Tell a record from others of its step: what an optimizer did to a step is a record of its own."""
+    return record.source, record.step, record.time, frozenset(record.metrics)
 
 
 def _series(name: str, source: str) -> str:

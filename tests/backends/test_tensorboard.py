@@ -391,3 +391,13 @@ def test_another_kind_of_writer_gets_single_values() -> None:
     assert ("add_scalar", ("b", 3.4028234663852886e38, 7, 2.0)) in calls
     assert [name for name, _ in calls].count("add_histogram_raw") == 1
     assert [name for name, _ in calls].count("add_text") == 1
+
+
+def test_two_records_of_one_step_are_two_events(tmp_path: Path) -> None:
+    """What an optimizer did to a step comes as a record of its own, which is not taken for the first."""
+    first = Record(step=1, time=1.0, metrics={"a": 1.0}, run=RunInfo(run_id="x"))
+    second = Record(step=1, time=1.0, metrics={"b": 2.0})
+    backend = TensorBoardBackend(log_dir=tmp_path)
+    backend.write([first])
+    assert backend.present([second]) == set()
+    assert backend.present([first]) == {("", 1)}

@@ -659,3 +659,18 @@ def test_config_names_the_training() -> None:
     backend.close()
     assert backend.run.config["gradtrack"] == {"run_id": "a-run", "max_grad_norm": 2.0}
     assert backend.run.config["gradtrack_names"] == {metric_name("_c"): "_c"}
+
+
+def test_two_records_of_one_step_are_two_rows() -> None:
+    """What an optimizer did to a step comes as a record of its own, neither dropped nor taken for the first."""
+    first = Record(step=1, time=1.0, metrics={NORM: 1.0})
+    second = Record(step=1, time=1.0, metrics={"updates/ratio": 2.0})
+    backend = WandbBackend()
+    backend.write([first])
+    assert backend.present([second]) == set()
+    backend.write([second])
+    backend.close()
+    rows = rows_of(file_of(backend.run))
+    assert ours(rows) == [(1, 1.0)]
+    assert ours(rows, "updates/ratio") == [(1, 2.0)]
+    assert backend.present([first]) == backend.present([second]) == {("", 1)}
