@@ -262,8 +262,9 @@ class _EventFile:
     """One event file in a directory of its own; a batch is in it as a whole or not at all."""
 
     def __init__(self, directory: Path, events: _Events) -> None:
-        name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(_file_numbers):06d}"
-        self._path = directory / name
+        # TensorBoard reads the files of a directory in the order of their names.
+        order = f"{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(_file_numbers):06d}"
+        self._path = directory / f"events.out.tfevents.{order}"
         self._events = events
         self._started = False
 
