@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from rich.box import SIMPLE
 from rich.table import Table
 
 from benchmarks.timing import Row
@@ -19,7 +20,7 @@ medians. A bar is what we promise; a figure above its bar is in bold.
 
 def terminal(rows: Sequence[Row]) -> Table:
     """Return a table that marks what is above its bar."""
-    table = Table("benchmark", "case", "what", "ratio", "bar", "note")
+    table = Table("benchmark", "case", "what", "ratio", "bar", "note", box=SIMPLE)
     for row in rows:
         style = "" if row.passed is None else "green" if row.passed else "bold red"
         bar = "" if row.bar is None else f"{row.bar:g}{row.unit}"

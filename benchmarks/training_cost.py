@@ -34,7 +34,7 @@ def run(quick: bool = False) -> Iterator[Row]:
 
 def _candidates(name: str, directory: Path, stack: ExitStack) -> dict[str, Action]:
     def ours(**settings: Any) -> Action:
-        manager = stack.enter_context(GradientManager(max_grad_norm=1e9, close_timeout_seconds=60.0, **settings))
+        manager = stack.enter_context(GradientManager(max_grad_norm=1e9, close_timeout_seconds=300.0, **settings))
         training = Training(name)
 
         def step() -> None:
@@ -102,7 +102,7 @@ def _peers(name: str, directory: Path, stack: ExitStack) -> dict[str, Action]:
         lightning.optimizer.step()
 
     candidates["Lightning grad_norm, every step"] = norms
-    run = wandb.init(project="peers", dir=str(directory), reinit="create_new")
+    run = wandb.init(project="peers", dir=str(directory))  # watch logs to the global run only
     stack.callback(run.finish)
     for every in (1, 100):
         watched = Training(name)
