@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
 from gradtrack.analyzers.base import Suggested
@@ -15,12 +16,26 @@ _UNIFORM: Final = 0.9
 
 def judge(report: AttentionReport, least_entropy: float, least_diversity: float) -> list[Issue]:
     """Return the issues of a report; a threshold that nobody chose gives way to the limit of collapse itself."""
+    broken = [layer for layer in report.layers if not math.isfinite(layer.entropy_mean)]
+    if broken:
+        return [_nonfinite(broken[0])]
     found = [
         issue
         for layer in report.layers
         for issue in (*_entropy(layer, least_entropy), *_redundancy(layer, least_diversity))
     ]
     return found + _rank_collapse(report)
+
+
+def _nonfinite(layer: LayerReport) -> Issue:
+    return Issue(
+        issue_type=IssueType.NUMERICAL,
+        severity=IssueSeverity.CRITICAL,
+        layer=layer.name,
+        message="Attention logits are NaN or infinite from this layer on.",
+        statistic="attention_entropy_mean",
+        recommendation="Lower the learning rate, clip the gradient norm or normalise queries and keys.",
+    )
 
 
 def _entropy(layer: LayerReport, least: float) -> list[Issue]:

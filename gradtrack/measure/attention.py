@@ -83,8 +83,10 @@ def mean_cosine(tokens: Tensor) -> float:
 
 
 def token_rank(tokens: Tensor) -> float:
-    """Return the effective rank of the tokens after their mean is taken away."""
+    """Return the effective rank of the tokens after their mean is taken away; NaN where one is not finite."""
     values = tokens.double()
+    if not bool(values.isfinite().all()):
+        return math.nan
     return effective_rank(torch.linalg.svdvals(values - values.mean(0)))
 
 
@@ -112,12 +114,13 @@ def measure_heads(rows: AttentionRows) -> HeadStatistics | None:
     weights, visible = rows.weights, rows.visible
     count = visible.sum(-1)
     entropy = _only(normalized_entropy(weights, visible), counted)
+    broken = (~rows.logits.isfinite() & visible & counted.unsqueeze(-1)).any((0, 2, 3))
     diversity = torch.where(rows.genuine, head_diversity(weights, visible), math.nan)
     floor = entropy_floor(_spread(rows), count) / count.clamp_min(2).log()
     softness = 1 - weights.square().sum(-1)
     shown = rows.logits.masked_fill(~(visible & counted.unsqueeze(-1)), -math.inf)
     return HeadStatistics(
-        entropy=_mean(entropy),
+        entropy=_mean(entropy).masked_fill(broken, math.nan),
         floor=_mean(_only(floor, counted)),
         sparsity=_mean(_only(sparsity(weights, visible), counted)),
         max_logit=shown.amax((0, 2, 3)),

@@ -142,7 +142,7 @@ def _unmasked(logits: Tensor) -> Tensor:
     """Tell which keys a softmax can see: those not pushed out of reach of the largest of their row."""
     smallest = torch.finfo(logits.dtype).min / 2
     limit = (logits.amax(-1, keepdim=True).float() + _MASKED).clamp_min(smallest)
-    return logits > limit
+    return ~(logits <= limit) | (logits == math.inf)  # what is not finite is not masked: it is a fault
 
 
 def _genuine(mask: Tensor | None, is_causal: bool, length: int, num_keys: int) -> Tensor | None:

@@ -98,7 +98,11 @@ class AttentionReport(Report):
             values[f"head_diversity/{layer.name}"] = layer.head_diversity
         for block in _spread_out(self.blocks):
             values[f"rank_residual/{block.name}"] = block.residual
-        return {f"attention/{name}": float(value) for name, value in values.items() if value is not None}
+        return {
+            f"attention/{name}": float(value)
+            for name, value in values.items()
+            if value is not None and math.isfinite(value)
+        }
 
 
 def report_attention(passes: Sequence[ForwardPass], *, softmax_jacobian: bool = False) -> AttentionReport:

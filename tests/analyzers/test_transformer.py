@@ -13,7 +13,16 @@ from torch import Tensor, nn
 from gradtrack import GradientManager, IssueType, TransformerAnalyzer
 from gradtrack.errors import UsageError
 from gradtrack.measure.attention_report import AttentionReport
-from tests.analyzers.attention_models import Bare, SmallGPT, every_step, ids, language_loss, train
+from tests.analyzers.attention_models import (
+    Bare,
+    HandWrittenAttention,
+    ImportedAttention,
+    SmallGPT,
+    every_step,
+    ids,
+    language_loss,
+    train,
+)
 from tests.measure.test_attention_recorder import encoder, untouched
 
 Side = Literal["left", "right"] | None
@@ -389,6 +398,20 @@ def test_wrong_use_is_named() -> None:
         TransformerAnalyzer().analyze(ids, language_loss)
     with pytest.raises(UsageError, match="expected at least 1 of each"):
         TransformerAnalyzer(max_rows=0)
+
+
+@pytest.mark.parametrize("kind", [ImportedAttention, HandWrittenAttention])
+def test_attention_that_is_not_finite_is_named_once(
+    kind: type[ImportedAttention], caplog: pytest.LogCaptureFixture
+) -> None:
+    """NaN from one place on is one numerical issue at the first layer, and no metric is made up from it."""
+    model = SmallGPT(kind)
+    with torch.no_grad():
+        model.places.weight[3] = float("nan")
+    issues, report = TransformerAnalyzer(model).analyze(ids, language_loss, steps=1)
+    assert [(issue.issue_type, issue.layer) for issue in issues] == [(IssueType.NUMERICAL, "blocks.0.attention")]
+    assert all(math.isfinite(value) for value in report.metrics().values())
+    assert not caplog.records
 
 
 def test_loss_scale_changes_nothing() -> None:
