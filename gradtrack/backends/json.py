@@ -34,16 +34,15 @@ class JsonBackend(Backend):
     """
 
     def __init__(self, directory: str | Path | None = None) -> None:
-        self._directory = None if directory is None else Path(directory)
+        self._given = self._directory = None if directory is None else Path(directory)
         self._series: dict[str, _Series] = {}
         self._closed = False
 
     def write(self, records: Sequence[Record]) -> None:
         if self._closed:
             raise ClosedError("json backend: it is closed. Make a new one for another run.")
+        self._learn_directory(records)
         for record in records:
-            if self._directory is None and record.run is not None and record.run.run_dir is not None:
-                self._directory = Path(record.run.run_dir)
             self._of(record.source).add(record)
         for series in self._series.values():
             series.save_in_time()
@@ -58,6 +57,7 @@ class JsonBackend(Backend):
             self.flush()
 
     def present(self, records: Sequence[Record]) -> set[tuple[str, int]] | None:
+        self._learn_directory(records)
         if self._directory is None:
             return None
         return {
@@ -67,11 +67,17 @@ class JsonBackend(Backend):
         }
 
     def address(self) -> Mapping[str, Any]:
-        return {} if self._directory is None else {"directory": os.path.abspath(self._directory)}
+        return {} if self._given is None else {"directory": os.path.abspath(self._given)}
 
     @classmethod
     def probe(cls, directory: str | Path | None = None, **options: Any) -> str:
         return f"files in {'the run directory' if directory is None else os.path.abspath(directory)}"
+
+    def _learn_directory(self, records: Sequence[Record]) -> None:
+        """Take the run's directory, unless another one was given."""
+        for record in records:
+            if self._directory is None and record.run is not None and record.run.run_dir is not None:
+                self._directory = Path(record.run.run_dir)
 
     def _of(self, source: str) -> _Series:
         if source not in self._series:

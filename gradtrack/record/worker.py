@@ -99,9 +99,10 @@ class Worker:
         self.unsettled = self.faults.last
 
     def join(self, timeout_seconds: float) -> bool:
-        """Wait for the thread, and say whether it ended."""
+        """Wait for the thread, and say whether it ended; where it could not begin, let the backend go here."""
         if self._thread.ident is None:
-            return False
+            self._close()
+            return True
         self._thread.join(max(timeout_seconds, 0.0))
         return not self._thread.is_alive()
 

@@ -104,6 +104,19 @@ def test_directory_is_the_runs_unless_named(tmp_path: Path) -> None:
         JsonBackend().write([row(1)])
 
 
+def test_moved_run_is_found_where_it_lies_now(tmp_path: Path) -> None:
+    """The run's own directory is no address: a replay takes the one that it was called with."""
+    backend = JsonBackend()
+    backend.write([row(1, run=RunInfo(run_id="r", run_dir=str(tmp_path / "old")))])
+    backend.close()
+    assert backend.address() == {}
+    (tmp_path / "old").rename(tmp_path / "new")
+    again = JsonBackend()
+    there = again.present([row(1, run=RunInfo(run_id="r", run_dir=str(tmp_path / "new"))), row(2)])
+    assert there == {("", 1)}
+    assert JsonBackend(tmp_path / "files").address() == {"directory": str(tmp_path / "files")}
+
+
 def test_run_that_goes_on_keeps_its_columns(tmp_path: Path) -> None:
     """A second backend in the same directory adds to what is there."""
     written(tmp_path, [row(1)])

@@ -441,6 +441,21 @@ def test_only_rank_0_talks_to_backends(tmp_path: Path) -> None:
     assert (tmp_path / "journal-rank2-000.jsonl").exists()
 
 
+def test_backend_is_let_go_where_no_thread_can_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the interpreter exits no thread starts; the tracker is closed all the same, and its rows are not claimed."""
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    recorder = Recorder()
+    delivery = deliver(tmp_path, recorder)
+    delivery.write(row(1))
+    delivery.close()
+    assert recorder.closed == [False]
+    assert status(delivery)["pending"] == 1
+
+
 def test_workers_never_keep_the_interpreter(tmp_path: Path) -> None:
     """All threads of a delivery are daemons."""
     before = set(threading.enumerate())
