@@ -442,7 +442,7 @@ def test_only_rank_0_talks_to_backends(tmp_path: Path) -> None:
 
 
 def test_backend_is_let_go_where_no_thread_can_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While the interpreter exits no thread starts; the tracker is closed all the same, and its rows are not claimed."""
+    """While the interpreter exits no thread starts; the tracker is closed all the same, and no row is claimed."""
 
     def refuse(thread: threading.Thread) -> None:
         raise RuntimeError("can't create new thread at interpreter shutdown")
