@@ -175,8 +175,9 @@ def _report(
         following = None if now is None else now.gradients.get(name)
         moments = moments_of(optimizers, before.params[name], most)
         share, gradient = before.share(name), before.gradients.get(name)
-        for sums in (everything, groups[before.groups[name]]):
-            sums.add(share, weights, after[name], gradient, following, moments)
+        groups[before.groups[name]].add(share, weights, after[name], gradient, following, moments)
+    for sums in groups.values():
+        everything.merge(sums)
     return UpdatesReport(
         step=step,
         groups={group: GroupUpdates(**_numbers(sums)) for group, sums in groups.items() if sums.num_sampled},

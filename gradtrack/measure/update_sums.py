@@ -80,6 +80,19 @@ class UpdateSums:
             self._first += share * _square(first) / first_bias**2
             self._second += share * float(second.double().sum()) / second_bias
 
+    def merge(self, other: UpdateSums) -> None:
+        """Take in the sums of another group."""
+        self.num_sampled += other.num_sampled
+        self.num_elements += other.num_elements
+        self._change += other._change
+        self._weight += other._weight
+        self._pulled += other._pulled
+        self._moved += other._moved
+        self._next = [mine + its for mine, its in zip(self._next, other._next, strict=True)]
+        self._momentum = [mine + its for mine, its in zip(self._momentum, other._momentum, strict=True)]
+        self._first += other._first
+        self._second += other._second
+
     @property
     def ratio(self) -> float | None:
         """Return ‖Δw‖/‖w‖."""
