@@ -18,8 +18,9 @@ app = typer.Typer(
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="Exit codes: 0 done; 1 done, but the run is unhealthy (show --check), issues appeared (diff --check) "
-    "or rows are still missing (replay); 2 wrong usage or an input that cannot be used: one line on stderr says why.",
+    epilog="Exit codes: 0 done; 1 done, but the run is unhealthy (show --check), issues appeared (diff --check), "
+    "rows are still missing (replay) or a backend cannot be used (doctor); 2 wrong usage or an input that cannot be "
+    "used: one line on stderr says why.",
 )
 Run = Annotated[
     Path | None,
@@ -176,6 +177,29 @@ def replay(
             f"{one.refused} refused" + (f" ({one.fault})" if one.fault else "")
         )
     raise typer.Exit(int(not all(one.complete for one in found)))
+
+
+@app.command()
+def doctor(
+    config: Annotated[
+        Path | None, typer.Argument(help="A YAML, TOML or JSON file. Default: no file.", show_default=False)
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Tell what is installed and where a configuration would send its rows, without creating anything there."""
+    from dataclasses import asdict
+
+    from rich.console import Console
+
+    from gradtrack.record.doctor import examine
+    from gradtrack.view.diagnosis import show_diagnosis
+
+    found = examine(config)
+    if as_json:
+        typer.echo(json.dumps({**asdict(found), "healthy": found.healthy}, indent=1, default=str))
+    else:
+        Console(highlight=False).print(show_diagnosis(found))
+    raise typer.Exit(int(not found.healthy))
 
 
 @app.command()

@@ -140,6 +140,22 @@ def test_replay_delivers_a_run_to_a_backend(well: Path, tmp_path: Path) -> None:
     assert (again["complete"], again["rows"]) == (True, 2)
 
 
+def test_doctor_tells_where_rows_would_go(tmp_path: Path) -> None:
+    """The backends of a configuration are told with their destination; one that cannot be used is the exit code 1."""
+    config = tmp_path / "gradtrack.yaml"
+    config.write_text("backends: [{name: json, directory: somewhere}]")
+    result = CliRunner().invoke(cli.app, ["doctor", str(config), "--json"])
+    found = json.loads(result.output)
+    (configured,) = [backend for backend in found["backends"] if backend["configured"]]
+    assert (result.exit_code, found["healthy"], configured["state"]) == (0, True, "ready")
+    assert "somewhere" in configured["destination"]
+    config.write_text(f"backends: [json]\nrun_dir: {config}/below")
+    result = CliRunner().invoke(cli.app, ["doctor", str(config)], env={"COLUMNS": "200"})
+    assert result.exit_code == 1
+    assert "expected a directory that can be written" in result.output
+    assert {"json", "memory", "configured"} <= set(result.output.split())
+
+
 def test_errors_are_one_line_and_a_code(tmp_path: Path) -> None:
     """An error of gradtrack is one line on stderr without a traceback, and the code is 2."""
     (tmp_path / "file").touch()
