@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Final
 
 _WAYS: Final = (
-    ("report.html", "the whole run on one page: open it in a browser"),
-    ("training_curves.png", "loss, norms, non-finite values and clipping over time: open it in an image viewer"),
-    ("gradient_statistics.png", "variance, norm, mean and range over time: open it in an image viewer"),
-    ("gradient_stats.png", "distribution and correlation of the statistics: open it in an image viewer"),
-    ("gradient_statistics.json", "the global statistics as lists: json.load(open(path))"),
-    ("gradient_statistics_weight_matrices.json", "the statistics of each group as lists: json.load(open(path))"),
-    ("training_log.json", "configuration, summary and the last steps: json.load(open(path))"),
+    ("report.html", "browser: the whole run on one page"),
+    ("training_curves.png", "image viewer: loss, norms, non-finite values, clipping"),
+    ("gradient_statistics.png", "image viewer: variance, norm, mean, range"),
+    ("gradient_stats.png", "image viewer: distributions, correlation"),
+    ("gradient_statistics.json", "json.load: the global statistics as lists"),
+    ("gradient_statistics_weight_matrices.json", "json.load: each group as lists"),
+    ("training_log.json", "json.load: configuration, summary, last steps"),
 )
 
 
@@ -22,4 +22,4 @@ def ways_to_open(directory: Path) -> list[tuple[Path, str]]:
     found = [(directory / name, way) for name, way in _WAYS if (directory / name).is_file()]
     events = {path.parent for path in directory.rglob("events.out.tfevents.*")}
     highest = sorted(path for path in events if not events & set(path.parents))
-    return found + [(path, f"TensorBoard: tensorboard --logdir {shlex.quote(str(path))}") for path in highest]
+    return found + [(path, f"tensorboard --logdir {shlex.quote(str(path))}") for path in highest]
