@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from gradtrack.functional.picture import visualize_layer_gradients
 from gradtrack.reports import IssueSeverity
+from gradtrack.view.charts import spans_decades
 from gradtrack.view.files import ways_to_open
 from gradtrack.view.run_data import IssueHistory, RunData, Track
 from gradtrack.view.tables import number
@@ -100,7 +101,7 @@ def _track(track: Track) -> Iterator[RenderableType]:
     table = Table(box=None, pad_edge=False, title=Text(track.name) if track.name else None, title_justify="left")
     for column in ("", "", "last", "lowest", "highest"):
         table.add_column(column, justify="left" if not column else "right", no_wrap=True)
-    curves = [("loss", track.loss, False), *((name, track.column(key), log) for name, key, log in _CURVES)]
+    curves = [("loss", track.loss, spans_decades(track.loss)), *((name, track.column(key), log) for name, key, log in _CURVES)]
     for name, values, log_scale in curves:
         finite = values[np.isfinite(values)]
         if len(finite):
