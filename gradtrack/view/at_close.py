@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -24,17 +25,38 @@ def save_pictures(
     """Draw what the reports hold, where matplotlib is there."""
     if not reports or find_spec("matplotlib") is None:
         return []
-    from gradtrack.view import plots
+    from gradtrack.view import panels, plots
 
-    curves, over_time, spread = (
-        directory / name for name in ("training_curves.png", "gradient_statistics.png", "gradient_stats.png")
-    )
-    rows = plots.statistics_over_time(reports)
-    return [
-        *_contained("the training curves", lambda: plots.plot_training_curves(reports, curves)),
-        *_contained("the statistics over time", lambda: plots.plot_gradient_statistics_over_time(rows, over_time)),
-        *_contained("the gradient statistics", lambda: plots.plot_gradient_statistics(statistics, spread)),
-    ]
+    def over_time(path: Path) -> Path:
+        return plots.plot_gradient_statistics_over_time(plots.statistics_over_time(reports), path)
+
+    def flow(path: Path) -> Path:
+        steps, norms, issues = _flow(reports)
+        return panels.plot_gradient_flow(norms, path, steps=steps, issues=issues)
+
+    pictures: dict[str, Callable[[Path], Path]] = {
+        "training_curves.png": lambda path: plots.plot_training_curves(reports, path),
+        "gradient_statistics.png": over_time,
+        "gradient_stats.png": lambda path: plots.plot_gradient_statistics(statistics, path),
+        "gradient_flow.png": flow,
+    }
+    return [path for name, draw in pictures.items() for path in _contained(name, partial(draw, directory / name))]
+
+
+def _flow(
+    reports: Sequence[StepReport],
+) -> tuple[list[int], dict[str, list[float | None]], list[tuple[int, str, str]]]:
+    """Return steps, the norm of each group at each of them, and where an issue opened, for the first pair's groups."""
+    found = [report for report in reports if report.groups and report.source == reports[0].source]
+    names = dict.fromkeys(name for report in found for name in report.groups)
+    norms = {name: [report.groups[name].norm if name in report.groups else None for report in found] for name in names}
+    opened: dict[str, tuple[int, str, str]] = {}
+    for report in found:
+        for issue in report.health.issues:
+            group = next((name for name in names if f"{issue.layer}.".startswith(f"{name}.")), None)
+            if group is not None:
+                opened.setdefault(issue.key, (report.step, group, issue.issue_type.value))
+    return [report.step for report in found], norms, list(opened.values())
 
 
 def save_page(directory: Path) -> list[Path]:

@@ -10,6 +10,7 @@ _WAYS: Final = (
     ("report.html", "browser: the whole run on one page"),
     ("training_curves.png", "image viewer: loss, norms, non-finite values, clipping"),
     ("gradient_statistics.png", "image viewer: variance, norm, mean, range"),
+    ("gradient_flow.png", "image viewer: the norm of each group over time"),
     ("gradient_stats.png", "image viewer: distributions, correlation"),
     ("gradient_statistics.json", "json.load: the global statistics as lists"),
     ("gradient_statistics_weight_matrices.json", "json.load: each group as lists"),

@@ -101,7 +101,10 @@ def _track(track: Track) -> Iterator[RenderableType]:
     table = Table(box=None, pad_edge=False, title=Text(track.name) if track.name else None, title_justify="left")
     for column in ("", "", "last", "lowest", "highest"):
         table.add_column(column, justify="left" if not column else "right", no_wrap=True)
-    curves = [("loss", track.loss, spans_decades(track.loss)), *((name, track.column(key), log) for name, key, log in _CURVES)]
+    curves = [
+        ("loss", track.loss, spans_decades(track.loss)),
+        *((name, track.column(key), log) for name, key, log in _CURVES),
+    ]
     for name, values, log_scale in curves:
         finite = values[np.isfinite(values)]
         if len(finite):

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from gradtrack import GradientManager
-from gradtrack.view import at_close, plots
+from gradtrack.view import at_close, panels, plots
+from tests.view.runs import issue, report, unhealthy
 
-NAMES = {"training_curves.png", "gradient_statistics.png", "gradient_stats.png"}
+NAMES = {"training_curves.png", "gradient_statistics.png", "gradient_stats.png", "gradient_flow.png"}
+
+_GROUP = {"mean": 0.0, "variance": 0.0, "min": 0.0, "max": 0.0, "zero_fraction": 0.0, "element_count": 1}
 
 
 def train(**settings: object) -> None:
@@ -26,6 +30,17 @@ def test_pictures_are_written_into_a_named_directory(tmp_path: Path) -> None:
     """A run whose directory was named ends with its pictures there."""
     train(run_dir=tmp_path)
     assert {path.name for path in tmp_path.glob("*.png")} == NAMES
+
+
+def test_the_flow_is_that_of_the_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each group has a row with its norm at every step, and an issue is marked at the group of its layer."""
+    drawn: dict[str, Any] = {}
+    monkeypatch.setattr(panels, "plot_gradient_flow", lambda norms, path, **more: drawn.update(norms=norms, **more))
+    group = {name: {**_GROUP, "norm": size} for name, size in (("encoder", 2.0), ("head", 3.0))}
+    sick = unhealthy(issue("encoder.weight"))
+    at_close.save_pictures(tmp_path, [report(1, groups=group), report(2, groups=group, health=sick)], [])
+    assert drawn["norms"] == {"encoder": [2.0, 2.0], "head": [3.0, 3.0]}
+    assert (drawn["steps"], drawn["issues"]) == ([1, 2], [(2, "encoder", "EXPLODING")])
 
 
 def test_pictures_can_be_switched_off(tmp_path: Path) -> None:
@@ -53,7 +68,7 @@ def test_a_picture_that_fails_is_left_out(
     with caplog.at_level(logging.WARNING, logger="gradtrack"):
         train(run_dir=tmp_path)
     assert {path.name for path in tmp_path.glob("*.png")} == NAMES - {"training_curves.png"}
-    assert "the training curves could not be written" in caplog.text
+    assert "training_curves.png could not be written" in caplog.text
 
 
 def test_the_report_is_written_when_it_is_asked_for(tmp_path: Path) -> None:
