@@ -148,7 +148,13 @@ class Finding:
 def run(run_dir: Path | None = None, *, steps: int = 300) -> Finding:
     """Train for a short while, with one bad batch two thirds of the way."""
     directory = run_dir if run_dir is not None else Path("gradtrack_runs") / f"demo-{new_run_id()}"
-    return train(TrainingSettings(steps=steps, bad_batch_at=steps * 2 // 3), demo_config(directory))
+    threads = torch.get_num_threads()
+    # For tensors this small, more threads cost more than they bring, most of all on a machine that is busy.
+    torch.set_num_threads(1)
+    try:
+        return train(TrainingSettings(steps=steps, bad_batch_at=steps * 2 // 3), demo_config(directory))
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _mean(values: Sequence[float]) -> float:
