@@ -69,10 +69,17 @@ def look(address: str, picture: Path, *, width: int = 1400, height: int = 1100, 
         command = [CHROMIUM, *options, action, address]
         output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=180).stdout
         document = output or document
+    return document
+
+
+def keep(picture: Path, *, width: int) -> None:
+    """Store the left part of a picture in the directory that the environment names, where it names one."""
     if PICTURES:
         Path(PICTURES).mkdir(parents=True, exist_ok=True)
-        shutil.copy(picture, Path(PICTURES) / picture.name)
-    return document
+        image = pytest.importorskip("PIL.Image")
+        with image.open(picture) as found:
+            colours = found.convert("RGB").crop((0, 0, width, found.height)).quantize(128)
+            colours.save(Path(PICTURES) / picture.name, optimize=True)
 
 
 def inked(picture: Path) -> int:
@@ -87,8 +94,9 @@ def inked(picture: Path) -> int:
 def tensorboard(directory: Path, *, layout: bool) -> Iterator[str]:
     """Serve a directory, and yield the address when the server has read it."""
     port = free_port()
-    command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(directory), "--host", "127.0.0.1"]
-    server = subprocess.Popen([*command, "--port", str(port)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    command = [sys.executable, "-m", "tensorboard.main", "--logdir", directory.name, "--host", "127.0.0.1"]
+    with (directory.parent / "server.log").open("wb") as log:
+        server = subprocess.Popen([*command, "--port", str(port)], cwd=directory.parent, stdout=log, stderr=log)
     address = f"http://127.0.0.1:{port}"
     try:
         end = time.monotonic() + 60
@@ -110,7 +118,7 @@ def test_tensorboard_draws_the_panels(tmp_path: Path) -> None:
     """The page of custom scalars draws curves for our section, which a run without panels does not have."""
     drawn = {}
     for panels in (True, False):
-        directory = tmp_path / f"logs-{panels}"
+        directory = tmp_path / ("runs" if panels else "without")
         backend = TensorBoardBackend(log_dir=directory / "training")
         first, *others = a_training()
         backend.write([first if panels else dataclasses.replace(first, panels=()), *others])
@@ -120,6 +128,7 @@ def test_tensorboard_draws_the_panels(tmp_path: Path) -> None:
             look(f"{address}/#custom_scalars", picture)
             drawn[panels] = inked(picture)
     assert drawn[True] > drawn[False] + 3000, drawn
+    keep(tmp_path / "tensorboard.png", width=1100)
 
 
 def test_mlflow_draws_the_panels(mlflow_server: str, tmp_path: Path) -> None:
@@ -135,3 +144,4 @@ def test_mlflow_draws_the_panels(mlflow_server: str, tmp_path: Path) -> None:
     document = look(address, tmp_path / "mlflow.png", width=2300, patience_ms=60000)
     assert "gradtrack: gradients" in document
     assert inked(tmp_path / "mlflow.png") > 3000
+    keep(tmp_path / "mlflow.png", width=1710)
