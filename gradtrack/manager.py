@@ -114,6 +114,17 @@ class GradientManager:
             raise ClosedError(_CLOSED)
         self._roster.attach(model, optimizer, horizon=horizon, name=name or "")
 
+    def continue_from(self, step: int, *, name: str = "") -> None:
+        """Count the next optimizer step of a pair as the one after `step`, as the framework counts that trains it."""
+        if type(step) is not int or step < 0:
+            raise UsageError(f"step {step!r}: expected a number of optimizer steps. Pass how many were made.")
+        self._catch_up()
+        self._roster.named(name).continue_from(step)
+
+    def note(self, text: str, *, name: str = "") -> None:
+        """Put something that is good to know into the next report of a pair."""
+        self._roster.named(name).coming_notes.append(text)
+
     def analyzer(self, name: str) -> Analyzer:
         """Return a running analyzer, for those that take observations from the training loop."""
         return self._roster.first_analyzers[name]

@@ -54,6 +54,7 @@ class Pair:
         self.step_count = 0
         self.flight = FlightRecorder()
         self.health: HealthReport = HEALTHY
+        self.coming_notes: list[str] = []
         self._loss: Tensor | float | None = None
         self._nonfinite_before = False
         self._closure_calls: int | None = None
@@ -70,6 +71,12 @@ class Pair:
         self._unhook()
         self.optimizers = tuple(optimizers)
         self._hooks = [hook for optimizer in optimizers for hook in self._watch_closures(optimizer)]
+
+    def continue_from(self, step: int) -> None:
+        """Count the next step as the one after `step`, and arm what is due there."""
+        if step != self.step_count:
+            self.step_count = step
+            self.analyzers.arm(self.model, step + 1)
 
     def add_loss(self, loss: Tensor | float | None) -> None:
         """Add the loss of a micro-batch to that of the coming step."""
@@ -259,7 +266,8 @@ class Pair:
     def _look(self, grads: Gradients, outcome: Outcome) -> None:
         """Let the analyzers that are due look at the step, and arm those that are due at the next one."""
         facts, step = outcome.facts, self.step_count
-        facts.notes, self.analyzers.chosen = self.analyzers.chosen, []
+        facts.notes = [*self.coming_notes, *self.analyzers.chosen]
+        self.coming_notes, self.analyzers.chosen = [], []
         if not self.analyzers:
             return
         if self.analyzers.due(step):

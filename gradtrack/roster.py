@@ -54,6 +54,14 @@ class Roster:
         self._check_name(name)
         return self._add(model, optimizers, name=name, horizon=horizon)
 
+    def named(self, name: str) -> Pair:
+        """Return the pair of a name; the first one's may be empty."""
+        for pair in self:
+            if pair.name == name:
+                return pair
+        known = ", ".join(repr(pair.name) for pair in self) or "none"
+        raise UsageError(f"pair {name!r}: expected one that is attached ({known}). Call manager.attach first.")
+
     def state_dict(self) -> dict[str, Any]:
         """Return what every pair remembers, by its name."""
         return {**self._restored, **{pair.name: pair.state_dict() for pair in self}}

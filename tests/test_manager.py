@@ -509,6 +509,28 @@ class TestLife:
         other.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
         assert other.get_training_summary().total_steps == 30
 
+    def test_counting_goes_on_from_a_framework_s_step(self) -> None:
+        """The step after `continue_from(40)` is step 41, for reports and analyzers."""
+        manager, model = GradientManager(), small_model()
+        optimizer = optimizer_of(model)
+        manager.attach(model, optimizer)
+        manager.continue_from(40)
+        reports = train(manager, 2, model=model, optimizer=optimizer)
+        assert [report.step for report in reports] == [41, 42]
+        with pytest.raises(UsageError, match=r"pair 'critic': expected one that is attached \(''\)"):
+            manager.continue_from(1, name="critic")
+        with pytest.raises(UsageError, match="step -1: expected a number of optimizer steps"):
+            manager.continue_from(-1)
+
+    def test_a_note_is_in_one_report(self) -> None:
+        """What is good to know is in the next report and in no other."""
+        manager, model = GradientManager(), small_model()
+        optimizer = optimizer_of(model)
+        manager.attach(model, optimizer)
+        manager.note("clipping is left to the framework")
+        reports = train(manager, 2, model=model, optimizer=optimizer)
+        assert [report.notes for report in reports] == [["clipping is left to the framework"], []]
+
     def test_foreign_state(self) -> None:
         """The state of another version is refused."""
         with pytest.raises(UsageError, match="version 7"):

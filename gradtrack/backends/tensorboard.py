@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import html
 import itertools
 import logging
@@ -10,7 +11,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, final
 
@@ -35,13 +36,17 @@ class TensorBoardBackend(Backend):
     With `writer`, the scalars join the user's own run; the writer is flushed and never closed. Otherwise they go to
     event files in `log_dir`, which is `tensorboard` in the run directory unless it is given. The layout of the panels
     goes to the sub-run `gradtrack` in both cases. A value is stored as a float, or as a double where a float would
-    overflow, underflow or miscount; `precision="double"` stores every value as a double.
+    overflow, underflow or miscount; `precision="double"` stores every value as a double. The metrics in `withhold` are
+    left out, for those that somebody else writes to the same run.
     """
 
-    def __init__(self, *, log_dir: str | Path | None = None, writer: Any = None) -> None:
+    def __init__(
+        self, *, log_dir: str | Path | None = None, writer: Any = None, withhold: Collection[str] = ()
+    ) -> None:
         if log_dir is not None and writer is not None:
             raise UsageError("tensorboard: log_dir and writer were given: expected one of them. Leave log_dir out.")
         self._events = _Events()
+        self._withheld = frozenset(withhold)
         self._writer = None if writer is None else _UserRun(writer)
         directory = log_dir if self._writer is None else self._writer.directory
         self._directory = None if directory is None else Path(directory).absolute()
@@ -81,7 +86,8 @@ class TensorBoardBackend(Backend):
                 self._writer.flush()
 
     def address(self) -> dict[str, Any]:
-        return {} if self._directory is None else {"log_dir": str(self._directory)}
+        withheld = {"withhold": sorted(self._withheld)} if self._withheld else {}
+        return withheld if self._directory is None else {"log_dir": str(self._directory), **withheld}
 
     @classmethod
     def probe(cls, **options: Any) -> str:
@@ -125,6 +131,9 @@ class TensorBoardBackend(Backend):
         return self._run, self._late, self._layout
 
     def _event(self, record: Record) -> Any:
+        if not self._withheld.isdisjoint(record.metrics):
+            metrics = {name: value for name, value in record.metrics.items() if name not in self._withheld}
+            record = dataclasses.replace(record, metrics=metrics)
         return self._events.of(record, self._run_id, self._new_issues(record))
 
     def _new_issues(self, record: Record) -> tuple[str, ...]:

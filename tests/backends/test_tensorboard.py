@@ -401,3 +401,13 @@ def test_two_records_of_one_step_are_two_events(tmp_path: Path) -> None:
     backend.write([first])
     assert backend.present([second]) == set()
     assert backend.present([first]) == {("", 1)}
+
+
+def test_withheld_metrics_are_left_out(tmp_path: Path) -> None:
+    """What somebody else writes to the same run is not written twice, and a replay knows of it."""
+    backend = TensorBoardBackend(log_dir=tmp_path, withhold=["train/grad_norm"])
+    backend.write(make_records(2))
+    backend.close()
+    assert "train/grad_norm" not in read(tmp_path)
+    assert "gradtrack/step" in read(tmp_path)
+    assert backend.address()["withhold"] == ["train/grad_norm"]
