@@ -1,0 +1,48 @@
+"""A call between the end of a backward pass and whatever the framework does to the gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.autograd import Variable
+
+
+class AfterBackward:
+    """Calls a function once at the end of every backward pass that reaches one of the parameters.
+
+    A framework that clips right after its backward pass leaves no other place from which the gradients can be seen as
+    they were. The call is queued twice, because distributed training reduces the gradients in the first round.
+    """
+
+    def __init__(self, params: Iterable[nn.Parameter], call: Callable[[], object]) -> None:
+        self._call = call
+        self._queued = False
+        self._hooks = [
+            param.register_post_accumulate_grad_hook(self._reached) for param in params if param.requires_grad
+        ]
+
+    def reset(self) -> None:
+        """Forget a backward pass that was broken off by an exception."""
+        self._queued = False
+
+    def close(self) -> None:
+        """Remove every hook."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def _reached(self, _: Tensor) -> None:
+        if not self._queued:
+            self._queued = True
+            _queue(lambda: _queue(self._finish))
+
+    def _finish(self) -> None:
+        self._queued = False
+        self._call()
+
+
+def _queue(call: Callable[[], Any]) -> None:
+    engine: Any = Variable._execution_engine
+    engine.queue_callback(call)

@@ -1,0 +1,42 @@
+"""Who clips, and which trackers are used, where a framework runs the training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from gradtrack import registry
+from gradtrack.config import GradientConfig
+
+Source = GradientConfig | Mapping[str, Any] | str | Path | None
+_CLIPPING: Final = {"enable_gradient_clipping", "max_grad_norm", "clip_type", "adaptive_clipping"}
+_ACTION: Final = {"nonfinite_action", "replace_nan_with", "replace_inf_with"}
+
+
+def wants_clipping(config: GradientConfig) -> bool:
+    """Say whether the user has asked gradtrack itself to clip."""
+    return config.enable_gradient_clipping and bool(config.model_fields_set & _CLIPPING)
+
+
+def only_measuring(config: GradientConfig) -> GradientConfig:
+    """Return the configuration without clipping; non-finite gradients are left alone unless an action was chosen."""
+    watching = {} if config.model_fields_set & _ACTION else {"nonfinite_action": "report"}
+    return GradientConfig.load(config, enable_gradient_clipping=False, **watching)
+
+
+def joined(
+    config: GradientConfig, defaults: Sequence[str], join: Callable[[str], Mapping[str, Any] | None]
+) -> GradientConfig:
+    """Return the configuration with its backends in the framework's own runs.
+
+    Without any backends in it, `defaults` are taken. `join` gives the options that lead a backend, which is named
+    without options, into the framework's run.
+    """
+    specs: list[Any] = list(config.backends) if "backends" in config.model_fields_set else list(defaults)
+    found = []
+    for spec in specs:
+        named = registry.split_spec(spec, "backend")
+        options = join(named[0]) if named is not None and not named[1] else None
+        found.append(spec if named is None or not options else {"name": named[0], **options})
+    return GradientConfig.load(config, backends=found)

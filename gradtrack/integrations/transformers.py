@@ -1,0 +1,201 @@
+"""A callback for the Trainer of Hugging Face."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from torch import nn
+
+from gradtrack.config import GradientConfig
+from gradtrack.errors import MissingExtraError, UsageError
+from gradtrack.integrations.after_backward import AfterBackward
+from gradtrack.integrations.roles import Source, joined, only_measuring
+from gradtrack.manager import GradientManager, IssueCallback
+from gradtrack.reports import StepReport
+
+try:
+    from accelerate.state import GradientState
+    from transformers.trainer_callback import CallbackHandler, ExportableState, TrainerCallback
+except ImportError as fault:
+    raise MissingExtraError('pip install "gradtrack[transformers]"') from fault
+
+_NORM: Final = "train/grad_norm"
+_TRACKERS: Final = ("wandb", "mlflow", "tensorboard")
+_logger = logging.getLogger("gradtrack")
+
+
+class GradtrackCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
+    """Reports on the gradients of every optimizer step of a Trainer, as they are before the Trainer clips them.
+
+    While the Trainer clips, gradtrack only measures; with `max_grad_norm=0` in the training arguments gradtrack clips
+    and protects by its own configuration. Without `backends` the trackers of `report_to` are used, in the runs that the
+    Trainer has open there; `train/grad_norm` is left out where the Trainer writes that name itself. What rolls is saved
+    in every checkpoint, and the steps are the Trainer's `global_step`.
+    """
+
+    def __init__(self, config: Source = None, *, on_issue: IssueCallback | None = None, **settings: Any) -> None:
+        super().__init__()
+        self._config = GradientConfig.load(config, **settings)
+        self._on_issue = on_issue
+        self._manager: GradientManager | None = None
+        self._after: AfterBackward | None = None
+        self._restored: Mapping[str, Any] | None = None
+        self._look: Callable[[], None] = lambda: None
+        self._measured_step = -1
+        self._global_step = 0
+        self._unwrap: Callable[[], None] = lambda: None
+
+    @property
+    def manager(self) -> GradientManager:
+        """Return the manager of the training, which begins with the training itself."""
+        if self._manager is None:
+            raise UsageError("manager: expected a training that has begun. Read it during or after trainer.train().")
+        return self._manager
+
+    @property
+    def reports(self) -> list[StepReport]:
+        """Return the last reports, the newest last; none before the training."""
+        return [] if self._manager is None else self._manager.reports
+
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, model: nn.Module | None = None, optimizer: Any = None, **kwargs: Any
+    ) -> None:
+        """Join the Trainer's trackers, take back the checkpoint's state, and watch the backward passes."""
+        assert model is not None
+        self._stop()
+        clips = args.max_grad_norm is not None and args.max_grad_norm > 0
+        config = only_measuring(self._config) if clips else self._config
+        self._manager = GradientManager(self._join(config, args, _handler(inspect.currentframe())))
+        if self._on_issue is not None:
+            self._manager.on_issue(self._on_issue)
+        # A checkpoint from before gradtrack has no place for its state, and the Trainer expects one.
+        saved = state.stateful_callbacks.setdefault(type(self).__name__, {})
+        restored = self._restored or (saved.get("attributes", {}).get("_restored") if isinstance(saved, dict) else None)
+        if restored and state.global_step:
+            self._manager.load_state_dict(restored)
+        self._watch(model, optimizer, state)
+        if clips:
+            self._manager.note(
+                f"the Trainer clips at max_grad_norm {args.max_grad_norm}; gradtrack only measures, before it clips. "
+                "Set max_grad_norm=0 in TrainingArguments to let gradtrack clip."
+            )
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Count with the Trainer."""
+        self._global_step = state.global_step
+        if self._after is not None:
+            self._after.reset()
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Measure here where an engine of its own has kept its backward pass to itself."""
+        if self._manager is not None and self._measured_step != state.global_step:
+            self._manager.note("these gradients were seen after the Trainer's clipping only.")
+            self._look()
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Deliver what is there while the Trainer's own writers are still open."""
+        if self._manager is not None and control.should_training_stop:
+            self._manager.flush()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Deliver what is left."""
+        self._stop()
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint needs, as plain data."""
+        attributes = {} if self._manager is None else {"_restored": _plain(self._manager.state_dict())}
+        config = self._config.model_dump(mode="json", exclude_unset=True, exclude={"backends", "analyzers"})
+        return {"args": {"config": config}, "attributes": attributes}
+
+    def _join(self, config: GradientConfig, args: Any, handler: Any) -> GradientConfig:
+        def options(name: str) -> dict[str, Any] | None:
+            writer = _summary_writer(handler) if name == "tensorboard" else None
+            if name not in args.report_to or not (name == "wandb" or writer is not None):
+                return None
+            _tell_withheld(name, clips=config.enable_gradient_clipping)
+            return {"withhold": [_NORM]} if writer is None else {"withhold": [_NORM], "writer": writer}
+
+        return joined(config, [name for name in _TRACKERS if name in args.report_to], options)
+
+    def _watch(self, model: nn.Module, optimizer: Any, state: Any) -> None:
+        manager, scaler = self.manager, getattr(optimizer, "scaler", None)
+        inner = getattr(optimizer, "optimizer", optimizer)  # what accelerate has wrapped
+        manager.attach(model, inner)
+        manager.continue_from(state.global_step)
+        self._global_step, self._measured_step = state.global_step, -1
+        scaler = scaler if scaler is not None and scaler.is_enabled() else None
+
+        def look() -> None:
+            self._measured_step = self._global_step
+            manager.continue_from(self._global_step)
+            manager.step(model, inner, None, backward=False, scaler=scaler, epoch=int(state.epoch or 0))
+
+        self._look = look
+        if scaler is not None:
+            self._unwrap = _after_unscaling(scaler, look)
+        else:
+            self._after = AfterBackward(model.parameters(), lambda: look() if GradientState().sync_gradients else None)
+
+    def _stop(self) -> None:
+        self._unwrap()
+        self._unwrap = lambda: None
+        if self._after is not None:
+            self._after.close()
+            self._after = None
+        if self._manager is not None:
+            self._manager.close()
+
+
+def _handler(frame: Any) -> Any:
+    """Return the Trainer's handler of callbacks, which called us: a callback is given no other way to the others."""
+    while frame is not None:
+        found = frame.f_locals.get("self")
+        if isinstance(found, CallbackHandler):
+            return found
+        frame = frame.f_back
+    return None
+
+
+def _tell_withheld(tracker: str, *, clips: bool) -> None:
+    meaning = "as the norm that gradtrack's clipping has left" if clips else "and is the same as ours"
+    _logger.warning(
+        "%s is written to %s by the Trainer %s; ours is left out there and kept in the journal", _NORM, tracker, meaning
+    )
+
+
+def _summary_writer(handler: Any) -> Any:
+    """Return the writer of the Trainer's own TensorBoard callback, since a second one in its directory is not read."""
+    writers = (getattr(callback, "tb_writer", None) for callback in getattr(handler, "callbacks", ()))
+    return next((writer for writer in writers if writer is not None), None)
+
+
+def _after_unscaling(scaler: Any, call: Callable[[], None]) -> Callable[[], None]:
+    """Call a function after the Trainer has unscaled the gradients, and return what undoes that."""
+    unscale = scaler.unscale_
+    calling = False
+
+    def unscale_and_call(optimizer: Any) -> None:
+        nonlocal calling
+        unscale(optimizer)
+        if not calling:
+            calling = True
+            try:
+                call()
+            finally:
+                calling = False
+
+    scaler.unscale_ = unscale_and_call
+    return lambda: vars(scaler).pop("unscale_", None)
+
+
+def _plain(state: Mapping[str, Any]) -> Any:
+    """Return a state as JSON takes it; one that it cannot take must not cost the checkpoint."""
+    try:
+        return json.loads(json.dumps(state))
+    except (TypeError, ValueError) as fault:
+        _logger.warning("gradtrack's state is left out of the checkpoint (%s); windows begin anew on resume", fault)
+        return None

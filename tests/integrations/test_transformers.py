@@ -1,0 +1,232 @@
+"""The callback for the Hugging Face Trainer, in real trainings of a tiny GPT-2."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gradtrack import GradientManager
+from gradtrack.errors import UsageError
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+import transformers
+
+from gradtrack.integrations.transformers import GradtrackCallback
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+
+
+def tiny_model() -> Any:
+    """Return a GPT-2 of two layers."""
+    config = transformers.GPT2Config(vocab_size=32, n_positions=16, n_embd=16, n_layer=2, n_head=2, use_cache=False)
+    torch.manual_seed(0)
+    return transformers.GPT2LMHeadModel(config)
+
+
+def tokens(count: int = 48) -> list[dict[str, Any]]:
+    """Return sequences of tokens."""
+    generator = torch.Generator().manual_seed(1)
+    found = torch.randint(0, 32, (count, 12), generator=generator)
+    return [{"input_ids": row, "labels": row} for row in found]
+
+
+def train(
+    callback: GradtrackCallback | None,
+    directory: Path,
+    *,
+    resume: str | None = None,
+    model: Any = None,
+    **arguments: Any,
+) -> Any:
+    """Train for some steps and return the Trainer."""
+    defaults: dict[str, Any] = {
+        "output_dir": str(directory),
+        "per_device_train_batch_size": 4,
+        "max_steps": 6,
+        "logging_steps": 1,
+        "learning_rate": 1e-2,
+        "report_to": "none",
+        "use_cpu": True,
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+    }
+    args = transformers.TrainingArguments(**{**defaults, **arguments})
+    trainer = transformers.Trainer(
+        model=model or tiny_model(),
+        args=args,
+        train_dataset=tokens(),
+        callbacks=[] if callback is None else [callback],
+    )
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def own_norms(trainer: Any) -> dict[int, float]:
+    """Return the norms that the Trainer itself logged, by step."""
+    return {row["step"]: row["grad_norm"] for row in trainer.state.log_history if "grad_norm" in row}
+
+
+def norms(callback: GradtrackCallback) -> dict[int, float | None]:
+    """Return our norms by step."""
+    return {report.step: report.clipping.norm_before for report in callback.reports}
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> None:
+    """Keep the Trainer's prints off."""
+    transformers.logging.set_verbosity_error()
+
+
+@pytest.mark.parametrize("limit", [0.1, 100.0, 0.0])
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_the_norm_is_the_trainers_own_before_clipping(limit: float, accumulation: int, tmp_path: Path) -> None:
+    """Step by step to 1e-5, whether the Trainer clips or not, with and without accumulation."""
+    callback = GradtrackCallback(enable_gradient_clipping=False)
+    trainer = train(callback, tmp_path, max_grad_norm=limit, gradient_accumulation_steps=accumulation)
+    assert list(norms(callback)) == [1, 2, 3, 4, 5, 6]
+    assert norms(callback) == pytest.approx(own_norms(trainer), rel=1e-5)
+    assert ("the Trainer clips" in str(callback.reports[0].notes)) == (limit > 0)
+    assert not any(report.notes for report in callback.reports[1:])
+
+
+def test_bf16(tmp_path: Path) -> None:
+    """Under bf16 autocast the norms are the Trainer's as well."""
+    callback = GradtrackCallback()
+    trainer = train(callback, tmp_path, bf16=True)
+    assert norms(callback) == pytest.approx(own_norms(trainer), rel=1e-5)
+
+
+def test_watching_changes_nothing(tmp_path: Path) -> None:
+    """The weights after a training that was watched are bitwise those of one that was not."""
+    watched = train(GradtrackCallback(analyzers="auto"), tmp_path / "a", max_grad_norm=0.5).model
+    plain = train(None, tmp_path / "b", max_grad_norm=0.5).model
+    assert all(torch.equal(one, two) for one, two in zip(watched.parameters(), plain.parameters(), strict=True))
+
+
+def test_gradtrack_clips_where_the_trainer_does_not(tmp_path: Path) -> None:
+    """With max_grad_norm=0 our clipping gives the weights that the Trainer's clipping gives."""
+    callback = GradtrackCallback(max_grad_norm=0.2)
+    ours = train(callback, tmp_path / "a", max_grad_norm=0).model
+    theirs = train(None, tmp_path / "b", max_grad_norm=0.2).model
+    assert all(report.clipping.clipped for report in callback.reports)
+    for one, two in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-3, atol=1e-4)
+
+
+def test_resume_goes_on_without_gap_or_overlap(tmp_path: Path) -> None:
+    """A training that was resumed from a checkpoint reports the steps and windows of an uninterrupted one."""
+    whole, first, second = (GradtrackCallback(max_gradient_history=50) for _ in range(3))
+    train(whole, tmp_path / "a")
+    train(first, tmp_path / "b", save_strategy="steps", save_steps=3)
+    train(second, tmp_path / "b", resume=str(tmp_path / "b" / "checkpoint-3"))
+    assert list(norms(second)) == [4, 5, 6]
+    assert norms(second) == pytest.approx({step: norms(whole)[step] for step in (4, 5, 6)}, rel=1e-4)
+    assert second.manager.get_training_summary().total_steps == 6
+
+
+def test_resume_from_a_checkpoint_without_our_state(tmp_path: Path) -> None:
+    """A training that began without gradtrack can be resumed and saved with it; the steps go on."""
+    train(None, tmp_path, save_strategy="steps", save_steps=3)
+    callback = GradtrackCallback()
+    train(callback, tmp_path, resume=str(tmp_path / "checkpoint-3"), save_strategy="steps", save_steps=3)
+    assert list(norms(callback)) == [4, 5, 6]
+
+
+def test_tensorboard_has_one_run_and_one_norm(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Our metrics join the Trainer's run; the norm is there once, with the Trainer's values on the Trainer's steps."""
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with caplog.at_level(logging.WARNING, logger="gradtrack"):
+        callback = GradtrackCallback(grad_log_every_n_steps=1)
+        trainer = train(callback, tmp_path, report_to=["tensorboard"])
+    (directory,) = {path.parent for path in tmp_path.rglob("*tfevents*") if path.parent.name != "gradtrack"}
+    events = EventAccumulator(str(directory), size_guidance={"scalars": 0}).Reload()
+    shown = {event.step: event.value for event in events.Scalars("train/grad_norm")}
+    assert shown == pytest.approx(own_norms(trainer), rel=1e-5)
+    assert [event.step for event in events.Scalars("train/grad_variance")] == [1, 2, 3, 4, 5, 6]
+    assert sum("ours is left out there" in record.message for record in caplog.records) == 1
+
+
+def test_mlflow_has_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Our metrics are in the run that the Trainer opened, each at the Trainer's step."""
+    pytest.importorskip("mlflow")
+    from mlflow import MlflowClient
+
+    uri = f"sqlite:///{tmp_path}/store.db"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    monkeypatch.setenv("HF_MLFLOW_LOG_ARTIFACTS", "0")
+    train(GradtrackCallback(grad_log_every_n_steps=1), tmp_path / "out", report_to=["mlflow"])
+    client = MlflowClient(tracking_uri=uri)
+    experiments = [experiment.experiment_id for experiment in client.search_experiments()]
+    (run,) = client.search_runs(experiments)
+    ours, theirs = (
+        {point.step: point.value for point in client.get_metric_history(run.info.run_id, name)}
+        for name in ("train/grad_norm", "grad_norm")
+    )
+    assert ours == pytest.approx(theirs, rel=1e-5)
+
+
+def test_wandb_has_one_run_and_one_norm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Offline: the user's rows and ours are in one run, and the norm is the Trainer's."""
+    wandb = pytest.importorskip("wandb")
+    from gradtrack.backends.wandb import read_history
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    try:
+        trainer = train(GradtrackCallback(grad_log_every_n_steps=1), tmp_path / "out", report_to=["wandb"])
+    finally:
+        wandb.finish()
+    (path,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    rows = list(read_history(path))
+    shown = [row["train/grad_norm"] for row in rows if "train/grad_norm" in row]
+    assert shown == pytest.approx(list(own_norms(trainer).values()), rel=1e-5)
+    assert [row["gradtrack/step"] for row in rows if "gradtrack/step" in row] == [1, 2, 3, 4, 5, 6]
+
+
+def test_an_issue_can_stop_the_training(tmp_path: Path) -> None:
+    """What `on_issue` raises comes out of trainer.train()."""
+
+    def stop(issue: Any, report: Any) -> None:
+        raise KeyboardInterrupt
+
+    model = tiny_model()
+    with torch.no_grad():
+        model.transformer.h[0].mlp.c_fc.weight[0, 0] = float("nan")
+    callback = GradtrackCallback(on_issue=stop)
+    with pytest.raises(KeyboardInterrupt):
+        train(callback, tmp_path, model=model)
+    assert callback.reports[-1].nan_inf.nan_count > 0
+
+
+def test_loss_scaling_is_undone_before_the_look() -> None:
+    """Where a scaler is used, the norm is that of the unscaled gradients, right after the Trainer has unscaled them."""
+    from gradtrack.integrations.transformers import _after_unscaling
+
+    model, seen = torch.nn.Linear(3, 1), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    manager = GradientManager(enable_gradient_clipping=False)
+    undo = _after_unscaling(
+        scaler, lambda: seen.append(manager.step(model, optimizer, None, False, scaler=scaler).clipping.norm_before)
+    )
+    loss = model(torch.ones(2, 3)).sum()
+    torch.autograd.backward(scaler.scale(loss))
+    scaler.unscale_(optimizer)
+    assert seen == [pytest.approx((3 * 4 + 4) ** 0.5)]
+    undo()
+    assert "unscale_" not in vars(scaler)
+
+
+def test_the_manager_begins_with_the_training() -> None:
+    """Before the training there are no reports, and the error says when there will be a manager."""
+    callback = GradtrackCallback()
+    assert callback.reports == []
+    with pytest.raises(UsageError, match=r"expected a training that has begun\. Read it during or after"):
+        _ = callback.manager
