@@ -20,7 +20,9 @@ class AfterBackward:
         self._call = call
         self._queued = False
         self._hooks = [
-            param.register_post_accumulate_grad_hook(self._reached) for param in params if param.requires_grad
+            param.register_post_accumulate_grad_hook(self._reached)  # type: ignore[no-untyped-call]
+            for param in params
+            if param.requires_grad
         ]
 
     def reset(self) -> None:

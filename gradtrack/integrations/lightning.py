@@ -1,0 +1,172 @@
+"""A callback for Lightning."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from gradtrack.config import GradientConfig
+from gradtrack.errors import MissingExtraError, UsageError
+from gradtrack.integrations.roles import joined, only_measuring, wants_clipping
+from gradtrack.manager import GradientManager, IssueCallback
+from gradtrack.reports import StepReport
+
+try:
+    from lightning.pytorch.callbacks import Callback
+    from lightning.pytorch.loggers import MLFlowLogger, TensorBoardLogger, WandbLogger
+except ImportError as fault:
+    raise MissingExtraError('pip install "gradtrack[lightning]"') from fault
+
+Config = dict[str, Any] | str | None
+
+
+class GradientStatisticsCallback(Callback):  # type: ignore[misc]
+    """Reports on the gradients of every optimizer step, unscaled and before the trainer clips them.
+
+    Rows go to the runs of the trainer's own loggers and to two JSON files in its directory, where a picture of four
+    panels follows at the end. The steps are the trainer's `global_step`; of several optimizers each has its own count
+    and the name of the module that it steps. While the trainer clips, gradtrack only measures; it clips by itself only
+    where a setting asks for that. What rolls is in every checkpoint. `config` and more keywords are `GradientConfig`.
+    """
+
+    def __init__(
+        self,
+        grad_log_every_n_steps: int = 100,
+        grad_track_per_weight_matrix: bool = True,
+        *,
+        config: Config = None,
+        run_dir: str | None = None,
+        on_issue: IssueCallback | None = None,
+        **settings: Any,
+    ) -> None:
+        super().__init__()
+        known = GradientConfig.load(config)
+        settings["grad_track_per_weight_matrix"] = grad_track_per_weight_matrix and known.grad_track_per_weight_matrix
+        if grad_log_every_n_steps != 100 or "grad_log_every_n_steps" not in known.model_fields_set:
+            settings["grad_log_every_n_steps"] = grad_log_every_n_steps
+        if run_dir is not None:
+            settings["run_dir"] = run_dir
+        self._config = GradientConfig.load(known, **settings)
+        self._on_issue = on_issue
+        self._manager: GradientManager | None = None
+        self._restored: Mapping[str, Any] | None = None
+        self._modules: dict[int, tuple[nn.Module, str]] = {}
+        self._loss: Tensor | None = None
+        self._last_step = 0
+
+    @property
+    def manager(self) -> GradientManager:
+        """Return the manager of the training, which begins with the training itself."""
+        if self._manager is None:
+            raise UsageError("manager: expected a training that has begun. Read it during or after trainer.fit().")
+        return self._manager
+
+    @property
+    def reports(self) -> list[StepReport]:
+        """Return the last reports, the newest last; none before the training."""
+        return [] if self._manager is None else self._manager.reports
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Join the trainer's loggers, and take back the checkpoint's state."""
+        restored = self.state_dict() or None
+        clips = bool(trainer.gradient_clip_val)
+        config = self._config if wants_clipping(self._config) and not clips else only_measuring(self._config)
+        manager = self._manager = GradientManager(_in_its_place(config, trainer))
+        if self._on_issue is not None:
+            manager.on_issue(self._on_issue)
+        if restored:
+            manager.load_state_dict(restored)
+        self._attach(manager, trainer, pl_module)
+        if clips:
+            note = (
+                f"the trainer clips at gradient_clip_val {trainer.gradient_clip_val}; gradtrack only measures, before "
+                "it clips. Leave gradient_clip_val out and set max_grad_norm here to let gradtrack clip."
+            )
+            for _, name in self._modules.values():
+                manager.note(note, name=name)
+
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
+        """Add up the loss of the coming optimizer step."""
+        self._loss = loss.detach() if self._loss is None else self._loss + loss.detach()
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        """Measure, protect and report."""
+        module, name = self._modules.get(id(optimizer), (pl_module, ""))
+        count = trainer.global_step
+        # A closure that is called several times within one step finds its step counted already.
+        if not name and self._last_step not in (count, count + 1):
+            self.manager.continue_from(count)
+        loss, self._loss = self._loss, None
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        report = self.manager.step(module, optimizer, loss, backward=False, scaler=scaler, epoch=trainer.current_epoch)
+        self._last_step = report.step
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Deliver what is left, and draw the picture."""
+        if self._manager is not None:
+            self._manager.close()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """End what was begun as failed."""
+        if self._manager is not None:
+            self._manager.close(failed=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint needs."""
+        if self._manager is not None and self._restored is None:
+            return self._manager.state_dict()
+        return dict(self._restored or {})
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take back what a checkpoint has, when the training begins."""
+        self._restored = state_dict
+
+    def _attach(self, manager: GradientManager, trainer: Any, pl_module: nn.Module) -> None:
+        optimizers = trainer.optimizers
+        self._restored, self._loss, self._modules = None, None, {}
+        for index, optimizer in enumerate(optimizers):
+            found = (pl_module, "") if len(optimizers) == 1 else _owned_by(optimizer, pl_module, index)
+            self._modules[id(optimizer)] = found
+            manager.attach(found[0], optimizer, name=found[1] or None)
+        if len(optimizers) == 1:
+            self._last_step = trainer.global_step
+            manager.continue_from(trainer.global_step)
+
+
+def _in_its_place(config: GradientConfig, trainer: Any) -> GradientConfig:
+    """Return the configuration with the trainer's directory and loggers."""
+    # Every process has to ask, because the answer of the first one is sent to all.
+    directory = trainer.log_dir or trainer.default_root_dir
+    if config.run_dir is None:
+        config = GradientConfig.load(config, run_dir=Path(directory))
+    found = {name: options for logger in trainer.loggers for name, options in _joined_to(logger, trainer)}
+    return joined(config, ["json", *found], found.get)
+
+
+def _joined_to(logger: Any, trainer: Any) -> list[tuple[str, dict[str, Any]]]:
+    """Return the backend of a logger of Lightning's, with the options that lead it into the logger's run."""
+    zero = trainer.is_global_zero
+    if isinstance(logger, WandbLogger):
+        return [("wandb", {"run": logger.experiment} if zero else {})]
+    if isinstance(logger, TensorBoardLogger):
+        return [("tensorboard", {"writer": logger.experiment} if zero else {})]
+    if isinstance(logger, MLFlowLogger):
+        return [("mlflow", {"run_id": logger.run_id, "tracking_uri": logger._tracking_uri} if zero else {})]
+    return []
+
+
+def _owned_by(optimizer: Any, pl_module: nn.Module, index: int) -> tuple[nn.Module, str]:
+    """Return the smallest module that holds all parameters of an optimizer, and its name."""
+    params = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    holders = [
+        (sum(1 for _ in module.parameters()), name, module)
+        for name, module in pl_module.named_modules()
+        if name and params <= {id(param) for param in module.parameters()}
+    ]
+    if not holders:
+        return pl_module, f"optimizer_{index}"
+    _, name, module = min(holders, key=lambda holder: holder[0])
+    return module, name.replace(".", "_")

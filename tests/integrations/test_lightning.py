@@ -1,0 +1,285 @@
+"""The callback for Lightning, in real trainings."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gradtrack import GradientManager
+from gradtrack.errors import UsageError
+
+pytest.importorskip("lightning")
+import lightning.pytorch as pl
+from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.utilities import grad_norm
+
+from gradtrack.integrations.lightning import GradientStatisticsCallback
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::ResourceWarning"
+)
+
+
+class Tagger(pl.LightningModule):  # type: ignore[misc]
+    """A recurrent network that keeps Lightning's and torch's own norms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.rnn = nn.RNN(3, 8, batch_first=True)
+        self.readout = nn.Linear(8, 2)
+        self.own: dict[int, float] = {}
+        self.torch_own: dict[int, float] = {}
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        """Return the loss of a batch."""
+        x, y = batch
+        loss = nn.functional.mse_loss(self.readout(self.rnn(x)[0]), y)
+        self.log("train/loss", loss)
+        return loss
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        """Keep the norms that others measure here."""
+        step = self.trainer.global_step + 1
+        self.own[step] = float(grad_norm(self, 2)["grad_2.0_norm_total"])
+        grads = [param.grad for param in self.parameters() if param.grad is not None]
+        self.torch_own[step] = float(nn.utils.get_total_norm(grads))
+
+    def configure_optimizers(self) -> Any:
+        """Return one optimizer."""
+        return torch.optim.Adam(self.parameters(), lr=1e-2)
+
+
+class Game(pl.LightningModule):  # type: ignore[misc]
+    """Two networks, each with an optimizer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.generator, self.discriminator = nn.Linear(3, 3), nn.Linear(3, 1)
+
+    def training_step(self, batch: Any, index: int) -> None:
+        """Step both."""
+        x = batch[0][:, 0]
+        for optimizer, sign in zip(self.optimizers(), (1.0, -1.0), strict=True):
+            self.toggle_optimizer(optimizer)
+            optimizer.zero_grad()
+            self.manual_backward(sign * self.discriminator(self.generator(x)).square().mean())
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self) -> Any:
+        """Return one optimizer for each network."""
+        return [torch.optim.SGD(part.parameters(), lr=0.01) for part in (self.generator, self.discriminator)]
+
+
+def loader() -> Any:
+    """Return four batches."""
+    generator = torch.Generator().manual_seed(1)
+    x, y = (torch.randn(16, 5, size, generator=generator) for size in (3, 2))
+    return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=4)
+
+
+def fit(
+    callback: Any, directory: Path, *, module: Any = None, ckpt_path: Any = None, **options: Any
+) -> tuple[Any, Any]:
+    """Train for some steps; return module and trainer."""
+    defaults: dict[str, Any] = {
+        "max_steps": 6,
+        "accelerator": "cpu",
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "default_root_dir": str(directory),
+        "log_every_n_steps": 1,
+        "callbacks": [] if callback is None else [callback],
+    }
+    trainer = pl.Trainer(**{**defaults, **options})
+    module = module or Tagger()
+    trainer.fit(module, loader(), ckpt_path=ckpt_path)
+    return module, trainer
+
+
+def norms(callback: Any) -> dict[int, float]:
+    """Return our norms by step."""
+    return {report.step: report.clipping.norm_before for report in callback.reports}
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"gradient_clip_val": 0.05}, {"accumulate_grad_batches": 2}, {"precision": "bf16-mixed"}]
+)
+def test_the_norm_is_lightnings_and_torchs(options: dict[str, Any], tmp_path: Path) -> None:
+    """Step by step to 1e-5, with and without clipping, accumulation and half precision."""
+    callback = GradientStatisticsCallback()
+    module, trainer = fit(callback, tmp_path, **options)
+    assert norms(callback) == pytest.approx(module.own, rel=1e-4 if "precision" in options else 1e-5, abs=1e-4)
+    assert norms(callback) == pytest.approx(module.torch_own, rel=1e-5)
+    assert callback.reports[-1].step == trainer.global_step == 6
+    notes = [report.notes for report in callback.reports]
+    assert ("the trainer clips at gradient_clip_val 0.05" in str(notes[0])) == ("gradient_clip_val" in options)
+    assert not any(notes[1:])
+
+
+def test_files_are_those_of_the_document(tmp_path: Path) -> None:
+    """Both JSON files and the picture with four panels lie in the trainer's directory, a row every N steps."""
+    pytest.importorskip("matplotlib")
+    module, _ = fit(GradientStatisticsCallback(grad_log_every_n_steps=2), tmp_path)
+    stats = json.loads((tmp_path / "gradient_statistics.json").read_text())
+    assert list(stats) == ["step", "epoch", "grad_variance", "grad_mean", "grad_norm", "grad_max", "grad_min"]
+    assert stats["step"] == [2, 4, 6]
+    assert stats["grad_norm"] == pytest.approx([module.torch_own[step] for step in (2, 4, 6)], rel=1e-5)
+    matrices = json.loads((tmp_path / "gradient_statistics_weight_matrices.json").read_text())
+    assert set(matrices) == {"W_in", "W_rec", "W_out", "biases"}
+    assert (tmp_path / "gradient_statistics.png").stat().st_size > 10_000
+
+
+def test_without_weight_matrices_there_is_no_second_file(tmp_path: Path) -> None:
+    """The switch leaves the groups out."""
+    callback = GradientStatisticsCallback(2, grad_track_per_weight_matrix=False, save_gradient_plots=False)
+    fit(callback, tmp_path)
+    assert not (tmp_path / "gradient_statistics_weight_matrices.json").exists()
+    assert callback.reports[-1].groups == {}
+
+
+def test_gradtrack_clips_where_it_was_asked_to(tmp_path: Path) -> None:
+    """Our clipping gives the weights of the trainer's clipping; without being asked we clip nothing."""
+    theirs, _ = fit(None, tmp_path / "a", gradient_clip_val=0.05)
+    ours, _ = fit(GradientStatisticsCallback(max_grad_norm=0.05), tmp_path / "b")
+    plain, _ = fit(None, tmp_path / "c")
+    watched, _ = fit(GradientStatisticsCallback(analyzers="auto"), tmp_path / "d")
+    for one, two in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)
+    assert all(torch.equal(one, two) for one, two in zip(plain.parameters(), watched.parameters(), strict=True))
+
+
+def test_resume_goes_on_without_gap_or_overlap(tmp_path: Path) -> None:
+    """The callback's state is in the checkpoint, and the resumed training reports what an uninterrupted one does."""
+    whole, first, second = (GradientStatisticsCallback() for _ in range(3))
+    fit(whole, tmp_path / "a", max_steps=8)
+    _, trainer = fit(first, tmp_path / "b", max_steps=4)
+    trainer.save_checkpoint(tmp_path / "at4.ckpt")
+    fit(second, tmp_path / "c", max_steps=8, ckpt_path=str(tmp_path / "at4.ckpt"))
+    assert list(norms(second)) == [5, 6, 7, 8]
+    assert norms(second) == pytest.approx({step: norms(whole)[step] for step in (5, 6, 7, 8)}, rel=1e-5)
+    assert second.manager.get_training_summary() == whole.manager.get_training_summary()
+
+
+def test_several_optimizers_have_names_of_their_own(tmp_path: Path) -> None:
+    """Each pair counts its own steps and carries the name of the module that it steps."""
+    callback = GradientStatisticsCallback(1, backends=["memory"])
+    fit(callback, tmp_path, module=Game(), max_steps=6)
+    memory = callback.manager.backend("memory")
+    found = {(record.source, record.step) for record in memory.records}  # type: ignore[attr-defined]
+    assert found == {(name, step) for name in ("generator", "discriminator") for step in (1, 2, 3)}
+
+
+def test_lbfgs_has_one_report_per_step(tmp_path: Path) -> None:
+    """A closure that is called several times is one step."""
+
+    class Slow(Tagger):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=4)
+
+    callback = GradientStatisticsCallback()
+    fit(callback, tmp_path, module=Slow(), max_steps=3)
+    assert [report.step for report in callback.reports] == [1, 2, 3]
+
+
+def test_the_loss_is_the_sum_over_the_accumulated_batches(tmp_path: Path) -> None:
+    """Reports carry the loss that the step's gradients belong to."""
+    one, two = GradientStatisticsCallback(), GradientStatisticsCallback()
+    fit(one, tmp_path / "a", max_steps=1)
+    fit(two, tmp_path / "b", max_steps=1, accumulate_grad_batches=4)
+    assert one.reports[0].loss is not None
+    assert two.reports[0].loss == pytest.approx(one.reports[0].loss, rel=0.5)
+
+
+def test_tensorboard_has_one_run(tmp_path: Path) -> None:
+    """The user's metrics and ours are in the logger's run, ours at the trainer's global step."""
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    logger = TensorBoardLogger(str(tmp_path), name="logs")
+    module, _ = fit(GradientStatisticsCallback(1, save_gradient_plots=False), tmp_path, logger=logger)
+    (directory,) = {path.parent for path in tmp_path.rglob("*tfevents*") if path.parent.name != "gradtrack"}
+    events = EventAccumulator(str(directory), size_guidance={"scalars": 0}).Reload()
+    shown = {event.step: event.value for event in events.Scalars("train/grad_norm")}
+    assert shown == pytest.approx(module.torch_own, rel=1e-5)
+    assert len(events.Scalars("train/loss")) == 6
+
+
+def test_mlflow_has_one_run(tmp_path: Path) -> None:
+    """The user's metrics and ours are in the logger's run."""
+    pytest.importorskip("mlflow")
+    from mlflow import MlflowClient
+
+    uri = f"sqlite:///{tmp_path}/store.db"
+    logger = MLFlowLogger("experiment", tracking_uri=uri)
+    module, _ = fit(GradientStatisticsCallback(1, save_gradient_plots=False), tmp_path, logger=logger)
+    client = MlflowClient(tracking_uri=uri)
+    (run,) = client.search_runs([experiment.experiment_id for experiment in client.search_experiments()])
+    ours = {point.step: point.value for point in client.get_metric_history(run.info.run_id, "train/grad_norm")}
+    assert ours == pytest.approx(module.torch_own, rel=1e-5)
+    assert len(client.get_metric_history(run.info.run_id, "train/loss")) == 6
+
+
+def test_wandb_has_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Offline: the user's rows and ours are complete in the logger's run."""
+    wandb = pytest.importorskip("wandb")
+    from gradtrack.backends.wandb import read_history
+
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    logger = WandbLogger(project="test", offline=True, save_dir=str(tmp_path))
+    try:
+        module, _ = fit(GradientStatisticsCallback(1, save_gradient_plots=False), tmp_path, logger=logger)
+    finally:
+        wandb.finish()
+    (path,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    rows = list(read_history(path))
+    ours = {row["gradtrack/step"]: row["train/grad_norm"] for row in rows if "gradtrack/step" in row}
+    assert ours == pytest.approx(module.torch_own, rel=1e-5)
+    assert sum("train/loss" in row for row in rows) == 6
+
+
+def test_the_files_follow_the_csv_logger(tmp_path: Path) -> None:
+    """A logger without a backend of ours gives the directory only."""
+    logger = CSVLogger(str(tmp_path))
+    fit(GradientStatisticsCallback(2, save_gradient_plots=False), tmp_path, logger=logger)
+    assert (Path(logger.log_dir) / "gradient_statistics.json").exists()
+
+
+def test_a_training_that_fails_ends_its_backends_as_failed(tmp_path: Path) -> None:
+    """An exception in the training goes on its way."""
+
+    class Broken(Tagger):
+        def training_step(self, batch: Any, index: int) -> Tensor:
+            if index == 2:
+                raise ZeroDivisionError
+            loss: Tensor = super().training_step(batch, index)
+            return loss
+
+    callback = GradientStatisticsCallback(backends=["memory"])
+    with pytest.raises(ZeroDivisionError):
+        fit(callback, tmp_path, module=Broken())
+    assert callback.manager.backend("memory").failed  # type: ignore[attr-defined]
+
+
+def test_the_manager_begins_with_the_training() -> None:
+    """Before the training there are no reports, and the error says when there will be a manager."""
+    callback = GradientStatisticsCallback()
+    assert callback.reports == []
+    with pytest.raises(UsageError, match=r"expected a training that has begun\. Read it during or after"):
+        _ = callback.manager
+
+
+def test_settings_come_from_the_training_configuration(tmp_path: Path) -> None:
+    """A mapping or file gives the settings, and keywords win over it."""
+    callback = GradientStatisticsCallback(config={"grad_log_every_n_steps": 3, "backends": ["memory"]}, run_dir=None)
+    fit(callback, tmp_path)
+    assert isinstance(callback.manager, GradientManager)
+    memory = callback.manager.backend("memory")
+    assert [record.step for record in memory.records] == [3, 6]  # type: ignore[attr-defined]
