@@ -159,10 +159,10 @@ def test_gradtrack_clips_where_it_was_asked_to(tmp_path: Path) -> None:
 def test_resume_goes_on_without_gap_or_overlap(tmp_path: Path) -> None:
     """The callback's state is in the checkpoint, and the resumed training reports what an uninterrupted one does."""
     whole, first, second = (GradientStatisticsCallback() for _ in range(3))
-    fit(whole, tmp_path / "a", max_steps=8)
-    _, trainer = fit(first, tmp_path / "b", max_steps=4)
+    fit(whole, tmp_path / "a", max_steps=-1, max_epochs=2)
+    _, trainer = fit(first, tmp_path / "b", max_steps=-1, max_epochs=1)
     trainer.save_checkpoint(tmp_path / "at4.ckpt")
-    fit(second, tmp_path / "c", max_steps=8, ckpt_path=str(tmp_path / "at4.ckpt"))
+    fit(second, tmp_path / "c", max_steps=-1, max_epochs=2, ckpt_path=str(tmp_path / "at4.ckpt"))
     assert list(norms(second)) == [5, 6, 7, 8]
     assert norms(second) == pytest.approx({step: norms(whole)[step] for step in (5, 6, 7, 8)}, rel=1e-5)
     assert second.manager.get_training_summary() == whole.manager.get_training_summary()

@@ -1,0 +1,176 @@
+"""A callback for the algorithms of Stable-Baselines3."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, final
+
+import torch
+from torch import nn
+
+from gradtrack.backends.base import Backend
+from gradtrack.config import GradientConfig
+from gradtrack.errors import MissingExtraError, UsageError
+from gradtrack.integrations.after_backward import AfterBackward
+from gradtrack.integrations.roles import Source, only_measuring, wants_clipping
+from gradtrack.manager import GradientManager, IssueCallback
+from gradtrack.records import Record
+from gradtrack.reports import StepReport
+
+try:
+    from stable_baselines3.common.callbacks import BaseCallback
+except ImportError as fault:
+    raise MissingExtraError('pip install "gradtrack[sb3]"') from fault
+
+_POLICY = "rl_policy"
+
+
+class GradtrackCallback(BaseCallback):  # type: ignore[misc]
+    """Reports on the gradients of every optimizer step of an algorithm, and on the policy where it has a distribution.
+
+    Where the algorithm clips (PPO, A2C, DQN), gradtrack looks before that and only measures; elsewhere (SAC, TD3) it
+    clips where a setting asks for that. Actor and critic have names and counts of their own. Without `backends` the
+    rows go to the algorithm's own logger; without `analyzers` the policy of PPO and A2C is looked at.
+    """
+
+    def __init__(
+        self, config: Source = None, *, on_issue: IssueCallback | None = None, verbose: int = 0, **settings: Any
+    ) -> None:
+        super().__init__(verbose)
+        self._config = GradientConfig.load(config, **settings)
+        self._on_issue = on_issue
+        self._manager: GradientManager | None = None
+        self._undo: list[Callable[[], object]] = []
+
+    @property
+    def manager(self) -> GradientManager:
+        """Return the manager of the training, which begins with the training itself."""
+        if self._manager is None:
+            raise UsageError("manager: expected a training that has begun. Read it during or after model.learn().")
+        return self._manager
+
+    @property
+    def reports(self) -> list[StepReport]:
+        """Return the last reports, the newest last; none before the training."""
+        return [] if self._manager is None else self._manager.reports
+
+    def _on_training_start(self) -> None:
+        self._stop()
+        before = None if self._manager is None else self._manager.state_dict()
+        clips = hasattr(self.model, "max_grad_norm")
+        self._manager = manager = GradientManager(self._effective(clips=clips))
+        if self._on_issue is not None:
+            manager.on_issue(self._on_issue)
+        if before is not None:
+            manager.load_state_dict(before)
+        for name, module, optimizer in _pairs(self.model):
+            manager.attach(module, optimizer, name=name or None)
+            self._watch(module, optimizer, clips=clips)
+            if clips:
+                manager.note(
+                    f"{type(self.model).__name__} clips at max_grad_norm {self.model.max_grad_norm}; gradtrack only "
+                    "measures, before it clips.",
+                    name=name,
+                )
+        if _distribution_of(self.model.policy) is not None and self._has_policy_analyzer():
+            self._watch_policy(self.model.policy)
+
+    def _on_step(self) -> bool:
+        return True
+
+    def _on_training_end(self) -> None:
+        self._stop()
+
+    def _effective(self, *, clips: bool) -> GradientConfig:
+        config = self._config
+        if clips or not wants_clipping(config):
+            config = only_measuring(config)
+        given = config.model_fields_set
+        defaults: dict[str, Any] = {}
+        if "backends" not in given:
+            defaults["backends"] = [_LoggerBackend(self.model.logger)]
+        if "analyzers" not in given and _distribution_of(self.model.policy) is not None:
+            defaults["analyzers"] = [_POLICY]
+        return GradientConfig.load(config, **defaults)
+
+    def _watch(self, module: nn.Module, optimizer: Any, *, clips: bool) -> None:
+        manager = self.manager
+
+        def look(*_: object) -> None:
+            manager.step(module, optimizer, None, backward=False)
+
+        if clips:
+            self._undo.append(AfterBackward(module.parameters(), look).close)
+        else:
+            self._undo.append(optimizer.register_step_pre_hook(look).remove)
+
+    def _has_policy_analyzer(self) -> bool:
+        try:
+            self.manager.analyzer(_POLICY)
+        except UsageError:
+            return False
+        return True
+
+    def _watch_policy(self, policy: Any) -> None:
+        """Show the analyzer the distributions that the update itself computes."""
+        analyzer: Any = self.manager.analyzer(_POLICY)
+        compute = policy._get_action_dist_from_latent
+
+        def compute_and_show(*arguments: Any, **keywords: Any) -> Any:
+            found = compute(*arguments, **keywords)
+            if policy.training and torch.is_grad_enabled():
+                analyzer.observe(found.distribution, episode_return=_episode_return(self.model))
+            return found
+
+        policy._get_action_dist_from_latent = compute_and_show
+        self._undo.append(lambda: vars(policy).pop("_get_action_dist_from_latent", None))
+
+    def _stop(self) -> None:
+        for undo in self._undo:
+            undo()
+        self._undo = []
+        if self._manager is not None:
+            self._manager.close()
+
+
+@final
+class _LoggerBackend(Backend):
+    """The algorithm's own logger, which keeps the last row until the algorithm writes its own."""
+
+    inline: ClassVar[bool] = True
+    name = "stable_baselines3"
+
+    def __init__(self, logger: Any) -> None:
+        self._logger = logger
+
+    def write(self, records: Sequence[Record]) -> None:
+        """Record metrics; those of groups not on the screen, whose narrow column refuses names that are cut alike."""
+        for record in records:
+            tail = f"/{record.source}" if record.source else ""
+            for name, value in record.metrics.items():
+                narrow = name.removesuffix(tail).count("/") == 1
+                self._logger.record(name, value, exclude=None if narrow else ("stdout", "log"))
+            self._logger.record(f"gradtrack/step{tail}", record.step)
+
+
+def _pairs(model: Any) -> list[tuple[str, nn.Module, Any]]:
+    """Return what the algorithm steps: name, module and optimizer."""
+    policy = model.policy
+    parts = [
+        (name, getattr(policy, name))
+        for name in ("actor", "critic")
+        if isinstance(getattr(getattr(policy, name, None), "optimizer", None), torch.optim.Optimizer)
+    ]
+    if parts:
+        return [(name, part, part.optimizer) for name, part in parts]
+    return [("", getattr(policy, "q_net", policy), policy.optimizer)]
+
+
+def _distribution_of(policy: Any) -> Any:
+    """Return the function that computes the policy's distribution in an update, where it has one."""
+    return getattr(policy, "_get_action_dist_from_latent", None)
+
+
+def _episode_return(model: Any) -> float | None:
+    recent = [float(episode["r"]) for episode in model.ep_info_buffer or ()]
+    return sum(recent) / len(recent) if recent else None

@@ -1,0 +1,118 @@
+"""The callback for Stable-Baselines3, in real trainings."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gradtrack.errors import UsageError
+
+pytest.importorskip("stable_baselines3")
+import stable_baselines3
+from stable_baselines3.common.logger import configure
+
+from gradtrack.integrations.stable_baselines3 import GradtrackCallback
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
+
+
+@pytest.fixture
+def clipped(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
+    """Collect the norms that torch measures when the algorithm clips, which the algorithm throws away."""
+    found: list[float] = []
+    clip = torch.nn.utils.clip_grad_norm_
+
+    def clip_and_keep(*arguments: Any, **keywords: Any) -> torch.Tensor:
+        norm = clip(*arguments, **keywords)
+        found.append(float(norm))
+        return norm
+
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", clip_and_keep)
+    yield found
+    monkeypatch.undo()
+
+
+def algorithm(name: str, **options: Any) -> Any:
+    """Return an algorithm that learns quickly and little."""
+    sizes: dict[str, dict[str, Any]] = {
+        "PPO": {"n_steps": 64, "batch_size": 32, "n_epochs": 2},
+        "A2C": {"n_steps": 8},
+        "DQN": {"learning_starts": 20, "buffer_size": 200, "batch_size": 8},
+        "SAC": {"learning_starts": 20, "buffer_size": 200, "batch_size": 8},
+    }
+    world = "Pendulum-v1" if name == "SAC" else "CartPole-v1"
+    kind = getattr(stable_baselines3, name)
+    return kind("MlpPolicy", world, seed=0, device="cpu", **{**sizes[name], **options})
+
+
+@pytest.mark.parametrize("name", ["PPO", "A2C", "DQN"])
+def test_the_norm_is_the_one_that_the_algorithm_throws_away(name: str, clipped: list[float]) -> None:
+    """Every update's norm before clipping, to 1e-5, and a note on who clips."""
+    callback = GradtrackCallback()
+    algorithm(name).learn(128, callback=callback)
+    assert len(clipped) == len(callback.reports) > 3
+    assert [report.clipping.norm_before for report in callback.reports] == pytest.approx(clipped, rel=1e-5)
+    assert f"{name} clips at max_grad_norm" in callback.reports[0].notes[0]
+
+
+def test_actor_and_critic_have_their_own_reports() -> None:
+    """SAC's two optimizers are two pairs with their own counts, and gradtrack clips them when asked to."""
+    callback = GradtrackCallback(max_grad_norm=1e-3)
+    algorithm("SAC").learn(30, callback=callback)
+    found = {(report.source, report.step) for report in callback.reports}
+    assert found == {(name, step) for name in ("actor", "critic") for step in range(1, 11)}
+    assert all(report.clipping.clipped for report in callback.reports)
+
+
+def test_entropy_agrees_with_the_algorithms_own() -> None:
+    """The mean over the updates of a rollout is what PPO logs."""
+    model, callback = algorithm("PPO"), GradtrackCallback()
+    model.learn(64, callback=callback)
+    shown = model.logger.name_to_value["train/entropy_loss"]
+    ours = [report.analyzers["rl_policy"]["discrete_entropy_mean"] for report in callback.reports]
+    assert len(ours) == 4
+    assert -sum(ours) / 4 == pytest.approx(shown, rel=1e-5)
+
+
+def test_rows_reach_the_algorithms_own_logger(tmp_path: Path) -> None:
+    """The last row is in the logger's table, beside the algorithm's own values."""
+    model, callback = algorithm("PPO", verbose=0), GradtrackCallback(grad_log_every_n_steps=1)
+    model.set_logger(configure(str(tmp_path), ["csv", "log"]))
+    model.learn(192, callback=callback)
+    model.logger.close()
+    header, *lines = (tmp_path / "progress.csv").read_text().splitlines()
+    last = dict(zip(header.split(","), lines[-1].split(","), strict=True))
+    assert float(last["train/grad_norm"]) == pytest.approx(callback.reports[7].clipping.norm_before)
+    assert last["gradtrack/step"] == "8"
+    assert "train/grad_norm/action_net" in last
+    assert "rl/discrete_entropy_normalized" in last
+
+
+@pytest.mark.parametrize("name", ["PPO", "SAC"])
+def test_watching_changes_nothing(name: str) -> None:
+    """The weights are bitwise those of a training that nobody watched."""
+    watched = algorithm(name).learn(70, callback=GradtrackCallback(backends=["memory"]))
+    plain = algorithm(name).learn(70)
+    for one, two in zip(watched.policy.parameters(), plain.policy.parameters(), strict=True):
+        assert torch.equal(one, two)
+
+
+def test_learning_on_counts_on() -> None:
+    """A second call of learn goes on with the steps of the first, and nothing stays hooked."""
+    model, callback = algorithm("A2C"), GradtrackCallback(backends=["memory"])
+    model.learn(16, callback=callback)
+    model.learn(16, callback=callback, reset_num_timesteps=False)
+    assert [report.step for report in callback.reports] == [3, 4]
+    assert callback.manager.get_training_summary().total_steps == 4
+    assert "_get_action_dist_from_latent" not in vars(model.policy)
+    assert not any(param._post_accumulate_grad_hooks for param in model.policy.parameters())
+
+
+def test_the_manager_begins_with_the_training() -> None:
+    """Before the training there are no reports, and the error says when there will be a manager."""
+    callback = GradtrackCallback()
+    assert callback.reports == []
+    with pytest.raises(UsageError, match=r"expected a training that has begun\. Read it during or after"):
+        _ = callback.manager
