@@ -229,15 +229,16 @@ def test_mlflow_has_one_run(tmp_path: Path) -> None:
 
 def test_wandb_has_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Offline: the user's rows and ours are complete in the logger's run."""
-    wandb = pytest.importorskip("wandb")
+    pytest.importorskip("wandb")
     from gradtrack.backends.wandb import read_history
 
     monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("WANDB_MODE", "offline")  # the logger sets it for good
     logger = WandbLogger(project="test", offline=True, save_dir=str(tmp_path))
     try:
         module, _ = fit(GradientStatisticsCallback(1, save_gradient_plots=False), tmp_path, logger=logger)
     finally:
-        wandb.finish()
+        logger.experiment.finish()
     (path,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
     rows = list(read_history(path))
     ours = {row["gradtrack/step"]: row["train/grad_norm"] for row in rows if "gradtrack/step" in row}

@@ -1,0 +1,60 @@
+"""The examples of the ways into a training run as they are, and are short."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SMALL: dict[str, dict[str, Any]] = {
+    "plain_loop": {"steps": 20},
+    "lightning_callback": {"steps": 12},
+    "hugging_face": {"steps": 4},
+    "stable_baselines3_ppo": {"timesteps": 512, "verbose": 0},
+    "gan": {"steps": 12},
+    "lstm": {"steps": 9},
+    "gpt": {"steps": 9},
+    "custom_analyzer": {"steps": 6},
+}
+NEEDS = {
+    "plain_loop": "tensorboard",
+    "lightning_callback": "lightning",
+    "hugging_face": "transformers",
+    "stable_baselines3_ppo": "stable_baselines3",
+}
+MANAGEMENT = (
+    "basic_clipping",
+    "nan_inf_handling",
+    "adaptive_clipping",
+    "health_monitoring",
+    "integrated_training",
+    "visualization",
+    "safe_backward_utility",
+)
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_examples_run_and_are_short(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each trains, has reports and prints something; none is longer than a screen and a half."""
+    if name in NEEDS:
+        pytest.importorskip(NEEDS[name])
+    path = EXAMPLES / f"{name}.py"
+    found = runpy.run_path(str(path))["main"](**SMALL[name])
+    assert found.reports
+    assert capsys.readouterr().out
+    assert len(path.read_text().splitlines()) < 80
+
+
+@pytest.mark.parametrize("name", MANAGEMENT)
+def test_examples_of_managing_gradients_run(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each of the seven examples runs and prints what it shows."""
+    if name == "visualization":
+        pytest.importorskip("matplotlib")
+    examples = runpy.run_path(str(EXAMPLES / "gradient_management_example.py"))["EXAMPLES"]
+    assert set(examples) == set(MANAGEMENT)
+    examples[name]()
+    assert capsys.readouterr().out
