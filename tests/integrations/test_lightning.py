@@ -1,6 +1,7 @@
 """The callback for Lightning, in real trainings."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ from torch import Tensor, nn
 
 from gradtrack import GradientManager
 from gradtrack.errors import UsageError
+from tests.backends.history import rows_of
+from tests.backends.stores import empty_store
 
 pytest.importorskip("lightning")
 import lightning.pytorch as pl
@@ -217,6 +220,7 @@ def test_mlflow_has_one_run(tmp_path: Path) -> None:
     pytest.importorskip("mlflow")
     from mlflow import MlflowClient
 
+    shutil.copy(empty_store(), tmp_path / "store.db")
     uri = f"sqlite:///{tmp_path}/store.db"
     logger = MLFlowLogger("experiment", tracking_uri=uri)
     module, _ = fit(GradientStatisticsCallback(1, save_gradient_plots=False), tmp_path, logger=logger)
@@ -230,8 +234,6 @@ def test_mlflow_has_one_run(tmp_path: Path) -> None:
 def test_wandb_has_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Offline: the user's rows and ours are complete in the logger's run."""
     pytest.importorskip("wandb")
-    from gradtrack.backends.wandb import read_history
-
     monkeypatch.setenv("WANDB_SILENT", "true")
     monkeypatch.setenv("WANDB_MODE", "offline")  # the logger sets it for good
     logger = WandbLogger(project="test", offline=True, save_dir=str(tmp_path))
@@ -239,8 +241,8 @@ def test_wandb_has_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         module, _ = fit(GradientStatisticsCallback(1, save_gradient_plots=False), tmp_path, logger=logger)
     finally:
         logger.experiment.finish()
-    (path,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
-    rows = list(read_history(path))
+    (directory,) = tmp_path.glob("wandb/offline-run-*")
+    rows = rows_of(directory)
     ours = {row["gradtrack/step"]: row["train/grad_norm"] for row in rows if "gradtrack/step" in row}
     assert ours == pytest.approx(module.torch_own, rel=1e-5)
     assert sum("train/loss" in row for row in rows) == 6

@@ -1,6 +1,7 @@
 """The callback for the Hugging Face Trainer, in real trainings of a tiny GPT-2."""
 
 import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ import torch
 
 from gradtrack import GradientManager
 from gradtrack.errors import UsageError
+from tests.backends.history import rows_of
+from tests.backends.stores import empty_store
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -155,10 +158,13 @@ def test_tensorboard_has_one_run_and_one_norm(tmp_path: Path, caplog: pytest.Log
 def test_mlflow_has_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Our metrics are in the run that the Trainer opened, each at the Trainer's step."""
     pytest.importorskip("mlflow")
+    import mlflow
     from mlflow import MlflowClient
 
+    shutil.copy(empty_store(), tmp_path / "store.db")
     uri = f"sqlite:///{tmp_path}/store.db"
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    mlflow.set_tracking_uri(uri)
+    mlflow.set_experiment("trainer")
     monkeypatch.setenv("HF_MLFLOW_LOG_ARTIFACTS", "0")
     train(GradtrackCallback(grad_log_every_n_steps=1), tmp_path / "out", report_to=["mlflow"])
     client = MlflowClient(tracking_uri=uri)
@@ -174,17 +180,15 @@ def test_mlflow_has_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_wandb_has_one_run_and_one_norm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Offline: the user's rows and ours are in one run, and the norm is the Trainer's."""
     wandb = pytest.importorskip("wandb")
-    from gradtrack.backends.wandb import read_history
-
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
     monkeypatch.setenv("WANDB_SILENT", "true")
     try:
         trainer = train(GradtrackCallback(grad_log_every_n_steps=1), tmp_path / "out", report_to=["wandb"])
     finally:
-        wandb.finish()
-    (path,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
-    rows = list(read_history(path))
+        wandb.run.finish()
+    (directory,) = tmp_path.glob("wandb/offline-run-*")
+    rows = rows_of(directory)
     shown = [row["train/grad_norm"] for row in rows if "train/grad_norm" in row]
     assert shown == pytest.approx(list(own_norms(trainer).values()), rel=1e-5)
     assert [row["gradtrack/step"] for row in rows if "gradtrack/step" in row] == [1, 2, 3, 4, 5, 6]
