@@ -28,7 +28,7 @@ TAKEN, DONE = range(2)
 """Progress: tickets handed out, items finished."""
 ITEM_ELEMENTS = 131072
 RUN_ITEMS = 16
-SHORT_LINE = 8 * ITEM_ELEMENTS
+SHORT_LINE = 16 * ITEM_ELEMENTS
 """The longest line that one call measures or scales alone; a longer one is worth waking threads for."""
 BLOCK_ELEMENTS = 4096
 LINE_ELEMENTS = 64
