@@ -131,6 +131,8 @@ class TransformerAnalyzer(Analyzer):
             kind = type(module).__name__
             if isinstance(module, nn.MultiheadAttention) or any(word in kind.lower() for word in _ATTENTION_NAMES):
                 return f"module {name or 'itself'!r} is {kind}"
+            if _calls_attention(type(module)):
+                return f"module {name or 'itself'!r} calls scaled_dot_product_attention"
         return None
 
     def analyze(
@@ -243,3 +245,9 @@ def _is_compiled(model: nn.Module) -> bool:
         hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
         for module in model.modules()
     )
+
+
+def _calls_attention(kind: type[nn.Module]) -> bool:
+    """Whether the forward pass of a class, or a function that it names, is attention."""
+    code = getattr(kind.forward, "__code__", None)
+    return code is not None and "scaled_dot_product_attention" in code.co_names

@@ -274,7 +274,7 @@ def _norms(gradient: Tensor, norm_type: str) -> tuple[Tensor, Tensor, Tensor]:
     """Return the norm of a gradient, that of each sample, and the root mean square."""
     values = torch.view_as_real(gradient) if gradient.is_complex() else gradient
     dtype = torch.float64 if values.device.type == "cpu" else torch.float32
-    rows = values.reshape(values.shape[0], -1) if values.dim() > 1 else values.reshape(1, -1)
+    rows = values.flatten(1) if values.dim() > 1 else values.reshape(1, -1)
     if not rows.numel():
         nothing = values.new_zeros((), dtype=dtype)
         return nothing, nothing.reshape(1), nothing

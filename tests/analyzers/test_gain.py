@@ -153,3 +153,12 @@ def test_the_scale_of_the_loss_changes_no_metric(scale: float) -> None:
             report = manager.step(model, optimizer, factor * model(batch).square().sum())
         found.append(report.analyzers["gain"].metrics())  # type: ignore[union-attr]
     assert found[0] == pytest.approx(found[1], rel=1e-12, abs=1e-12)
+
+
+def test_a_block_without_inputs_in_a_batch() -> None:
+    """An expert that no row of a batch was sent to has an empty gradient, which never stops the training."""
+    blocks = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+    with GradientGainMonitor(blocks) as monitor:
+        x = torch.randn(3, 4)
+        torch.autograd.backward(blocks[0](x).sum() + blocks[1](blocks[0](x)[:0]).sum())
+        monitor.norms()

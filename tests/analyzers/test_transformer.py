@@ -421,3 +421,14 @@ def test_loss_scale_changes_nothing() -> None:
     scaled = TransformerAnalyzer(model).analyze(ids, lambda output: 1e4 * language_loss(output), steps=2)[1]
     assert scaled == plain
     assert math.isfinite(plain.layers[0].max_logit)
+
+
+def test_suits_a_model_that_calls_attention_itself() -> None:
+    """A block of any name is chosen for its call of the attention function."""
+
+    class Mixer(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.scaled_dot_product_attention(x, x, x)
+
+    assert "Mixer" not in (TransformerAnalyzer.suits(nn.Sequential(nn.Linear(4, 4))) or "")
+    assert "scaled_dot_product_attention" in (TransformerAnalyzer.suits(nn.Sequential(nn.Linear(4, 4), Mixer())) or "")
