@@ -1,0 +1,107 @@
+"""A few elements of every parameter, followed through one optimizer step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+_COUNT: Final = 256
+_SPARSE: Final = 0.1
+_SUBNORMAL: Final = 2.0**-14
+_SEARCHED: Final = 1 << 23
+Values = NDArray[np.float64]
+
+
+@dataclass(slots=True)
+class Change:
+    """What one optimizer step did to a parameter, by its sampled elements.
+
+    `ratio` is ‖Δw‖/‖w‖;
+    `unchanged` is the share of the elements with a gradient that stayed as they were, bit by bit, and `subnormal` the
+    share of float16 gradients too small to keep their precision.
+    """
+
+    ratio: float
+    unchanged: float
+    subnormal: float = math.nan
+
+
+class Elements:
+    """The sampled elements of the parameters of a model before an optimizer step."""
+
+    def __init__(self, params: Mapping[str, nn.Parameter], grads: Mapping[str, Tensor]) -> None:
+        self._index: dict[str, Tensor] = {}
+        self._weights: dict[str, Values] = {}
+        self._grads: dict[str, Values] = {}
+        for name, param in params.items():
+            grad = grads.get(name)
+            if param.is_floating_point() and param.numel():
+                self._add(name, param.detach(), grad if grad is not None and grad.shape == param.shape else None)
+
+    def _add(self, name: str, param: Tensor, grad: Tensor | None) -> None:
+        index = torch.arange(0, param.numel(), max(1, param.numel() // _COUNT), device=param.device)[:_COUNT]
+        if grad is not None and param.ndim > 1 and param.numel() <= _SEARCHED:
+            taken = _take(grad, index)
+            if float((taken != 0).mean()) < _SPARSE:
+                touched = grad.reshape(-1).nonzero()[:, 0]
+                index = touched[:: max(1, len(touched) // _COUNT)][:_COUNT] if len(touched) else index
+        self._index[name] = index
+        self._weights[name] = _take(param, index)
+        if grad is not None:
+            self._grads[name] = _take(grad, index)
+
+    def changes(self, params: Mapping[str, nn.Parameter]) -> dict[str, Change]:
+        """Compare with the parameters after the step."""
+        found: dict[str, Change] = {}
+        for name, before in self._weights.items():
+            param = params.get(name)
+            if param is None or param.numel() <= int(self._index[name].max()):
+                continue
+            moved = _take(param.detach(), self._index[name]) - before
+            size = max(_norm(before), _norm(before + moved))
+            grad = self._grads.get(name)
+            live = grad != 0 if grad is not None else np.zeros(0, dtype=bool)
+            still = float((moved[live] == 0).mean()) if live.any() else math.nan
+            tiny = math.nan
+            if grad is not None and param.dtype == torch.float16 and live.any():
+                tiny = float((abs(grad) < _SUBNORMAL).mean())
+            found[name] = Change(_norm(moved) / size if size else math.nan, still, tiny)
+        return found
+
+    def left(self, grads: Mapping[str, Tensor]) -> float:
+        """Return how much of the gradients is left, as a ratio of norms."""
+        squares = np.zeros(2)
+        for name, before in self._grads.items():
+            grad = grads.get(name)
+            if grad is not None and not grad.is_sparse and grad.numel() > int(self._index[name].max()):
+                after = _take(grad, self._index[name])
+                squares += grad.numel() / len(before) * np.array([before @ before, after @ after])
+        return float(math.sqrt(squares[1] / squares[0])) if squares[0] > 0 else math.nan
+
+    def cosine(self, params: Mapping[str, nn.Parameter], grads: Mapping[str, Tensor]) -> float:
+        """Return the cosine between the gradients before the step and those of the next one."""
+        products = np.zeros(3)
+        for name, before in self._grads.items():
+            grad, param = grads.get(name), params.get(name)
+            if grad is None or param is None or grad.shape != param.shape:
+                continue
+            after = _take(grad, self._index[name])
+            weight = param.numel() / len(before)
+            products += weight * np.array([before @ after, before @ before, after @ after])
+        inner, first, second = products
+        return float(inner / math.sqrt(first) / math.sqrt(second)) if first > 0 and second > 0 else math.nan
+
+
+def _take(tensor: Tensor, index: Tensor) -> Values:
+    return tensor.detach().reshape(-1)[index].double().cpu().numpy()
+
+
+def _norm(values: Values) -> float:
+    return float(np.sqrt(values @ values))

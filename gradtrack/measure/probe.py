@@ -1,0 +1,226 @@
+"""One look through a model: what its modules put out, what gradient comes back, and which module feeds which."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+_MAX_CALLS: Final = 256
+_MAX_WALK: Final = 4000
+_MAX_ROWS: Final = 32
+_MAX_COLUMNS: Final = 256
+TANH_LIMIT: Final = 2.0923  # |tanh| > 0.97
+SIGMOID_LIMIT: Final = 3.4761  # outside 0.03 .. 0.97
+RECTIFIERS: Final = {"ReLU", "ReLU6", "GELU", "SiLU", "Mish", "Hardswish", "ELU", "SELU", "CELU", "Softplus"}
+SQUASHERS: Final = {"Tanh": TANH_LIMIT, "Sigmoid": SIGMOID_LIMIT}
+_CHANNELS_FIRST: Final = re.compile(r"Conv|BatchNorm|GroupNorm|InstanceNorm")
+_NORMS: Final = re.compile(r"Norm")
+
+
+@dataclass(slots=True)
+class Node:
+    """One call of one module: its output, the gradient there, and the calls whose output it used.
+
+    `ops` are the names of the functions between a parent's output and this call, the one nearest to the parent first.
+    """
+
+    name: str
+    kind: str
+    parametric: bool
+    axis: int
+    width: int
+    parents: list[tuple[int, tuple[str, ...]]] = field(default_factory=list)
+    delta: float | None = None
+    unit_deltas: NDArray[np.float64] | None = None
+    rank: float = float("nan")
+    beyond_tanh: float = float("nan")
+    beyond_sigmoid: float = float("nan")
+    unit_max: NDArray[np.float64] | None = None
+    unit_min: NDArray[np.float64] | None = None
+    rows: int = 0
+    varies: bool = True
+    finite: bool = True
+    finite_input: bool = True
+
+
+class Probe:
+    """Hooks on a model for one forward and backward pass, until `close`.
+
+    A fault in a hook never reaches the training: it ends the look and is kept in `fault`.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.nodes: list[Node] = []
+        self.without_grad: set[str] = set()
+        self.fault: Exception | None = None
+        self._calls: dict[str, int] = {}
+        self._functions: dict[Any, int] = {}
+        self._handles = [
+            module.register_forward_hook(self._hook(name, module)) for name, module in _observed(model) if name
+        ]
+
+    def close(self) -> None:
+        """Remove the hooks and let go of the graph."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._functions = {}
+
+    def _hook(self, name: str, module: nn.Module) -> Callable[..., None]:
+        kind = type(module).__name__
+        parametric = any(True for _ in module.parameters(recurse=False))
+
+        def hook(_: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+            if not torch.is_grad_enabled():
+                self.without_grad.add(name)
+                return
+            found = next(_tensors(output), None)
+            calls = self._calls[name] = self._calls.get(name, 0) + 1
+            if found is not None and calls <= _MAX_CALLS and not torch.compiler.is_compiling():
+                self._guard(lambda: self._record(name, kind, parametric, inputs, found))
+
+        return hook
+
+    def _guard(self, call: Callable[[], None]) -> None:
+        if self.fault is None:
+            try:
+                call()
+            except Exception as fault:
+                self.fault = fault
+
+    def _record(self, name: str, kind: str, parametric: bool, inputs: Any, output: Tensor) -> None:
+        function = output.grad_fn
+        if function is None or function in self._functions or not output.numel():
+            return
+        parents = list(self._walk(function))
+        first = self.nodes[parents[0][0]] if parents else None
+        axis = _axis(kind, parametric, output, first)
+        width = output.shape[axis] if output.ndim > 1 else 1
+        node = Node(name, kind, parametric, axis, width, parents)
+        _look(node, output.detach(), inputs)
+        self._functions[function] = len(self.nodes)
+        self.nodes.append(node)
+        output.register_hook(lambda gradient: self._guard(lambda: _take(node, gradient)))  # type: ignore[no-untyped-call]
+
+    def _walk(self, start: Any) -> Iterator[tuple[int, tuple[str, ...]]]:
+        """Find the recorded calls that a function's value was computed from, with the functions on the way."""
+        stack: list[tuple[Any, tuple[str, ...]]] = [(start, ())]
+        seen = {start}
+        found: set[int] = set()
+        while stack and len(seen) < _MAX_WALK:
+            function, ops = stack.pop()
+            ops = (function.name(), *ops[:7])
+            for previous, _ in function.next_functions:
+                if previous is None or previous in seen:
+                    continue
+                seen.add(previous)
+                index = self._functions.get(previous)
+                if index is None:
+                    stack.append((previous, ops))
+                elif index not in found:
+                    found.add(index)
+                    yield index, ops
+
+
+def _observed(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Return the modules without children and those that own parameters."""
+    for name, module in model.named_modules():
+        leaf = next(module.children(), None) is None
+        if not isinstance(module, (torch.jit.ScriptModule,)) and (
+            leaf or next(module.parameters(False), None) is not None
+        ):
+            yield name or ("model" if leaf else ""), module
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        if value.is_floating_point():
+            yield value
+    elif isinstance(value, dict):
+        for part in value.values():
+            yield from _tensors(part)
+    elif isinstance(value, (tuple, list)):
+        for part in value:
+            yield from _tensors(part)
+    elif hasattr(value, "data") and isinstance(value.data, Tensor):  # a PackedSequence
+        yield from _tensors(value.data)
+
+
+def _axis(kind: str, parametric: bool, output: Tensor, parent: Node | None) -> int:
+    """Return the dimension of the units: channels after a convolution, features elsewhere."""
+    if _CHANNELS_FIRST.search(kind):
+        return min(1, output.ndim - 1)
+    if parametric or parent is None:
+        return output.ndim - 1
+    if parent.axis == 1 and output.ndim >= 3 and output.shape[1] == parent.width:
+        return 1
+    return output.ndim - 1
+
+
+def _look(node: Node, output: Tensor, inputs: Any) -> None:
+    node.finite = bool(torch.isfinite(output).all())
+    if not node.finite:
+        node.finite_input = all(bool(torch.isfinite(value).all()) for value in _tensors(inputs))
+        return
+    _take_range(node, output)
+    if node.kind in SQUASHERS:
+        limit = 0.97 if node.kind == "Tanh" else 0.47
+        centre = 0.0 if node.kind == "Tanh" else 0.5
+        node.beyond_tanh = float(((output - centre).abs() > limit).float().mean())
+    elif node.kind == "RNN":
+        node.beyond_tanh = float((output.abs() > 0.97).float().mean())
+    elif node.parametric and output.numel() <= 1 << 22:
+        size = output.abs()
+        node.beyond_tanh = float((size > TANH_LIMIT).float().mean())
+        node.beyond_sigmoid = float((size > SIGMOID_LIMIT).float().mean())
+
+
+def _take_range(node: Node, output: Tensor) -> None:
+    """Note the largest value of every unit, and whether anything at all depends on the batch."""
+    if output.ndim < 2:
+        return
+    others = [dim for dim in range(output.ndim) if dim != node.axis % output.ndim]
+    high, low = torch.amax(output, dim=others), torch.amin(output, dim=others)
+    node.unit_max, node.unit_min = high.double().cpu().numpy(), low.double().cpu().numpy()
+    node.rows = output.numel() // len(high)
+    node.varies = output.numel() == len(high) or bool(((high - low) > 1e-6 * torch.maximum(high, -low)).any())
+
+
+def _take(node: Node, gradient: Tensor) -> None:
+    """Take in the gradient at a call's output; several arrive where a backward pass runs more than once."""
+    gradient = gradient.detach()
+    if gradient.ndim < 2:
+        units = torch.linalg.vector_norm(gradient, dtype=torch.float64).reshape(1)
+    else:
+        others = [dim for dim in range(gradient.ndim) if dim != node.axis % gradient.ndim]
+        units = torch.linalg.vector_norm(gradient, dim=others, dtype=torch.float64)
+    found = units.cpu().numpy()
+    if node.unit_deltas is not None and node.unit_deltas.shape == found.shape:
+        found = np.sqrt(node.unit_deltas**2 + found**2)
+    node.unit_deltas = found
+    node.delta = float(np.sqrt((found**2).sum()))
+    if node.kind not in ("Embedding", "EmbeddingBag"):
+        node.rank = _effective_rank(gradient, node.axis)
+
+
+def _effective_rank(gradient: Tensor, axis: int) -> float:
+    """Return exp(entropy) of the normalised singular values of a gradient, rows by units."""
+    if gradient.ndim < 2:
+        return float("nan")
+    rows = gradient.movedim(axis, -1).reshape(-1, gradient.shape[axis])
+    sizes = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
+    alive = torch.nonzero(sizes)[:, 0]
+    if len(alive) < 8 or not bool(torch.isfinite(sizes).all()):
+        return float("nan")
+    chosen = alive[:: -(-len(alive) // _MAX_ROWS)]
+    part = rows[chosen, :: -(-rows.shape[1] // _MAX_COLUMNS)].double() / float(sizes.max())
+    values = torch.linalg.eigvalsh(part @ part.T).clamp_min(0).sqrt()
+    shares = values[values > 0] / values.sum()
+    return float(torch.exp(-(shares * shares.log()).sum()))
