@@ -26,6 +26,7 @@ class LiveAnalyzers:
         self._analyzers = dict(analyzers)
         self._faults: dict[str, int] = {}
         self._armed: set[str] = set()
+        self._alert: int | None = None
         self.chosen: list[str] = []
 
     def __getitem__(self, name: str) -> Analyzer:
@@ -61,10 +62,14 @@ class LiveAnalyzers:
                 self._analyzers[name] = found()
                 self.chosen.append(f"analyzer {name} was chosen: {reason}.")
 
+    def alert(self, step: int) -> None:
+        """Make every analyzer due at a step, because something has just happened."""
+        self._alert = step
+
     def arm(self, model: nn.Module, step: int) -> None:
         """Let those analyzers place their hooks that are due at the coming step."""
         for name, analyzer in list(self._analyzers.items()):
-            if analyzer.due(step):
+            if self._is_due(analyzer, step):
                 self._armed.add(name)
                 self._guard(name, lambda analyzer=analyzer: analyzer.arm(model))
 
@@ -73,7 +78,7 @@ class LiveAnalyzers:
         reports: dict[str, Report] = {}
         notes: list[str] = []
         for name, analyzer in list(self._analyzers.items()):
-            if not analyzer.due(snapshot.step):
+            if not self._is_due(analyzer, snapshot.step):
                 continue
             report = self._guard(name, lambda analyzer=analyzer: analyzer.inspect(snapshot))
             self._disarm(name)
@@ -91,7 +96,10 @@ class LiveAnalyzers:
 
     def due(self, step: int) -> bool:
         """Say whether any analyzer is due at a step."""
-        return any(analyzer.due(step) for analyzer in self._analyzers.values())
+        return any(self._is_due(analyzer, step) for analyzer in self._analyzers.values())
+
+    def _is_due(self, analyzer: Analyzer, step: int) -> bool:
+        return step == self._alert or analyzer.due(step)
 
     def close(self) -> None:
         """Remove every hook."""

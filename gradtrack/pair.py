@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradtrack.analyzers.base import Snapshot
+from gradtrack.analyzers.base import Series, Snapshot, rarely
 from gradtrack.checks import check_optimizer, needs_closure
 from gradtrack.config import GradientConfig
+from gradtrack.diagnose.causes import order
 from gradtrack.diagnose.evidence import Evidence
 from gradtrack.diagnose.ledger import Ledger, unmuted
 from gradtrack.errors import NonFiniteGradientError, UsageError
@@ -51,6 +52,8 @@ class Pair:
         self.monitor, self.clipper, self.handler = components
         self.table = ParameterTable(model, config.groups)
         self.ledger = Ledger()
+        self.series = Series()
+        self._analyzed: list[Issue] = []
         self.step_count = 0
         self.flight = FlightRecorder()
         self.health: HealthReport = HEALTHY
@@ -256,11 +259,17 @@ class Pair:
             nonfinite_action=action,
             critical=self.handler.is_critical(moments, facts.layout.total_count),
         )
+        self.series.append(evidence.log_norm, facts.loss, facts.layout.missing, finite=moments.finite)
         outcome.issues = self.monitor.judge(evidence)
+        if self._analyzed:
+            known = {issue.key for issue in outcome.issues}
+            outcome.issues = [*outcome.issues, *(issue for issue in self._analyzed if issue.key not in known)]
         outcome.opened, changed = self.ledger.update(outcome.issues)
         first_nonfinite = not moments.finite and not self._nonfinite_before
         self._nonfinite_before = not moments.finite
         outcome.event = outcome.event or changed or first_nonfinite
+        if outcome.opened:
+            self.analyzers.alert(outcome.report.step + 1)
         facts.health = self.health = HealthReport.of(outcome.issues)
 
     def _look(self, grads: Gradients, outcome: Outcome) -> None:
@@ -274,6 +283,8 @@ class Pair:
             reports, notes = self.analyzers.inspect(self._snapshot(grads, outcome))
             facts.analyzers = reports
             facts.notes = facts.notes + notes
+            if rarely(step):  # judging a window costs more than looking at a step
+                self._analyzed = order(unmuted(self.analyzers.issues(), self.config.mute))
             outcome.late = [one for one in reports.values() if isinstance(one, LateReport) and one.step != step]
             outcome.event = outcome.event or len(reports) > len(outcome.late)
         self.analyzers.arm(self.model, step + 1)
@@ -298,12 +309,13 @@ class Pair:
             lr=facts.learning_rates(),
             horizon=self.horizon,
             skipped=facts.skipped,
+            series=self.series,
         )
 
     def diagnose(self) -> list[Issue]:
-        """Return the faults of the run so far, of the rules and of the analyzers."""
-        found = [*self.health.issues, *unmuted(self.analyzers.issues(), self.config.mute)]
-        return sorted(found, key=lambda issue: issue.severity, reverse=True)
+        """Return the faults of the run so far, those of the rules that are open or did harm and the analyzers'."""
+        found = [*self.health.issues, *self.ledger.harm, *self.analyzers.issues()]
+        return order(unmuted(found, self.config.mute))
 
     def _weight_norms(self) -> dict[str, float]:
         params = self.table.params

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -30,6 +31,37 @@ def always(step: int) -> bool:
     return True
 
 
+class Series:
+    """What every step leaves behind, as plain numbers, the newest last: the first steps and the last ones.
+
+    `log_norms` are ln of the norm, NaN where it was not finite; `missing` counts for each parameter the steps on which
+    it had no gradient at all.
+    """
+
+    FIRST = 16
+    LAST = 512
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+        self.first_losses: list[float] = []
+        self.losses: deque[float] = deque(maxlen=self.LAST)
+        self.log_norms: deque[float] = deque(maxlen=self.LAST)
+        self.nonfinite_steps = 0
+        self.missing: Counter[str] = Counter()
+
+    def append(self, log_norm: float, loss: float | None, missing: Sequence[str], *, finite: bool) -> None:
+        """Take in one step."""
+        self.num_steps += 1
+        if loss is not None:
+            self.losses.append(loss)
+            if len(self.first_losses) < self.FIRST:
+                self.first_losses.append(loss)
+        self.log_norms.append(log_norm)
+        self.nonfinite_steps += not finite
+        if missing:
+            self.missing.update(missing)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
     """One training step after its backward pass, to be read and never changed.
@@ -49,6 +81,7 @@ class Snapshot:
     lr: Mapping[str, float] = field(default_factory=dict)
     horizon: int | None = None
     skipped: bool = False
+    series: Series | None = None
 
 
 class Suggested(float):

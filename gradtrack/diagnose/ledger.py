@@ -6,7 +6,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gradtrack.reports import Issue, IssueSeverity
+from gradtrack.reports import Issue, IssueSeverity, IssueType
+
+_HARMFUL = (IssueType.NUMERICAL, IssueType.EXPLODING)
 
 
 class Ledger:
@@ -14,6 +16,12 @@ class Ledger:
 
     def __init__(self) -> None:
         self._open: dict[str, IssueSeverity] = {}
+        self._harm: dict[IssueType, Issue] = {}
+
+    @property
+    def harm(self) -> list[Issue]:
+        """Return the first issue of each type that does harm even where it is over."""
+        return list(self._harm.values())
 
     def update(self, issues: Sequence[Issue]) -> tuple[list[Issue], bool]:
         """Take the issues of one step; return those that have opened, and whether anything changed at all."""
@@ -21,6 +29,9 @@ class Ledger:
         if now == self._open:
             return [], False
         opened = [issue for issue in issues if issue.key not in self._open]
+        for issue in opened:
+            if issue.issue_type in _HARMFUL:
+                self._harm.setdefault(issue.issue_type, issue)
         self._open = now
         return opened, True
 

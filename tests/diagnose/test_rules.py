@@ -129,7 +129,11 @@ def test_unstable() -> None:
 
 def test_clip_saturated() -> None:
     """A limit that is a hundred times below every norm is named, one that is near them is not."""
-    assert "CLIP_SATURATED" in judged([500.0 * norm for norm in noisy(80)], limit=1.0)[-1]
+    assert (
+        "CLIP_SATURATED"
+        in judged([500.0 * norm for norm in noisy(80)], limit=1.0, config=GradientConfig(max_grad_norm=1.0))[-1]
+    )
+    assert "CLIP_SATURATED" not in judged([500.0 * norm for norm in noisy(80)], limit=1.0)[-1]
     assert judged([5.0 * norm for norm in noisy(80)], limit=1.0)[-1] == set()
 
 

@@ -11,14 +11,17 @@ from gradtrack.diagnose.rule import Rule
 from gradtrack.diagnose.window import RollingMedian
 from gradtrack.reports import Issue, IssueSeverity, IssueType
 
-_WINDOW: Final = 50
+_WINDOW: Final = 20
 _SHARE: Final = 0.95
 _EXCESS: Final = math.log(100.0)
 
 
 @final
 class ClipSaturatedRule(Rule):
-    """Opens when more than 95 % of steps are clipped and the median norm is a hundred times the limit."""
+    """Opens when more than 95 % of steps are clipped and the median norm is a hundred times the limit.
+
+    Silent on a limit that nobody chose: what the default clips says nothing about the training.
+    """
 
     def __init__(self) -> None:
         self.excess = RollingMedian(_WINDOW)
@@ -26,6 +29,8 @@ class ClipSaturatedRule(Rule):
     def judge(self, evidence: Evidence, config: GradientConfig) -> list[Issue]:
         log_norm, limit = evidence.log_norm, evidence.clip_threshold
         if limit is None or not math.isfinite(log_norm) or config.effective_clip_type in ("value", "agc"):
+            return []
+        if "max_grad_norm" not in config.model_fields_set:
             return []
         self.excess.push(log_norm - math.log(limit) if evidence.clipped else -1.0)
         if len(self.excess) < _WINDOW or self.excess.median < _EXCESS:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Final, final
 
 import numpy as np
@@ -24,7 +25,8 @@ class NumericalRule(Rule):
         self.streak = 0
 
     def judge(self, evidence: Evidence, config: GradientConfig) -> list[Issue]:
-        if evidence.moments.finite:
+        bad_loss = evidence.loss is not None and not math.isfinite(evidence.loss)
+        if evidence.moments.finite and not bad_loss:
             self.streak = 0
             return []
         self.streak += 1
@@ -32,7 +34,20 @@ class NumericalRule(Rule):
             return []
         if evidence.nonfinite_action == "scaler" and self.streak < _SCALER_PATIENCE:
             return []
-        return [self._issue(evidence)]
+        return [self._issue(evidence) if not evidence.moments.finite else self._bad_loss(evidence)]
+
+    def _bad_loss(self, evidence: Evidence) -> Issue:
+        return Issue(
+            issue_type=IssueType.NUMERICAL,
+            severity=IssueSeverity.HIGH,
+            message=f"The loss is {evidence.loss}, though every gradient is finite.",
+            statistic="nonfinite_loss",
+            value=1.0,
+            threshold=0.0,
+            window=self.streak,
+            step=evidence.step,
+            recommendation="Look for a masked row, a log(0) or an overflow whose gradient a mask or clamp cuts off.",
+        )
 
     def _issue(self, evidence: Evidence) -> Issue:
         moments, names = evidence.moments, evidence.layout.names

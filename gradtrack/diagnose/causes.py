@@ -1,0 +1,76 @@
+"""Root causes before their consequences, and few of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Final
+
+from gradtrack.reports import Issue, IssueSeverity, IssueType
+
+MOST: Final = 5
+"""A diagnosis that names everything names nothing."""
+
+T = IssueType
+_CAUSES: Final[dict[IssueType, tuple[IssueType, ...]]] = {
+    T.NUMERICAL: (T.EXPLODING, T.SUPERCRITICAL, T.LR_TOO_HIGH, T.UNSTABLE),
+    T.EXPLODING: (T.SUPERCRITICAL, T.LR_TOO_HIGH, T.STALE_GRAD, T.UNSTABLE),
+    T.UNSTABLE: (T.STALE_GRAD, T.LR_TOO_HIGH, T.SUPERCRITICAL, T.ROTATION),
+    T.LR_TOO_HIGH: (T.STALE_GRAD,),
+    T.DEAD: (T.LR_TOO_HIGH, T.VANISHING),
+    T.SATURATION: (T.LR_TOO_HIGH,),
+    T.VANISHING: (T.DEAD, T.SATURATION, T.BOTTLENECK, T.RANK_COLLAPSE, T.SHORT_MEMORY, T.ATTN_ENTROPY_COLLAPSE),
+    T.BOTTLENECK: (T.DEAD, T.SATURATION),
+    T.GRAD_IMBALANCE: (T.EXPLODING, T.VANISHING, T.SUPERCRITICAL, T.DEAD),
+    T.CLIP_SATURATED: (T.EXPLODING, T.SUPERCRITICAL, T.LR_TOO_HIGH, T.STALE_GRAD),
+    T.LR_TOO_LOW: (T.VANISHING, T.UNCHANGED, T.DEAD, T.SATURATION, T.CLIP_SATURATED, T.DISCONNECTED),
+    T.ENTROPY_COLLAPSE: (T.LR_TOO_HIGH, T.STALE_GRAD),
+    T.ATTN_ENTROPY_COLLAPSE: (T.LR_TOO_HIGH,),
+    T.RANK_COLLAPSE: (T.LR_TOO_HIGH,),
+    T.HEAD_REDUNDANCY: (T.RANK_COLLAPSE, T.ATTN_ENTROPY_COLLAPSE),
+    T.LOW_EFFECTIVE_RANK: (T.SUPERCRITICAL, T.SHORT_MEMORY, T.DEAD, T.SATURATION),
+    T.INSUFFICIENT_EXPLORATION: (T.ENTROPY_COLLAPSE,),
+    T.LOW_ACTION_STD: (T.ENTROPY_COLLAPSE,),
+}
+
+
+def order(issues: Sequence[Issue], most: int = MOST) -> list[Issue]:
+    """Return the issues, each once: the causes first, by severity and confidence, then what follows from them."""
+    merged = _once(issue for issue in issues if issue.severity > IssueSeverity.INFO)
+    explained = [_explain(issue, merged) for issue in merged]
+    explained.sort(key=lambda issue: (issue.explained_by is not None, -_weight(issue), issue.step))
+    return _varied(explained)[:most]
+
+
+def _varied(issues: Sequence[Issue]) -> list[Issue]:
+    """Put the first issue of every type before the second of any."""
+    seen: Counter[IssueType] = Counter()
+    places = []
+    for issue in issues:
+        places.append(seen[issue.issue_type])
+        seen[issue.issue_type] += 1
+    return [issue for _, issue in sorted(zip(places, issues, strict=True), key=lambda pair: pair[0])]
+
+
+def _once(issues: object) -> list[Issue]:
+    """Keep of several issues of one type at one layer the most severe."""
+    best: dict[str, Issue] = {}
+    for issue in issues:  # type: ignore[attr-defined]
+        known = best.get(issue.key)
+        if known is None or _weight(issue) > _weight(known):
+            best[issue.key] = issue
+    return list(best.values())
+
+
+def _explain(issue: Issue, others: Sequence[Issue]) -> Issue:
+    if issue.explained_by is not None:
+        return issue
+    for cause in _CAUSES.get(issue.issue_type, ()):
+        for other in others:
+            if other.issue_type is cause and other.explained_by is None and other.step <= issue.step:
+                return issue.model_copy(update={"explained_by": other.key})
+    return issue
+
+
+def _weight(issue: Issue) -> float:
+    return list(IssueSeverity).index(issue.severity) + issue.confidence

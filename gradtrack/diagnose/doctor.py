@@ -1,0 +1,41 @@
+"""Every rule over the sampled evidence of a run."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable
+from functools import cache
+
+from gradtrack.diagnose import rules
+from gradtrack.diagnose.causes import order
+from gradtrack.diagnose.sample import Case
+from gradtrack.reports import Issue
+
+
+@cache
+def judges() -> dict[str, Callable[[Case], list[Issue]]]:
+    """Return the function `judge` of every file in `gradtrack.diagnose.rules` that has one."""
+    found: dict[str, Callable[[Case], list[Issue]]] = {}
+    for entry in pkgutil.iter_modules(rules.__path__):
+        module = importlib.import_module(f"{rules.__name__}.{entry.name}")
+        if hasattr(module, "judge"):
+            found[entry.name] = module.judge
+    return found
+
+
+def diagnose(case: Case) -> list[Issue]:
+    """Return what is wrong with a run, root causes first.
+
+    A rule about a state of the model (it has `WINDOWED`) looks at every window of the last samples, so that a fault
+    which was there and has healed, or has been overtaken by its consequences, is still found.
+    """
+    found: dict[str, Issue] = {}
+    for window in case.windows:
+        for issue in _judge(window, windowed=True):
+            found[issue.key] = issue.model_copy(update={"step": found[issue.key].step}) if issue.key in found else issue
+    return order([*found.values(), *_judge(case, windowed=False)])
+
+
+def _judge(case: Case, *, windowed: bool) -> list[Issue]:
+    return [issue for judge in judges().values() if hasattr(judge, "windowed") is windowed for issue in judge(case)]

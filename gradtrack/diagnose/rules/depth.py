@@ -1,0 +1,98 @@
+"""Gradients that shrink or grow by orders of magnitude on their way back through the layers."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import Final
+
+from gradtrack.diagnose.graph import FlowGraph
+from gradtrack.diagnose.sample import Case, median, windowed
+from gradtrack.reports import Issue, IssueSeverity, IssueType
+
+_SMALL: Final = 1e-3
+_LARGE: Final = 100.0
+_GROWN: Final = 1.2
+_SAMPLES: Final = 2
+
+
+@windowed
+def judge(case: Case) -> list[Issue]:
+    """Open where the first layer's gradient is under 1e-3 of the last one's, or any layer's is over 100 times it.
+
+    Healthy models of all kinds stay between 5e-3 and 50. Silent where a single layer takes all of it that is only
+    growing from zero, as the second factor of a low-rank adapter or a zero-initialised head does, and where a large
+    gain came with a falling loss, as it does when targets are large.
+    """
+    graphs = case.last_graphs(_SAMPLES)
+    if not graphs:
+        return []
+    entries = set.intersection(*(set(graph.paths) for graph in graphs))
+    found = [issue for entry in sorted(entries) for issue in _entry(case, entry)]
+    worst: dict[IssueType, Issue] = {}
+    for issue in found:
+        known = worst.get(issue.issue_type)
+        if known is None or abs(math.log(issue.value or 1)) > abs(math.log(known.value or 1)):
+            worst[issue.issue_type] = issue
+    return list(worst.values())
+
+
+def _entry(case: Case, entry: str) -> list[Issue]:
+    series = [graph.gammas(graph.paths[entry]) for graph in case.last_graphs(_SAMPLES)]
+    if any(len(gammas) < 2 for gammas in series):
+        return []
+    depth = len(series[-1])
+    first = [gammas[entry] for gammas in series]
+    ratio = median(first)
+    if ratio > 0 and max(first) < _SMALL and not _begins_at_zero(case, series[-1]):
+        return [_issue(case, IssueType.VANISHING, entry, ratio, depth)]
+    peaks = [max(gammas.values()) for gammas in series]
+    if min(peaks) > _LARGE and not _is_learned(case, entry):
+        layer = max(series[-1], key=lambda name: series[-1][name])
+        return [_issue(case, IssueType.EXPLODING, layer, median(peaks), depth)]
+    return []
+
+
+def _is_learned(case: Case, entry: str) -> bool:
+    """Whether the gain was ordinary at first and the loss has come down since."""
+    graph = FlowGraph(case.samples[0].nodes)
+    before = graph.gammas(graph.paths[entry]) if entry in graph.paths else {}
+    return case.trend.learned and max(before.values(), default=math.inf) < _LARGE
+
+
+def _begins_at_zero(case: Case, gammas: dict[str, float]) -> bool:
+    """Whether the steepest of the layers explains the fall by itself and its weight is still growing from zero."""
+    names = list(gammas)
+    steps = pairwise(names)
+    falls = {after: gammas[before] / gammas[after] for before, after in steps if gammas[after] > 0}
+    steepest = min(falls, key=lambda name: falls[name])
+    if not falls[steepest] > 0 or gammas[names[0]] / falls[steepest] < _SMALL:
+        return False
+    first, last = case.samples[0].params, case.samples[-1].params
+    weights = [name for name in last if name.startswith(f"{steepest}.") and last[name].ndim > 1 and name in first]
+    return any(last[name].weight > _GROWN * first[name].weight for name in weights)
+
+
+def _issue(case: Case, kind: IssueType, layer: str, ratio: float, depth: int) -> Issue:
+    per_layer = ratio ** (1 / max(1, depth - 1))
+    small = kind is IssueType.VANISHING
+    what = "of what reaches" if small else "times what reaches"
+    return Issue(
+        issue_type=kind,
+        severity=IssueSeverity.HIGH,
+        layer=layer,
+        message=(
+            f"The gradient at {layer} is {ratio:.2g} {what} the last layer: a factor of {per_layer:.2g} "
+            f"for each of the {depth - 1} layers in between."
+        ),
+        statistic="gradient_over_last_layer",
+        value=ratio,
+        threshold=_SMALL if small else _LARGE,
+        window=_SAMPLES,
+        step=case.step,
+        confidence=0.95,
+        recommendation=(
+            f"Initialise for a gain near 1 per layer (multiply the weights by {1 / per_layer:.2g}), "
+            "or add normalisation or skip connections."
+        ),
+    )
