@@ -23,6 +23,7 @@ from gradtrack._version import __version__
 
 if TYPE_CHECKING:
     from gradtrack.analyzers.base import Analyzer
+    from gradtrack.analyzers.flow import GradientFlowAnalyzer
     from gradtrack.analyzers.jacobian import JacobianAnalyzer
     from gradtrack.analyzers.recurrent import RecurrentAnalyzer
     from gradtrack.analyzers.rl_policy import RLPolicyAnalyzer
@@ -61,6 +62,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "Analyzer": "analyzers.base",
+    "GradientFlowAnalyzer": "analyzers.flow",
     "JacobianAnalyzer": "analyzers.jacobian",
     "RLPolicyAnalyzer": "analyzers.rl_policy",
     "TransformerAnalyzer": "analyzers.transformer",
@@ -103,6 +105,7 @@ __all__ = [
     "ClippingReport",
     "GradientClipper",
     "GradientConfig",
+    "GradientFlowAnalyzer",
     "GradientGainMonitor",
     "GradientManager",
     "GradientMonitor",
