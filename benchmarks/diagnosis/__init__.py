@@ -1,0 +1,1 @@
+"""Training runs, faulty and healthy, and how well their diagnosis is right."""
