@@ -240,9 +240,10 @@ def test_wandb_has_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     try:
         module, _ = fit(GradientStatisticsCallback(1, save_gradient_plots=False), tmp_path, logger=logger)
     finally:
+        directory = Path(logger.experiment.dir).parent
         logger.experiment.finish()
-    (directory,) = tmp_path.glob("wandb/offline-run-*")
     rows = rows_of(directory)
+    assert len(list(directory.parent.glob("offline-run-*"))) == 1
     ours = {row["gradtrack/step"]: row["train/grad_norm"] for row in rows if "gradtrack/step" in row}
     assert ours == pytest.approx(module.torch_own, rel=1e-5)
     assert sum("train/loss" in row for row in rows) == 6

@@ -186,8 +186,8 @@ def test_wandb_has_one_run_and_one_norm(tmp_path: Path, monkeypatch: pytest.Monk
     try:
         trainer = train(GradtrackCallback(grad_log_every_n_steps=1), tmp_path / "out", report_to=["wandb"])
     finally:
+        directory = Path(wandb.run.dir).parent
         wandb.run.finish()
-    (directory,) = tmp_path.glob("wandb/offline-run-*")
     rows = rows_of(directory)
     shown = [row["train/grad_norm"] for row in rows if "train/grad_norm" in row]
     assert shown == pytest.approx(list(own_norms(trainer).values()), rel=1e-5)
