@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -45,7 +46,7 @@ def check_loss(loss: object, backward: bool) -> None:
             f"loss {loss!r}: expected a tensor to run backward on. "
             "Pass the tensor, or backward=False after your own backward."
         )
-    elif loss is not None and not isinstance(loss, (int, float)):
+    elif loss is not None and not isinstance(loss, Real):
         raise InputTypeError(f"loss {loss!r}: expected a tensor, a number or None.")
 
 
@@ -80,11 +81,31 @@ def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
-def unscale(scaler: torch.amp.GradScaler, optimizers: Sequence[Any]) -> None:
-    """Unscale the gradients of optimizers once, also where the training loop has done so itself."""
+def unscale(scaler: torch.amp.GradScaler, optimizers: Sequence[Any], *, once: bool) -> None:
+    """Unscale the gradients of optimizers; after an own backward pass (not `once`) the loop may have done so itself."""
+    if not optimizers:
+        raise UsageError("scaler without an optimizer: expected the one that it steps. Pass it beside the model.")
     for optimizer in optimizers:
         try:
             scaler.unscale_(optimizer)
         except RuntimeError as fault:
             if "already been called" not in str(fault):
                 raise
+            if once:
+                raise UsageError(
+                    "a second backward pass before scaler.update(): expected one, since its scaled gradients were "
+                    "added to unscaled ones. Pass accumulate=True for all but the last micro-batch."
+                ) from fault
+
+
+def take_over_scale(optimizer: Any) -> bool:
+    """Unscale for a fused optimizer that was told to do so within its step; say whether a scaler decides about it."""
+    if not hasattr(optimizer, "found_inf") or not hasattr(optimizer, "grad_scale"):
+        return False
+    if optimizer.grad_scale is not None:
+        factor = 1.0 / float(optimizer.grad_scale)
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        grads = [param.grad for param in params if param.grad is not None]
+        torch._foreach_mul_(grads, factor)
+        optimizer.grad_scale = None
+    return True

@@ -100,9 +100,8 @@ class GradientConfig(BaseModel):
         if isinstance(source, cls):
             return source if not overrides else cls(**{**_explicit(source), **overrides})
         values = _mapping(source)
-        section = values.get(SECTION)
-        if isinstance(section, Mapping):
-            values = dict(section)
+        if SECTION in values and isinstance(values[SECTION] or {}, Mapping):
+            values = dict(values[SECTION] or {})
         return cls(**{**values, **overrides})
 
     @classmethod

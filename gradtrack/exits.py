@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import sys
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 from gradtrack.record.sink import Sink
@@ -17,9 +18,9 @@ class CloseAtExit:
     tracker's own package registered in between.
     """
 
-    def __init__(self, owner: Any, sink: Sink) -> None:
+    def __init__(self, owner: Any, sink: Sink, unhook: Callable[[], object]) -> None:
         self._owner = weakref.ref(owner)
-        self._collected = weakref.finalize(owner, sink.close, failed=False)
+        self._collected = weakref.finalize(owner, self._let_go, sink, unhook)
         self._collected.atexit = False
         atexit.register(self._exit)
         sink.on_open = self.renew
@@ -34,6 +35,12 @@ class CloseAtExit:
         """Do nothing any more."""
         self._collected.detach()
         atexit.unregister(self._exit)
+
+    def _let_go(self, sink: Sink, unhook: Callable[[], object]) -> None:
+        """End what a manager that was collected has begun."""
+        atexit.unregister(self._exit)
+        unhook()
+        sink.close(failed=False)
 
     def _exit(self) -> None:
         owner = self._owner()

@@ -86,12 +86,12 @@ class StepFacts:
 
     def learning_rates(self) -> dict[str, float]:
         """Name the learning rate of each parameter group by its name or its position."""
-        several = len(self.lr) > 1
-        return {
-            f"{position}.{name}" if several else str(name): float(rate)
-            for position, groups in enumerate(self.lr)
-            for name, rate in groups
-        }
+        several, rates = len(self.lr) > 1, {}
+        for position, groups in enumerate(self.lr):
+            for index, (name, rate) in enumerate(groups):
+                label = f"{position}.{name}" if several else str(name)
+                rates[label if label not in rates else f"{label}.{index}"] = float(rate)
+        return rates
 
     def parameters(self) -> dict[str, dict[str, Any]]:
         """Return the statistics of every parameter that has a gradient."""

@@ -69,7 +69,7 @@ class LateStep:
         if config.enable_gradient_clipping:
             self._limit = self._clipper.limit()
             norm = self._norm_to_clip(grads)
-            coefficient = (self._limit / (norm + 1e-6)).clamp(max=1.0)
+            coefficient = (self._limit / (norm + self._clipper.epsilon)).clamp(max=1.0)
             if self._action != "replace":
                 coefficient = torch.where(self._bad > 0, 1.0, coefficient)
             torch._foreach_mul_(list(grads.tensors), coefficient.float())
@@ -111,7 +111,7 @@ class LateStep:
         if not math.isfinite(seen):
             after = None if self._action == "skip" else norm
             return {"clip_type": clip_type, "norm_before": norm, "norm_after": after, "clip_rate": clipper.clip_rate}
-        found = coefficient_for(seen, self._limit)
+        found = coefficient_for(seen, self._limit, self._clipper.epsilon)
         clipper.remember(seen, found)
         return {"clip_type": clip_type, "norm_before": norm, **found, "clip_rate": clipper.clip_rate}
 

@@ -51,7 +51,8 @@ class LiveAnalyzers:
     @property
     def panels(self) -> list[Panel]:
         """Return what the analyzers want to be drawn."""
-        return [panel for analyzer in self._analyzers.values() for panel in analyzer.panels]
+        found = (self._guard(name, lambda one=one: list(one.panels)) for name, one in list(self._analyzers.items()))
+        return [panel for panels in found for panel in panels or ()]
 
     def choose(self, model: nn.Module) -> None:
         """Add every built-in analyzer that suits a model, and say why."""
@@ -69,7 +70,7 @@ class LiveAnalyzers:
     def arm(self, model: nn.Module, step: int) -> None:
         """Let those analyzers place their hooks that are due at the coming step."""
         for name, analyzer in list(self._analyzers.items()):
-            if self._is_due(analyzer, step):
+            if self._is_due(name, analyzer, step):
                 self._armed.add(name)
                 self._guard(name, lambda analyzer=analyzer: analyzer.arm(model))
 
@@ -78,9 +79,9 @@ class LiveAnalyzers:
         reports: dict[str, Report] = {}
         notes: list[str] = []
         for name, analyzer in list(self._analyzers.items()):
-            if not self._is_due(analyzer, snapshot.step):
+            if not self._is_due(name, analyzer, snapshot.step):
                 continue
-            report = self._guard(name, lambda analyzer=analyzer: analyzer.inspect(snapshot))
+            report = self._guard(name, lambda analyzer=analyzer: _usable(analyzer.inspect(snapshot)))
             self._disarm(name)
             if isinstance(report, Report):
                 reports[name] = report
@@ -96,10 +97,10 @@ class LiveAnalyzers:
 
     def due(self, step: int) -> bool:
         """Say whether any analyzer is due at a step."""
-        return any(self._is_due(analyzer, step) for analyzer in self._analyzers.values())
+        return any(self._is_due(name, analyzer, step) for name, analyzer in list(self._analyzers.items()))
 
-    def _is_due(self, analyzer: Analyzer, step: int) -> bool:
-        return step == self._alert or analyzer.due(step)
+    def _is_due(self, name: str, analyzer: Analyzer, step: int) -> bool:
+        return step == self._alert or bool(self._guard(name, lambda: analyzer.due(step)))
 
     def close(self) -> None:
         """Remove every hook."""
@@ -108,13 +109,13 @@ class LiveAnalyzers:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the analyzers remember."""
-        return {name: analyzer.state_dict() for name, analyzer in self._analyzers.items()}
+        return {name: self._guard(name, one.state_dict) or {} for name, one in list(self._analyzers.items())}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` returned."""
-        for name, analyzer in self._analyzers.items():
-            if name in state:
-                analyzer.load_state_dict(state[name])
+        for name, analyzer in list(self._analyzers.items()):
+            if state.get(name):
+                self._guard(name, lambda analyzer=analyzer, own=state[name]: analyzer.load_state_dict(own))
 
     def _disarm(self, name: str) -> None:
         self._armed.discard(name)
@@ -134,6 +135,13 @@ class LiveAnalyzers:
                 if analyzer is not None:
                     analyzer.disarm()
             return None
+
+
+def _usable(report: Report | None) -> Report | None:
+    """Ask a report for its metrics here, where a fault of its own is contained."""
+    if report is not None:
+        report.metrics()
+    return report
 
 
 def build_analyzers(specs: Any) -> dict[str, Analyzer]:

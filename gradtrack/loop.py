@@ -29,20 +29,23 @@ def safe_backward(
 ) -> StepReport:
     """Run the backward pass and make its gradients safe to step with; call it in place of `loss.backward()`.
 
-    Without a manager a model gets one of its own with the default configuration, which lives as long as the model does.
+    Without a manager a model gets one of its own with the default configuration, which is kept until the program ends.
     """
-    manager = gradient_manager if gradient_manager is not None else _default_manager(model)
+    manager = gradient_manager if gradient_manager is not None else _default_manager(model, optimizer)
     return manager.step(model, optimizer, loss, True, scaler=scaler, accumulate=accumulate, epoch=epoch, batch=batch)
 
 
 _DEFAULT_MANAGERS: weakref.WeakKeyDictionary[nn.Module, GradientManager] = weakref.WeakKeyDictionary()
 
 
-def _default_manager(model: nn.Module) -> GradientManager:
+def _default_manager(model: nn.Module, optimizer: Any) -> GradientManager:
     check_model(model)
     if model not in _DEFAULT_MANAGERS:
         _DEFAULT_MANAGERS[model] = GradientManager()
-    return _DEFAULT_MANAGERS[model]
+    manager = _DEFAULT_MANAGERS[model]
+    if not manager.knows(model, optimizer):
+        manager.attach(model, optimizer)
+    return manager
 
 
 def create_gradient_manager(

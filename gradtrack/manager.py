@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from gradtrack.analyzers.base import Analyzer
 from gradtrack.backends.base import Backend
-from gradtrack.checks import as_sequence, check_loss, unscale
+from gradtrack.checks import as_sequence, check_loss, take_over_scale, unscale
 from gradtrack.config import GradientConfig
 from gradtrack.errors import ClosedError, InputTypeError, UsageError
 from gradtrack.exits import CloseAtExit
@@ -47,7 +47,7 @@ class GradientManager:
         **overrides: Any,
     ) -> None:
         if backends is not None:
-            overrides["backends"] = list(backends)
+            overrides["backends"] = backends if isinstance(backends, str) else list(backends)
         if analyzers is not None:
             overrides["analyzers"] = analyzers if isinstance(analyzers, str) else list(analyzers)
         self.config = GradientConfig.load(config, **overrides)
@@ -60,7 +60,7 @@ class GradientManager:
         self._flight: list[StepReport] = []
         self._hooks: list[Any] = []
         self._closed = False
-        self._at_exit = CloseAtExit(self, self._sink)
+        self._at_exit = CloseAtExit(self, self._sink, self._roster.close)
 
     def step(
         self,
@@ -89,9 +89,13 @@ class GradientManager:
         if accumulate:
             return pair.unmeasured(epoch)
         if scaler is not None:
-            unscale(scaler, pair.optimizers)
+            unscale(scaler, pair.optimizers, once=backward)
+        return self._look(pair, scaled=scaler is not None and scaler.is_enabled(), epoch=epoch, batch=batch)
+
+    def _look(self, pair: Pair, *, scaled: bool, epoch: int | None = None, batch: object = None) -> StepReport:
+        """Measure, protect and report the unscaled gradients that a pair has now."""
         self._catch_up(pair)
-        outcome = pair.step(scaled=scaler is not None and scaler.is_enabled(), epoch=epoch, batch=batch)
+        outcome = pair.step(scaled=scaled, epoch=epoch, batch=batch)
         if not outcome.repeated and outcome.pending is None:
             self._conclude(pair, outcome)
         if outcome.error is not None:
@@ -124,6 +128,10 @@ class GradientManager:
     def note(self, text: str, *, name: str = "") -> None:
         """Put something that is good to know into the next report of a pair."""
         self._roster.named(name).coming_notes.append(text)
+
+    def knows(self, model: nn.Module, optimizer: Any) -> bool:
+        """Whether a model and what steps it have been seen or attached."""
+        return self._roster.has(model, optimizer)
 
     def analyzer(self, name: str) -> Analyzer:
         """Return a running analyzer, for those that take observations from the training loop."""
@@ -181,7 +189,7 @@ class GradientManager:
 
     def save_training_log(self, file_path: str | Path) -> Path:
         """Write the configuration, the summary and the kept reports as JSON."""
-        return save_training_log(Path(file_path), self.config, self.get_training_summary(), self._history.reports)
+        return save_training_log(Path(file_path), self.config, self.get_training_summary(), self.reports)
 
     def plot_training_curves(self, save_path: str | Path) -> Path:
         """Draw loss, gradient norms, non-finite counts and clipping over time."""
@@ -200,16 +208,32 @@ class GradientManager:
             raise UsageError(
                 f"state version {state.get('version')!r}: expected 1. Load it with the gradtrack that wrote it."
             )
+        missing = {"history", "pairs"} - state.keys()
+        if missing:
+            raise UsageError(f"state without {' and '.join(sorted(missing))}: expected what state_dict() returned.")
         self._history.load_state_dict(state["history"])
         self._roster.load_state_dict(state["pairs"])
 
     def follow(self, model: nn.Module, optimizer: Any) -> None:
-        """Call `step` by itself just before the first optimizer's own step."""
+        """Look by itself just before the first optimizer's own step, or after each call of its closure."""
         optimizers = as_sequence(optimizer)
 
-        def before_step(*_: object) -> None:
-            if not self._closed:
-                self.step(model, optimizers, None, False)
+        def before_step(stepping: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if self._closed:
+                return None
+            pair = self._roster.find(model, optimizers)
+            closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+            if closure is None:
+                self._look(pair, scaled=take_over_scale(stepping))
+                return None
+
+            def looked_at() -> Any:
+                loss = closure()
+                pair.add_loss(loss)
+                self._look(pair, scaled=False)
+                return loss
+
+            return (args[0],), {**kwargs, "closure": looked_at}
 
         self._hooks.append(optimizers[0].register_step_pre_hook(before_step))
 
@@ -237,7 +261,8 @@ class GradientManager:
     def __exit__(
         self, kind: type[BaseException] | None, fault: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.close(failed=kind is not None)
+        left_on_purpose = isinstance(fault, SystemExit) and fault.code in (None, 0)
+        self.close(failed=kind is not None and not left_on_purpose)
 
     def _catch_up(self, *pairs: Pair) -> None:
         """Keep and record the last step of pairs whose numbers nobody has waited for so far."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from gradtrack import markup
@@ -60,6 +61,8 @@ class GradientMonitor:
 
     def keep(self, report: StepReport) -> None:
         """Keep the report of a step for the pictures; its statistics are found when they are drawn."""
+        if self._kept.maxlen != self.config.max_gradient_history:
+            self._kept = deque(self._kept, maxlen=self.config.max_gradient_history)
         self._kept.append(report)
 
     def judge(self, evidence: Evidence) -> list[Issue]:
@@ -90,8 +93,15 @@ class GradientMonitor:
         return Evidence(step=self._step + 1, norm=moments.norm, moments=moments, layout=layout)
 
     def _measure(self, gradients: Sequence[Tensor | None]) -> tuple[Moments, Layout]:
-        dense = [grad.detach() for grad in gradients if grad is not None]
+        gradients = list(gradients)
+        dense = [_dense(grad.detach()) for grad in gradients if grad is not None]
         group_of = np.zeros(len(dense), dtype=np.int64)
         names = [f"gradients[{index}]" for index, grad in enumerate(gradients) if grad is not None]
         layout = Layout(names, [], [grad.numel() for grad in dense], group_of, ["all"], [])
         return self._measurer.measure(dense, group_of, 1), layout
+
+
+def _dense(grad: Tensor) -> Tensor:
+    """Return the numbers of a gradient: the values of a sparse one, both parts of a complex one."""
+    values = grad.coalesce().values() if grad.layout is torch.sparse_coo else grad
+    return torch.view_as_real(values) if values.is_complex() else values

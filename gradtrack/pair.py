@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -63,6 +64,7 @@ class Pair:
         self._closure_calls: int | None = None
         self._late: Outcome | None = None
         self._found_inf = False
+        self._settling = threading.RLock()
         self._hooks: list[Any] = []
         self._check_model()
         self.bind(optimizers)
@@ -84,26 +86,22 @@ class Pair:
     def add_loss(self, loss: Tensor | float | None) -> None:
         """Add the loss of a micro-batch to that of the coming step."""
         if loss is not None:
-            value = loss.detach() if isinstance(loss, Tensor) else loss
+            value = _summable(loss)
             self._loss = value if self._loss is None else self._loss + value
 
     def unmeasured(self, epoch: int | None) -> StepReport:
         """Report a micro-batch whose gradients are not complete yet."""
-        loss = None if self._loss is None else float(self._loss)
-        return StepReport(
-            step=self.step_count,
-            epoch=epoch,
-            source=self.name,
-            loss=loss,
-            measured=False,
-            time=time.time(),
-            health=self.health,
-            clipping={
+        loss = self._loss
+        fields = {
+            "health": self.health,
+            "clipping": {
                 "enabled": self.config.enable_gradient_clipping,
                 "clip_type": self.config.effective_clip_type,
             },
-            nan_inf={"action": "unchecked"},
-        )
+            "nan_inf": {"action": "unchecked"},
+        }
+        known = {"step": self.step_count, "epoch": epoch, "source": self.name, "measured": False, "time": time.time()}
+        return StepReport.deferred(lambda: {**fields, "loss": None if loss is None else float(loss)}, **known)
 
     def step(self, *, scaled: bool, epoch: int | None, batch: object) -> Outcome:
         """Measure, protect and judge the gradients that are there now."""
@@ -112,9 +110,11 @@ class Pair:
             self._closure_calls += 1
         if not repeated:
             self.step_count += 1
-        if self.table.stale():
+        if self.table.stale() or self.table.patterns is not self.config.groups:
             self.table = ParameterTable(self.model, self.config.groups)
-        grads = self.table.gradients()
+        if self.measurer.engine != self.config.engine:
+            self.measurer.use(self.config.engine)
+        grads = self.table.gradients({id(param) for param in self._stepped()} if scaled else None)
         outcome = self._open(grads, epoch=epoch, batch=batch, repeated=repeated)
         loss, self._loss = self._loss, None
         if self._may_be_late(grads, outcome, scaled=scaled):
@@ -169,9 +169,13 @@ class Pair:
 
     def _settle(self, outcome: Outcome) -> None:
         """Wait for the numbers of a late step, and judge it."""
-        late, outcome.pending = outcome.pending, None
-        if late is None:
-            return
+        with self._settling:
+            late = outcome.pending
+            if late is not None:
+                self._take_numbers(late, outcome)
+                outcome.pending = None
+
+    def _take_numbers(self, late: LateStep, outcome: Outcome) -> None:
         facts = outcome.facts
         moments, facts.loss = late.read()
         facts.take(moments)
@@ -188,7 +192,7 @@ class Pair:
         moments = self.measurer.measure(grads.batch, layout.group_of, len(layout.group_names))
         facts.take(moments)
         facts.loss = None if loss is None else float(loss)
-        outcome.error = self._protect(grads, moments, facts, scaled=scaled)
+        outcome.error = self._protect(grads, moments, outcome, scaled=scaled)
         if outcome.repeated:
             facts.health = self.health
             return
@@ -202,6 +206,7 @@ class Pair:
         facts = outcome.facts
         outcome.norm, outcome.clipped = moments.norm, bool(facts.clipping.get("clipped"))
         facts.full = self.config.enable_gradient_monitoring and (facts.full or outcome.event)
+        outcome.report.defer_to(facts.fields)  # so that a report that nobody reads keeps no model alive
         self.flight.push(outcome.report, facts)
         self.monitor.keep(outcome.report)
 
@@ -213,9 +218,9 @@ class Pair:
                 vars(optimizer).pop("found_inf", None)
 
     def _protect(
-        self, grads: Gradients, moments: Moments, facts: StepFacts, *, scaled: bool
+        self, grads: Gradients, moments: Moments, outcome: Outcome, *, scaled: bool
     ) -> NonFiniteGradientError | None:
-        error = None
+        facts, error = outcome.facts, None
         finite = moments.finite
         if not self.config.enable_nan_inf_check:
             facts.nan_inf = {"action": "off"}
@@ -230,7 +235,7 @@ class Pair:
             if found["action"] == "replace":
                 layout = grads.layout
                 moments = self.measurer.measure(grads.tensors, layout.group_of, len(layout.group_names))
-        facts.clipping = self.clipper.clip(grads, moments)
+        facts.clipping = self.clipper.clip(grads, moments, remember=not outcome.repeated)
         if not finite:
             true = {"norm_before": true_norm(facts.total, facts.exponent)}
             gone = {"norm_after": None} if facts.skipped and facts.nan_inf["action"] == "skip" else {}
@@ -244,6 +249,9 @@ class Pair:
 
     def _judge(self, moments: Moments, outcome: Outcome) -> None:
         facts, config = outcome.facts, self.config
+        first_nonfinite = not moments.finite and not self._nonfinite_before
+        self._nonfinite_before = not moments.finite
+        outcome.event = outcome.event or first_nonfinite
         if not config.enable_gradient_monitoring:
             facts.health = HEALTHY
             return
@@ -265,9 +273,7 @@ class Pair:
             known = {issue.key for issue in outcome.issues}
             outcome.issues = [*outcome.issues, *(issue for issue in self._analyzed if issue.key not in known)]
         outcome.opened, changed = self.ledger.update(outcome.issues)
-        first_nonfinite = not moments.finite and not self._nonfinite_before
-        self._nonfinite_before = not moments.finite
-        outcome.event = outcome.event or changed or first_nonfinite
+        outcome.event = outcome.event or changed
         if outcome.opened:
             self.analyzers.alert(outcome.report.step + 1)
         facts.health = self.health = HealthReport.of(outcome.issues)
@@ -298,6 +304,7 @@ class Pair:
         return Snapshot(
             step=self.step_count,
             model=self.model,
+            epoch=outcome.report.epoch,
             loss=facts.loss,
             optimizers=self.optimizers,
             gradients=dict(zip(layout.names, grads.tensors, strict=True)),
@@ -329,6 +336,10 @@ class Pair:
 
     def _owned(self) -> Iterable[nn.Parameter]:
         yield from self.table.params
+        yield from self._stepped()
+
+    def _stepped(self) -> Iterable[nn.Parameter]:
+        """Yield what the optimizers own."""
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 yield from group["params"]
@@ -369,6 +380,7 @@ class Pair:
             "clipper": self.clipper.state_dict(),
             "ledger": self.ledger.state_dict(),
             "nonfinite_before": self._nonfinite_before,
+            "issues": [issue.model_dump(mode="json") for issue in self.health.issues],
             "analyzers": self.analyzers.state_dict(),
         }
 
@@ -380,11 +392,28 @@ class Pair:
         self.ledger.load_state_dict(state["ledger"])
         self._nonfinite_before = bool(state["nonfinite_before"])
         self.analyzers.load_state_dict(state["analyzers"])
+        self.health = HealthReport.of([Issue.model_validate(issue) for issue in state["issues"]])
+        self.analyzers.close()
+        self.analyzers.arm(self.model, self.step_count + 1)
 
 
 def _learning_rates(optimizers: Sequence[Any]) -> list[list[tuple[Any, Any]]]:
     """Take down the rates now, since they may change before the report is read; their names are found then."""
     return [
-        [(group.get("name", index), group.get("lr", 0.0)) for index, group in enumerate(optimizer.param_groups)]
+        [(group.get("name", index), _rate(group.get("lr", 0.0))) for index, group in enumerate(optimizer.param_groups)]
         for optimizer in optimizers
     ]
+
+
+def _rate(rate: Any) -> Any:
+    """Copy a rate that is a tensor, since a schedule changes it in place."""
+    return rate.detach().clone() if isinstance(rate, Tensor) else rate
+
+
+def _summable(loss: Tensor | float) -> Tensor | float:
+    """Return a loss that can be added up without losing its bits, and without waiting for a device."""
+    if not isinstance(loss, Tensor):
+        return float(loss)
+    if loss.is_cpu and not loss.is_meta and type(loss) in (Tensor, nn.Parameter):
+        return float(loss.detach())
+    return loss.detach() if loss.dtype == torch.float64 else loss.detach().float()

@@ -44,6 +44,10 @@ class Roster:
         pair = self._pairs.get((id(model), *map(id, optimizers)))
         return pair if pair is not None else self._meet(model, optimizers)
 
+    def has(self, model: nn.Module, optimizer: Any) -> bool:
+        """Whether there is a pair of a model and what steps it."""
+        return (id(model), *map(id, as_sequence(optimizer))) in self._pairs
+
     def attach(self, model: nn.Module, optimizer: Any, *, horizon: int | None, name: str) -> Pair:
         """Add a pair under a name, or give one that is there already its optimizers or its horizon."""
         check_model(model)
@@ -126,6 +130,12 @@ class Roster:
         taken = sorted(pair.name for pair in self)
         if taken and not name:
             raise UsageError("a second (model, optimizer) pair: expected a name. Pass name='...' to attach.")
+        groups = {group for pair in self if not pair.name for group in pair.table.group_names}
+        if name in groups:
+            raise UsageError(
+                f"pair name {name!r} is also a group of the unnamed pair: expected another one, "
+                "since both would write the same metrics. Choose another name."
+            )
         if name in taken:
             raise UsageError(f"pair name {name!r} is taken: expected another one. Names in use: {taken}.")
 

@@ -130,7 +130,8 @@ def test_no_step_waits_on_an_accelerator(settings: dict[str, Any]) -> None:
 def test_skip_does_not_wait_with_fused_optimizers() -> None:
     """The default action reads nothing where the optimizer takes `found_inf`, and once where it does not."""
     with fake_cuda(fused) as (model, optimizer, loss):
-        GradientManager().step(model, optimizer, loss, backward=False)
+        manager = GradientManager()
+        manager.step(model, optimizer, loss, backward=False)
         assert optimizer.found_inf.device.type == "cuda"
     with fake_cuda() as (model, optimizer, loss), pytest.raises(RuntimeError, match="numpy"):
         GradientManager().step(model, optimizer, loss, backward=False)

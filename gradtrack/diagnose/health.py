@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import logging
 import pkgutil
 from collections.abc import Mapping
 from functools import cache
@@ -15,6 +16,8 @@ from gradtrack.diagnose.evidence import Evidence
 from gradtrack.diagnose.ledger import unmuted
 from gradtrack.diagnose.rule import Rule
 from gradtrack.reports import Issue
+
+_logger = logging.getLogger("gradtrack")
 
 
 @cache
@@ -38,8 +41,12 @@ class Health:
     def judge(self, evidence: Evidence, config: GradientConfig) -> list[Issue]:
         """Take in the evidence of one step and return the issues that are open, the most severe first."""
         found: list[Issue] = []
-        for rule in self._rules.values():
-            found += rule.judge(evidence, config)
+        for name, rule in list(self._rules.items()):
+            try:
+                found += rule.judge(evidence, config)
+            except Exception:  # a rule that fails must not stop the training
+                _logger.warning("rule %s failed and is left out from now on", name, exc_info=True)
+                del self._rules[name]
         if not found:
             return found
         return sorted(unmuted(found, config.mute), key=lambda issue: issue.severity, reverse=True)

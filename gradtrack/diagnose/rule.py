@@ -43,4 +43,6 @@ def _plain(value: Any) -> Any:
 def _like(present: Any, saved: Any) -> Any:
     if isinstance(present, RollingMedian):
         return RollingMedian(present.size, saved)
-    return deque(saved, maxlen=present.maxlen) if isinstance(present, deque) else saved
+    if isinstance(present, deque):
+        return deque(saved, maxlen=present.maxlen)
+    return list(saved) if isinstance(saved, list) else saved

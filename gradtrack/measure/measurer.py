@@ -40,9 +40,13 @@ class Measurer:
     """Measures gradients in one pass: with the native engine what it covers, with torch the rest."""
 
     def __init__(self, engine: EngineName = "auto") -> None:
-        self.engine = engine
         self._torch = TorchEngine()
+        self.use(engine)
+
+    def use(self, engine: EngineName) -> None:
+        """Measure with another engine from now on."""
         self._native: Any = None if engine == "torch" else _native(required=engine == "native")
+        self.engine = engine
 
     def prepare(self, tensors: Sequence[Tensor]) -> Batch:
         """Sort tensors by engine once, for the several calls of a step."""

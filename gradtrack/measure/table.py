@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter
 from typing import Final
@@ -95,6 +95,7 @@ class ParameterTable:
         self.names = [by_id[id(param)] for param in self.params]
         self._has_complex = any(param.is_complex() for param in self.params)
         self.frozen = [by_id[id(param)] for param in everything if not param.requires_grad]
+        self.patterns = patterns
         groups = grouping.assign(model, self.names, patterns or {})
         self.group_names = list(dict.fromkeys(groups))
         index = {name: position for position, name in enumerate(self.group_names)}
@@ -108,10 +109,12 @@ class ParameterTable:
             return True
         return list(map(_requires_grad, self._everything)) != self._trainable
 
-    def gradients(self) -> Gradients:
-        """Collect the gradients that the parameters have now."""
+    def gradients(self, only: Container[int] | None = None) -> Gradients:
+        """Collect the gradients that the parameters have now; with `only`, those of the parameters with these ids."""
         found = list(map(_grad, self.params))
         present = [index for index, grad in enumerate(found) if grad is not None]
+        if only is not None:
+            present = [index for index in present if id(self.params[index]) in only]
         if self._layout is None or present != self._present:
             self._layout, self._present = self._lay_out(present), present
         layout = self._layout

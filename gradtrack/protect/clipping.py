@@ -52,7 +52,7 @@ class GradientClipper:
         moments = self._measurer.measure(grads.tensors, grads.layout.group_of, len(grads.layout.group_names))
         return ClippingReport(**self.clip(grads, moments))
 
-    def clip(self, grads: Gradients, moments: Moments) -> dict[str, Any]:
+    def clip(self, grads: Gradients, moments: Moments, *, remember: bool = True) -> dict[str, Any]:
         """Clip gradients that were measured, and return the fields of a `ClippingReport`."""
         clip_type = self.config.effective_clip_type
         norm = moments.norm
@@ -66,7 +66,8 @@ class GradientClipper:
             found = self._clip_units(grads, norm)
         else:
             found = self._clip_norm(grads, norm)
-        self.remember(norm, found)
+        if remember:
+            self.remember(norm, found)
         return {"clip_type": clip_type, "norm_before": norm, **found, "clip_rate": self.clip_rate}
 
     def state_dict(self) -> dict[str, Any]:
@@ -89,6 +90,11 @@ class GradientClipper:
         """Return the limit of the norm for the coming step, for the strategies that have one."""
         return self._strategies[self.config.effective_clip_type].threshold(self.config)
 
+    @property
+    def epsilon(self) -> float:
+        """Return what torch adds to the norm; a limit that follows the norms is kept free of absolute numbers."""
+        return _TORCH_EPSILON if self.config.effective_clip_type == "norm" else 0.0
+
     def remember(self, norm: float, found: Mapping[str, Any]) -> None:
         """Let the strategies and the clip rate know of a step."""
         for strategy in self._strategies.values():
@@ -99,7 +105,7 @@ class GradientClipper:
         self._engaged_count += found["clipped"]
 
     def _clip_norm(self, grads: Gradients, norm: float) -> dict[str, Any]:
-        found = coefficient_for(norm, self.limit())
+        found = coefficient_for(norm, self.limit(), self.epsilon)
         if found["clipped"]:
             self._measurer.scale(grads.batch, found["coefficient"])
         return found
@@ -137,9 +143,9 @@ class GradientClipper:
         }
 
 
-def coefficient_for(norm: float, threshold: float) -> dict[str, Any]:
-    """Return what clipping a norm to a threshold means, as torch's own function scales it."""
-    coefficient = threshold / (norm + _TORCH_EPSILON)
+def coefficient_for(norm: float, threshold: float, epsilon: float) -> dict[str, Any]:
+    """Return what clipping a norm to a threshold means, with torch's own epsilon as torch's own function scales it."""
+    coefficient = threshold / (norm + epsilon) if norm + epsilon > 0 else 1.0
     if coefficient >= 1.0:
         return {"clipped": False, "threshold": threshold, "coefficient": 1.0, "norm_after": norm}
     return {"clipped": True, "threshold": threshold, "coefficient": coefficient, "norm_after": norm * coefficient}

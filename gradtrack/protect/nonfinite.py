@@ -69,7 +69,9 @@ class NaNInfHandler:
         for tensor in tensors:
             limit = self.limit_of(tensor)
             values = tensor.detach()
-            torch.nan_to_num_(values, nan=self.config.replace_nan_with, posinf=limit, neginf=-limit)
+            edge = torch.finfo(tensor.dtype).max
+            nan = min(max(self.config.replace_nan_with, -edge), edge)
+            torch.nan_to_num_(values, nan=nan, posinf=limit, neginf=-limit)
 
     @staticmethod
     def error(found: Mapping[str, Any]) -> NonFiniteGradientError:

@@ -52,7 +52,7 @@ class AdaptiveStrategy(Strategy):
         if self._seen < WARMUP:
             return config.max_grad_norm
         self._shrink(config.adaptive_window_size)
-        return percentile(self._sorted, config.adaptive_percentile)
+        return percentile(self._sorted, config.adaptive_percentile) or config.max_grad_norm
 
     def observe(self, norm: float, clipped_norm: float, config: GradientConfig) -> None:
         self._recent.append(norm)
@@ -87,7 +87,7 @@ class ZScoreStrategy(Strategy):
     def threshold(self, config: GradientConfig) -> float:
         if self._seen < WARMUP:
             return config.max_grad_norm
-        return self._mean + config.zscore_threshold * math.sqrt(self._variance)
+        return self._mean + config.zscore_threshold * math.sqrt(self._variance) or config.max_grad_norm
 
     def observe(self, norm: float, clipped_norm: float, config: GradientConfig) -> None:
         value = norm if self._seen < WARMUP else clipped_norm

@@ -44,7 +44,7 @@ class Sink:
             ensure_writable(config.run_dir)
         self.on_open: Opened | None = None
         self._config = config
-        self._directory = config.run_dir
+        self._directory = None if config.run_dir is None else config.run_dir.absolute()
         self._delivery: Delivery | None = None
         self._guard = ForkGuard()
         self._closed = False
@@ -58,7 +58,7 @@ class Sink:
     def directory(self) -> Path | None:
         """Return the run's directory, or None where nothing is written."""
         if self._directory is None and self.keeps_files:
-            self._directory = Path("gradtrack_runs") / self.run_id
+            self._directory = (Path("gradtrack_runs") / self.run_id).absolute()
         return self._directory
 
     def write(self, record: Record) -> None:

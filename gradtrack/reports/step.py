@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, Self
 
-from pydantic import Field, SerializationInfo, SerializeAsAny, model_serializer, model_validator
+from pydantic import Field, SerializationInfo, SerializeAsAny, field_serializer, model_serializer, model_validator
 from pydantic import SerializerFunctionWrapHandler as Handler
 
 from gradtrack import markup, registry
@@ -66,6 +67,12 @@ class StepReport(Report):
         object.__setattr__(report, "__pydantic_private__", {"resolve": resolve})
         return report
 
+    def defer_to(self, resolve: Callable[[], Mapping[str, Any]]) -> None:
+        """Find the fields by another function from now on, unless they are found already."""
+        private = self.__pydantic_private__
+        if private and private.get("resolve"):
+            private["resolve"] = resolve
+
     def resolve(self) -> Self:
         """Find every field now."""
         private = self.__pydantic_private__
@@ -80,6 +87,15 @@ class StepReport(Report):
         if name in type(self).__pydantic_fields__:
             return self.resolve().__dict__[name]
         raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
+
+    @field_serializer("batch", when_used="json")
+    def _serialize_batch(self, batch: Any) -> Any:
+        """Keep what JSON can hold, and the text of anything else."""
+        try:
+            json.dumps(batch)
+        except (TypeError, ValueError):
+            return repr(batch)
+        return batch
 
     @model_serializer(mode="wrap")
     def _serialize(self, handler: Handler, info: SerializationInfo) -> dict[str, Any]:

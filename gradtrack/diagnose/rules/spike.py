@@ -15,6 +15,8 @@ _WINDOW: Final = 50
 _WARMUP: Final = 8
 _DEVIATIONS: Final = 6.0
 _JUMP: Final = math.log(10.0)
+_LARGEST: Final = 700.0
+"""Where exp() ends."""
 
 
 @final
@@ -46,18 +48,18 @@ class SpikeRule(Rule):
         return found
 
     def _relative(self, evidence: Evidence, height: float) -> Issue:
-        median = math.exp(self.window.median)
+        median, jump = math.exp(self.window.median), math.exp(min(height, _LARGEST))
         clipped = " Clipping bounded this update." if evidence.clipped else ""
         return Issue(
             issue_type=IssueType.EXPLODING,
             severity=IssueSeverity.HIGH,
             message=(
-                f"The gradient norm jumped to {evidence.norm:.3g}, {math.exp(height):.3g} times "
+                f"The gradient norm jumped to {evidence.norm:.3g}, {jump:.3g} times "
                 f"the median {median:.3g} of the last {len(self.window)} steps."
             ),
             statistic="norm_over_median",
-            value=math.exp(height),
-            threshold=math.exp(max(_JUMP, _DEVIATIONS * self.window.deviation)),
+            value=jump,
+            threshold=math.exp(min(max(_JUMP, _DEVIATIONS * self.window.deviation), _LARGEST)),
             window=len(self.window),
             step=evidence.step,
             recommendation=f"Look at this batch; if it keeps happening, reduce the learning rate or clip.{clipped}",
