@@ -7,7 +7,9 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from gradtrack.analyzers.base import Series, Snapshot, rarely
@@ -22,8 +24,9 @@ from gradtrack.flight import FlightRecorder
 from gradtrack.late import LateStep, can_wait, on_device
 from gradtrack.live import LiveAnalyzers
 from gradtrack.measure.measurer import Measurer
-from gradtrack.measure.moments import Moments, finite_norm, true_norm
-from gradtrack.measure.table import Gradients, ParameterTable
+from gradtrack.measure.moments import SQUARES, Moments, finite_norm, true_norm
+from gradtrack.measure.ranks import local_part
+from gradtrack.measure.table import Gradients, ParameterTable, SharedGradients
 from gradtrack.monitor import GradientMonitor
 from gradtrack.outcome import Outcome
 from gradtrack.protect.clipping import GradientClipper
@@ -153,7 +156,8 @@ class Pair:
     def _may_be_late(self, grads: Gradients, outcome: Outcome, *, scaled: bool) -> bool:
         """Whether nobody needs the numbers of this step before the next one."""
         return (
-            on_device(grads.tensors)
+            self.table.ranks is None
+            and on_device(grads.tensors)
             and not (outcome.event or outcome.repeated or self.analyzers.due(self.step_count))
             and can_wait(self.config, self.optimizers, scaled=scaled)
         )
@@ -186,21 +190,41 @@ class Pair:
 
     def _finish(self, grads: Gradients, outcome: Outcome, loss: Tensor | float | None, *, scaled: bool) -> None:
         """Measure, protect, judge and keep a step here and now."""
-        facts, layout = outcome.facts, grads.layout
+        facts = outcome.facts
         self._forget_found_inf()
         grads.batch = self.measurer.prepare(grads.tensors)
-        moments = self.measurer.measure(grads.batch, layout.group_of, len(layout.group_names))
+        if isinstance(grads, SharedGradients):
+            moments, facts.loss = self._measure_shared(grads, outcome, loss)
+        else:
+            moments = grads.measure(self.measurer)
+            facts.loss = None if loss is None else float(loss)
         facts.take(moments)
-        facts.loss = None if loss is None else float(loss)
         outcome.error = self._protect(grads, moments, outcome, scaled=scaled)
         if outcome.repeated:
             facts.health = self.health
             return
         self._judge(moments, outcome)
-        if outcome.event and facts.full:
+        if outcome.event and facts.full and self.table.ranks is None:
             facts.weight_norms = self._weight_norms()
         self._look(grads, outcome)
         self._keep(moments, outcome)
+
+    def _measure_shared(
+        self, grads: SharedGradients, outcome: Outcome, loss: Tensor | float | None
+    ) -> tuple[Moments, float | None]:
+        """Measure gradients that are spread over ranks, the mean loss, and where a row is due the weights.
+
+        All of it is sent together. Whether a row is due follows from the step alone, so all ranks send the same.
+        """
+        facts = outcome.facts
+        wanted = outcome.event and facts.full
+        value = None if loss is None else float(loss)
+        moments = grads.measure(self.measurer, extra=self._weight_squares() if wanted else None, loss=value)
+        facts.layout = grads.layout
+        if wanted:
+            squares = np.bincount(self.table.group_of, grads.merged.extra, len(self.table.group_names))
+            facts.weight_norms = dict(zip(self.table.group_names, np.sqrt(squares).tolist(), strict=True))
+        return moments, grads.merged.loss
 
     def _keep(self, moments: Moments, outcome: Outcome) -> None:
         facts = outcome.facts
@@ -233,8 +257,7 @@ class Pair:
             if found["action"] == "raise":
                 error = self.handler.error(found)
             if found["action"] == "replace":
-                layout = grads.layout
-                moments = self.measurer.measure(grads.tensors, layout.group_of, len(layout.group_names))
+                moments = grads.measure(self.measurer)
         facts.clipping = self.clipper.clip(grads, moments, remember=not outcome.repeated)
         if not finite:
             true = {"norm_before": true_norm(facts.total, facts.exponent)}
@@ -324,11 +347,19 @@ class Pair:
         found = [*self.health.issues, *self.ledger.harm, *self.analyzers.issues()]
         return order(unmuted(found, self.config.mute))
 
+    def _weight_squares(self) -> NDArray[np.float64]:
+        """Return the squared norm of what this rank holds of each parameter."""
+        moments = self._measure_weights()
+        scale: float = np.ldexp(1.0, 2 * moments.exponent)
+        return moments.rows[:, SQUARES] * scale
+
+    def _measure_weights(self) -> Moments:
+        parts = [local_part(param.detach()) for param in self.table.params]
+        weights = [torch.view_as_real(part) if part.is_complex() else part for part in parts]
+        return self.measurer.measure(weights, self.table.group_of, len(self.table.group_names))
+
     def _weight_norms(self) -> dict[str, float]:
-        params = self.table.params
-        weights = [torch.view_as_real(param.detach()) if param.is_complex() else param.detach() for param in params]
-        names = self.table.group_names
-        moments = self.measurer.measure(weights, self.table.group_of, len(names))
+        moments, names = self._measure_weights(), self.table.group_names
         return {
             name: finite_norm(row, moments.exponent)
             for name, row in zip(names, moments.group_rows.tolist(), strict=True)

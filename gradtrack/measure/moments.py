@@ -34,6 +34,10 @@ class Moments:
         self.norm = true_norm(total, exponent)
         """The true L2 norm of all gradients: NaN or Inf where an element is."""
 
+    def of(self, kept: NDArray[np.int64]) -> Moments:
+        """Return the same sums with the rows of these tensors only, the others being empty."""
+        return Moments(self.rows[kept], self.group_rows, self.total, self.exponent)
+
     @property
     def nonfinite_count(self) -> int:
         """Return the number of elements that are NaN or infinite."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter
 from typing import Final
@@ -14,7 +14,9 @@ from torch import Tensor, nn
 
 from gradtrack.errors import UsageError
 from gradtrack.measure import grouping
-from gradtrack.measure.measurer import Batch
+from gradtrack.measure.measurer import Batch, Measurer
+from gradtrack.measure.moments import Moments, Rows
+from gradtrack.measure.ranks import Merged, Ranks, is_distributed, local_gradient
 
 _grad = attrgetter("grad")
 _requires_grad = attrgetter("requires_grad")
@@ -71,6 +73,61 @@ class Gradients:
         self.batch: Batch | Sequence[Tensor] = tensors
         """The tensors as the measurer has prepared them, or as they are."""
 
+    def measure(self, measurer: Measurer) -> Moments:
+        """Return the sums of the gradients as they are now."""
+        return measurer.measure(self.batch, self.layout.group_of, len(self.layout.group_names))
+
+
+class SharedGradients(Gradients):
+    """The parts of the gradients that this rank has, whose sums are those of all ranks.
+
+    Until it is measured it has a tensor for every parameter, then for those that have a gradient on any rank.
+    """
+
+    __slots__ = ("_has_gradient", "_lay_out", "_positions", "merged", "ranks")
+
+    def __init__(
+        self, params: Sequence[nn.Parameter], ranks: Ranks, lay_out: Callable[[Sequence[int]], Layout]
+    ) -> None:
+        super().__init__(list(map(local_gradient, params)), lay_out(range(len(params))), {})
+        self.ranks, self._lay_out = ranks, lay_out
+        self._positions = np.arange(len(params))
+        self._has_gradient = np.array([param.grad is not None for param in params])
+        self.merged: Merged
+        """What the last measurement has found over all ranks."""
+
+    def measure(
+        self, measurer: Measurer, *, extra: NDArray[np.float64] | None = None, loss: float | None = None
+    ) -> Moments:
+        """Return the sums over all ranks, and leave those of an extra number per parameter and the loss in `merged`."""
+        num_params, positions = len(self._has_gradient), self._positions
+        sent = np.zeros(num_params) if extra is None else extra
+        there = self._has_gradient[positions]
+
+        def reduce(rows: Rows) -> Rows:
+            self.merged = self.ranks.merge(rows[there], positions[there], sent, loss)
+            return self.merged.rows[positions]
+
+        layout = self.layout
+        moments = measurer.measure(self.batch, layout.group_of, len(layout.group_names), reduce=reduce)
+        if self.merged.present[positions].all():
+            return moments
+        kept = np.flatnonzero(self.merged.present[positions])
+        self._narrow(kept)
+        return moments.of(kept)
+
+    def spread(self, values: Sequence[float]) -> NDArray[np.float64]:
+        """Return a number for every parameter from one for each tensor."""
+        found = np.zeros(len(self._has_gradient))
+        found[self._positions] = values
+        return found
+
+    def _narrow(self, kept: NDArray[np.int64]) -> None:
+        """Leave out the parameters that have a gradient on no rank."""
+        self.batch = self.tensors = [self.tensors[index] for index in kept]
+        self._positions = self._positions[kept]
+        self.layout = self._lay_out(self._positions.tolist())
+
 
 class ParameterTable:
     """The trainable parameters of a model by name and group, each once, with the other names of tied ones."""
@@ -100,6 +157,8 @@ class ParameterTable:
         self.group_names = list(dict.fromkeys(groups))
         index = {name: position for position, name in enumerate(self.group_names)}
         self.group_of = np.array([index[group] for group in groups], dtype=np.int64)
+        self.ranks = Ranks(self.params) if any(map(is_distributed, self.params)) else None
+        """The ranks that share the parameters, where any of them is a DTensor."""
         self._layout: Layout | None = None
         self._present: Sequence[int] = ()
 
@@ -111,17 +170,22 @@ class ParameterTable:
 
     def gradients(self, only: Container[int] | None = None) -> Gradients:
         """Collect the gradients that the parameters have now; with `only`, those of the parameters with these ids."""
+        if self.ranks is not None:
+            return SharedGradients(self.params, self.ranks, self._lay_out_cached)
         found = list(map(_grad, self.params))
         present = [index for index, grad in enumerate(found) if grad is not None]
         if only is not None:
             present = [index for index in present if id(self.params[index]) in only]
-        if self._layout is None or present != self._present:
-            self._layout, self._present = self._lay_out(present), present
-        layout = self._layout
+        layout = self._lay_out_cached(present)
         tensors = found if len(present) == len(found) else [found[index] for index in present]
         if not self._has_complex and set(map(_layout, tensors)) <= _DENSE:
             return Gradients(tensors, layout, {})
         return self._unusual(tensors, layout)
+
+    def _lay_out_cached(self, present: Sequence[int]) -> Layout:
+        if self._layout is None or present != self._present:
+            self._layout, self._present = self._lay_out(present), present
+        return self._layout
 
     def _lay_out(self, present: Sequence[int]) -> Layout:
         there = set(present)

@@ -11,9 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from gradtrack.config import ClipType, GradientConfig
+from gradtrack.errors import UsageError
 from gradtrack.measure.measurer import Measurer
 from gradtrack.measure.moments import MAX, MIN, Moments
-from gradtrack.measure.table import Gradients, ParameterTable
+from gradtrack.measure.ranks import is_sharded, local_part
+from gradtrack.measure.table import Gradients, ParameterTable, SharedGradients
 from gradtrack.protect.strategies import AdaptiveStrategy, FixedStrategy, Strategy, ZScoreStrategy
 from gradtrack.reports import ClippingReport
 
@@ -49,7 +51,7 @@ class GradientClipper:
     def clip_gradients(self, model: nn.Module) -> ClippingReport:
         """Measure and clip the gradients that a model has now."""
         grads = ParameterTable(model).gradients()
-        moments = self._measurer.measure(grads.tensors, grads.layout.group_of, len(grads.layout.group_names))
+        moments = grads.measure(self._measurer)
         return ClippingReport(**self.clip(grads, moments))
 
     def clip(self, grads: Gradients, moments: Moments, *, remember: bool = True) -> dict[str, Any]:
@@ -113,33 +115,38 @@ class GradientClipper:
     def _clip_values(self, grads: Gradients, moments: Moments, norm: float) -> dict[str, Any]:
         limit = self.config.max_grad_norm
         scale = math.ldexp(1.0, moments.exponent)
-        beyond = [
-            grad
-            for grad, row in zip(grads.tensors, moments.rows, strict=True)
-            if row[MAX] * scale > limit or row[MIN] * scale < -limit
-        ]
-        count = sum(_clamp(grad, limit) for grad in beyond)
-        return self._elementwise(grads, norm, limit, bool(beyond), count / max(1, grads.layout.total_count))
+        beyond = [row[MAX] * scale > limit or row[MIN] * scale < -limit for row in moments.rows]
+        counts = [_clamp(grad, limit) if far else 0 for grad, far in zip(grads.tensors, beyond, strict=True)]
+        found = self._elementwise(grads, norm, limit, any(beyond), counts)
+        return {**found, "clipped_fraction": found["clipped_fraction"] / max(1, grads.layout.total_count)}
 
     def _clip_units(self, grads: Gradients, norm: float) -> dict[str, Any]:
         factor = self.config.agc_clip_factor
+        if any(map(is_sharded, grads.layout.params)):
+            raise UsageError(
+                "clip_type 'agc' with sharded parameters: expected each unit of a parameter on one rank. "
+                "Use clip_type 'norm', 'adaptive', 'zscore' or 'value'."
+            )
         found = [_limit_units(*pair, factor) for pair in zip(grads.tensors, grads.layout.params, strict=True)]
         clipped, units = sum(pair[0] for pair in found), sum(pair[1] for pair in found)
-        return self._elementwise(grads, norm, factor, clipped > 0, clipped / max(1, units))
+        share = clipped / max(1, units)
+        return {**self._elementwise(grads, norm, factor, clipped > 0, ()), "clipped_fraction": share}
 
     def _elementwise(
-        self, grads: Gradients, norm: float, threshold: float, clipped: bool, fraction: float
+        self, grads: Gradients, norm: float, threshold: float, clipped: bool, counts: Sequence[int]
     ) -> dict[str, Any]:
-        after = norm
-        if clipped:
-            layout = grads.layout
-            after = self._measurer.measure(grads.tensors, layout.group_of, len(layout.group_names)).norm
+        after, count = norm, float(sum(counts))
+        if clipped and isinstance(grads, SharedGradients):
+            after = grads.measure(self._measurer, extra=grads.spread(counts or [0.0] * len(grads.tensors))).norm
+            count = float(grads.merged.extra.sum())
+        elif clipped:
+            after = grads.measure(self._measurer).norm
         return {
             "clipped": clipped,
             "threshold": threshold,
             "coefficient": after / norm if norm else 1.0,
             "norm_after": after,
-            "clipped_fraction": fraction,
+            "clipped_fraction": count,
         }
 
 
@@ -159,7 +166,7 @@ def _clamp(grad: Tensor, limit: float) -> int:
 
 def _limit_units(grad: Tensor, param: nn.Parameter, factor: float) -> tuple[int, int]:
     """Scale down the units whose gradient is too large for their weights; return how many, of how many."""
-    grad, weight = grad.detach(), param.detach()
+    grad, weight = grad.detach(), local_part(param.detach())
     if weight.is_complex():
         weight = torch.view_as_real(weight)
     if grad.shape != weight.shape:  # the touched rows of a sparse gradient

@@ -28,7 +28,7 @@ class NaNInfHandler:
     def check_and_fix_gradients(self, model: nn.Module) -> NanInfReport:
         """Look at the gradients that a model has now and act on the non-finite ones."""
         grads = ParameterTable(model).gradients()
-        moments = self._measurer.measure(grads.tensors, grads.layout.group_of, len(grads.layout.group_names))
+        moments = grads.measure(self._measurer)
         if moments.finite:
             return NanInfReport()
         found = self.act(grads, moments, grads.layout.params)
