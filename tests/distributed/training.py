@@ -1,0 +1,156 @@
+"""One training, by itself or spread over processes: `python training.py MODE SETTINGS.json OUT.json` under torchrun."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from gradtrack import GradientManager
+
+BATCH, WIDTH = 12, 6
+"""A batch that two, three and four processes share evenly, and a width that three and four do not divide."""
+
+
+class Block(nn.Module):
+    """A transformer block with one head, whose feed-forward layers can be split.
+
+    The attention has no bias, since the gradient of that of the keys is nothing but rounding.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.qkv = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH, bias=False)
+        self.up, self.down = nn.Linear(WIDTH, 8), nn.Linear(8, WIDTH)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Attend and feed forward."""
+        query, key, value = self.qkv(self.norm(inputs)).chunk(3, dim=-1)
+        inputs = inputs + nn.functional.scaled_dot_product_attention(query, key, value)
+        found: Tensor = inputs + self.down(torch.tanh(self.up(inputs)))
+        return found
+
+
+class Model(nn.Module):
+    """Two blocks, a head with fewer rows than four ranks, and one parameter that nobody uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.head = nn.Linear(WIDTH, 3)
+        self.unused = nn.Parameter(torch.ones(5))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Return three numbers for each place."""
+        for block in self.blocks:
+            inputs = block(inputs)
+        found: Tensor = self.head(inputs) * 1.0  # FSDP2 warns about a view
+        return found
+
+
+def spread(model: nn.Module, mode: str) -> tuple[Any, int, int]:
+    """Spread a model over all processes; return it with the place of this process among the shares of the batch."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    if mode == "ddp":
+        return nn.parallel.DistributedDataParallel(model, find_unused_parameters=True), rank, world
+    if mode == "fsdp":
+        return shard(model, init_device_mesh("cpu", (world,))), rank, world
+    if mode == "tp":
+        return split(model, init_device_mesh("cpu", (world,))), 0, 1
+    mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp"))
+    if mode == "hsdp":
+        return shard(model, mesh), rank, world
+    return shard(split(model, mesh["tp"]), mesh["dp"]), mesh["dp"].get_local_rank(), world // 2
+
+
+def split(model: Any, mesh: Any) -> Any:
+    """Split the feed-forward layers: parameters of other layers stay plain tensors."""
+    for block in model.blocks:
+        parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    return model
+
+
+def shard(model: Any, mesh: Any) -> Any:
+    """Shard every block, and the rest together."""
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def full(tensor: Any) -> list[float]:
+    """Return all elements of a tensor, wherever they are."""
+    whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    found: list[float] = whole.detach().flatten().tolist()
+    return found
+
+
+def run(mode: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """Train 20 steps with a gradtrack manager; a process can make its own loss NaN at one step."""
+    torch.manual_seed(0)
+    model: Any = Model().double()
+    share, shares = 0, 1
+    if mode != "single":
+        model, share, shares = spread(model, mode)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    steps, nan_step, fixed = settings.pop("steps", 20), settings.pop("nan_step", 0), settings.pop("by_hand", True)
+    manager = GradientManager(track_parameters=True, grad_log_every_n_steps=1, **settings)
+    generator = torch.Generator().manual_seed(1)
+    reports, calls = [], []
+    with counted() as counts:
+        for step in range(1, steps + 1):
+            inputs = torch.randn(BATCH, 4, WIDTH, generator=generator, dtype=torch.float64)
+            loss = model(inputs.chunk(shares)[share]).square().mean()
+            if step == nan_step and share == shares - 1:
+                loss = loss * float("nan")
+            if fixed:
+                loss.backward()
+            before = len(counts)
+            report = manager.step(model, optimizer, loss, backward=not fixed)
+            calls.append(len(counts) - before)
+            optimizer.step()
+            optimizer.zero_grad()
+            reports.append(report.model_dump(mode="json", exclude={"time"}))
+    weights = {name.removeprefix("module."): full(param) for name, param in model.named_parameters()}
+    return {"reports": reports, "weights": weights, "calls": calls, "bytes": max(counts, default=0)}
+
+
+class counted:
+    """The sizes of the collectives that are called while it is entered."""
+
+    def __enter__(self) -> list[int]:
+        self.sizes: list[int] = []
+        self.original = dist.all_reduce
+
+        def all_reduce(tensor: Tensor, *arguments: Any, **options: Any) -> Any:
+            self.sizes.append(tensor.numel() * tensor.element_size())
+            return self.original(tensor, *arguments, **options)
+
+        dist.all_reduce = all_reduce
+        return self.sizes
+
+    def __exit__(self, *_: object) -> None:
+        dist.all_reduce = self.original
+
+
+def main() -> None:
+    """Run what the command line says, and write what this rank has found."""
+    mode, settings, out = sys.argv[1], json.loads(sys.argv[2]), Path(sys.argv[3])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    found = run(mode, settings)
+    out.with_suffix(f".{dist.get_rank()}.json").write_text(json.dumps(found))
+    dist.barrier()
+    os._exit(0)  # some torch versions abort in the destructors of the groups
+
+
+if __name__ == "__main__":
+    main()
