@@ -25,7 +25,7 @@ from gradtrack.late import LateStep, can_wait, on_device
 from gradtrack.live import LiveAnalyzers
 from gradtrack.measure.measurer import Measurer
 from gradtrack.measure.moments import SQUARES, Moments, finite_norm, true_norm
-from gradtrack.measure.ranks import local_part
+from gradtrack.measure.ranks import is_distributed, local_part
 from gradtrack.measure.table import Gradients, ParameterTable, SharedGradients
 from gradtrack.monitor import GradientMonitor
 from gradtrack.outcome import Outcome
@@ -75,7 +75,9 @@ class Pair:
     def bind(self, optimizers: Sequence[Any]) -> None:
         """Take the optimizers that step the model; each must own at least one of its parameters."""
         for optimizer in optimizers:
-            check_optimizer(optimizer, self.table.params)
+            # Between its passes FSDP2 has whole parameters in the place of the shards that the optimizer owns.
+            if self.table.ranks is not None or not _owns_shards(optimizer):
+                check_optimizer(optimizer, self.table.params)
         self._unhook()
         self.optimizers = tuple(optimizers)
         self._hooks = [hook for optimizer in optimizers for hook in self._watch_closures(optimizer)]
@@ -426,6 +428,11 @@ class Pair:
         self.health = HealthReport.of([Issue.model_validate(issue) for issue in state["issues"]])
         self.analyzers.close()
         self.analyzers.arm(self.model, self.step_count + 1)
+
+
+def _owns_shards(optimizer: Any) -> bool:
+    groups = getattr(optimizer, "param_groups", ())
+    return any(is_distributed(param) for group in groups for param in group["params"])
 
 
 def _learning_rates(optimizers: Sequence[Any]) -> list[list[tuple[Any, Any]]]:
