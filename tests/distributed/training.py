@@ -104,7 +104,7 @@ def run(mode: str, settings: dict[str, Any]) -> dict[str, Any]:
     steps, nan_step, fixed = settings.pop("steps", 20), settings.pop("nan_step", 0), settings.pop("by_hand", True)
     manager = GradientManager(track_parameters=True, grad_log_every_n_steps=1, **settings)
     generator = torch.Generator().manual_seed(1)
-    reports, calls = [], []
+    reports, calls, num_bytes = [], [], []
     with counted() as counts:
         for step in range(1, steps + 1):
             inputs = torch.randn(BATCH, 4, WIDTH, generator=generator, dtype=torch.float64)
@@ -116,11 +116,12 @@ def run(mode: str, settings: dict[str, Any]) -> dict[str, Any]:
             before = len(counts)
             report = manager.step(model, optimizer, loss, backward=not fixed)
             calls.append(len(counts) - before)
+            num_bytes.append(sum(counts[before:]))
             optimizer.step()
             optimizer.zero_grad()
             reports.append(report.model_dump(mode="json", exclude={"time"}))
     weights = {name.removeprefix("module."): full(param) for name, param in model.named_parameters()}
-    return {"reports": reports, "weights": weights, "calls": calls, "bytes": max(counts, default=0)}
+    return {"reports": reports, "weights": weights, "calls": calls, "bytes": max(num_bytes)}
 
 
 class counted:

@@ -1,0 +1,70 @@
+"""Gradients that are not spread evenly, or not at all, on two processes."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from tests.distributed import edges
+from tests.processes import ROOT
+
+pytestmark = pytest.mark.slow
+WATCHDOG_SECONDS = 150
+Found = dict[str, Any]
+SQUARES = 91.0
+"""The sum of the squares of 1 to 6, which all the parameters hold."""
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
+    """Return what the two processes report of each case."""
+    out = tmp_path_factory.mktemp("edges") / "found.json"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["-m", edges.__name__, str(out)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(
+        command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False, timeout=WATCHDOG_SECONDS
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    return [json.loads(out.with_suffix(f".{rank}.json").read_text()) for rank in range(2)]
+
+
+def test_every_rank_reports_the_same(ranks: list[Found]) -> None:
+    """Whatever a rank holds, its report is that of the other."""
+    assert ranks[0] == ranks[1]
+
+
+def test_gradient_on_one_rank_only(ranks: list[Found]) -> None:
+    """An empty shard and a replica without a gradient are in the report as on the rank that has them."""
+    found = ranks[0]["only_one_rank"]
+    assert found["parameters"]["whole"]["norm"] == pytest.approx(math.sqrt(SQUARES))
+    assert found["statistics"]["element_count"] == 7
+    assert found["statistics"]["missing"] == []
+
+
+def test_pending_sums_are_made_first(ranks: list[Found]) -> None:
+    """A partial gradient counts as the sum that it stands for."""
+    assert ranks[0]["partial"]["statistics"]["total_norm"] == pytest.approx(3.0 * math.sqrt(SQUARES))
+
+
+def test_squares_beyond_the_range(ranks: list[Found]) -> None:
+    """All ranks measure again with the same scale where the squares overflow."""
+    assert ranks[0]["huge"]["statistics"]["total_norm"] == pytest.approx(1e200 * math.sqrt(SQUARES))
+
+
+def test_units_are_not_clipped_in_parts(ranks: list[Found]) -> None:
+    """Clipping by unit refuses shards, and says what to use."""
+    assert "sharded" in ranks[0]["agc"]
+    assert "'norm'" in ranks[0]["agc"]
+
+
+def test_all_parameters_are_in_the_root(ranks: list[Found]) -> None:
+    """A model that FSDP2 has just made whole is known by its shards once the backward pass is over."""
+    assert ranks[0]["root_only"]["statistics"]["element_count"] == 15
+    assert ranks[0]["root_only"]["statistics"]["missing"] == []
