@@ -87,12 +87,17 @@ class SharedGradients(Gradients):
     __slots__ = ("_has_gradient", "_lay_out", "_positions", "merged", "ranks")
 
     def __init__(
-        self, params: Sequence[nn.Parameter], ranks: Ranks, lay_out: Callable[[Sequence[int]], Layout]
+        self,
+        params: Sequence[nn.Parameter],
+        ranks: Ranks,
+        lay_out: Callable[[Sequence[int]], Layout],
+        only: Container[int] | None = None,
     ) -> None:
         super().__init__(list(map(local_gradient, params)), lay_out(range(len(params))), {})
         self.ranks, self._lay_out = ranks, lay_out
         self._positions = np.arange(len(params))
-        self._has_gradient = np.array([param.grad is not None for param in params])
+        wanted = [only is None or id(param) in only for param in params]
+        self._has_gradient = np.array([param.grad is not None for param in params]) & wanted
         self.merged: Merged
         """What the last measurement has found over all ranks."""
 
@@ -171,7 +176,7 @@ class ParameterTable:
     def gradients(self, only: Container[int] | None = None) -> Gradients:
         """Collect the gradients that the parameters have now; with `only`, those of the parameters with these ids."""
         if self.ranks is not None:
-            return SharedGradients(self.params, self.ranks, self._lay_out_cached)
+            return SharedGradients(self.params, self.ranks, self._lay_out_cached, only)
         found = list(map(_grad, self.params))
         present = [index for index, grad in enumerate(found) if grad is not None]
         if only is not None:

@@ -17,6 +17,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from gradtrack import GradientManager
 from gradtrack.errors import UsageError
+from gradtrack.measure.measurer import Measurer
+from gradtrack.measure.table import ParameterTable
 
 
 class Holder(nn.Module):
@@ -48,6 +50,10 @@ def main() -> None:
     if rank == 1:
         model.whole.grad = values.clone()
     found["only_one_rank"] = look(model, enable_gradient_clipping=False)
+
+    grads = ParameterTable(model).gradients({id(model.one)})
+    moments = grads.measure(Measurer("torch"))
+    found["some"] = [grads.layout.names, moments.rows.tolist(), len(grads.tensors)]
 
     model = Holder(weight=distribute_tensor(values, mesh, [Replicate()]))
     model.weight.grad = DTensor.from_local(values * (rank + 1), mesh, [Partial()])

@@ -48,6 +48,14 @@ def test_gradient_on_one_rank_only(ranks: list[Found]) -> None:
     assert found["statistics"]["missing"] == []
 
 
+def test_some_of_the_parameters(ranks: list[Found]) -> None:
+    """Where one of several optimizers is to step, the gradients of the others are left out on every rank."""
+    names, rows, num_tensors = ranks[0]["some"]
+    assert names == ["one"]
+    assert rows == [[1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0]]
+    assert num_tensors == 1
+
+
 def test_pending_sums_are_made_first(ranks: list[Found]) -> None:
     """A partial gradient counts as the sum that it stands for."""
     assert ranks[0]["partial"]["statistics"]["total_norm"] == pytest.approx(3.0 * math.sqrt(SQUARES))
