@@ -165,7 +165,7 @@ class TestAssignment:
             config.max_grad_nrm = 2.0
 
     def test_arithmetic(self) -> None:
-        """The seeds' own idiom works."""
+        """The documents' own idiom works."""
         config = GradientConfig()
         config.max_grad_norm *= 0.5
         assert config.max_grad_norm == 0.5

@@ -1,4 +1,4 @@
-"""The seeds' fixed thresholds on the norms of parameter gradients, as a baseline."""
+"""The usual fixed thresholds on the norms of parameter gradients, as a baseline."""
 
 from __future__ import annotations
 

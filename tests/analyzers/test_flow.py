@@ -331,7 +331,7 @@ def test_a_fault_in_a_hook_never_reaches_training(monkeypatch: pytest.MonkeyPatc
 
 
 def test_absolute_thresholds_act_only_when_passed() -> None:
-    """The seed's thresholds are shown, and judge only where they were given."""
+    """The usual thresholds are shown, and judge only where they were given."""
     model = network()
     data = torch.randn(16, 16)
     plain = GradientFlowAnalyzer(model)

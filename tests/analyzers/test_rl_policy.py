@@ -279,7 +279,7 @@ def test_update_numbers_are_taken_along() -> None:
 
 
 def test_offline_analysis_of_an_actor_critic() -> None:
-    """Offline the report has the seed's attributes, units and gradient ratios, and the model stays as it was."""
+    """Offline the report has the documented attributes, units and gradient ratios, and the model stays as it was."""
     model = ActorCritic()
     before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
     issues, stats = RLPolicyAnalyzer(model).analyze(

@@ -1,4 +1,4 @@
-"""The JSON files have exactly the layout that the seed document on statistics promises."""
+"""The JSON files have exactly the layout that the document on statistics promises."""
 
 from __future__ import annotations
 
