@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 
 from gradtrack.config import GradientConfig
 from gradtrack.errors import NonFiniteGradientError
@@ -88,6 +89,9 @@ def talk(outcome: Outcome, config: GradientConfig) -> None:
             " (clipped)" if clipping.clipped else "",
             report.health,
         )
+    if config.debug_mode:
+        for broken in contradictions(report):
+            _logger.error("step %d: %s. This is a fault of gradtrack: please report it.", report.step, broken)
     if config.debug_mode and outcome.facts.rows is not None:
         for name, found in outcome.facts.parameters().items():
             _logger.debug(
@@ -97,6 +101,23 @@ def talk(outcome: Outcome, config: GradientConfig) -> None:
                 _number(found["norm"]),
                 _number(found["mean"]),
             )
+
+
+def contradictions(report: StepReport) -> list[str]:
+    """Return where the numbers of a report contradict one another."""
+    found, clipping, whole = [], report.clipping, report.statistics
+    if whole is not None and report.groups:
+        together = math.hypot(*(group.norm for group in report.groups.values()))
+        if not math.isclose(together, whole.total_norm, rel_tol=1e-6):
+            found.append(f"the groups have a norm of {together:.9g} together, the whole has {whole.total_norm:.9g}")
+        count = sum(group.element_count for group in report.groups.values())
+        if count != whole.element_count:
+            found.append(f"the groups have {count} elements together, the whole has {whole.element_count}")
+    after, limit = clipping.norm_after, clipping.threshold
+    scaled = clipping.clipped and clipping.clip_type in ("norm", "adaptive", "zscore")
+    if scaled and after is not None and limit is not None and after > limit * (1 + 1e-6):
+        found.append(f"the norm after clipping {after:.9g} is above its limit {limit:.9g}")
+    return found
 
 
 def _number(value: float | None) -> str:

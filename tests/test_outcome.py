@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from gradtrack import Analyzer, GradientManager
 from gradtrack.analyzers.base import Snapshot
+from gradtrack.outcome import contradictions
 from gradtrack.reports import LateReport, Report, StepReport
 from tests.training import small_model, train
 
@@ -75,3 +76,16 @@ def test_a_late_report_survives_json() -> None:
     report = train(manager, 3)[-1]
     again = StepReport.model_validate_json(report.model_dump_json())
     assert again.analyzers["after"]["step"] == 2
+
+
+def test_contradictions_are_found() -> None:
+    """In debug mode a report is checked against itself; a sound one passes, a bent one is named."""
+    report = train(GradientManager(debug_mode=True, max_grad_norm=0.1), 1)[0]
+    assert report.clipping.clipped
+    assert contradictions(report) == []
+    assert report.statistics is not None
+    statistics = report.statistics.model_copy(update={"total_norm": 2 * report.statistics.total_norm})
+    clipping = report.clipping.model_copy(update={"norm_after": 1.0})
+    bent = contradictions(report.model_copy(update={"statistics": statistics, "clipping": clipping}))
+    assert len(bent) == 2
+    assert "above its limit" in bent[1]
