@@ -43,6 +43,17 @@ class Backend(ABC):
         """Return the options, as plain data, with which the constructor reaches the same place again for a replay."""
         return {}
 
+    def portable(self) -> Mapping[str, Any] | None:
+        """Return the options with which a process of its own does this backend's work; None keeps the work here.
+
+        A tracker whose package takes the interpreter for long is best kept out of the training's process. The options
+        are plain data; they may hold secrets, since only that process sees them.
+        """
+        return None
+
+    def moved(self, address: Mapping[str, Any]) -> None:
+        """Take note of the address that the process which does this backend's work has told."""
+
     @classmethod
     def probe(cls, **options: Any) -> str:
         """Say where records would go with these options, and create nothing; raise what would stop them."""

@@ -12,7 +12,7 @@ import posixpath
 import re
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal, TypeVar, final
 from urllib.parse import urlsplit, urlunsplit
@@ -42,7 +42,8 @@ class MlflowBackend(Backend):
     It writes to the run `run_id`, else to the run that is active where it is made, else to a run of its own in
     `experiment`, which it makes at the first record and ends. Writing a row again changes nothing, because time, step
     and value are part of its identity. `nonfinite="count"` is for servers before 3.16, which cannot show NaN: it leaves
-    such values out and counts them. `saved_view=True` adds the panels to the experiment's saved views.
+    such values out and counts them. `saved_view=True` adds the panels to the experiment's saved views. In a training a
+    process of its own does the work, unless `own_process=False`; `owner` is how it knows the run that it made itself.
     """
 
     def __init__(
@@ -55,6 +56,8 @@ class MlflowBackend(Backend):
         nonfinite: Nonfinite = "keep",
         saved_view: bool = False,
         timeout_seconds: float = 5.0,
+        own_process: bool = True,
+        owner: str | None = None,
     ) -> None:
         if nonfinite not in ("keep", "count"):
             raise UsageError(f"mlflow: nonfinite {nonfinite!r}: expected 'keep' or 'count'.")
@@ -67,7 +70,8 @@ class MlflowBackend(Backend):
         self._experiment_id = None if self._experiment else os.environ.get("MLFLOW_EXPERIMENT_ID", "0")
         self._run_name, self._nonfinite, self._saved_view = run_name, nonfinite, saved_view
         self._timeout_seconds = timeout_seconds
-        self._token = uuid.uuid4().hex
+        self._own_process = own_process
+        self._owner = owner or uuid.uuid4().hex
         self._owned = self._closed = False
         self._known_client: Any = None
         self._run: RunInfo | None = None
@@ -122,6 +126,23 @@ class MlflowBackend(Backend):
         if self._nonfinite != "keep":
             found["nonfinite"] = self._nonfinite
         return found
+
+    def portable(self) -> Mapping[str, Any] | None:
+        if not self._own_process:
+            return None
+        return {
+            "run_id": self._run_id,
+            "tracking_uri": self._uri,
+            "experiment": self._experiment,
+            "run_name": self._run_name,
+            "nonfinite": self._nonfinite,
+            "saved_view": self._saved_view,
+            "timeout_seconds": self._timeout_seconds,
+            "owner": self._owner,
+        }
+
+    def moved(self, address: Mapping[str, Any]) -> None:
+        self._run_id = address.get("run_id", self._run_id)
 
     @classmethod
     def probe(cls, **options: Any) -> str:
@@ -219,7 +240,7 @@ class MlflowBackend(Backend):
     def _adopt(self, run: Any) -> None:
         self._run_id, self._experiment_id = run.info.run_id, run.info.experiment_id
         # A run whose creation succeeded although its answer was lost is ours as well.
-        self._owned = run.data.tags.get(_OWNER_TAG) == self._token
+        self._owned = run.data.tags.get(_OWNER_TAG) == self._owner
 
     def _find_run(self) -> Any:
         """Find our run of this training, which another process, or a call without an answer, may have made."""
@@ -232,7 +253,7 @@ class MlflowBackend(Backend):
     def _create_run(self) -> Any:
         identity = "" if self._run is None else self._run.run_id
         note = f"Gradients of a training, recorded by gradtrack as run `{html.escape(identity)}`."
-        tags = {_RUN_TAG: _tag_of(self._run), _OWNER_TAG: self._token, "mlflow.note.content": note}
+        tags = {_RUN_TAG: _tag_of(self._run), _OWNER_TAG: self._owner, "mlflow.note.content": note}
         name = self._run_name or f"gradtrack-{identity}"
         run = self._call(self._client.create_run, self._ensure_experiment(), run_name=name, tags=tags)
         if self._run is not None:

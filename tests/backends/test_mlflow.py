@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -25,7 +27,9 @@ mlflow: Any = pytest.importorskip("mlflow")
 
 from gradtrack.backends.mlflow import MlflowBackend, metric_name, saved_view  # noqa: E402
 from gradtrack.errors import BackendError, ClosedError, PermanentBackendError, UsageError  # noqa: E402
+from gradtrack.record.delivery import Delivery  # noqa: E402
 from gradtrack.record.panels import CORE_PANELS  # noqa: E402
+from gradtrack.record.process import ProcessBackend, outsourced  # noqa: E402
 from gradtrack.records import Record, RunInfo  # noqa: E402
 from tests.backends.conftest import free_port, served  # noqa: E402
 from tests.backends.rows import make_records  # noqa: E402
@@ -60,6 +64,46 @@ def rows_of(records: list[Record], name: str = NORM) -> list[tuple[int, int, flo
 def new_identity() -> str:
     """Name a training that no other test knows."""
     return uuid.uuid4().hex
+
+
+def test_training_leaves_the_work_to_another_process(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a delivery no row is written here; the run is made, filled and ended, and its number known here."""
+    monkeypatch.setattr(MlflowBackend, "write", lambda self, records: pytest.fail("written in this process"))
+    backend, records = MlflowBackend(experiment="elsewhere"), make_records(20)
+    delivery = Delivery({"mlflow": backend}, run=RunInfo(run_id=new_identity()), close_timeout_seconds=60.0)
+    for record in records:
+        delivery.write(record)
+    delivery.close(failed=True)
+    assert delivery.status()["mlflow"]["acknowledged"] == 20
+    assert history(server, backend.run_id) == rows_of(records)
+    run = mlflow.get_run(backend.run_id)
+    assert (run.info.status, run.info.lifecycle_stage) == ("FAILED", "active")
+
+
+def test_process_that_dies_leaves_one_run(server: str) -> None:
+    """A process that was killed is replaced by one that goes on in the same run, and ends it."""
+    backend = MlflowBackend(experiment="killed")
+    outside = outsourced(backend)
+    assert isinstance(outside, ProcessBackend)
+    records = make_records(20, run_id=new_identity())
+    outside.write(records[:10])
+    assert outside.pid is not None
+    os.kill(outside.pid, signal.SIGKILL)
+    with pytest.raises(BackendError, match="gone"):
+        outside.write(records[10:])
+    assert outside.present(records[:10]) == {("", record.step) for record in records[:10]}
+    outside.write(records[10:])
+    outside.close()
+    assert history(server, backend.run_id) == rows_of(records)
+    experiment = mlflow.get_experiment_by_name("killed")
+    (run,) = mlflow.MlflowClient().search_runs([experiment.experiment_id])
+    assert run.info.status == "FINISHED"
+
+
+def test_work_stays_here_when_asked(server: str) -> None:
+    """`own_process=False` keeps the work in the training's process."""
+    backend = MlflowBackend(experiment="here", own_process=False)
+    assert outsourced(backend) is backend
 
 
 def test_own_run_holds_every_row_and_ends(server: str) -> None:

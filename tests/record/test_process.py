@@ -1,0 +1,207 @@
+"""A backend that works in a process of its own delivers like one that works here, and does not outlive the training."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from gradtrack.errors import BackendError, PermanentBackendError
+from gradtrack.record.delivery import Delivery
+from gradtrack.record.process import ProcessBackend, outsourced
+from gradtrack.records import Record
+from tests.record import strategies
+from tests.record.doubles import ROOT, RUN, WAIT_SECONDS, Recorder, row
+from tests.record.elsewhere import FolderBackend, rows_in, told_in, writers_in
+
+
+@pytest.fixture
+def backend(tmp_path: Path) -> Iterator[ProcessBackend]:
+    """Give a backend in a process of its own, which ends with the test."""
+    made = outsourced(FolderBackend(str(tmp_path)))
+    assert isinstance(made, ProcessBackend)
+    yield made
+    made.close()
+
+
+def gone(pid: int) -> bool:
+    """Say whether a process ends before the patience does."""
+    end = time.monotonic() + WAIT_SECONDS
+    while time.monotonic() < end:
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(records=st.lists(strategies.records, min_size=1, max_size=4))
+def test_records_arrive_as_they_were_sent(backend: ProcessBackend, tmp_path: Path, records: list[Record]) -> None:
+    """Whatever a record holds, the other process sees the same."""
+    quiet = [dataclasses.replace(record, source=f"x{record.source}") for record in records]
+    (tmp_path / "rows").unlink(missing_ok=True)
+    backend.write(quiet)
+    assert repr(rows_in(tmp_path)) == repr(quiet)
+
+
+def test_work_is_done_elsewhere_by_one_process(backend: ProcessBackend, tmp_path: Path) -> None:
+    """All calls reach one other process, which knows the run, and its address comes back."""
+    backend.write([dataclasses.replace(row(1), run=dataclasses.replace(RUN, run_dir="/somewhere"))])
+    pid = backend.pid
+    backend.write([row(2)])
+    backend.flush()
+    assert pid not in (None, os.getpid())
+    assert writers_in(tmp_path) == [pid, pid]
+    assert backend.present([row(2), row(3)]) == {("", 2)}
+    assert backend.address()["writer"] == pid
+    assert told_in(tmp_path) == ["run run-1 /somewhere", "flush", "present 2"]
+
+
+def test_no_process_starts_without_a_record(backend: ProcessBackend, tmp_path: Path) -> None:
+    """A training that records nothing starts no process, and its close has nothing to tell."""
+    backend.flush()
+    assert backend.address() == {"folder": str(tmp_path), "writer": os.getpid()}
+    backend.close()
+    assert backend.pid is None
+    assert told_in(tmp_path) == []
+
+
+def test_close_ends_the_process_once(backend: ProcessBackend, tmp_path: Path) -> None:
+    """The other process closes its backend as we were told to, and is gone; a second close does nothing."""
+    backend.write([row(1)])
+    pid = backend.pid
+    assert pid is not None
+    backend.close(failed=True)
+    backend.close()
+    assert gone(pid)
+    assert told_in(tmp_path) == ["close True"]
+
+
+@pytest.mark.parametrize(
+    ("source", "kind", "text"),
+    [("permanent", PermanentBackendError, "never takes this"), ("broken", BackendError, "ZeroDivisionError: seven")],
+)
+def test_errors_keep_their_kind(backend: ProcessBackend, source: str, kind: type[Exception], text: str) -> None:
+    """What is raised there is raised here, and the process goes on."""
+    with pytest.raises(kind, match=text) as caught:
+        backend.write([row(1, source=source)])
+    assert type(caught.value) is kind
+    backend.write([row(2)])
+
+
+def test_log_and_prints_stay_apart(backend: ProcessBackend, caplog: pytest.LogCaptureFixture) -> None:
+    """Messages of gradtrack's logger appear in our log, and a tracker that prints does no harm."""
+    backend.write([row(1, source="log"), row(2, source="print")])
+    assert caplog.messages == ["folder: something to know"]
+
+
+def test_killed_process_is_replaced(tmp_path: Path) -> None:
+    """A process that dies is an error with its last words but no secret; the next one is told of run and panels."""
+    backend = outsourced(FolderBackend(str(tmp_path), token="api_key=hunter2secret"))
+    backend.write([dataclasses.replace(row(1), run=RUN)])
+    with pytest.raises(BackendError, match=r"gone .*ended with -9.*last words with api_key") as caught:
+        backend.write([row(2, source="once")])
+    assert "hunter2secret" not in str(caught.value)
+    backend.write([row(2, source="once")])
+    backend.close()
+    assert [record.step for record in rows_in(tmp_path)] == [1, 2]
+    assert told_in(tmp_path) == ["run run-1 None", "run run-1 None", "close False"]
+
+
+def test_run_is_ended_although_its_process_died(backend: ProcessBackend, tmp_path: Path) -> None:
+    """A process that died between the last row and the close is replaced by one that finds the run and ends it."""
+    backend.write([dataclasses.replace(row(1), run=RUN)])
+    assert backend.pid is not None
+    os.kill(backend.pid, signal.SIGKILL)
+    with pytest.raises(BackendError, match="gone"):
+        backend.flush()
+    backend.close()
+    assert told_in(tmp_path) == ["run run-1 None", "present 1", "close False"]
+
+
+def test_delivery_survives_the_death_of_the_process(tmp_path: Path) -> None:
+    """Rows that the process died over are delivered once by the next, and the run is told to be complete."""
+    delivery = Delivery({"folder": FolderBackend(str(tmp_path))}, run=RUN)
+    for step in range(1, 50):
+        delivery.write(row(step, source="once" if step == 30 else ""))
+    delivery.close()
+    assert [record.step for record in rows_in(tmp_path)] == list(range(1, 50))
+    assert delivery.status()["folder"]["acknowledged"] == 49
+    assert told_in(tmp_path)[-1] == "close False"
+
+
+def test_backend_here_learns_where_the_rows_go(tmp_path: Path) -> None:
+    """The object that the user has is told the address that the other process found."""
+    backend = FolderBackend(str(tmp_path))
+    delivery = Delivery({"folder": backend}, run=RUN)
+    delivery.write(row(1))
+    delivery.close()
+    assert backend.told["folder"] == str(tmp_path)
+    assert backend.told["writer"] != os.getpid()
+
+
+def test_backend_that_must_stay_stays() -> None:
+    """A backend that names no options for another process works in this one."""
+    backend = Recorder()
+    assert outsourced(backend) is backend
+
+
+def test_secrets_are_in_no_list_of_processes(tmp_path: Path) -> None:
+    """The command line of the process shows none of the options."""
+    backend = outsourced(FolderBackend(str(tmp_path), token="hunter2secret"))
+    assert isinstance(backend, ProcessBackend)
+    backend.write([row(1)])
+    shown = subprocess.run(
+        ["ps", "-ww", "-o", "args=", "-p", str(backend.pid)], capture_output=True, text=True, check=True
+    )
+    backend.close()
+    assert "gradtrack" in shown.stdout
+    assert "hunter2secret" not in shown.stdout
+
+
+TRAINING = """
+import os, sys, time
+from gradtrack.record.process import ProcessBackend
+from tests.record.doubles import row
+from tests.record.elsewhere import FolderBackend
+backend = ProcessBackend(FolderBackend(sys.argv[1]), {"folder": sys.argv[1], "portable": False})
+backend.write([row(1)])
+if sys.argv[2] == "fork" and os.fork() == 0:
+    time.sleep(60)
+print(backend.pid, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("copies", ["alone", pytest.param("fork", marks=pytest.mark.slow)])
+def test_process_goes_when_the_training_is_killed(tmp_path: Path, copies: str) -> None:
+    """Nothing is left of a training that was killed, even while a forked copy holds its pipes open."""
+    command = [sys.executable, "-c", TRAINING, str(tmp_path), copies]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True) as training:
+        assert training.stdout is not None
+        pid = int(training.stdout.readline())
+        training.kill()
+        training.wait()
+        try:
+            assert gone(pid)
+        finally:
+            if copies == "fork":
+                os.killpg(training.pid, signal.SIGKILL)
+
+
+def test_interrupt_from_the_keyboard_is_for_the_training(backend: ProcessBackend) -> None:
+    """The process is in a group of its own, which a signal from the terminal does not reach."""
+    backend.write([row(1)])
+    assert backend.pid is not None
+    assert os.getpgid(backend.pid) != os.getpgid(0)
