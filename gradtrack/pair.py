@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from gradtrack.analyzers.base import Series, Snapshot, rarely
-from gradtrack.checks import check_optimizer, needs_closure
 from gradtrack.config import GradientConfig
 from gradtrack.diagnose.causes import order
 from gradtrack.diagnose.evidence import Evidence
@@ -25,13 +24,14 @@ from gradtrack.late import LateStep, can_wait, on_device
 from gradtrack.live import LiveAnalyzers
 from gradtrack.measure.measurer import Measurer
 from gradtrack.measure.moments import SQUARES, Moments, finite_norm, true_norm
-from gradtrack.measure.ranks import is_distributed, local_part
+from gradtrack.measure.ranks import local_part
 from gradtrack.measure.table import Gradients, ParameterTable, SharedGradients
 from gradtrack.monitor import GradientMonitor
 from gradtrack.outcome import Outcome
 from gradtrack.protect.clipping import GradientClipper
 from gradtrack.protect.nonfinite import NaNInfHandler, count_nonfinite
 from gradtrack.reports import HEALTHY, HealthReport, Issue, LateReport, StepReport
+from gradtrack.stepping import Stepping
 
 Components = tuple[GradientMonitor, GradientClipper, NaNInfHandler]
 
@@ -64,23 +64,20 @@ class Pair:
         self.coming_notes: list[str] = []
         self._loss: Tensor | float | None = None
         self._nonfinite_before = False
-        self._closure_calls: int | None = None
         self._late: Outcome | None = None
-        self._found_inf = False
         self._settling = threading.RLock()
-        self._hooks: list[Any] = []
+        self._stepping = Stepping()
         self._check_model()
         self.bind(optimizers)
 
+    @property
+    def optimizers(self) -> tuple[Any, ...]:
+        """Return what steps the model."""
+        return self._stepping.optimizers
+
     def bind(self, optimizers: Sequence[Any]) -> None:
         """Take the optimizers that step the model; each must own at least one of its parameters."""
-        for optimizer in optimizers:
-            # Between its passes FSDP2 has whole parameters in the place of the shards that the optimizer owns.
-            if self.table.ranks is not None or not _owns_shards(optimizer):
-                check_optimizer(optimizer, self.table.params)
-        self._unhook()
-        self.optimizers = tuple(optimizers)
-        self._hooks = [hook for optimizer in optimizers for hook in self._watch_closures(optimizer)]
+        self._stepping.bind(optimizers, self.table)
 
     def continue_from(self, step: int) -> None:
         """Count the next step as the one after `step`, and arm what is due there."""
@@ -110,16 +107,14 @@ class Pair:
 
     def step(self, *, scaled: bool, epoch: int | None, batch: object) -> Outcome:
         """Measure, protect and judge the gradients that are there now."""
-        repeated = bool(self._closure_calls)
-        if self._closure_calls is not None:
-            self._closure_calls += 1
+        repeated = self._stepping.calls_again()
         if not repeated:
             self.step_count += 1
         if self.table.stale() or self.table.patterns is not self.config.groups:
             self.table = ParameterTable(self.model, self.config.groups)
         if self.measurer.engine != self.config.engine:
             self.measurer.use(self.config.engine)
-        grads = self.table.gradients({id(param) for param in self._stepped()} if scaled else None)
+        grads = self.table.gradients({id(param) for param in self._stepping.params()} if scaled else None)
         outcome = self._open(grads, epoch=epoch, batch=batch, repeated=repeated)
         loss, self._loss = self._loss, None
         if self._may_be_late(grads, outcome, scaled=scaled):
@@ -144,7 +139,7 @@ class Pair:
         due = step % config.grad_log_every_n_steps == 0
         facts.full = config.enable_gradient_monitoring and not repeated and (due or step % config.check_frequency == 0)
         facts.with_groups, facts.with_parameters = config.grad_track_per_weight_matrix, config.track_parameters
-        facts.lr = _learning_rates(self.optimizers)
+        facts.lr = self._stepping.rates()
         outcome = Outcome(facts, repeated=repeated)
         outcome.event = due and not repeated
         known = {"step": step, "epoch": epoch, "source": self.name, "time": time.time(), "batch": batch}
@@ -169,7 +164,7 @@ class Pair:
     ) -> None:
         outcome.pending = LateStep(grads, loss, self.clipper, self.handler)
         outcome.pending.protect(grads, self.optimizers, scaled=scaled)
-        self._found_inf = True
+        self._stepping.may_hold_found_inf = True
         self._late = outcome
         self.analyzers.arm(self.model, self.step_count + 1)
 
@@ -193,7 +188,7 @@ class Pair:
     def _finish(self, grads: Gradients, outcome: Outcome, loss: Tensor | float | None, *, scaled: bool) -> None:
         """Measure, protect, judge and keep a step here and now."""
         facts = outcome.facts
-        self._forget_found_inf()
+        self._stepping.forget_found_inf()
         grads.batch = self.measurer.prepare(grads.tensors)
         if isinstance(grads, SharedGradients):
             moments, facts.loss = self._measure_shared(grads, outcome, loss)
@@ -235,13 +230,6 @@ class Pair:
         outcome.report.defer_to(facts.fields)  # so that a report that nobody reads keeps no model alive
         self.flight.push(outcome.report, facts)
         self.monitor.keep(outcome.report)
-
-    def _forget_found_inf(self) -> None:
-        """Take back the flag of a late step from the optimizers, since this one is decided here."""
-        if self._found_inf:
-            self._found_inf = False
-            for optimizer in self.optimizers:
-                vars(optimizer).pop("found_inf", None)
 
     def _protect(
         self, grads: Gradients, moments: Moments, outcome: Outcome, *, scaled: bool
@@ -369,13 +357,7 @@ class Pair:
 
     def _owned(self) -> Iterable[nn.Parameter]:
         yield from self.table.params
-        yield from self._stepped()
-
-    def _stepped(self) -> Iterable[nn.Parameter]:
-        """Yield what the optimizers own."""
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                yield from group["params"]
+        yield from self._stepping.params()
 
     def _check_model(self) -> None:
         if not self.table.params:
@@ -384,26 +366,10 @@ class Pair:
                 f"model {type(self.model).__name__} has no trainable parameters: expected at least one.{frozen}"
             )
 
-    def _watch_closures(self, optimizer: Any) -> list[Any]:
-        """Notice the several closure calls of one step, for optimizers like LBFGS that need a closure."""
-        if not (isinstance(optimizer, torch.optim.Optimizer) and needs_closure(optimizer)):
-            return []
-        self._closure_calls = 0  # the first step() of a pair comes from within the closure
-        return [
-            optimizer.register_step_pre_hook(lambda *_: setattr(self, "_closure_calls", 0)),
-            optimizer.register_step_post_hook(lambda *_: setattr(self, "_closure_calls", None)),
-        ]
-
     def close(self) -> None:
         """Remove what was hooked to the model and the optimizers."""
-        self._unhook()
-        self._forget_found_inf()
+        self._stepping.close()
         self.analyzers.close()
-
-    def _unhook(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that rolls, as plain data."""
@@ -428,24 +394,6 @@ class Pair:
         self.health = HealthReport.of([Issue.model_validate(issue) for issue in state["issues"]])
         self.analyzers.close()
         self.analyzers.arm(self.model, self.step_count + 1)
-
-
-def _owns_shards(optimizer: Any) -> bool:
-    groups = getattr(optimizer, "param_groups", ())
-    return any(is_distributed(param) for group in groups for param in group["params"])
-
-
-def _learning_rates(optimizers: Sequence[Any]) -> list[list[tuple[Any, Any]]]:
-    """Take down the rates now, since they may change before the report is read; their names are found then."""
-    return [
-        [(group.get("name", index), _rate(group.get("lr", 0.0))) for index, group in enumerate(optimizer.param_groups)]
-        for optimizer in optimizers
-    ]
-
-
-def _rate(rate: Any) -> Any:
-    """Copy a rate that is a tensor, since a schedule changes it in place."""
-    return rate.detach().clone() if isinstance(rate, Tensor) else rate
 
 
 def _summable(loss: Tensor | float) -> Tensor | float:

@@ -1,0 +1,90 @@
+"""The optimizers of a pair: what they own, at which rates, and what they are asked to leave out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradtrack.checks import check_optimizer, needs_closure
+from gradtrack.measure.ranks import is_distributed
+from gradtrack.measure.table import ParameterTable
+
+
+class Stepping:
+    """The optimizers that step one model, watched only where one of them calls a closure several times a step."""
+
+    def __init__(self) -> None:
+        self.optimizers: tuple[Any, ...] = ()
+        self.may_hold_found_inf = False
+        self._closure_calls: int | None = None
+        self._hooks: list[Any] = []
+
+    def bind(self, optimizers: Sequence[Any], table: ParameterTable) -> None:
+        """Take other optimizers; each must own at least one parameter of the table."""
+        for optimizer in optimizers:
+            # Between its passes FSDP2 has whole parameters in the place of the shards that the optimizer owns.
+            if table.ranks is not None or not _owns_shards(optimizer):
+                check_optimizer(optimizer, table.params)
+        self._unhook()
+        self.optimizers = tuple(optimizers)
+        self._hooks = [hook for optimizer in optimizers for hook in self._watch_closures(optimizer)]
+
+    def params(self) -> Iterator[nn.Parameter]:
+        """Yield what the optimizers own."""
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                yield from group["params"]
+
+    def rates(self) -> list[list[tuple[Any, Any]]]:
+        """Take down the rates now, since they may change before the report is read; their names are found then."""
+        return [
+            [(group.get("name", index), _rate(group.get("lr", 0.0))) for index, group in enumerate(one.param_groups)]
+            for one in self.optimizers
+        ]
+
+    def calls_again(self) -> bool:
+        """Count a look at the gradients; say whether it comes from a further closure call of the same step."""
+        if self._closure_calls is None:
+            return False
+        self._closure_calls += 1
+        return self._closure_calls > 1
+
+    def forget_found_inf(self) -> None:
+        """Take back the flag of a late step, where the next one is decided on the host."""
+        if self.may_hold_found_inf:
+            self.may_hold_found_inf = False
+            for optimizer in self.optimizers:
+                vars(optimizer).pop("found_inf", None)
+
+    def close(self) -> None:
+        """Leave the optimizers as they were found."""
+        self._unhook()
+        self.forget_found_inf()
+
+    def _watch_closures(self, optimizer: Any) -> list[Any]:
+        """Notice the several closure calls of one step, for optimizers like LBFGS that need a closure."""
+        if not (isinstance(optimizer, torch.optim.Optimizer) and needs_closure(optimizer)):
+            return []
+        self._closure_calls = 0  # the first step() of a pair comes from within the closure
+        return [
+            optimizer.register_step_pre_hook(lambda *_: setattr(self, "_closure_calls", 0)),
+            optimizer.register_step_post_hook(lambda *_: setattr(self, "_closure_calls", None)),
+        ]
+
+    def _unhook(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+
+def _owns_shards(optimizer: Any) -> bool:
+    groups = getattr(optimizer, "param_groups", ())
+    return any(is_distributed(param) for group in groups for param in group["params"])
+
+
+def _rate(rate: Any) -> Any:
+    """Copy a rate that is a tensor, since a schedule changes it in place."""
+    return rate.detach().clone() if isinstance(rate, Tensor) else rate

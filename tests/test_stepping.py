@@ -1,0 +1,74 @@
+"""The optimizers of a pair."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gradtrack.errors import UsageError
+from gradtrack.measure.table import ParameterTable
+from gradtrack.stepping import Stepping
+from tests.training import optimizer_of
+
+
+def stepping(model: nn.Module, *optimizers: object) -> Stepping:
+    """Bind optimizers to a model."""
+    made = Stepping()
+    made.bind(optimizers, ParameterTable(model))
+    return made
+
+
+def test_a_rate_that_changes_in_place_is_copied() -> None:
+    """The rates that were taken down stay those of their step, also where a schedule fills a tensor."""
+    model = nn.Linear(2, 2)
+    rate = torch.tensor(0.5)
+    made = stepping(model, torch.optim.Adam([{"params": model.parameters(), "lr": rate, "name": "all"}], foreach=True))
+    rates = made.rates()
+    rate.fill_(0.125)
+    [[(name, value)]] = rates
+    assert (name, float(value)) == ("all", 0.5)
+
+
+def test_a_closure_is_one_step() -> None:
+    """Only the first of the looks from within an optimizer's closure begins a step."""
+    model = nn.Linear(2, 1)
+    optimizer = optimizer_of(model, torch.optim.LBFGS, max_iter=3)
+    made = stepping(model, optimizer)
+    again: list[bool] = []
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = model(torch.ones(4, 2)).square().sum()
+        torch.autograd.backward(loss)
+        again.append(made.calls_again())
+        return loss
+
+    for _ in range(2):
+        again.clear()
+        optimizer.step(closure)
+        assert len(again) > 1
+        assert again[0] is False
+        assert all(again[1:])
+
+
+def test_flags_are_taken_back_once() -> None:
+    """An optimizer loses the flag of a late step, and keeps one that somebody else has set."""
+    model = nn.Linear(2, 2)
+    optimizer = optimizer_of(model)
+    made = stepping(model, optimizer)
+    optimizer.found_inf = torch.ones(())
+    made.forget_found_inf()
+    assert hasattr(optimizer, "found_inf")
+    made.may_hold_found_inf = True
+    made.close()
+    assert not hasattr(optimizer, "found_inf")
+
+
+def test_a_stranger_is_refused() -> None:
+    """An optimizer of another model is refused, and the one before it stays."""
+    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    own = torch.optim.SGD(model.parameters(), lr=0.1)
+    made = stepping(model, own)
+    with pytest.raises(UsageError, match="owns none of the model's trainable parameters"):
+        made.bind([torch.optim.SGD(other.parameters(), lr=0.1)], ParameterTable(model))
+    assert made.optimizers == (own,)
+    assert list(made.params()) == list(model.parameters())
