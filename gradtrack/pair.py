@@ -7,9 +7,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from gradtrack.analyzers.base import Series, Snapshot, rarely
@@ -23,9 +21,9 @@ from gradtrack.flight import FlightRecorder
 from gradtrack.late import LateStep, can_wait, on_device
 from gradtrack.live import LiveAnalyzers
 from gradtrack.measure.measurer import Measurer
-from gradtrack.measure.moments import SQUARES, Moments, finite_norm, true_norm
-from gradtrack.measure.ranks import local_part
+from gradtrack.measure.moments import Moments, finite_norm, true_norm
 from gradtrack.measure.table import Gradients, ParameterTable, SharedGradients
+from gradtrack.measure.weights import norms_from_squares, weight_norms, weight_squares
 from gradtrack.monitor import GradientMonitor
 from gradtrack.outcome import Outcome
 from gradtrack.protect.clipping import GradientClipper
@@ -202,7 +200,7 @@ class Pair:
             return
         self._judge(moments, outcome)
         if outcome.event and facts.full and self.table.ranks is None:
-            facts.weight_norms = self._weight_norms()
+            facts.weight_norms = weight_norms(self.table, self.measurer)
         self._look(grads, outcome)
         self._keep(moments, outcome)
 
@@ -216,11 +214,11 @@ class Pair:
         facts = outcome.facts
         wanted = outcome.event and facts.full
         value = None if loss is None else float(loss)
-        moments = grads.measure(self.measurer, extra=self._weight_squares() if wanted else None, loss=value)
+        extra = weight_squares(self.table, self.measurer) if wanted else None
+        moments = grads.measure(self.measurer, extra=extra, loss=value)
         facts.layout = grads.layout
         if wanted:
-            squares = np.bincount(self.table.group_of, grads.merged.extra, len(self.table.group_names))
-            facts.weight_norms = dict(zip(self.table.group_names, np.sqrt(squares).tolist(), strict=True))
+            facts.weight_norms = norms_from_squares(self.table, grads.merged.extra)
         return moments, grads.merged.loss
 
     def _keep(self, moments: Moments, outcome: Outcome) -> None:
@@ -336,24 +334,6 @@ class Pair:
         """Return the faults of the run so far, those of the rules that are open or did harm and the analyzers'."""
         found = [*self.health.issues, *self.ledger.harm, *self.analyzers.issues()]
         return order(unmuted(found, self.config.mute))
-
-    def _weight_squares(self) -> NDArray[np.float64]:
-        """Return the squared norm of what this rank holds of each parameter."""
-        moments = self._measure_weights()
-        scale: float = np.ldexp(1.0, 2 * moments.exponent)
-        return moments.rows[:, SQUARES] * scale
-
-    def _measure_weights(self) -> Moments:
-        parts = [local_part(param.detach()) for param in self.table.params]
-        weights = [torch.view_as_real(part) if part.is_complex() else part for part in parts]
-        return self.measurer.measure(weights, self.table.group_of, len(self.table.group_names))
-
-    def _weight_norms(self) -> dict[str, float]:
-        moments, names = self._measure_weights(), self.table.group_names
-        return {
-            name: finite_norm(row, moments.exponent)
-            for name, row in zip(names, moments.group_rows.tolist(), strict=True)
-        }
 
     def _owned(self) -> Iterable[nn.Parameter]:
         yield from self.table.params
