@@ -15,19 +15,20 @@ from gradtrack.config import GradientConfig
 from gradtrack.diagnose.causes import order
 from gradtrack.diagnose.evidence import Evidence
 from gradtrack.diagnose.ledger import Ledger, unmuted
-from gradtrack.errors import NonFiniteGradientError, UsageError
+from gradtrack.errors import UsageError
 from gradtrack.facts import StepFacts
 from gradtrack.flight import FlightRecorder
 from gradtrack.late import LateStep, can_wait, on_device
 from gradtrack.live import LiveAnalyzers
 from gradtrack.measure.measurer import Measurer
-from gradtrack.measure.moments import Moments, finite_norm, true_norm
+from gradtrack.measure.moments import Moments, finite_norm
 from gradtrack.measure.table import Gradients, ParameterTable, SharedGradients
 from gradtrack.measure.weights import norms_from_squares, weight_norms, weight_squares
 from gradtrack.monitor import GradientMonitor
 from gradtrack.outcome import Outcome
 from gradtrack.protect.clipping import GradientClipper
-from gradtrack.protect.nonfinite import NaNInfHandler, count_nonfinite
+from gradtrack.protect.guard import Guard
+from gradtrack.protect.nonfinite import NaNInfHandler
 from gradtrack.reports import HEALTHY, HealthReport, Issue, LateReport, StepReport
 from gradtrack.stepping import Stepping
 
@@ -52,6 +53,7 @@ class Pair:
         self.model, self.name, self.horizon = model, name, horizon
         self.config, self.measurer, self.analyzers = config, measurer, analyzers
         self.monitor, self.clipper, self.handler = components
+        self.guard = Guard(self.handler, self.clipper, measurer)
         self.table = ParameterTable(model, config.groups)
         self.ledger = Ledger()
         self.series = Series()
@@ -194,7 +196,9 @@ class Pair:
             moments = grads.measure(self.measurer)
             facts.loss = None if loss is None else float(loss)
         facts.take(moments)
-        outcome.error = self._protect(grads, moments, outcome, scaled=scaled)
+        made = self.guard.protect(grads, moments, self._owned(), scaled=scaled, remember=not outcome.repeated)
+        facts.nan_inf, facts.clipping, facts.skipped = made.nan_inf, made.clipping, made.skipped
+        outcome.error = made.error
         if outcome.repeated:
             facts.health = self.health
             return
@@ -228,35 +232,6 @@ class Pair:
         outcome.report.defer_to(facts.fields)  # so that a report that nobody reads keeps no model alive
         self.flight.push(outcome.report, facts)
         self.monitor.keep(outcome.report)
-
-    def _protect(
-        self, grads: Gradients, moments: Moments, outcome: Outcome, *, scaled: bool
-    ) -> NonFiniteGradientError | None:
-        facts, error = outcome.facts, None
-        finite = moments.finite
-        if not self.config.enable_nan_inf_check:
-            facts.nan_inf = {"action": "off"}
-        elif finite:
-            facts.nan_inf = {"action": "none"}
-        else:
-            found = self._handle(grads, moments, scaled=scaled)
-            facts.nan_inf = found
-            facts.skipped = found["action"] == "skip" or (scaled and found["action"] == "scaler")
-            if found["action"] == "raise":
-                error = self.handler.error(found)
-            if found["action"] == "replace":
-                moments = grads.measure(self.measurer)
-        facts.clipping = self.clipper.clip(grads, moments, remember=not outcome.repeated)
-        if not finite:
-            true = {"norm_before": true_norm(facts.total, facts.exponent)}
-            gone = {"norm_after": None} if facts.skipped and facts.nan_inf["action"] == "skip" else {}
-            facts.clipping = {**facts.clipping, **true, **gone}
-        return error
-
-    def _handle(self, grads: Gradients, moments: Moments, *, scaled: bool) -> dict[str, Any]:
-        if scaled:
-            return {**count_nonfinite(grads.layout.names, moments), "action": "scaler"}
-        return self.handler.act(grads, moments, self._owned())
 
     def _judge(self, moments: Moments, outcome: Outcome) -> None:
         facts, config = outcome.facts, self.config

@@ -1,0 +1,63 @@
+"""The two decisions that keep a step safe, in their order: about non-finite gradients, then about clipping."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from gradtrack.errors import NonFiniteGradientError
+from gradtrack.measure.measurer import Measurer
+from gradtrack.measure.moments import Moments, true_norm
+from gradtrack.measure.table import Gradients
+from gradtrack.protect.clipping import GradientClipper
+from gradtrack.protect.nonfinite import NaNInfHandler, count_nonfinite
+
+
+@dataclass(frozen=True, slots=True)
+class Protection:
+    """What was done to the gradients of a step: the fields of two reports, and the error to raise at its end."""
+
+    nan_inf: Mapping[str, Any]
+    clipping: Mapping[str, Any]
+    skipped: bool = False
+    error: NonFiniteGradientError | None = None
+
+
+class Guard:
+    """Makes measured gradients safe to step with, as the handler's and the clipper's configuration says."""
+
+    def __init__(self, handler: NaNInfHandler, clipper: GradientClipper, measurer: Measurer) -> None:
+        self._handler, self._clipper, self._measurer = handler, clipper, measurer
+
+    def protect(
+        self, grads: Gradients, moments: Moments, owned: Iterable[Tensor], *, scaled: bool, remember: bool
+    ) -> Protection:
+        """Act on the gradients; `owned` are the parameters that a skipped step must not move.
+
+        Where a loss scaler decides (`scaled`), non-finite gradients are counted and left to it. Without `remember` the
+        clipping windows stay as they are.
+        """
+        if moments.finite or not self._handler.config.enable_nan_inf_check:
+            action = "none" if self._handler.config.enable_nan_inf_check else "off"
+            clipping = self._clipper.clip(grads, moments, remember=remember)
+            return Protection({"action": action}, clipping if moments.finite else _with_true_norm(clipping, moments))
+        found = self._handle(grads, moments, owned, scaled=scaled)
+        action = found["action"]
+        error = self._handler.error(found) if action == "raise" else None
+        now = grads.measure(self._measurer) if action == "replace" else moments
+        clipping = _with_true_norm(self._clipper.clip(grads, now, remember=remember), moments)
+        if action == "skip":
+            clipping["norm_after"] = None
+        return Protection(found, clipping, skipped=action in ("skip", "scaler"), error=error)
+
+    def _handle(self, grads: Gradients, moments: Moments, owned: Iterable[Tensor], *, scaled: bool) -> dict[str, Any]:
+        if scaled:
+            return {**count_nonfinite(grads.layout.names, moments), "action": "scaler"}
+        return self._handler.act(grads, moments, owned)
+
+
+def _with_true_norm(clipping: Mapping[str, Any], moments: Moments) -> dict[str, Any]:
+    return {**clipping, "norm_before": true_norm(moments.total, moments.exponent)}
