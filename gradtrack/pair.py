@@ -10,14 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradtrack.analyzers.base import Series, Snapshot, rarely
+from gradtrack.analyzers.base import Snapshot, rarely
 from gradtrack.config import GradientConfig
-from gradtrack.diagnose.causes import order
-from gradtrack.diagnose.evidence import Evidence
-from gradtrack.diagnose.ledger import Ledger, unmuted
 from gradtrack.errors import UsageError
 from gradtrack.facts import StepFacts
 from gradtrack.flight import FlightRecorder
+from gradtrack.judgement import Judgement
 from gradtrack.late import LateStep, can_wait, on_device
 from gradtrack.live import LiveAnalyzers
 from gradtrack.measure.measurer import Measurer
@@ -29,7 +27,7 @@ from gradtrack.outcome import Outcome
 from gradtrack.protect.clipping import GradientClipper
 from gradtrack.protect.guard import Guard
 from gradtrack.protect.nonfinite import NaNInfHandler
-from gradtrack.reports import HEALTHY, HealthReport, Issue, LateReport, StepReport
+from gradtrack.reports import Issue, LateReport, StepReport
 from gradtrack.stepping import Stepping
 
 Components = tuple[GradientMonitor, GradientClipper, NaNInfHandler]
@@ -55,15 +53,11 @@ class Pair:
         self.monitor, self.clipper, self.handler = components
         self.guard = Guard(self.handler, self.clipper, measurer)
         self.table = ParameterTable(model, config.groups)
-        self.ledger = Ledger()
-        self.series = Series()
-        self._analyzed: list[Issue] = []
+        self.judgement = Judgement(config, self.monitor)
         self.step_count = 0
         self.flight = FlightRecorder()
-        self.health: HealthReport = HEALTHY
         self.coming_notes: list[str] = []
         self._loss: Tensor | float | None = None
-        self._nonfinite_before = False
         self._late: Outcome | None = None
         self._settling = threading.RLock()
         self._stepping = Stepping()
@@ -95,7 +89,7 @@ class Pair:
         """Report a micro-batch whose gradients are not complete yet."""
         loss = self._loss
         fields = {
-            "health": self.health,
+            "health": self.judgement.health,
             "clipping": {
                 "enabled": self.config.enable_gradient_clipping,
                 "clip_type": self.config.effective_clip_type,
@@ -200,7 +194,7 @@ class Pair:
         facts.nan_inf, facts.clipping, facts.skipped = made.nan_inf, made.clipping, made.skipped
         outcome.error = made.error
         if outcome.repeated:
-            facts.health = self.health
+            facts.health = self.judgement.health
             return
         self._judge(moments, outcome)
         if outcome.event and facts.full and self.table.ranks is None:
@@ -234,35 +228,10 @@ class Pair:
         self.monitor.keep(outcome.report)
 
     def _judge(self, moments: Moments, outcome: Outcome) -> None:
-        facts, config = outcome.facts, self.config
-        first_nonfinite = not moments.finite and not self._nonfinite_before
-        self._nonfinite_before = not moments.finite
-        outcome.event = outcome.event or first_nonfinite
-        if not config.enable_gradient_monitoring:
-            facts.health = HEALTHY
-            return
-        clipping, action = facts.clipping, facts.nan_inf["action"]
-        evidence = Evidence(
-            step=outcome.report.step,
-            norm=moments.norm,
-            moments=moments,
-            layout=facts.layout,
-            loss=facts.loss,
-            clipped=bool(clipping.get("clipped")),
-            clip_threshold=clipping.get("threshold"),
-            nonfinite_action=action,
-            critical=self.handler.is_critical(moments, facts.layout.total_count),
-        )
-        self.series.append(evidence.log_norm, facts.loss, facts.layout.missing, finite=moments.finite)
-        outcome.issues = self.monitor.judge(evidence)
-        if self._analyzed:
-            known = {issue.key for issue in outcome.issues}
-            outcome.issues = [*outcome.issues, *(issue for issue in self._analyzed if issue.key not in known)]
-        outcome.opened, changed = self.ledger.update(outcome.issues)
-        outcome.event = outcome.event or changed
+        critical = self.handler.is_critical(moments, outcome.facts.layout.total_count)
+        self.judgement.judge(moments, outcome, critical=critical)
         if outcome.opened:
             self.analyzers.alert(outcome.report.step + 1)
-        facts.health = self.health = HealthReport.of(outcome.issues)
 
     def _look(self, grads: Gradients, outcome: Outcome) -> None:
         """Let the analyzers that are due look at the step, and arm those that are due at the next one."""
@@ -276,7 +245,7 @@ class Pair:
             facts.analyzers = reports
             facts.notes = facts.notes + notes
             if rarely(step):  # judging a window costs more than looking at a step
-                self._analyzed = order(unmuted(self.analyzers.issues(), self.config.mute))
+                self.judgement.hear(self.analyzers.issues())
             outcome.late = [one for one in reports.values() if isinstance(one, LateReport) and one.step != step]
             outcome.event = outcome.event or len(reports) > len(outcome.late)
         self.analyzers.arm(self.model, step + 1)
@@ -302,13 +271,12 @@ class Pair:
             lr=facts.learning_rates(),
             horizon=self.horizon,
             skipped=facts.skipped,
-            series=self.series,
+            series=self.judgement.series,
         )
 
     def diagnose(self) -> list[Issue]:
         """Return the faults of the run so far, those of the rules that are open or did harm and the analyzers'."""
-        found = [*self.health.issues, *self.ledger.harm, *self.analyzers.issues()]
-        return order(unmuted(found, self.config.mute))
+        return self.judgement.diagnose(self.analyzers.issues())
 
     def _owned(self) -> Iterable[nn.Parameter]:
         yield from self.table.params
@@ -330,23 +298,17 @@ class Pair:
         """Return everything that rolls, as plain data."""
         return {
             "step": self.step_count,
-            "monitor": self.monitor.state_dict(),
+            **self.judgement.state_dict(),
             "clipper": self.clipper.state_dict(),
-            "ledger": self.ledger.state_dict(),
-            "nonfinite_before": self._nonfinite_before,
-            "issues": [issue.model_dump(mode="json") for issue in self.health.issues],
             "analyzers": self.analyzers.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` returned."""
         self.step_count = int(state["step"])
-        self.monitor.load_state_dict(state["monitor"])
+        self.judgement.load_state_dict(state)
         self.clipper.load_state_dict(state["clipper"])
-        self.ledger.load_state_dict(state["ledger"])
-        self._nonfinite_before = bool(state["nonfinite_before"])
         self.analyzers.load_state_dict(state["analyzers"])
-        self.health = HealthReport.of([Issue.model_validate(issue) for issue in state["issues"]])
         self.analyzers.close()
         self.analyzers.arm(self.model, self.step_count + 1)
 

@@ -1,0 +1,87 @@
+"""What is wrong with the training of one pair, judged step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gradtrack.analyzers.base import Series
+from gradtrack.config import GradientConfig
+from gradtrack.diagnose.causes import order
+from gradtrack.diagnose.evidence import Evidence
+from gradtrack.diagnose.ledger import Ledger, unmuted
+from gradtrack.facts import StepFacts
+from gradtrack.measure.moments import Moments
+from gradtrack.monitor import GradientMonitor
+from gradtrack.outcome import Outcome
+from gradtrack.reports import HEALTHY, HealthReport, Issue
+
+
+class Judgement:
+    """The open issues of a pair, those of the rules and those of its analyzers, and the series they are judged by."""
+
+    def __init__(self, config: GradientConfig, monitor: GradientMonitor) -> None:
+        self._config, self._monitor = config, monitor
+        self._ledger = Ledger()
+        self._of_analyzers: list[Issue] = []
+        self._nonfinite_before = False
+        self.series = Series()
+        self.health: HealthReport = HEALTHY
+
+    def judge(self, moments: Moments, outcome: Outcome, *, critical: bool) -> None:
+        """Judge a step that was measured and protected; a change of what is open makes it an event."""
+        facts = outcome.facts
+        first_nonfinite = not moments.finite and not self._nonfinite_before
+        self._nonfinite_before = not moments.finite
+        outcome.event = outcome.event or first_nonfinite
+        if not self._config.enable_gradient_monitoring:
+            facts.health = HEALTHY
+            return
+        evidence = _evidence(moments, outcome.report.step, facts, critical=critical)
+        self.series.append(evidence.log_norm, facts.loss, facts.layout.missing, finite=moments.finite)
+        outcome.issues = self._monitor.judge(evidence)
+        if self._of_analyzers:
+            known = {issue.key for issue in outcome.issues}
+            outcome.issues = [*outcome.issues, *(issue for issue in self._of_analyzers if issue.key not in known)]
+        outcome.opened, changed = self._ledger.update(outcome.issues)
+        outcome.event = outcome.event or changed
+        facts.health = self.health = HealthReport.of(outcome.issues)
+
+    def hear(self, issues: Sequence[Issue]) -> None:
+        """Take the issues of the analyzers, which stay open from the next step on until they are heard again."""
+        self._of_analyzers = order(unmuted(list(issues), self._config.mute))
+
+    def diagnose(self, issues: Sequence[Issue]) -> list[Issue]:
+        """Return what is open or did harm, with these issues of the analyzers."""
+        found = [*self.health.issues, *self._ledger.harm, *issues]
+        return order(unmuted(found, self._config.mute))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything that rolls, as plain data."""
+        return {
+            "monitor": self._monitor.state_dict(),
+            "ledger": self._ledger.state_dict(),
+            "nonfinite_before": self._nonfinite_before,
+            "issues": [issue.model_dump(mode="json") for issue in self.health.issues],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` returned."""
+        self._monitor.load_state_dict(state["monitor"])
+        self._ledger.load_state_dict(state["ledger"])
+        self._nonfinite_before = bool(state["nonfinite_before"])
+        self.health = HealthReport.of([Issue.model_validate(issue) for issue in state["issues"]])
+
+
+def _evidence(moments: Moments, step: int, facts: StepFacts, *, critical: bool) -> Evidence:
+    return Evidence(
+        step=step,
+        norm=moments.norm,
+        moments=moments,
+        layout=facts.layout,
+        loss=facts.loss,
+        clipped=bool(facts.clipping.get("clipped")),
+        clip_threshold=facts.clipping.get("threshold"),
+        nonfinite_action=facts.nan_inf["action"],
+        critical=critical,
+    )
