@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from gradtrack.measure.moments import Moments, Rows, describe
+from gradtrack.measure.moments import Moments, Rows, describe, finite_norm
 from gradtrack.measure.table import Layout
 from gradtrack.reports import HealthReport, Report
 
@@ -74,7 +74,7 @@ class StepFacts:
         if self.full:
             fields["statistics"] = self._statistics()
         if self.full and self.with_groups:
-            fields["groups"] = dict(self._groups())
+            fields["groups"] = dict(self._described_groups())
         if self.full and self.with_parameters and self.rows is not None:
             fields["parameters"] = self.parameters()
         return fields
@@ -92,6 +92,19 @@ class StepFacts:
                 label = f"{position}.{name}" if several else str(name)
                 rates[label if label not in rates else f"{label}.{index}"] = float(rate)
         return rates
+
+    def norms(self) -> dict[str, float]:
+        """Return the norm of every gradient over its finite elements."""
+        assert self.rows is not None, "the rows of this step were dropped"
+        rows = zip(self.layout.names, self.rows.tolist(), strict=True)
+        return {name: finite_norm(row, self.exponent) for name, row in rows}
+
+    def groups(self) -> dict[str, str]:
+        """Return the group of every gradient."""
+        layout = self.layout
+        return {
+            name: layout.group_names[group] for name, group in zip(layout.names, layout.group_of.tolist(), strict=True)
+        }
 
     def parameters(self) -> dict[str, dict[str, Any]]:
         """Return the statistics of every parameter that has a gradient."""
@@ -113,7 +126,7 @@ class StepFacts:
         norm, variance = found.pop("norm"), found["variance"]
         return {"total_norm": norm, **found, "std": variance**0.5, "missing": self.layout.missing}
 
-    def _groups(self) -> Iterator[tuple[str, dict[str, Any]]]:
+    def _described_groups(self) -> Iterator[tuple[str, dict[str, Any]]]:
         layout = self.layout
         for index, row in enumerate(self.group_rows.tolist()):
             count = layout.group_counts[index]

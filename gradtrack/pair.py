@@ -12,16 +12,15 @@ from torch import Tensor, nn
 
 from gradtrack.analyzers.base import Snapshot, rarely
 from gradtrack.config import GradientConfig
-from gradtrack.errors import UsageError
 from gradtrack.facts import StepFacts
 from gradtrack.flight import FlightRecorder
+from gradtrack.gauge import Gauge
 from gradtrack.judgement import Judgement
 from gradtrack.late import LateStep, can_wait, on_device
 from gradtrack.live import LiveAnalyzers
 from gradtrack.measure.measurer import Measurer
-from gradtrack.measure.moments import Moments, finite_norm
-from gradtrack.measure.table import Gradients, ParameterTable, SharedGradients
-from gradtrack.measure.weights import norms_from_squares, weight_norms, weight_squares
+from gradtrack.measure.moments import Moments
+from gradtrack.measure.table import Gradients, ParameterTable
 from gradtrack.monitor import GradientMonitor
 from gradtrack.outcome import Outcome
 from gradtrack.protect.clipping import GradientClipper
@@ -49,10 +48,10 @@ class Pair:
         horizon: int | None = None,
     ) -> None:
         self.model, self.name, self.horizon = model, name, horizon
-        self.config, self.measurer, self.analyzers = config, measurer, analyzers
+        self.config, self.analyzers = config, analyzers
         self.monitor, self.clipper, self.handler = components
         self.guard = Guard(self.handler, self.clipper, measurer)
-        self.table = ParameterTable(model, config.groups)
+        self.gauge = Gauge(model, config, measurer)
         self.judgement = Judgement(config, self.monitor)
         self.step_count = 0
         self.flight = FlightRecorder()
@@ -61,8 +60,12 @@ class Pair:
         self._late: Outcome | None = None
         self._settling = threading.RLock()
         self._stepping = Stepping()
-        self._check_model()
         self.bind(optimizers)
+
+    @property
+    def table(self) -> ParameterTable:
+        """Return the parameters of the model as they were at the last step."""
+        return self.gauge.table
 
     @property
     def optimizers(self) -> tuple[Any, ...]:
@@ -104,11 +107,7 @@ class Pair:
         repeated = self._stepping.calls_again()
         if not repeated:
             self.step_count += 1
-        if self.table.stale() or self.table.patterns is not self.config.groups:
-            self.table = ParameterTable(self.model, self.config.groups)
-        if self.measurer.engine != self.config.engine:
-            self.measurer.use(self.config.engine)
-        grads = self.table.gradients({id(param) for param in self._stepping.params()} if scaled else None)
+        grads = self.gauge.collect({id(param) for param in self._stepping.params()} if scaled else None)
         outcome = self._open(grads, epoch=epoch, batch=batch, repeated=repeated)
         loss, self._loss = self._loss, None
         if self._may_be_late(grads, outcome, scaled=scaled):
@@ -183,13 +182,7 @@ class Pair:
         """Measure, protect, judge and keep a step here and now."""
         facts = outcome.facts
         self._stepping.forget_found_inf()
-        grads.batch = self.measurer.prepare(grads.tensors)
-        if isinstance(grads, SharedGradients):
-            moments, facts.loss = self._measure_shared(grads, outcome, loss)
-        else:
-            moments = grads.measure(self.measurer)
-            facts.loss = None if loss is None else float(loss)
-        facts.take(moments)
+        moments = self.gauge.read(grads, facts, loss, row_due=outcome.event and facts.full)
         made = self.guard.protect(grads, moments, self._owned(), scaled=scaled, remember=not outcome.repeated)
         facts.nan_inf, facts.clipping, facts.skipped = made.nan_inf, made.clipping, made.skipped
         outcome.error = made.error
@@ -197,27 +190,10 @@ class Pair:
             facts.health = self.judgement.health
             return
         self._judge(moments, outcome)
-        if outcome.event and facts.full and self.table.ranks is None:
-            facts.weight_norms = weight_norms(self.table, self.measurer)
+        if outcome.event and facts.full:
+            self.gauge.weigh(facts)
         self._look(grads, outcome)
         self._keep(moments, outcome)
-
-    def _measure_shared(
-        self, grads: SharedGradients, outcome: Outcome, loss: Tensor | float | None
-    ) -> tuple[Moments, float | None]:
-        """Measure gradients that are spread over ranks, the mean loss, and where a row is due the weights.
-
-        All of it is sent together. Whether a row is due follows from the step alone, so all ranks send the same.
-        """
-        facts = outcome.facts
-        wanted = outcome.event and facts.full
-        value = None if loss is None else float(loss)
-        extra = weight_squares(self.table, self.measurer) if wanted else None
-        moments = grads.measure(self.measurer, extra=extra, loss=value)
-        facts.layout = grads.layout
-        if wanted:
-            facts.weight_norms = norms_from_squares(self.table, grads.merged.extra)
-        return moments, grads.merged.loss
 
     def _keep(self, moments: Moments, outcome: Outcome) -> None:
         facts = outcome.facts
@@ -251,23 +227,16 @@ class Pair:
         self.analyzers.arm(self.model, step + 1)
 
     def _snapshot(self, grads: Gradients, outcome: Outcome) -> Snapshot:
-        facts, layout = outcome.facts, grads.layout
-        assert facts.rows is not None
-        norms = {
-            name: finite_norm(row, facts.exponent) for name, row in zip(layout.names, facts.rows.tolist(), strict=True)
-        }
+        facts = outcome.facts
         return Snapshot(
             step=self.step_count,
             model=self.model,
             epoch=outcome.report.epoch,
             loss=facts.loss,
             optimizers=self.optimizers,
-            gradients=dict(zip(layout.names, grads.tensors, strict=True)),
-            norms=norms,
-            groups={
-                name: layout.group_names[group]
-                for name, group in zip(layout.names, layout.group_of.tolist(), strict=True)
-            },
+            gradients=dict(zip(grads.layout.names, grads.tensors, strict=True)),
+            norms=facts.norms(),
+            groups=facts.groups(),
             lr=facts.learning_rates(),
             horizon=self.horizon,
             skipped=facts.skipped,
@@ -281,13 +250,6 @@ class Pair:
     def _owned(self) -> Iterable[nn.Parameter]:
         yield from self.table.params
         yield from self._stepping.params()
-
-    def _check_model(self) -> None:
-        if not self.table.params:
-            frozen = " All of its parameters are frozen; set requires_grad on some." if self.table.frozen else ""
-            raise UsageError(
-                f"model {type(self.model).__name__} has no trainable parameters: expected at least one.{frozen}"
-            )
 
     def close(self) -> None:
         """Remove what was hooked to the model and the optimizers."""

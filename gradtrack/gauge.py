@@ -1,0 +1,71 @@
+"""What is read of one model: the gradients of every step, and the weights where a row is due."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+
+from torch import Tensor, nn
+
+from gradtrack.config import GradientConfig
+from gradtrack.errors import UsageError
+from gradtrack.facts import StepFacts
+from gradtrack.measure.measurer import Measurer
+from gradtrack.measure.moments import Moments
+from gradtrack.measure.table import Gradients, ParameterTable, SharedGradients
+from gradtrack.measure.weights import norms_from_squares, weight_norms, weight_squares
+
+
+class Gauge:
+    """Reads the gradients of a model in one pass, with the parameters, groups and engine that are right at that step.
+
+    Where parameters are spread over ranks, what it reads is that of all ranks, and all of it is sent together.
+    """
+
+    def __init__(self, model: nn.Module, config: GradientConfig, measurer: Measurer) -> None:
+        self._model, self._config, self._measurer = model, config, measurer
+        self.table = ParameterTable(model, config.groups)
+        if not self.table.params:
+            frozen = " All of its parameters are frozen; set requires_grad on some." if self.table.frozen else ""
+            raise UsageError(
+                f"model {type(model).__name__} has no trainable parameters: expected at least one.{frozen}"
+            )
+
+    def collect(self, only: Container[int] | None = None) -> Gradients:
+        """Return the gradients that are there now; with `only`, those of the parameters with these ids."""
+        if self.table.stale() or self.table.patterns is not self._config.groups:
+            self.table = ParameterTable(self._model, self._config.groups)
+        if self._measurer.engine != self._config.engine:
+            self._measurer.use(self._config.engine)
+        return self.table.gradients(only)
+
+    def read(self, grads: Gradients, facts: StepFacts, loss: Tensor | float | None, *, row_due: bool) -> Moments:
+        """Measure gradients and the loss; over ranks, where a row is due, the weights with them.
+
+        Whether a row is due then must follow from the step alone, so that all ranks send the same.
+        """
+        grads.batch = self._measurer.prepare(grads.tensors)
+        if isinstance(grads, SharedGradients):
+            moments, facts.loss = self._read_shared(grads, facts, _number(loss), row_due=row_due)
+        else:
+            moments, facts.loss = grads.measure(self._measurer), _number(loss)
+        facts.take(moments)
+        return moments
+
+    def weigh(self, facts: StepFacts) -> None:
+        """Measure the weights, unless they were sent with the gradients or not at all."""
+        if self.table.ranks is None:
+            facts.weight_norms = weight_norms(self.table, self._measurer)
+
+    def _read_shared(
+        self, grads: SharedGradients, facts: StepFacts, loss: float | None, *, row_due: bool
+    ) -> tuple[Moments, float | None]:
+        extra = weight_squares(self.table, self._measurer) if row_due else None
+        moments = grads.measure(self._measurer, extra=extra, loss=loss)
+        facts.layout = grads.layout
+        if row_due:
+            facts.weight_norms = norms_from_squares(self.table, grads.merged.extra)
+        return moments, grads.merged.loss
+
+
+def _number(loss: Tensor | float | None) -> float | None:
+    return None if loss is None else float(loss)

@@ -1,0 +1,63 @@
+"""What is read of a model."""
+
+import pytest
+import torch
+from torch import nn
+
+from gradtrack import GradientConfig
+from gradtrack.errors import UsageError
+from gradtrack.facts import StepFacts
+from gradtrack.gauge import Gauge
+from gradtrack.measure.measurer import Measurer
+from tests.training import batch_loss, small_model
+
+
+def read(gauge: Gauge, loss: torch.Tensor | None = None) -> StepFacts:
+    """Collect and read the gradients that are there."""
+    grads = gauge.collect()
+    facts = StepFacts(grads.layout, grads.touched_rows)
+    gauge.read(grads, facts, loss, row_due=False)
+    return facts
+
+
+def test_the_parameters_of_the_step() -> None:
+    """A layer that is frozen or a grouping that is changed during the training counts from the next step on."""
+    model, config = small_model(), GradientConfig(engine="torch")
+    gauge = Gauge(model, config, Measurer("torch"))
+    torch.autograd.backward(batch_loss(model))
+    assert set(read(gauge).norms()) == {"0.weight", "0.bias", "2.weight", "2.bias"}
+    model.get_parameter("0.weight").requires_grad_(False)
+    config.groups = {"heads": r"^2\."}
+    facts = read(gauge)
+    assert set(facts.norms()) == {"0.bias", "2.weight", "2.bias"}
+    assert facts.groups()["2.bias"] == "heads"
+
+
+def test_the_engine_of_the_step() -> None:
+    """An engine that is chosen during the training is used from the next step on."""
+    config, measurer = GradientConfig(engine="torch"), Measurer("torch")
+    gauge = Gauge(small_model(), config, measurer)
+    config.engine = "native"
+    gauge.collect()
+    assert measurer.engine == "native"
+
+
+def test_loss_and_weights() -> None:
+    """The loss is read with the gradients, the weights when they are asked for."""
+    model = small_model()
+    gauge = Gauge(model, GradientConfig(), Measurer("torch"))
+    loss = batch_loss(model)
+    torch.autograd.backward(loss)
+    facts = read(gauge, loss.detach())
+    assert facts.loss == loss.item()
+    assert not facts.weight_norms
+    gauge.weigh(facts)
+    expected = torch.cat([param.detach().flatten().double() for param in model[0].parameters()]).norm()
+    assert facts.weight_norms["0"] == pytest.approx(float(expected), rel=1e-9)
+
+
+@pytest.mark.parametrize(("model", "hint"), [(nn.ReLU(), "at least one.$"), (nn.Linear(1, 1), "are frozen")])
+def test_nothing_to_read(model: nn.Module, hint: str) -> None:
+    """A model without trainable parameters is refused, with the reason where it is known."""
+    with pytest.raises(UsageError, match=hint):
+        Gauge(model.requires_grad_(False), GradientConfig(), Measurer("torch"))
