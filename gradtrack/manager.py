@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from gradtrack.analyzers.base import Analyzer
 from gradtrack.backends.base import Backend
-from gradtrack.checks import as_sequence, check_loss, take_over_scale, unscale
+from gradtrack.checks import as_sequence, check_loss, unscale
 from gradtrack.config import GradientConfig
 from gradtrack.errors import ClosedError, InputTypeError, UsageError
 from gradtrack.exits import CloseAtExit
@@ -25,6 +25,7 @@ from gradtrack.record.sink import Sink
 from gradtrack.record.training_log import save_training_log
 from gradtrack.reports import Issue, StepReport, TrainingSummary
 from gradtrack.roster import Roster
+from gradtrack.stepping import look_before_steps
 from gradtrack.view import at_close
 
 IssueCallback = Callable[[Issue, StepReport], object]
@@ -218,24 +219,13 @@ class GradientManager:
         """Look by itself just before the first optimizer's own step, or after each call of its closure."""
         optimizers = as_sequence(optimizer)
 
-        def before_step(stepping: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if self._closed:
-                return None
-            pair = self._roster.find(model, optimizers)
-            closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-            if closure is None:
-                self._look(pair, scaled=take_over_scale(stepping))
-                return None
-
-            def looked_at() -> Any:
-                loss = closure()
+        def look(loss: Tensor | float | None, *, scaled: bool) -> None:
+            if not self._closed:
+                pair = self._roster.find(model, optimizers)
                 pair.add_loss(loss)
-                self._look(pair, scaled=False)
-                return loss
+                self._look(pair, scaled=scaled)
 
-            return (args[0],), {**kwargs, "closure": looked_at}
-
-        self._hooks.append(optimizers[0].register_step_pre_hook(before_step))
+        self._hooks.append(look_before_steps(optimizers[0], look))
 
     def flush(self) -> None:
         """Make everything that was recorded durable."""

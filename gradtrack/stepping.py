@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gradtrack.checks import check_optimizer, needs_closure
+from gradtrack.checks import check_optimizer, needs_closure, take_over_scale
 from gradtrack.measure.ranks import is_distributed
 from gradtrack.measure.table import ParameterTable
 
@@ -78,6 +78,28 @@ class Stepping:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+
+
+def look_before_steps(optimizer: Any, look: Callable[..., None]) -> Any:
+    """Call `look(loss, scaled=...)` just before an optimizer steps, or after each call of its closure.
+
+    What is returned takes the hook off again.
+    """
+
+    def before_step(stepping: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None:
+            look(None, scaled=take_over_scale(stepping))
+            return None
+
+        def looked_at() -> Any:
+            loss = closure()
+            look(loss, scaled=False)
+            return loss
+
+        return (args[0],), {**kwargs, "closure": looked_at}
+
+    return optimizer.register_step_pre_hook(before_step)
 
 
 def _owns_shards(optimizer: Any) -> bool:
