@@ -1,4 +1,4 @@
-"""The hardest case: a tiny model that sends twelve metrics to a tracker at every step."""
+"""The hardest case: a tiny model that sends its metrics to a tracker at every step."""
 
 from __future__ import annotations
 
@@ -18,26 +18,31 @@ STEPS = 1000
 
 
 def run(quick: bool = False) -> Iterator[Row]:
-    """Train with each tracker in turn between plain trainings, and print the time to drain beside it."""
+    """Train with each tracker in turn between plain trainings, and print the time to drain beside it.
+
+    The clock starts when the tracker has taken its first rows. Beside the ratio to the plain step stands that to the
+    same steps without a tracker, which is what the emission itself costs.
+    """
     os.environ.update(WANDB_MODE="offline", WANDB_SILENT="true", WANDB_CONSOLE="off")
     steps, turns = (STEPS // 4, 1) if quick else (STEPS, 3)
     for name, bar in BARS.items():
         found = []
         for _ in range(turns):
+            silent = _train(steps, GradientManager(max_grad_norm=1e9, grad_track_per_weight_matrix=False))[0]
             with tempfile.TemporaryDirectory() as directory:
                 os.environ["WANDB_DIR"] = directory
                 plain = _train(steps, None)[0]
                 ours, drain = _train(steps, GradientManager(**_settings(name, Path(directory))))
                 plain = (plain + _train(steps, None)[0]) / 2
-            found.append((ours / plain, drain / plain / steps))
-        ratio, drain = sorted(found)[len(found) // 2]
+            found.append((ours / plain, drain / plain / steps, ours / silent))
+        ratio, drain, alone = sorted(found)[len(found) // 2]
         yield Row(
             benchmark="emission",
             case=f"mlp, {name} at every step",
             what="whole step / plain step",
             ratio=ratio,
             bar=bar,
-            note=f"drained in {drain:.0%} of the training's time",
+            note=f"{alone:.2f} of the steps without a tracker; drained in {drain:.0%} of the training's time",
         )
 
 
@@ -59,6 +64,8 @@ def _train(steps: int, manager: GradientManager | None) -> tuple[float, float]:
     training = Training("mlp")
     for turn in range(steps + 50):
         if turn == 50:
+            if manager is not None:
+                manager.flush()
             start = time.perf_counter()
         training.optimizer.zero_grad()
         loss = training.forward()

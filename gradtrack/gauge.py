@@ -45,24 +45,24 @@ class Gauge:
         """
         grads.batch = self._measurer.prepare(grads.tensors)
         if isinstance(grads, SharedGradients):
-            moments, facts.loss = self._read_shared(grads, facts, _number(loss), row_due=row_due)
+            moments, facts.loss = self._read_shared(grads, facts, _number(loss), weigh=row_due and facts.with_groups)
         else:
             moments, facts.loss = grads.measure(self._measurer), _number(loss)
         facts.take(moments)
         return moments
 
     def weigh(self, facts: StepFacts) -> None:
-        """Measure the weights, unless they were sent with the gradients or not at all."""
-        if self.table.ranks is None:
+        """Measure the weights of the groups, unless nobody asked for groups or they were sent with the gradients."""
+        if facts.with_groups and self.table.ranks is None:
             facts.weight_norms = weight_norms(self.table, self._measurer)
 
     def _read_shared(
-        self, grads: SharedGradients, facts: StepFacts, loss: float | None, *, row_due: bool
+        self, grads: SharedGradients, facts: StepFacts, loss: float | None, *, weigh: bool
     ) -> tuple[Moments, float | None]:
-        extra = weight_squares(self.table, self._measurer) if row_due else None
+        extra = weight_squares(self.table, self._measurer) if weigh else None
         moments = grads.measure(self._measurer, extra=extra, loss=loss)
         facts.layout = grads.layout
-        if row_due:
+        if weigh:
             facts.weight_norms = norms_from_squares(self.table, grads.merged.extra)
         return moments, grads.merged.loss
 

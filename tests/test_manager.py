@@ -48,6 +48,19 @@ class TestStep:
         report = GradientManager().step(model, optimizer_of(model), loss.detach(), backward=False)
         assert report.loss == loss.item()
 
+    def test_rows_hold_plain_floats(self) -> None:
+        """Every metric of a row is a float, so that no backend has to look at their types."""
+        manager = GradientManager(backends=["memory"], grad_log_every_n_steps=1)
+        train(manager, 2)
+        assert {type(value) for record in rows(manager) for value in record.metrics.values()} == {float}
+
+    def test_weights_are_weighed_for_groups_only(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A step that shows no groups does not read the weights."""
+        monkeypatch.setattr("gradtrack.gauge.weight_norms", lambda *_: pytest.fail("weights were read"))
+        train(GradientManager(grad_log_every_n_steps=1, grad_track_per_weight_matrix=False), 2)
+        with pytest.raises(pytest.fail.Exception, match="weights were read"):
+            train(GradientManager(grad_log_every_n_steps=1), 2)
+
     def test_without_a_manager(self) -> None:
         """A model gets a manager of its own, which counts its steps."""
         model = small_model()

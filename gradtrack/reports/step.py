@@ -162,7 +162,7 @@ class StepReport(Report):
             values |= {"variance": found.variance, "mean": found.mean, "std": found.std}
             values |= {"max": found.max, "min": found.min, "zero_fraction": found.zero_fraction}
         if self.nan_inf.action not in ("off", "unchecked"):
-            values |= {"nan_count": self.nan_inf.nan_count, "inf_count": self.nan_inf.inf_count}
+            values |= {"nan_count": float(self.nan_inf.nan_count), "inf_count": float(self.nan_inf.inf_count)}
         if clipping.enabled:
             values |= {"clip_coef": clipping.coefficient, "clip_rate": clipping.clip_rate}
             if clipping.threshold is not None:
