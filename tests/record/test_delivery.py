@@ -38,6 +38,15 @@ def deliver(directory: Path | None, backend: Backend, **options: Any) -> Deliver
     return Delivery({"recorder": backend}, run=RUN, journal=journal, **options)
 
 
+def delivered(directory: Path | None, backend: Backend, *rows: Record, **options: Any) -> Delivery:
+    """Deliver rows to one backend and close."""
+    delivery = deliver(directory, backend, **options)
+    for found in rows:
+        delivery.write(found)
+    delivery.close()
+    return delivery
+
+
 def status(delivery: Delivery) -> dict[str, Any]:
     """Return what is told of the one backend."""
     return delivery.status()["recorder"]
@@ -59,10 +68,7 @@ class Failing:
 def test_rows_arrive_once_and_in_order(tmp_path: Path) -> None:
     """After the close a backend has every row, the run with the first one, and was closed once."""
     recorder = Recorder()
-    delivery = deliver(tmp_path, recorder)
-    for step in range(1000):
-        delivery.write(row(step))
-    delivery.close()
+    delivery = delivered(tmp_path, recorder, *map(row, range(1000)))
     assert recorder.steps == list(range(1000))
     assert [record.run for record in recorder.records] == [RUN, *[None] * 999]
     assert recorder.closed == [False]
@@ -147,10 +153,7 @@ def test_slow_tracker_lags_and_catches_up(tmp_path: Path) -> None:
 def test_rows_are_tried_again(tmp_path: Path, fault: BaseException, caplog: pytest.LogCaptureFixture) -> None:
     """Whatever a tracker raises, the same rows come again until it takes them, with one warning."""
     recorder = Recorder(Failing(5, fault))
-    delivery = deliver(tmp_path, recorder)
-    for step in range(10):
-        delivery.write(row(step))
-    delivery.close()
+    delivered(tmp_path, recorder, *map(row, range(10)))
     assert recorder.steps == list(range(10))
     assert recorder.records[0].run == RUN
     assert len([entry for entry in caplog.records if "kept until it is back" in entry.message]) == 1
@@ -165,9 +168,7 @@ def test_distinct_failures_are_each_told_once(tmp_path: Path, caplog: pytest.Log
         if faults:
             raise faults.pop(0)
 
-    delivery = deliver(tmp_path, Recorder(fail))
-    delivery.write(row(1))
-    delivery.close()
+    delivered(tmp_path, Recorder(fail), row(1))
     assert [entry.levelname for entry in caplog.records if "until it is back" in entry.message] == ["WARNING"] * 2
 
 
@@ -256,10 +257,7 @@ def test_raising_inline_backend_misses_its_row_only(tmp_path: Path, caplog: pyte
 def test_close_meets_its_deadline_with_a_write_that_hangs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A tracker that never answers keeps nobody waiting, and the last line says where the rows are."""
     gate = Gate()
-    delivery = deliver(tmp_path, Recorder(gate), close_timeout_seconds=0.05)
-    delivery.write(row(1))
-    delivery.write(row(2))
-    delivery.close()
+    delivered(tmp_path, Recorder(gate), row(1), row(2), close_timeout_seconds=0.05)
     last = caplog.records[-1]
     assert last.levelname == "WARNING"
     assert "recorder has 0 of 2 rows (2 pending" in last.message
@@ -288,9 +286,7 @@ def test_no_write_begins_after_the_deadline(tmp_path: Path) -> None:
 def test_complete_run_is_summed_up_quietly(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Where nothing is missing, the last line is information."""
     caplog.set_level(logging.INFO, "gradtrack")
-    delivery = deliver(tmp_path, Recorder())
-    delivery.write(row(1))
-    delivery.close()
+    delivered(tmp_path, Recorder(), row(1))
     assert [(entry.levelname, entry.message) for entry in caplog.records] == [
         ("INFO", "run run-1: recorder has 1 of 1 rows")
     ]
@@ -303,9 +299,7 @@ def test_failed_close_is_not_called_an_arrival(tmp_path: Path, caplog: pytest.Lo
         def close(self, *, failed: bool = False) -> None:
             raise OSError("no space left")
 
-    delivery = deliver(tmp_path, Breaking())
-    delivery.write(row(1))
-    delivery.close()
+    delivered(tmp_path, Breaking(), row(1))
     assert caplog.records[-1].levelname == "WARNING"
     assert "recorder took, but may not have kept, 1 of 1 rows (OSError: no space left)" in caplog.records[-1].message
     assert "gradtrack replay" in caplog.records[-1].message
@@ -343,10 +337,7 @@ def test_offsets_tell_how_far_a_backend_is(tmp_path: Path) -> None:
         if any(record.step == 3 for record in records):
             raise PermanentBackendError("bad")
 
-    delivery = deliver(tmp_path, Placed(refuse))
-    for step in range(10):
-        delivery.write(row(step))
-    delivery.close()
+    delivered(tmp_path, Placed(refuse), *map(row, range(10)))
     path = offsets_path(tmp_path / "journal-000.jsonl")
     assert read_offsets(path) == {"recorder": {"next": 10, "refused": [3], "address": {"run_id": "abc"}}}
     assert path.stat().st_mode & 0o777 == 0o600
@@ -364,10 +355,7 @@ def test_unwritable_journal_does_not_keep_rows_from_trackers(tmp_path: Path, cap
     blocked = tmp_path / "file"
     blocked.write_text("")
     recorder = Recorder()
-    delivery = deliver(blocked, recorder)
-    for step in range(20):
-        delivery.write(row(step))
-    delivery.close()
+    delivery = delivered(blocked, recorder, *map(row, range(20)))
     assert recorder.steps == list(range(20))
     assert delivery.journal_status() is not None
     assert (delivery.journal_status() or {})["failed"] == 20
@@ -393,10 +381,12 @@ def test_row_that_is_nowhere_is_reported_as_lost(tmp_path: Path) -> None:
 def test_case_17_bad_metric_is_left_out_by_name(tmp_path: Path, bad: Any, caplog: pytest.LogCaptureFixture) -> None:
     """One value that is no number costs neither its row nor its batch, and is told with its name."""
     recorder = Recorder()
-    delivery = deliver(tmp_path, recorder)
-    delivery.write(row(1, metrics={"good": 1, "odd": bad, "also": True}))
-    delivery.write(row(2, metrics={"good": 2.0, "odd": bad}))
-    delivery.close()
+    delivered(
+        tmp_path,
+        recorder,
+        row(1, metrics={"good": 1, "odd": bad, "also": True}),
+        row(2, metrics={"good": 2.0, "odd": bad}),
+    )
     assert [record.metrics for record in recorder.records] == [{"good": 1.0, "also": 1.0}, {"good": 2.0}]
     assert len(caplog.records) == 1
     assert "'odd' at step 1" in caplog.records[0].message
@@ -406,9 +396,7 @@ def test_case_17_bad_metric_is_left_out_by_name(tmp_path: Path, bad: Any, caplog
 def test_case_17_bad_name_is_left_out(tmp_path: Path, name: Any) -> None:
     """A name that is no text keeps only its own value from arriving."""
     recorder = Recorder()
-    delivery = deliver(tmp_path, recorder)
-    delivery.write(row(1, metrics={name: 1.0, "good": 2.0}))
-    delivery.close()
+    delivered(tmp_path, recorder, row(1, metrics={name: 1.0, "good": 2.0}))
     assert recorder.records[0].metrics == {"good": 2.0}
 
 
@@ -449,9 +437,7 @@ def test_backend_is_let_go_where_no_thread_can_begin(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
     recorder = Recorder()
-    delivery = deliver(tmp_path, recorder)
-    delivery.write(row(1))
-    delivery.close()
+    delivery = delivered(tmp_path, recorder, row(1))
     assert recorder.closed == [False]
     assert status(delivery)["pending"] == 1
 
