@@ -27,6 +27,18 @@ def layer(model: nn.Sequential, index: int) -> nn.Linear:
     return found
 
 
+class Scaled(nn.Module):
+    """A block whose backward gain is known."""
+
+    def __init__(self, gain: float) -> None:
+        super().__init__()
+        self.gain = gain
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Scale."""
+        return x * self.gain
+
+
 def batch_loss(model: nn.Module, step: int = 0, scale: float = 1.0) -> Tensor:
     """Return the loss of a batch that depends on the step only."""
     dtype = next(model.parameters()).dtype

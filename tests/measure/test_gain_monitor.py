@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gradtrack import GradientGainMonitor
 from gradtrack.errors import InputTypeError, SecondBackwardError, UsageError
+from tests.training import Scaled
 
 
 def linears(count: int = 4, size: int = 6, seed: int = 0) -> Any:
@@ -312,18 +313,6 @@ def test_a_gradient_that_is_not_finite_is_labelled() -> None:
     assert math.isnan(monitor.gains()[0] or 0.0)
     assert "[NOT FINITE]" in monitor.report()
     assert monitor.summary_stats()["num_missing"] == 1
-
-
-class Scaled(nn.Module):
-    """A block whose backward gain is known."""
-
-    def __init__(self, gain: float) -> None:
-        super().__init__()
-        self.gain = gain
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Scale."""
-        return x * self.gain
 
 
 def measured(gains: Sequence[float], batch: int = 2, **options: Any) -> GradientGainMonitor:

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+
+from tests.training import Scaled
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "gradient_monitor_examples.py"
 
@@ -161,18 +162,6 @@ def test_the_code_runs(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     exec(PLACEHOLDERS + CODE[name], names)
     assert re.search(EXPECTED[name], capsys.readouterr().out)
     assert not any(module._forward_hooks for module in names["model"].modules())
-
-
-class Scaled(nn.Module):
-    """A block whose backward gain is known."""
-
-    def __init__(self, gain: float) -> None:
-        super().__init__()
-        self.gain = gain
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Scale."""
-        return x * self.gain
 
 
 @pytest.mark.parametrize(
