@@ -19,7 +19,8 @@ class CellDynamics(Report):
 
     Numbers are over the last `window` steps of each sequence. `decay_profile[lag]` is what is left of a gradient after
     so many steps back; `gradient_profile[lag]` is the loss gradient at the state so many steps before the end, as a
-    share of the largest.
+    share of the largest. `eigenvalues` (real, imaginary) are those of the state Jacobian at one state, where it was
+    taken in full.
     """
 
     kind: str
@@ -31,6 +32,7 @@ class CellDynamics(Report):
     spectral_radius: float | None = None
     spectral_radius_range: tuple[float, float] | None = None
     spectral_radius_count: int = 0
+    eigenvalues: list[tuple[float, float]] = Field(default_factory=list)
     lyapunov_exponents: list[float] = Field(default_factory=list)
     lyapunov_error: float | None = None
     lyapunov_count: int = 0
@@ -75,6 +77,7 @@ def pool(looks: Sequence[CellLook]) -> CellDynamics:
         spectral_radius=median(radii) if radii else None,
         spectral_radius_range=(min(radii), max(radii)) if radii else None,
         spectral_radius_count=len(radii),
+        eigenvalues=last.eigenvalues,
         effective_rank=_median([look.ranks[0] for look in looks if look.ranks]),
         participation_ratio=_median([look.ranks[1] for look in looks if look.ranks]),
         rank_bound=_median([look.ranks[2] for look in looks if look.ranks]),

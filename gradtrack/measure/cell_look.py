@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gradtrack.measure.cells import DENSE_LIMIT
-from gradtrack.measure.dynamics import Decay, jacobian, spaced, step_radius, sweep
+from gradtrack.measure.dynamics import Decay, jacobian, spaced, step_radius, step_spectrum, sweep
 from gradtrack.measure.recorder import RecurrentRecorder, weight_gradient
 from gradtrack.measure.replay import Trajectory
 from gradtrack.measure.spectra import effective_rank, participation_ratio
@@ -66,6 +66,7 @@ class CellLook:
     finite: bool = True
     dropout: float = 0.0
     radii: list[float] = field(default_factory=list)
+    eigenvalues: list[tuple[float, float]] = field(default_factory=list)
     decay: Decay | None = None
     ranks: tuple[float, float, float] | None = None
     weight_rank: float | None = None
@@ -132,7 +133,12 @@ def _measure_jacobian(
     for index, back in enumerate(points):
         sequence = index % look.num_sequences
         state, drive = path.states[-2 - back, sequence], path.drives[-1 - back, sequence]
-        look.radii.append(step_radius(path.cell, state, drive, generator, dense_limit=options.dense_limit))
+        if state.numel() <= options.dense_limit:
+            eigenvalues = step_spectrum(path.cell, state, drive)
+            look.radii.append(float(eigenvalues.abs().max()))
+            look.eigenvalues = look.eigenvalues or torch.view_as_real(eigenvalues).tolist()
+        else:
+            look.radii.append(step_radius(path.cell, state, drive, generator, dense_limit=options.dense_limit))
 
 
 def _ranks(path: Trajectory, window: int) -> tuple[float, float, float]:

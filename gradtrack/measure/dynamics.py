@@ -71,11 +71,17 @@ def step_radius(
     """Return the spectral radius of the Jacobian at one state (S): dense up to a limit, by Arnoldi beyond."""
     states, drives = state.unsqueeze(0), drive.unsqueeze(0)
     if state.numel() <= dense_limit:
-        return spectral_radius(jacobian(cell, states, drives)[0])
+        return float(step_spectrum(cell, state, drive).abs().max())
     return arnoldi_radius(
         lambda vector: pull_back(cell, states, drives, vector.reshape(1, 1, -1)).reshape(-1),
         torch.randn(state.numel(), generator=generator, dtype=torch.float64).to(state),
     )
+
+
+def step_spectrum(cell: Cell, state: Tensor, drive: Tensor) -> Tensor:
+    """Return the eigenvalues of the Jacobian at one state (S), from the whole matrix."""
+    eigenvalues: Tensor = torch.linalg.eigvals(jacobian(cell, state.unsqueeze(0), drive.unsqueeze(0))[0])
+    return eigenvalues
 
 
 def arnoldi_radius(matvec: Callable[[Tensor], Tensor], start: Tensor, *, num_vectors: int = _KRYLOV) -> float:

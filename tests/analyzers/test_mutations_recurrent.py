@@ -17,10 +17,11 @@ from tests.analyzers import recurrent_goldens as goldens
 from tests.analyzers.recurrent_goldens import GOLDENS, weight_of
 
 
-def radius_of_the_weights(cell: Cell, *_: object, **__: object) -> float:
+def spectrum_of_the_weights(cell: Cell, *_: object, **__: object) -> Tensor:
     """Take the eigenvalues of weight_hh, as if the state did not matter."""
     weight = weight_of(cell)
-    return spectral_radius(weight[: weight.shape[1]])
+    found: Tensor = torch.linalg.eigvals(weight[: weight.shape[1]])
+    return found
 
 
 def rayleigh(matvec: Callable[[Tensor], Tensor], start: Tensor, **_: object) -> float:
@@ -51,7 +52,7 @@ def mean_radius_growth(path: Trajectory, *_: object, **options: Any) -> dynamics
 
 
 MUTATIONS = [
-    (cell_look, "step_radius", radius_of_the_weights, {"r3_saturation", "r4_gru", "r5_lstm", "r6_chrono"}),
+    (cell_look, "step_spectrum", spectrum_of_the_weights, {"r3_saturation", "r4_gru", "r5_lstm", "r6_chrono"}),
     (goldens, "arnoldi_radius", rayleigh, {"ginibre"}),
     (dynamics, "arnoldi_radius", rayleigh, {"r10_complex_pair"}),
     (fused_capture, "backward", direct_gradients, {"r11_gradients_through_time"}),
