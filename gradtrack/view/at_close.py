@@ -25,38 +25,10 @@ def save_pictures(
     """Draw what the reports hold, where matplotlib is there."""
     if not reports or find_spec("matplotlib") is None:
         return []
-    from gradtrack.view import panels, plots
+    from gradtrack.view.gallery import pictures_of
 
-    def over_time(path: Path) -> Path:
-        return plots.plot_gradient_statistics_over_time(plots.statistics_over_time(reports), path)
-
-    def flow(path: Path) -> Path:
-        steps, norms, issues = _flow(reports)
-        return panels.plot_gradient_flow(norms, path, steps=steps, issues=issues)
-
-    pictures: dict[str, Callable[[Path], Path]] = {
-        "training_curves.png": lambda path: plots.plot_training_curves(reports, path),
-        "gradient_statistics.png": over_time,
-        "gradient_stats.png": lambda path: plots.plot_gradient_statistics(statistics, path),
-        "gradient_flow.png": flow,
-    }
+    pictures = pictures_of(reports, statistics)
     return [path for name, draw in pictures.items() for path in _contained(name, partial(draw, directory / name))]
-
-
-def _flow(
-    reports: Sequence[StepReport],
-) -> tuple[list[int], dict[str, list[float | None]], list[tuple[int, str, str]]]:
-    """Return steps, the norm of each group at each of them, and where an issue opened, for the first pair's groups."""
-    found = [report for report in reports if report.groups and report.source == reports[0].source]
-    names = dict.fromkeys(name for report in found for name in report.groups)
-    norms = {name: [report.groups[name].norm if name in report.groups else None for report in found] for name in names}
-    opened: dict[str, tuple[int, str, str]] = {}
-    for report in found:
-        for issue in report.health.issues:
-            group = next((name for name in names if f"{issue.layer}.".startswith(f"{name}.")), None)
-            if group is not None:
-                opened.setdefault(issue.key, (report.step, group, issue.issue_type.value))
-    return [report.step for report in found], norms, list(opened.values())
 
 
 def save_page(directory: Path) -> list[Path]:
@@ -64,6 +36,13 @@ def save_page(directory: Path) -> list[Path]:
     from gradtrack.view.html import write_html_report
     from gradtrack.view.run_data import load_run
 
+    if not any(directory.glob("journal-*.jsonl")):
+        _logger.warning(
+            "the report of %s was not written: it shows recorded rows, and this run ended before the first one. "
+            "Lower grad_log_every_n_steps.",
+            directory,
+        )
+        return []
     return _contained("the report", lambda: write_html_report(load_run(directory)))
 
 

@@ -24,6 +24,8 @@ CYCLE: Final = (BLUE, ORANGE, GREEN, PURPLE, SKY, RED)
 
 _LABELS: Final = 6
 _ROWS: Final = 3
+_ROW_SHARE: Final = 0.055
+_NEAR: Final = 0.15
 _DRAWABLE: Final = (1e-99, 1e99)
 
 
@@ -95,31 +97,70 @@ def _at_edge(axes: Any, x: NDArray[np.float64], height: float, *, marker: str, c
     axes.plot(x, np.full(len(x), height), marker, color=colour, transform=edge, label=label, markersize=6)
 
 
-def mark_events(axes: Any, events: Sequence[tuple[float, str]]) -> None:
-    """Mark where something happened: a line for every event, and a text for as many as stay readable."""
-    for index, (x, text) in enumerate(events):
+def mark_events(axes: Any, events: Sequence[tuple[float, str]], *, texts: bool = True) -> None:
+    """Mark where something happened: a line for every event, and above the curves a text for as many as fit."""
+    for x, _ in events:
         axes.axvline(x, color=RED, alpha=0.5, linewidth=0.9, linestyle=":", zorder=0.5)
-        if index < _LABELS:
-            axes.annotate(
-                plain(text),
-                (x, 1.0),
-                xycoords=axes.get_xaxis_transform(),
-                xytext=(3, -3 - 11 * (index % _ROWS)),
-                textcoords="offset points",
-                fontsize=7.5,
-                color=RED,
-                va="top",
-                parse_math=False,
-                bbox={"boxstyle": "round,pad=0.1", "facecolor": "white", "edgecolor": "none", "alpha": 0.75},
-            )
+    if not (events and texts):
+        return
+    low, high = axes.get_xlim()
+    told = _gathered(events, (high - low) * _NEAR)[:_LABELS]
+    rows = min(len(told), _ROWS)
+    _make_room(axes, rows * _ROW_SHARE)
+    for index, (x, text) in enumerate(told):
+        left = x - low > 0.6 * (high - low)
+        axes.annotate(
+            plain(text),
+            (x, 1.0),
+            xycoords=axes.get_xaxis_transform(),
+            xytext=(-3 if left else 3, -3 - 11 * (index % _ROWS)),
+            textcoords="offset points",
+            ha="right" if left else "left",
+            fontsize=7.5,
+            color=RED,
+            va="top",
+            parse_math=False,
+            bbox={"boxstyle": "round,pad=0.1", "facecolor": "white", "edgecolor": "none", "alpha": 0.75},
+        )
 
 
-def legend(axes: Any) -> None:
-    """Add a legend where more than one thing is drawn."""
+def _gathered(events: Sequence[tuple[float, str]], near: float) -> list[tuple[float, str]]:
+    """Tell events of the same text that follow each other closely once, with their number."""
+    told: list[tuple[float, str, int]] = []
+    last: dict[str, tuple[int, float]] = {}
+    for x, text in events:
+        index, before = last.get(text, (-1, -math.inf))
+        if x - before <= near:
+            first, _, count = told[index]
+            told[index] = (first, text, count + 1)
+        else:
+            index = len(told)
+            told.append((x, text, 1))
+        last[text] = (index, x)
+    return [(x, text if count == 1 else f"{text} ×{count}") for x, text, count in told]
+
+
+def _make_room(axes: Any, share: float) -> None:
+    """Raise the upper limit so that this share of the height lies above everything that is drawn."""
+    low, high = axes.get_ylim()
+    if axes.get_yscale() == "log":
+        axes.set_ylim(low, high * (high / low) ** (share / (1 - share)))
+    elif axes.get_yscale() == "symlog":
+        axes.set_ylim(low, high * (1 + high) ** (share / (1 - share)))
+    else:
+        axes.set_ylim(low, high + (high - low) * share / (1 - share))
+
+
+def legend(axes: Any, *others: Any, below: bool = False) -> None:
+    """Add a legend where more than one thing is drawn, with what `others` on the same place draw, or `below` it all."""
     handles, labels = axes.get_legend_handles_labels()
+    for other in others:
+        more = other.get_legend_handles_labels()
+        handles, labels = handles + more[0], labels + more[1]
     unique = dict(zip(labels, handles, strict=True))
     if len(unique) > 1:
-        axes.legend(unique.values(), unique.keys(), fontsize=8, framealpha=0.85)
+        place = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.13), "ncols": 4, "frameon": False} if below else {}
+        axes.legend(unique.values(), unique.keys(), fontsize=8, framealpha=0.85, **place)
 
 
 def plain(text: str, *, length: int = 48) -> str:

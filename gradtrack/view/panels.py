@@ -63,14 +63,18 @@ def plot_policy(
     *,
     returns: Sequence[float | None] = (),
     floor: float | None = None,
+    events: Sequence[tuple[float, str]] = (),
 ) -> Path:
-    """Draw the normalized entropy of a policy together with its returns, which tell a collapse from a conclusion."""
-    return figures.save(draw_policy(steps, entropy, returns=returns, floor=floor), path)
+    """Draw the normalized entropy of a policy together with its returns, which tell a collapse from a conclusion.
+
+    `events` are steps and texts to be marked.
+    """
+    return figures.save(draw_policy(steps, entropy, returns=returns, floor=floor, events=events), path)
 
 
-def plot_attention_entropy(entropy: Sequence[Sequence[float | None]], path: Path) -> Path:
+def plot_attention_entropy(entropy: Sequence[Sequence[float | None]], path: Path, *, names: Sequence[str] = ()) -> Path:
     """Draw the normalized attention entropy of every head (across) in every layer (down)."""
-    return figures.save(draw_attention_entropy(entropy), path)
+    return figures.save(draw_attention_entropy(entropy, names=names), path)
 
 
 def draw_gradient_flow(
@@ -112,6 +116,7 @@ def draw_gain(gains: Sequence[float | None], *, names: Sequence[str] = ()) -> An
         figure, (1, 2, 2), "From the output back to the input", "transition", "gradient relative to the output"
     )
     _cumulative_gain(total, at, logs)
+    total.xaxis.get_major_locator().set_params(integer=True)
     for each in figure.axes:
         figures.legend(each)
     return figure
@@ -148,6 +153,7 @@ def draw_policy(
     *,
     returns: Sequence[float | None] = (),
     floor: float | None = None,
+    events: Sequence[tuple[float, str]] = (),
 ) -> Any:
     """Return the figure of `plot_policy`."""
     figure = figures.new_figure(10.0, 5.0)
@@ -155,21 +161,21 @@ def draw_policy(
     curve(axes, steps, figures.numbers(entropy), label="entropy", colour=BLUE)
     if floor is not None:
         axes.axhline(floor, color=RED, linestyle="--", linewidth=1.0, label=f"floor {floor:g}")
-    axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
-    handles, labels = axes.get_legend_handles_labels()
-    if len(returns):
-        other = axes.twinx()
-        curve(other, steps, figures.numbers(returns), label="return", colour=ORANGE, linestyle="--")
-        other.set_ylabel("return")
-        handles, labels = handles + other.get_lines()[:1], [*labels, "return (right)"]
-    axes.legend(handles, labels, loc="best", fontsize=9)
+    axes.set_ylim(min(0.0, axes.get_ylim()[0]), max(1.0, axes.get_ylim()[1]))
+    others = []
+    if np.isfinite(figures.numbers(returns)).any():
+        others = [axes.twinx()]
+        curve(others[0], steps, figures.numbers(returns), label="return (right)", colour=ORANGE, linestyle="--")
+        others[0].set_ylabel("return")
+    figures.mark_events(axes, events)
+    figures.legend(axes, *others, below=True)
     return figure
 
 
-def draw_attention_entropy(entropy: Sequence[Sequence[float | None]]) -> Any:
+def draw_attention_entropy(entropy: Sequence[Sequence[float | None]], *, names: Sequence[str] = ()) -> Any:
     """Return the figure of `plot_attention_entropy`."""
     width = max((len(layer) for layer in entropy), default=0)
-    figure = figures.new_figure(min(3.5 + 0.6 * width, 14.0), min(2.4 + 0.45 * len(entropy), 14.0))
+    figure = figures.new_figure(min((6.0 if names else 3.5) + 0.6 * width, 14.0), min(2.4 + 0.45 * len(entropy), 14.0))
     axes = panel(figure, (1, 1, 1), "Attention entropy", "head", "layer")
     axes.grid(visible=False)
     if not width:
@@ -180,7 +186,10 @@ def draw_attention_entropy(entropy: Sequence[Sequence[float | None]]) -> Any:
         table[row, : len(layer)] = figures.numbers(layer)
     image = axes.imshow(table, cmap=_colours("cividis"), vmin=0.0, vmax=1.0, aspect="auto")
     axes.set_xticks(range(width))
-    axes.set_yticks(range(len(entropy)))
+    if len(names) == len(entropy):
+        _name_rows(axes, names)
+    else:
+        axes.set_yticks(range(len(entropy)))
     figure.colorbar(image, ax=axes, label="entropy / ln(visible keys)")
     if table.size <= _CELLS_WITH_TEXT:
         for row, column in np.ndindex(table.shape):

@@ -8,9 +8,9 @@ from typing import Any, Final
 
 import numpy as np
 
-from gradtrack.reports import GradientStatistics, StepReport
+from gradtrack.reports import GradientStatistics, GroupStatistics, StepReport
 from gradtrack.view import figures
-from gradtrack.view.figures import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, SKY, curve, log_curve, panel
+from gradtrack.view.figures import BLUE, CYCLE, GREEN, GREY, ORANGE, PURPLE, RED, SKY, curve, log_curve, panel, plain
 
 _STATISTICS: Final = ("total_norm", "mean", "std", "min", "max", "zero_fraction")
 _EMPTY: Final = "No steps were recorded."
@@ -36,17 +36,17 @@ def plot_gradient_statistics_over_time(rows: Mapping[str, Sequence[float | None]
 
 
 def draw_training_curves(reports: Sequence[StepReport]) -> Any:
-    """Return the figure of `plot_training_curves`."""
+    """Return the figure of `plot_training_curves`; several pairs have a colour each."""
     figure = figures.new_figure()
     figure.suptitle("Training curves", fontsize=14)
-    steps = [report.step for report in reports]
+    pairs = list(by_source(reports).values()) or [[]]
+    _loss(panel(figure, (2, 2, 1), "Loss", "step", "loss"), pairs)
+    _norms(panel(figure, (2, 2, 2), "Gradient norm", "step", "global L2 norm"), pairs)
+    _nonfinite(panel(figure, (2, 2, 3), "Non-finite gradient elements", "step", "elements"), reports)
+    _clipping(panel(figure, (2, 2, 4), "Clipping", "step", "coefficient and share"), pairs)
     events = events_of(reports)
-    _loss(panel(figure, (2, 2, 1), "Loss", "step", "loss"), steps, reports)
-    _norms(panel(figure, (2, 2, 2), "Gradient norm", "step", "global L2 norm"), steps, reports)
-    _nonfinite(panel(figure, (2, 2, 3), "Non-finite gradient elements", "step", "elements"), steps, reports)
-    _clipping(panel(figure, (2, 2, 4), "Clipping", "step", "coefficient and share"), steps, reports)
-    for axes in figure.axes:
-        figures.mark_events(axes, events)
+    for index, axes in enumerate(figure.axes):
+        figures.mark_events(axes, events, texts=index < 2)
         figures.legend(axes)
     return figure
 
@@ -98,6 +98,14 @@ def draw_gradient_statistics_over_time(rows: Mapping[str, Sequence[float | None]
     return figure
 
 
+def by_source(reports: Sequence[StepReport]) -> dict[str, list[StepReport]]:
+    """Return the reports of each (model, optimizer) pair by its name."""
+    found: dict[str, list[StepReport]] = {}
+    for report in reports:
+        found.setdefault(report.source, []).append(report)
+    return found
+
+
 def events_of(reports: Sequence[StepReport]) -> list[tuple[float, str]]:
     """Return the steps on which an issue opened, each with what opened there and at which layer."""
     events: list[tuple[float, str]] = []
@@ -106,14 +114,20 @@ def events_of(reports: Sequence[StepReport]) -> list[tuple[float, str]]:
         now = {issue.key for issue in report.health.issues}
         for issue in report.health.issues:
             if issue.key not in before.get(report.source, set()):
-                events.append((report.step, f"{issue.issue_type.value} {issue.layer}".strip()))
+                events.append(
+                    (report.step, " ".join(filter(None, (issue.issue_type.value, report.source, issue.layer))))
+                )
         before[report.source] = now
     return events
 
 
 def statistics_over_time(reports: Sequence[StepReport]) -> dict[str, list[float | None]]:
-    """Return the lists that `plot_gradient_statistics_over_time` draws, from the measured ones among some reports."""
-    found = [(report, report.statistics) for report in reports if report.statistics is not None]
+    """Return the lists that `plot_gradient_statistics_over_time` draws, from the measured ones among some reports.
+
+    A step without a finite gradient has nothing to draw.
+    """
+    kept = [(report, report.statistics) for report in reports if report.statistics is not None]
+    found = [(report, statistics) for report, statistics in kept if has_finite(statistics)]
     return {
         "step": [report.step for report, _ in found],
         "grad_variance": [statistics.variance for _, statistics in found],
@@ -124,58 +138,91 @@ def statistics_over_time(reports: Sequence[StepReport]) -> dict[str, list[float 
     }
 
 
-def _loss(axes: Any, steps: Sequence[int], reports: Sequence[StepReport]) -> None:
-    values = figures.numbers(report.loss for report in reports)
-    if not np.isfinite(values).any():
-        figures.say(axes, "No loss was recorded." if reports else _EMPTY)
+def has_finite(found: GroupStatistics | GradientStatistics) -> bool:
+    """Whether any gradient element was finite, so that the statistics are about something."""
+    return found.element_count > found.nan_count + found.inf_count
+
+
+def _loss(axes: Any, pairs: Sequence[Sequence[StepReport]]) -> None:
+    losses = [figures.numbers(report.loss for report in reports) for reports in pairs]
+    everything = np.concatenate(losses)
+    finite = everything[np.isfinite(everything)]
+    if not len(finite):
+        figures.say(axes, "No finite loss was recorded." if pairs[0] else _EMPTY)
         return
-    finite = values[np.isfinite(values)]
     # A loss that falls by orders of magnitude is a line on a log axis only.
     draw = log_curve if finite.min() > 0 and finite.max() > 20 * finite.min() else curve
-    draw(axes, steps, values, label="loss", colour=BLUE)
+    for index, (reports, values) in enumerate(zip(pairs, losses, strict=True)):
+        draw(axes, _steps(reports), values, label=_of("loss", reports), colour=CYCLE[index % len(CYCLE)])
 
 
-def _norms(axes: Any, steps: Sequence[int], reports: Sequence[StepReport]) -> None:
-    clipping = [report.clipping for report in reports]
-    if not reports:
+def _norms(axes: Any, pairs: Sequence[Sequence[StepReport]]) -> None:
+    if not pairs[0]:
         figures.say(axes, _EMPTY)
         return
-    before = figures.numbers(found.norm_before for found in clipping)
-    log_curve(axes, steps, before, label="before clipping", colour=ORANGE, linewidth=3.2, alpha=0.7)
-    if any(found.enabled for found in clipping):
-        after = figures.numbers(found.norm_after for found in clipping)
-        log_curve(axes, steps, after, label="after clipping", colour=BLUE)
-        threshold = figures.numbers(found.threshold for found in clipping)
-        if np.isfinite(threshold).any():
-            log_curve(axes, steps, threshold, label="threshold", colour=GREY, linestyle="--", linewidth=1.1)
+    before = [figures.numbers(report.clipping.norm_before for report in reports) for reports in pairs]
+    for index, (reports, values) in enumerate(zip(pairs, before, strict=True)):
+        steps, clipping = _steps(reports), [report.clipping for report in reports]
+        wide, thin = (ORANGE, BLUE) if len(pairs) == 1 else (CYCLE[index % len(CYCLE)],) * 2
+        log_curve(axes, steps, values, label=_of("before clipping", reports), colour=wide, linewidth=3.2, alpha=0.6)
+        if any(found.enabled for found in clipping):
+            after = figures.numbers(found.norm_after for found in clipping)
+            log_curve(axes, steps, after, label=_of("after clipping", reports), colour=thin)
+            threshold = figures.numbers(found.threshold for found in clipping)
+            if np.isfinite(threshold).any():
+                log_curve(axes, steps, threshold, label="threshold", colour=GREY, linestyle="--", linewidth=1.1)
+    if not any(np.isfinite(values).any() for values in before):
+        figures.say(axes, "No recorded norm is finite.")
 
 
-def _nonfinite(axes: Any, steps: Sequence[int], reports: Sequence[StepReport]) -> None:
+def _of(label: str, reports: Sequence[StepReport]) -> str:
+    return f"{label}: {plain(reports[0].source, length=24)}" if reports and reports[0].source else label
+
+
+def _steps(reports: Sequence[StepReport]) -> list[int]:
+    return [report.step for report in reports]
+
+
+def _nonfinite(axes: Any, reports: Sequence[StepReport]) -> None:
+    steps = _steps(reports)
     nan = np.array([report.nan_inf.nan_count for report in reports])
     infinite = np.array([report.nan_inf.inf_count for report in reports])
     if not (nan.any() or infinite.any()):
         figures.say(axes, "Every gradient was finite." if reports else _EMPTY)
         axes.set_yticks([])
+        axes.set_xlim(*figures.spread(steps))
         return
     for values, label, colour, marker in ((nan, "NaN", BLUE, "o"), (infinite, "Inf", ORANGE, "s")):
         there = np.flatnonzero(values)
-        axes.vlines(np.take(steps, there), 0, values[there], color=colour, alpha=0.5)
-        axes.plot(np.take(steps, there), values[there], marker, color=colour, label=label, markersize=5)
+        if len(there):
+            axes.vlines(np.take(steps, there), 0, values[there], color=colour, alpha=0.5)
+            axes.plot(np.take(steps, there), values[there], marker, color=colour, label=label, markersize=5)
+    highest = max(nan.max(), infinite.max())
     axes.set_xlim(*figures.spread(steps))
-    axes.set_ylim(0, 1.15 * max(nan.max(), infinite.max()))
-    if max(nan.max(), infinite.max()) > 100:
+    axes.set_ylim(0, 1.15 * highest)
+    if highest > 100:
         axes.set_yscale("symlog", linthresh=1)
-        axes.set_ylim(0, 3 * max(nan.max(), infinite.max()))
+        axes.set_ylim(0, 3 * highest)
 
 
-def _clipping(axes: Any, steps: Sequence[int], reports: Sequence[StepReport]) -> None:
-    clipping = [report.clipping for report in reports]
-    if not any(found.enabled for found in clipping):
-        figures.say(axes, "Clipping was off." if reports else _EMPTY)
+def _clipping(axes: Any, pairs: Sequence[Sequence[StepReport]]) -> None:
+    if not any(report.clipping.enabled for reports in pairs for report in reports):
+        figures.say(axes, "Clipping was off." if pairs[0] else _EMPTY)
         axes.set_yticks([])
         return
-    curve(axes, steps, [found.coefficient for found in clipping], label="clip coefficient", colour=SKY)
-    curve(axes, steps, [found.clip_rate for found in clipping], label="share of recent steps clipped", colour=ORANGE)
+    for index, reports in enumerate(pairs):
+        clipping, steps = [report.clipping for report in reports], _steps(reports)
+        colours = (SKY, ORANGE) if len(pairs) == 1 else (CYCLE[index % len(CYCLE)],) * 2
+        lines = (
+            ("clip coefficient", [found.coefficient for found in clipping], "-"),
+            (
+                "share of recent steps clipped",
+                [found.clip_rate for found in clipping],
+                "-" if len(pairs) == 1 else "--",
+            ),
+        )
+        for (label, values, style), colour in zip(lines, colours, strict=True):
+            curve(axes, steps, values, label=_of(label, reports), colour=colour, linestyle=style)
     axes.set_ylim(0, 1.05)
 
 

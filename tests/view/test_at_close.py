@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from gradtrack import GradientManager
-from gradtrack.view import at_close, panels, plots
-from tests.view.runs import issue, report, unhealthy
+from gradtrack.view import at_close, plots
 
 NAMES = {"training_curves.png", "gradient_statistics.png", "gradient_stats.png", "gradient_flow.png"}
-
-_GROUP = {"mean": 0.0, "variance": 0.0, "min": 0.0, "max": 0.0, "zero_fraction": 0.0, "element_count": 1}
 
 
 def train(**settings: object) -> None:
@@ -30,17 +26,6 @@ def test_pictures_are_written_into_a_named_directory(tmp_path: Path) -> None:
     """A run whose directory was named ends with its pictures there."""
     train(run_dir=tmp_path)
     assert {path.name for path in tmp_path.glob("*.png")} == NAMES
-
-
-def test_the_flow_is_that_of_the_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each group has a row with its norm at every step, and an issue is marked at the group of its layer."""
-    drawn: dict[str, Any] = {}
-    monkeypatch.setattr(panels, "plot_gradient_flow", lambda norms, path, **more: drawn.update(norms=norms, **more))
-    group = {name: {**_GROUP, "norm": size} for name, size in (("encoder", 2.0), ("head", 3.0))}
-    sick = unhealthy(issue("encoder.weight"))
-    at_close.save_pictures(tmp_path, [report(1, groups=group), report(2, groups=group, health=sick)], [])
-    assert drawn["norms"] == {"encoder": [2.0, 2.0], "head": [3.0, 3.0]}
-    assert (drawn["steps"], drawn["issues"]) == ([1, 2], [(2, "encoder", "EXPLODING")])
 
 
 def test_pictures_can_be_switched_off(tmp_path: Path) -> None:
@@ -79,11 +64,19 @@ def test_the_report_is_written_when_it_is_asked_for(tmp_path: Path) -> None:
     assert "1 recorded" in (tmp_path / "with" / "report.html").read_text(encoding="utf-8")
 
 
-def test_a_report_that_fails_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A training without a recorded row has no journal, hence no page, and closes all the same."""
-    with caplog.at_level(logging.WARNING, logger="gradtrack"):
-        train(run_dir=tmp_path, save_html_report=True)
+def test_a_run_without_a_row_has_no_report(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A training that ended before its first recorded row has nothing to show, and is told what to do about it."""
+    train(run_dir=tmp_path, save_html_report=True)
     assert not (tmp_path / "report.html").exists()
+    (told,) = caplog.records
+    assert "Lower grad_log_every_n_steps" in told.getMessage()
+    assert told.exc_info is None
+
+
+def test_a_report_that_fails_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A page that cannot be written is logged, and the run closes all the same."""
+    (tmp_path / "report.html").mkdir()
+    train(run_dir=tmp_path, save_html_report=True, grad_log_every_n_steps=1)
     assert "the report could not be written" in caplog.text
 
 

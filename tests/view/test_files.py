@@ -15,6 +15,14 @@ def test_only_files_that_are_there_are_named(tmp_path: Path) -> None:
     assert [(path.name, "browser" in way) for path, way in ways_to_open(tmp_path)] == [("report.html", True)]
 
 
+def test_files_of_pairs_are_named(tmp_path: Path) -> None:
+    """What each pair of a run has of its own is named as well."""
+    names = ["gradient_flow.generator.png", "gradient_statistics.critic.json"]
+    for name in names:
+        (tmp_path / name).touch()
+    assert sorted(path.name for path, _ in ways_to_open(tmp_path)) == names
+
+
 def test_tensorboard_is_pointed_at_the_highest_directory(tmp_path: Path) -> None:
     """Event files below event files belong to one call of TensorBoard."""
     for name in ("board", "board/custom", "my other"):

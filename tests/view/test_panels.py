@@ -77,7 +77,7 @@ def test_policy_shows_entropy_beside_returns() -> None:
     axes, other = panels.draw_policy([1, 2], [0.9, 0.5], returns=[10.0, 20.0], floor=0.1).axes
     assert list(line(axes, "entropy").get_ydata()) == [0.9, 0.5]
     assert line(axes, "floor 0.1").get_ydata()[0] == 0.1
-    assert list(line(other, "return").get_ydata()) == [10.0, 20.0]
+    assert list(line(other, "return (right)").get_ydata()) == [10.0, 20.0]
 
 
 def test_attention_is_a_map_of_layers_and_heads() -> None:
@@ -86,6 +86,18 @@ def test_attention_is_a_map_of_layers_and_heads() -> None:
     shown = np.ma.filled(np.ma.masked_invalid(axes.images[0].get_array()), np.nan)
     assert np.array_equal(shown, [[0.1, 0.9], [0.5, np.nan]], equal_nan=True)
     assert texts(axes) == ["0.10", "0.90", "0.50", "–"]
+
+
+def test_policy_marks_where_an_issue_opened() -> None:
+    """Events are marked, and returns that nobody passed have no axis."""
+    (axes,) = panels.draw_policy([1, 2], [0.9, 0.05], returns=[None, None], events=[(2, "ENTROPY_COLLAPSE")]).axes
+    assert texts(axes) == ["ENTROPY_COLLAPSE"]
+
+
+def test_layers_of_attention_have_their_names() -> None:
+    """With names the rows are called by them."""
+    axes = panels.draw_attention_entropy([[0.1], [0.5]], names=["first", "second"]).axes[0]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["first", "second"]
 
 
 def test_every_picture_survives_emptiness_and_hostile_names(tmp_path: Path) -> None:

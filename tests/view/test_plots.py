@@ -18,6 +18,7 @@ from tests.processes import python
 from tests.view.runs import HOSTILE, issue, report, unhealthy
 
 PNG = b"\x89PNG"
+GROUP = {"mean": 0.0, "variance": 0.0, "min": 0.0, "max": 0.0, "zero_fraction": 0.0, "element_count": 1}
 
 
 def statistics(reports: list[StepReport]) -> list[GradientStatistics]:
@@ -55,11 +56,14 @@ def test_training_curves_show_loss_norms_counts_and_clipping() -> None:
 
 
 def test_training_curves_mark_where_an_issue_opened() -> None:
-    """An issue is annotated once, on the step where it opened, in every panel."""
+    """An issue is a line in every panel on the step where it opened, and a text above the loss and the norm."""
     sick = unhealthy(issue("encoder.weight"))
     reports = [report(1), report(2, health=sick), report(3, health=sick), report(4)]
-    for axes in plots.draw_training_curves(reports).axes:
+    loss, norms, *others = plots.draw_training_curves(reports).axes
+    for axes in (loss, norms):
         assert texts(axes).count("EXPLODING encoder.weight") == 1
+    for axes in (loss, norms, *others):
+        assert [mark.get_xdata()[0] for mark in axes.get_lines() if mark.get_linestyle() == ":"] == [2]
     assert plots.events_of(reports) == [(2, "EXPLODING encoder.weight")]
 
 
@@ -68,6 +72,34 @@ def test_an_issue_that_returns_is_marked_again() -> None:
     sick = unhealthy(issue())
     reports = [report(1, health=sick), report(2), report(3, health=sick)]
     assert [step for step, _ in plots.events_of(reports)] == [1, 3]
+
+
+def test_events_that_follow_closely_are_told_once() -> None:
+    """Issues of the same text share one, with their number; no text lies on a curve."""
+    axes = figures.panel(figures.new_figure(), (1, 1, 1), "", "", "")
+    figures.log_curve(axes, range(101), [10.0**step for step in range(101)], label="norm", colour="black")
+    figures.mark_events(axes, [(10, "a"), (12, "a"), (13, "b"), (15, "a"), (90, "a")])
+    assert texts(axes) == ["a ×3", "b", "a"]
+    assert axes.get_ylim()[1] > 10.0**110
+    assert [text.get_ha() for text in axes.texts] == ["left", "left", "right"]
+
+
+def test_pairs_have_a_line_each() -> None:
+    """Several pairs in one manager are several curves, not one that jumps between them."""
+    reports = [report(step, norm=norm, source=name) for step in (1, 2, 3) for name, norm in (("g", 1.0), ("d", 5.0))]
+    loss, norms, _, clipping = plots.draw_training_curves(reports).axes
+    assert list(line(norms, "before clipping: g").get_ydata()) == [1.0] * 3
+    assert list(line(norms, "before clipping: d").get_ydata()) == [5.0] * 3
+    assert list(line(loss, "loss: d").get_xdata()) == [1, 2, 3]
+    assert list(line(clipping, "clip coefficient: g").get_xdata()) == [1, 2, 3]
+
+
+def test_steps_without_a_finite_gradient_are_no_zeros() -> None:
+    """Where every element was NaN there is no variance to draw, so no zero is drawn either."""
+    nothing = {**GROUP, "total_norm": 0.0, "std": 0.0, "element_count": 4, "nan_count": 4, "inf_count": 0}
+    rows = plots.statistics_over_time([report(1), report(2, statistics=nothing, norm=math.nan), report(3)])
+    assert rows["step"] == [1, 3]
+    assert 0.0 not in rows["grad_variance"]
 
 
 @pytest.mark.parametrize(
