@@ -1,4 +1,4 @@
-"""Plugins by name: built-in ones are files of a package, others come from entry points and load when they are named."""
+"""Plugins by name: built-in ones are modules of a package, others come from entry points and load when named."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Registry:
         return self.kind.removesuffix("s")
 
     def builtin(self) -> list[str]:
-        """Name the plugins that are files of gradtrack itself."""
+        """Name the plugins that are modules of gradtrack itself, each a file or a package of its own."""
         package = importlib.import_module(self._group)
         found = (module.name for module in pkgutil.iter_modules(package.__path__))
         return sorted(name for name in found if name != "base" and not name.startswith("_"))

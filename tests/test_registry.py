@@ -30,8 +30,9 @@ def install(monkeypatch: pytest.MonkeyPatch, **plugins: str) -> None:
 
 
 def test_builtin_plugins_are_the_files() -> None:
-    """Every file of the package but its interface is a plugin."""
-    files = {path.stem for path in Path(registry.__file__).parent.joinpath("backends").glob("*.py")}
+    """Every file and every package beside the interface is a plugin."""
+    directory = Path(registry.__file__).parent / "backends"
+    files = {path.stem for path in directory.glob("*.py")} | {path.parent.name for path in directory.glob("*/*.py")}
     assert set(registry.backends.builtin()) == files - {"__init__", "base"}
 
 

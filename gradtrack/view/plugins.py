@@ -57,7 +57,9 @@ def _is_installed(package: str) -> bool:
 
 
 def _sentence(kind: str, name: str) -> str:
-    source = resources.files(f"gradtrack.{kind}").joinpath(f"{name}.py").read_text(encoding="utf-8")
+    files = resources.files(f"gradtrack.{kind}")
+    file = files / f"{name}.py"
+    source = (file if file.is_file() else files / name / "__init__.py").read_text(encoding="utf-8")
     return (ast.get_docstring(ast.parse(source)) or "").split("\n\n")[0].replace("\n", " ")
 
 

@@ -21,7 +21,7 @@ for needed in ("mlflow", "tensorboard", "wandb"):
     pytest.importorskip(needed)
 
 from gradtrack.backends.mlflow import MlflowBackend, metric_name  # noqa: E402
-from gradtrack.backends.wandb import metric_name as wandb_name  # noqa: E402
+from gradtrack.backends.wandb.names import metric_name as wandb_name  # noqa: E402
 
 Series = dict[str, list[tuple[int, float]]]
 

@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 
 wandb: Any = pytest.importorskip("wandb")
 
-from gradtrack.backends.wandb import WandbBackend, metric_name  # noqa: E402
+from gradtrack.backends.wandb import WandbBackend  # noqa: E402
+from gradtrack.backends.wandb.names import metric_name  # noqa: E402
 from gradtrack.errors import BackendError, ClosedError, PermanentBackendError, UsageError  # noqa: E402
 from gradtrack.records import Histogram, Record, RunInfo  # noqa: E402
 from tests.backends.history import messages_of, rows_of  # noqa: E402
@@ -563,7 +564,8 @@ def test_case_07_killed_process_loses_a_second_at_most(tmp_path: Path) -> None:
     program = """
         import os, signal, sys, time
         from pathlib import Path
-        from gradtrack.backends.wandb import WandbBackend, read_history
+        from gradtrack.backends.wandb import WandbBackend
+        from gradtrack.backends.wandb.history import read_history
         from tests.backends.rows import make_records
         backend = WandbBackend()
         backend.write(make_records(50))

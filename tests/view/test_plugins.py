@@ -11,10 +11,12 @@ from gradtrack.view import plugins
 
 
 def test_builtin_plugins_are_described_by_their_first_sentence() -> None:
-    """The sentence about a plugin is that of its file."""
+    """The sentence about a plugin is that of its file, or of its package."""
     memory = next(plugin for plugin in plugins.describe_plugins(registry.backends) if plugin.name == "memory")
     assert memory.about == "Records kept in a list, for tests and notebooks."
     assert (memory.source, memory.missing, memory.remedy) == ("gradtrack", (), "")
+    wandb = next(plugin for plugin in plugins.describe_plugins(registry.backends) if plugin.name == "wandb")
+    assert wandb.about.startswith("Records as history rows")
 
 
 def test_missing_packages_are_those_of_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,8 @@ import json
 import os
 from pathlib import Path
 
-from gradtrack.backends.wandb import WandbBackend, metric_name
+from gradtrack.backends.wandb import WandbBackend
+from gradtrack.backends.wandb.names import metric_name
 from tests.backends.history import messages_of, rows_of
 from tests.contracts.harness import Harness
 

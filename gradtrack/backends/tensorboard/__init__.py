@@ -1,0 +1,142 @@
+"""Records as TensorBoard event files, in a directory of their own or through the user's SummaryWriter."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any, Final, final
+
+from gradtrack.backends.base import Backend
+from gradtrack.backends.tensorboard.events import Events
+from gradtrack.backends.tensorboard.files import EventFile
+from gradtrack.backends.tensorboard.layout import layout_event
+from gradtrack.backends.tensorboard.reading import read_rows
+from gradtrack.backends.tensorboard.user_run import UserRun
+from gradtrack.errors import ClosedError, UsageError
+from gradtrack.records import Panel, Record, RunInfo
+
+_SUB_RUN: Final = "gradtrack"
+_LATE_RUN: Final = "gradtrack-late"
+
+
+@final
+class TensorBoardBackend(Backend):
+    """A backend for TensorBoard that has every record in the file when `write` returns.
+
+    With `writer`, the scalars join the user's own run; the writer is flushed and never closed. Otherwise they go to
+    event files in `log_dir`, which is `tensorboard` in the run directory unless it is given. The layout of the panels
+    goes to the sub-run `gradtrack` in both cases. A value is stored as a float, with a double beside it where a float
+    would overflow or underflow. The metrics in `withhold` are left out, for those that somebody else writes to the same
+    run.
+    """
+
+    def __init__(
+        self, *, log_dir: str | Path | None = None, writer: Any = None, withhold: Collection[str] = ()
+    ) -> None:
+        if log_dir is not None and writer is not None:
+            raise UsageError("tensorboard: log_dir and writer were given: expected one of them. Leave log_dir out.")
+        self._events = Events()
+        self._withheld = frozenset(withhold)
+        self._writer = None if writer is None else UserRun(writer)
+        directory = log_dir if self._writer is None else self._writer.directory
+        self._directory = None if directory is None else Path(directory).absolute()
+        self._run: UserRun | EventFile | None = self._writer
+        self._late: EventFile | None = None
+        self._layout: EventFile | None = None
+        self._panels: list[Panel] = []
+        self._run_id = ""
+        self._reached: dict[str, int] = {}
+        self._issues: dict[str, tuple[str, ...]] = {}
+        self._closed = False
+
+    def write(self, records: Sequence[Record]) -> None:
+        if self._closed:
+            raise ClosedError("tensorboard backend: it is closed. Make a new one for another run.")
+        for record in records:
+            if record.run is not None:
+                self._open(record.run)
+        panels = [panel for record in records for panel in record.panels if panel not in self._panels]
+        late = [record for record in records if record.step <= self._reached.get(record.source, -1)]
+        on_time = [record for record in records if record not in late] if late else records
+        run, late_run, layout = self._opened()
+        run.append([(_key(record), self._event(record)) for record in on_time])
+        late_run.append([(_key(record), self._event(record)) for record in late])
+        if panels:
+            layout.append([(("", 0, 0.0), layout_event(self._events, [*self._panels, *panels], time.time()))])
+            self._panels += panels
+
+    def flush(self) -> None:
+        if self._writer is not None:
+            self._writer.flush()
+
+    def close(self, *, failed: bool = False) -> None:
+        if not self._closed:
+            self._closed = True
+            if self._writer is not None and not self._writer.closed:
+                self._writer.flush()
+
+    def address(self) -> dict[str, Any]:
+        withheld = {"withhold": sorted(self._withheld)} if self._withheld else {}
+        return withheld if self._directory is None else {"log_dir": str(self._directory), **withheld}
+
+    @classmethod
+    def probe(cls, **options: Any) -> str:
+        backend = cls(**options)
+        if backend._writer is not None:
+            return f"the SummaryWriter of {backend._directory}"
+        return f"event files in {backend._directory or 'tensorboard in the run directory'}"
+
+    def present(self, records: Sequence[Record]) -> set[tuple[str, int]] | None:
+        for record in records:
+            if record.run is not None:
+                self._open(record.run)
+        if self._directory is None or (self._writer is not None and not self._writer.keeps_identity):
+            return None
+        there: dict[tuple[str, int, float], set[str]] = {}
+        for directory in (self._directory, self._directory / _LATE_RUN):
+            for source, step, when, tags in read_rows(directory, self._run_id):
+                self._reached[source] = max(step, self._reached.get(source, -1))
+                there.setdefault((source, step, when), set()).update(tags)
+        return {
+            (record.source, record.step)
+            for record in records
+            if there.get((record.source, record.step, record.time), set()) > set(record.metrics)
+        }
+
+    def _open(self, run: RunInfo) -> None:
+        self._run_id = run.run_id
+        if self._directory is None:
+            parent = Path(run.run_dir) if run.run_dir else Path("gradtrack_runs") / run.run_id
+            self._directory = (parent / "tensorboard").absolute()
+
+    def _opened(self) -> tuple[UserRun | EventFile, EventFile, EventFile]:
+        if self._directory is None:
+            self._directory = Path("gradtrack_runs", "tensorboard").absolute()
+        if self._run is None:
+            self._run = EventFile(self._directory, self._events)
+        if self._late is None:
+            self._late = EventFile(self._directory / _LATE_RUN, self._events)
+        if self._layout is None:
+            self._layout = EventFile(self._directory / _SUB_RUN, self._events)
+        return self._run, self._late, self._layout
+
+    def _event(self, record: Record) -> Any:
+        if not self._withheld.isdisjoint(record.metrics):
+            metrics = {name: value for name, value in record.metrics.items() if name not in self._withheld}
+            record = dataclasses.replace(record, metrics=metrics)
+        return self._events.of(record, self._run_id, self._new_issues(record))
+
+    def _new_issues(self, record: Record) -> tuple[str, ...]:
+        """Return the open issues as text, where they are not those of the record before."""
+        lines = tuple(f"**{issue.get('severity')}** {issue.get('message')}" for issue in record.issues)
+        if lines == self._issues.get(record.source, ()):
+            return ()
+        self._issues[record.source] = lines
+        return lines or ("no open issue",)
+
+
+def _key(record: Record) -> tuple[str, int, float, frozenset[str]]:
+    """Tell a record from others of its step: what an optimizer did to a step is a record of its own."""
+    return record.source, record.step, record.time, frozenset(record.metrics)

@@ -1,0 +1,111 @@
+"""TensorBoard's protocol buffers, made from records."""
+
+from __future__ import annotations
+
+import html
+import itertools
+import math
+import time
+from collections.abc import Sequence
+from typing import Any, Final
+
+from gradtrack.errors import MissingExtraError
+from gradtrack.records import Histogram, Record
+
+STEP: Final = "gradtrack/step"
+EXACT: Final = "gradtrack/exact/"
+_SMALLEST_FLOAT: Final = float.fromhex("0x1p-126")
+_LARGEST_FLOAT: Final = float.fromhex("0x1.fffffep+127")
+
+
+def description_of(run_id: str) -> str:
+    """Return the text by which the rows of a run are found again."""
+    return f"gradtrack run {run_id}"
+
+
+class Events:
+    """TensorBoard's protocol buffers, made from records."""
+
+    def __init__(self) -> None:
+        try:
+            from tensorboard.compat.proto.event_pb2 import Event, SourceMetadata
+            from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary, SummaryMetadata
+            from tensorboard.compat.proto.tensor_pb2 import TensorProto
+            from tensorboard.plugins.custom_scalar import layout_pb2
+            from tensorboard.summary.writer.record_writer import RecordWriter
+        except ImportError as fault:
+            raise MissingExtraError('pip install "gradtrack[tensorboard]"') from fault
+        self.event, self.origin, self.value, self.histogram_type = Event, SourceMetadata, Summary.Value, HistogramProto
+        self.summary, self.metadata, self.tensor, self.shapes = Summary, SummaryMetadata, TensorProto, layout_pb2
+        self.record_writer = RecordWriter
+
+    def first(self) -> Any:
+        """Return the event that every event file begins with."""
+        return self.event(
+            wall_time=time.time(), file_version="brain.Event:2", source_metadata=self.origin(writer="gradtrack")
+        )
+
+    def of(self, record: Record, run_id: str, issues: Sequence[str]) -> Any:
+        """Return one event that holds everything of a record."""
+        values = [self.scalar(name, value) for name, value in record.metrics.items()]
+        values += [self.exact(name, value) for name, value in record.metrics.items() if _needs_double(value)]
+        values += [self.histogram(name, found) for name, found in record.histograms.items() if _drawable(found)]
+        if issues:
+            values.append(self.text(_series("gradtrack/issues", record.source), issues))
+        step = self.scalar(_series(STEP, record.source), record.step)
+        step.metadata.summary_description = description_of(run_id)
+        return self.event(step=record.step, wall_time=record.time, summary=self.summary(value=[*values, step]))
+
+    def scalar(self, tag: str, value: float) -> Any:
+        """Return a scalar that TensorBoard draws: its fast reader, the default, leaves out doubles."""
+        shown = value if not math.isfinite(value) else max(-_LARGEST_FLOAT, min(value, _LARGEST_FLOAT))
+        return self.value(tag=tag, simple_value=shown)
+
+    def exact(self, tag: str, value: float) -> Any:
+        """Return a double beside a scalar."""
+        proto = self.tensor(dtype="DT_DOUBLE", double_val=[value])
+        return self.value(tag=f"{EXACT}{tag}", tensor=proto, metadata=self._metadata_of("scalars"))
+
+    def histogram(self, tag: str, found: Histogram) -> Any:
+        """Return a histogram with the counts that were taken; its sums are those of the middles of the buckets."""
+        middles = [(low + high) / 2 for low, high in itertools.pairwise(found.edges)]
+        weighted = [middle * count for middle, count in zip(middles, found.counts, strict=True)]
+        proto = self.histogram_type(
+            min=found.edges[0],
+            max=found.edges[-1],
+            num=sum(found.counts),
+            sum=sum(weighted),
+            sum_squares=sum(middle * part for middle, part in zip(middles, weighted, strict=True)),
+            bucket_limit=found.edges[1:],
+            bucket=found.counts,
+        )
+        return self.value(tag=tag, histo=proto)
+
+    def text(self, tag: str, lines: Sequence[str]) -> Any:
+        """Return a list in Markdown; names in it come from modules and are escaped."""
+        text = "\n".join(f"- {html.escape(line, quote=False)}" for line in lines)
+        return self.value(tag=tag, tensor=self._string(text.encode()), metadata=self._metadata_of("text"))
+
+    def layout(self, content: bytes) -> Any:
+        """Return the value that arranges the page of custom scalars."""
+        tensor = self._string(content)
+        return self.value(tag="custom_scalars__config__", tensor=tensor, metadata=self._metadata_of("custom_scalars"))
+
+    def _string(self, text: bytes) -> Any:
+        return self.tensor(dtype="DT_STRING", string_val=[text])
+
+    def _metadata_of(self, name: str) -> Any:
+        return self.metadata(plugin_data=self.metadata.PluginData(plugin_name=name))
+
+
+def _series(name: str, source: str) -> str:
+    return f"{name}/{source}" if source else name
+
+
+def _needs_double(value: float) -> bool:
+    """Say whether a float would overflow or lose digits at its lower end."""
+    return value != 0 and math.isfinite(value) and not _SMALLEST_FLOAT <= abs(value) <= _LARGEST_FLOAT
+
+
+def _drawable(found: Histogram) -> bool:
+    return len(found.edges) == len(found.counts) + 1 > 1 and all(math.isfinite(edge) for edge in found.edges)

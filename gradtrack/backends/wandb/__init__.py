@@ -1,0 +1,168 @@
+"""Records as history rows of Weights & Biases, in the user's run or in a run of their own."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any, final
+
+from gradtrack.backends.base import Backend
+from gradtrack.backends.wandb.alerts import Alerts
+from gradtrack.backends.wandb.columns import Columns
+from gradtrack.backends.wandb.history import files_of, find_rows
+from gradtrack.backends.wandb.own_run import open_run, project_of
+from gradtrack.backends.wandb.rows import OwnRows, PoliteRows, StepMode, rows_of
+from gradtrack.errors import BackendError, ClosedError, MissingExtraError, PermanentBackendError, UsageError
+from gradtrack.records import Record
+from gradtrack.redact import redact
+
+_Identity = tuple[str, int, float, frozenset[str]]
+_logger = logging.getLogger("gradtrack")
+
+
+@final
+class WandbBackend(Backend):
+    """A backend for Weights & Biases that costs the user's run none of its rows.
+
+    It writes to `run`, else to the run that is open where it is made, else to a run of its own, which it opens at the
+    first record and ends. A run has one step counter for everybody, and rows behind it are dropped. `step_mode` says
+    what happens to it in a run of the user's: `polite` never moves it, so that our rows join the user's and what finds
+    none of them is written when the run ends; `row` commits every row by itself; `step` logs at the record's own step.
+    The metrics in `withhold` are left out, and `train/grad_norm` is where somebody else writes it to the same run.
+    """
+
+    def __init__(
+        self,
+        *,
+        run: Any = None,
+        project: str | None = None,
+        entity: str | None = None,
+        name: str | None = None,
+        run_id: str | None = None,
+        directory: str | None = None,
+        step_mode: StepMode = "polite",
+        withhold: Collection[str] = (),
+        alerts: bool = False,
+    ) -> None:
+        if step_mode not in ("polite", "row", "step"):
+            raise UsageError(f"wandb: step_mode {step_mode!r}: expected 'polite', 'row' or 'step'.")
+        if run is not None and not callable(getattr(run, "log", None)):
+            raise UsageError(f"wandb: run {run!r}: expected a run. Pass what wandb.init() returned.")
+        self._wandb = _import_wandb()
+        self._own = {"project": project, "entity": entity, "name": name, "id": run_id, "dir": directory}
+        if run is None and run_id is None and project is None:
+            run = self._wandb.run
+        self._run: Any = run
+        self._owned = run is None
+        self._mode = step_mode
+        self._alerts = Alerts() if alerts else None
+        self._partial: set[_Identity] = set()
+        self._told: set[str] = set()
+        self._closed = False
+        self._columns = Columns(self._wandb, withhold, owned=self._owned, tell=self._tell)
+        self._rows: PoliteRows | OwnRows | None = None
+        if run is not None:
+            self._rows = rows_of(run, step_mode, owned=False, tell=self._tell)
+
+    @property
+    def run(self) -> Any:
+        """Return the W&B run, or None before a run of our own is opened."""
+        return self._run
+
+    def write(self, records: Sequence[Record]) -> None:
+        if self._closed:
+            raise ClosedError("wandb backend: it is closed. Make a new one for another run.")
+        if not records:
+            return
+        try:
+            rows = self._ensure_run(records)
+            if rows is None:
+                return
+            for record in records:
+                if _identity(record) not in self._partial:
+                    rows.write(self._columns.row(self._run, record), record.step)
+                    self._partial.add(_identity(record))
+                    if self._alerts is not None:
+                        self._alerts.send(self._run, record)
+        except Exception as fault:
+            raise _error_of(fault) from None
+        self._partial.clear()
+
+    def close(self, *, failed: bool = False) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        if self._run is None or self._rows is None:
+            return
+        try:
+            self._rows.close()
+            if self._owned:
+                self._run.finish(exit_code=1 if failed else 0)
+        except Exception as fault:
+            raise _error_of(fault) from None
+
+    def address(self) -> dict[str, Any]:
+        if self._run is None or self._run.disabled:
+            return {key: value for key, value in (("project", self._own["project"]),) if value}
+        found = {
+            "run_id": self._run.id,
+            "project": self._run.project,
+            "entity": self._run.entity,
+            "directory": str(Path(self._run.dir).absolute().parents[2]),
+        }
+        return {key: value for key, value in found.items() if value}
+
+    @classmethod
+    def probe(cls, **options: Any) -> str:
+        backend = cls(**options)
+        if backend._run is None:
+            return f"a new run in project {project_of(backend._own)} ({os.environ.get('WANDB_MODE', 'online')})"
+        return f"run {backend._run.id} of project {backend._run.project}, which is open"
+
+    def present(self, records: Sequence[Record]) -> set[tuple[str, int]] | None:
+        address = self.address()
+        run_id, directory = address.get("run_id", self._own["id"]), address.get("directory", self._own["dir"])
+        found = {(record.source, record.step) for record in records if _identity(record) in self._partial}
+        if run_id is None:
+            return found
+        wanted = {(record.source, record.step): self._columns.named(record) for record in records}
+        return found | find_rows(files_of(run_id, directory or "."), wanted)
+
+    def _ensure_run(self, records: Sequence[Record]) -> PoliteRows | OwnRows | None:
+        if self._run is None:
+            info = next((record.run for record in records if record.run is not None), None)
+            self._run = open_run(self._wandb, self._own, info, self._tell)
+            self._rows = rows_of(self._run, self._mode, owned=True, tell=self._tell)
+        return self._rows
+
+    def _tell(self, text: str) -> None:
+        if text not in self._told:
+            self._told.add(text)
+            _logger.warning("wandb: %s", text)
+
+
+def _import_wandb() -> Any:
+    try:
+        return importlib.import_module("wandb")
+    except ImportError as fault:
+        raise MissingExtraError('pip install "gradtrack[wandb]"') from fault
+
+
+def _identity(record: Record) -> _Identity:
+    """Tell a record from others of its step: what an optimizer did to a step is a record of its own."""
+    return record.source, record.step, record.time, frozenset(record.metrics)
+
+
+def _error_of(fault: Exception) -> Exception:
+    if isinstance(fault, BackendError):
+        return fault
+    text = redact(str(fault)) or type(fault).__name__
+    if "is finished" in text:
+        return PermanentBackendError(
+            f"wandb: {text}: expected an open run. Close the manager before the run; "
+            "`gradtrack replay` delivers the rows that came after."
+        )
+    return BackendError(f"wandb: {type(fault).__name__}: {text}")

@@ -1,0 +1,30 @@
+"""The names of metrics in W&B."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+from gradtrack.record.naming import valid_name
+
+STEP: Final = "gradtrack/step"
+_LONGEST_NAME: Final = 300
+
+
+def metric_name(name: str) -> str:
+    """Return the name of a metric in W&B, where a dot would be a path, a star a pattern, and an underscore reserved."""
+    return valid_name(name, plain=_plain, clean=_clean, longest=_LONGEST_NAME)
+
+
+def _plain(name: str) -> str | None:
+    usual = re.fullmatch(rf"[\w/.\- ]{{1,{_LONGEST_NAME}}}", name) is not None and name == name.strip()
+    return name.replace(".", ":") if usual and not name.startswith("_") else None
+
+
+def _clean(name: str) -> str:
+    return re.sub(r"[^\w/\- ]", "_", name).strip("_ ")
+
+
+def axis_of(source: str) -> str:
+    """Return the name of the axis of a (model, optimizer) pair."""
+    return f"{STEP}/{source}" if source else STEP

@@ -1,0 +1,141 @@
+"""How rows join a W&B run whose one step counter belongs to everybody."""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any, Final, Literal
+
+from gradtrack.errors import PermanentBackendError
+from gradtrack.redact import redact
+
+StepMode = Literal["polite", "row", "step"]
+_PATIENCE_SECONDS: Final = 0.05
+_LONGEST_WAIT_SECONDS: Final = 1.0
+_MANY_HELD: Final = 1000
+
+
+def rows_of(run: Any, mode: StepMode, *, owned: bool, tell: Callable[[str], object]) -> OwnRows | PoliteRows | None:
+    """Return the way into a run; None where it is disabled and keeps nothing."""
+    if getattr(run, "disabled", False):
+        return None
+    shared = getattr(getattr(run, "settings", None), "mode", "") == "shared"
+    if owned or shared or mode == "row":
+        return OwnRows(run)
+    return OwnRows(run, with_step=True) if mode == "step" else PoliteRows(run, tell)
+
+
+class OwnRows:
+    """Rows in a run whose step counter is ours, or does not matter."""
+
+    def __init__(self, run: Any, *, with_step: bool = False) -> None:
+        self._run, self._with_step = run, with_step
+
+    def write(self, row: Mapping[str, Any], step: int) -> None:
+        """Commit a row by itself, or leave it open at its own step."""
+        if self._with_step:
+            self._run.log(row, step=step)
+        else:
+            self._run.log(row)
+
+    def close(self) -> None:
+        """Leave the rest to the run."""
+
+
+class PoliteRows:
+    """Rows in a run whose step counter is the user's.
+
+    A row of ours is added to the row that W&B holds open, without committing it. The next one follows only when the
+    counter has moved on since then, because then the open row was committed with ours in it: the counter is read after
+    our row was added, so a move of the user's in between can only make us wait for another one, never write over a row
+    that is still open. Rows that find no open row of the user's are committed when the run ends, after which no step of
+    the user's can come too late.
+    """
+
+    def __init__(self, run: Any, tell: Any) -> None:
+        self._run, self._tell = run, tell
+        self._held: deque[Mapping[str, Any]] = deque()
+        self._open_at: int | None = None
+        self._lock = threading.RLock()
+        self._ended = False
+        self._hooked = self._hook()
+        # A run that nobody finishes ends with the interpreter, and its own way out does not ask us.
+        atexit.register(self._finish)
+
+    def write(self, row: Mapping[str, Any], step: int) -> None:
+        """Add a row to the user's, now or later."""
+        with self._lock:
+            if self._ended or getattr(self._run, "_is_finished", False):
+                raise PermanentBackendError(
+                    "wandb: the run is finished: expected it to be open. Close the manager before the run; "
+                    "`gradtrack replay` delivers the rows that came after."
+                )
+            self._held.append(row)
+            try:
+                self._offer()
+            except BaseException:
+                if self._held and self._held[-1] is row:  # it comes again
+                    self._held.pop()
+                raise
+        if len(self._held) > _MANY_HELD:
+            self._tell(
+                f"more than {_MANY_HELD} rows wait for rows of yours to join; they are written when the run ends. "
+                "Set step_mode='row' if you never log with step="
+            )
+
+    def close(self) -> None:
+        """Write what is left when the run ends, or now where the run cannot tell us about its end."""
+        if not self._hooked:
+            self._finish()
+
+    def _offer(self) -> None:
+        """Add held rows one by one, as long as the user's rows keep coming."""
+        end = time.monotonic() + _LONGEST_WAIT_SECONDS
+        while self._held and self._moved_on(end):
+            self._run.log(self._held[0], commit=False)
+            self._held.popleft()
+            self._open_at = self._run.step
+
+    def _moved_on(self, end: float) -> bool:
+        """Say whether our last row was committed; where rows wait in line, wait a moment for it."""
+        if self._open_at is None:
+            return True
+        limit = min(end, time.monotonic() + (_PATIENCE_SECONDS if len(self._held) > 1 else 0.0))
+        pause = 0.001
+        while self._run.step <= self._open_at:
+            if time.monotonic() >= limit:
+                return False
+            time.sleep(pause)
+            pause = min(2 * pause, 0.01)
+        return True
+
+    def _hook(self) -> bool:
+        """Ask to be called before the run ends by its `finish`."""
+        try:
+            run_module = importlib.import_module("wandb.sdk.wandb_run")
+            hook = run_module.TeardownHook(self._finish, run_module.TeardownStage.EARLY)
+            self._run._teardown_hooks.append(hook)
+        except Exception:
+            return False
+        return True
+
+    def _finish(self) -> None:
+        """Commit the row that is open, then the rows in line."""
+        atexit.unregister(self._finish)
+        with self._lock:
+            if self._ended:
+                return
+            self._ended = True
+            try:
+                if self._open_at is not None and self._run.step <= self._open_at:
+                    self._run.log({}, commit=True)
+                self._open_at = None
+                while self._held:
+                    self._run.log(self._held[0])
+                    self._held.popleft()
+            except Exception as fault:
+                self._tell(f"{len(self._held)} rows could not be written at the end ({redact(str(fault))})")
