@@ -6,7 +6,13 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
+from gradtrack.record.panels import CORE_PANELS
 from gradtrack.records import Panel, Record, RunInfo
+
+PICTURE = bytes.fromhex(
+    "89504e470d0a1a0a0000000d4948445200000001000000010802000000907753de0000000c4944415408d763f8cfc000000301010018dd8db0"
+    "0000000049454e44ae426082"
+)
 
 
 def make_records(
@@ -41,3 +47,12 @@ def make_records(
         config={"max_grad_norm": 1.0},
     )
     return [dataclasses.replace(records[0], run=run, panels=tuple(panels)), *records[1:]]
+
+
+def finished_run(directory: Path, count: int = 30) -> list[Record]:
+    """Return the records of a run that has left a picture, a report and other files in its directory."""
+    directory.mkdir(exist_ok=True)
+    (directory / "training_curves.png").write_bytes(PICTURE)
+    (directory / "report.html").write_text("<p>the report</p>")
+    (directory / "journal-000.jsonl").write_text("{}")
+    return make_records(count, run_dir=directory, panels=CORE_PANELS)

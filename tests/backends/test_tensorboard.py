@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import shutil
 import struct
@@ -21,7 +22,7 @@ from gradtrack.backends.tensorboard import TensorBoardBackend
 from gradtrack.errors import BackendError, ClosedError, PermanentBackendError, UsageError
 from gradtrack.record.panels import CORE_PANELS
 from gradtrack.records import Histogram, Panel, Record, RunInfo
-from tests.backends.rows import make_records
+from tests.backends.rows import PICTURE, finished_run, make_records
 
 pytest.importorskip("tensorboard")
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -411,3 +412,49 @@ def test_withheld_metrics_are_left_out(tmp_path: Path) -> None:
     assert "train/grad_norm" not in read(tmp_path)
     assert "gradtrack/step" in read(tmp_path)
     assert backend.address()["withhold"] == ["train/grad_norm"]
+
+
+def test_pictures_are_images_of_the_sub_run_once(tmp_path: Path) -> None:
+    """At close the pictures of the run are images in the sub-run, at the last step; a replay adds none."""
+    records = finished_run(tmp_path / "run")
+    for rows in (records, records[-1:]):
+        backend = TensorBoardBackend(log_dir=tmp_path / "logs")
+        backend.write([dataclasses.replace(rows[0], run=records[0].run), *rows[1:]])
+        backend.close()
+        backend.close()
+    reader = EventAccumulator(str(tmp_path / "logs" / "gradtrack"), size_guidance={"images": 0}).Reload()
+    assert reader.Tags()["images"] == ["gradtrack/training_curves"]
+    (image,) = reader.Images("gradtrack/training_curves")
+    assert (image.step, image.width, image.height) == (30, 1, 1)
+    assert image.encoded_image_string == PICTURE
+
+
+def test_broken_picture_is_left_out(tmp_path: Path) -> None:
+    """What only looks like a picture costs neither the others nor the close."""
+    records = finished_run(tmp_path / "run")
+    (tmp_path / "run" / "a.png").write_bytes(b"not a picture")
+    backend = TensorBoardBackend(log_dir=tmp_path / "logs")
+    backend.write(records)
+    backend.close()
+    assert accumulate(tmp_path / "logs" / "gradtrack").Tags()["images"] == ["gradtrack/training_curves"]
+
+
+def test_pictures_that_cannot_be_written_do_not_fail_the_close(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The rows are there, and what is missing is told."""
+    backend = TensorBoardBackend(log_dir=tmp_path / "logs")
+    backend.write([dataclasses.replace(record, panels=()) for record in finished_run(tmp_path / "run")])
+    (tmp_path / "logs" / "gradtrack").write_text("in the way")
+    backend.close()
+    assert "could not be shown" in caplog.text
+    assert len(read(tmp_path / "logs")["train/grad_norm"]) == 30
+
+
+def test_backend_without_rows_shows_nothing(tmp_path: Path) -> None:
+    """A replay that has nothing to deliver, like a run without rows, leaves no file."""
+    records = finished_run(tmp_path / "run")
+    backend = TensorBoardBackend(log_dir=tmp_path / "logs")
+    assert backend.present(records) == set()
+    backend.close()
+    assert not (tmp_path / "logs").exists()

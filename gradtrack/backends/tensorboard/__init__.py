@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import time
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -11,14 +12,18 @@ from typing import Any, Final, final
 from gradtrack.backends.base import Backend
 from gradtrack.backends.tensorboard.events import Events
 from gradtrack.backends.tensorboard.files import EventFile
+from gradtrack.backends.tensorboard.images import image_event, image_tag
 from gradtrack.backends.tensorboard.layout import layout_event
-from gradtrack.backends.tensorboard.reading import read_rows
+from gradtrack.backends.tensorboard.reading import read_rows, read_tags
 from gradtrack.backends.tensorboard.user_run import UserRun
 from gradtrack.errors import ClosedError, UsageError
+from gradtrack.record.leavings import files_to_show
 from gradtrack.records import Panel, Record, RunInfo
+from gradtrack.redact import redact
 
 _SUB_RUN: Final = "gradtrack"
 _LATE_RUN: Final = "gradtrack-late"
+_logger = logging.getLogger("gradtrack")
 
 
 @final
@@ -27,9 +32,9 @@ class TensorBoardBackend(Backend):
 
     With `writer`, the scalars join the user's own run; the writer is flushed and never closed. Otherwise they go to
     event files in `log_dir`, which is `tensorboard` in the run directory unless it is given. The layout of the panels
-    goes to the sub-run `gradtrack` in both cases. A value is stored as a float, with a double beside it where a float
-    would overflow or underflow. The metrics in `withhold` are left out, for those that somebody else writes to the same
-    run.
+    and the pictures of the run go to the sub-run `gradtrack` in both cases. A value is stored as a float, with a double
+    beside it where a float would overflow or underflow. The metrics in `withhold` are left out, for those that somebody
+    else writes to the same run.
     """
 
     def __init__(
@@ -48,6 +53,10 @@ class TensorBoardBackend(Backend):
         self._panels: list[Panel] = []
         self._run_id = ""
         self._reached: dict[str, int] = {}
+        self._info: RunInfo | None = None
+        self._named: dict[str, None] = {}
+        self._last_step = 0
+        self._wrote = False
         self._issues: dict[str, tuple[str, ...]] = {}
         self._closed = False
 
@@ -63,8 +72,11 @@ class TensorBoardBackend(Backend):
         run, late_run, layout = self._opened()
         run.append([(_key(record), self._event(record)) for record in on_time])
         late_run.append([(_key(record), self._event(record)) for record in late])
+        for record in records:
+            self._wrote, self._last_step = True, max(self._last_step, record.step)
+            self._named.update(dict.fromkeys(record.files))
         if panels:
-            layout.append([(("", 0, 0.0), layout_event(self._events, [*self._panels, *panels], time.time()))])
+            layout.append([(None, layout_event(self._events, [*self._panels, *panels], time.time()))])
             self._panels += panels
 
     def flush(self) -> None:
@@ -72,10 +84,15 @@ class TensorBoardBackend(Backend):
             self._writer.flush()
 
     def close(self, *, failed: bool = False) -> None:
-        if not self._closed:
-            self._closed = True
-            if self._writer is not None and not self._writer.closed:
-                self._writer.flush()
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self._show()
+        except Exception as fault:
+            _logger.warning("tensorboard: the pictures of the run could not be shown (%s)", redact(str(fault)))
+        if self._writer is not None and not self._writer.closed:
+            self._writer.flush()
 
     def address(self) -> dict[str, Any]:
         withheld = {"withhold": sorted(self._withheld)} if self._withheld else {}
@@ -106,7 +123,7 @@ class TensorBoardBackend(Backend):
         }
 
     def _open(self, run: RunInfo) -> None:
-        self._run_id = run.run_id
+        self._info, self._run_id = run, run.run_id
         if self._directory is None:
             parent = Path(run.run_dir) if run.run_dir else Path("gradtrack_runs") / run.run_id
             self._directory = (parent / "tensorboard").absolute()
@@ -121,6 +138,18 @@ class TensorBoardBackend(Backend):
         if self._layout is None:
             self._layout = EventFile(self._directory / _SUB_RUN, self._events)
         return self._run, self._late, self._layout
+
+    def _show(self) -> None:
+        """Put the pictures of the run beside the layout, each once."""
+        if not self._wrote:
+            return
+        layout = self._opened()[2]
+        pictures = [path for path in files_to_show(self._info, self._named) if path.suffix == ".png"]
+        there = read_tags(layout.directory, self._run_id) if pictures else set()
+        pictures = [path for path in pictures if image_tag(path) not in there]
+        if pictures:
+            event = image_event(self._events, pictures, run_id=self._run_id, step=self._last_step, now=time.time())
+            layout.append([(None, event)])
 
     def _event(self, record: Record) -> Any:
         if not self._withheld.isdisjoint(record.metrics):

@@ -24,6 +24,7 @@ class EventFile:
     def __init__(self, directory: Path, events: Events) -> None:
         # TensorBoard reads the files of a directory in the order of their names.
         order = f"{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(_file_numbers):06d}"
+        self.directory = directory
         self._path = directory / f"events.out.tfevents.{order}"
         self._events = events
         self._started = False
