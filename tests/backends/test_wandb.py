@@ -6,11 +6,8 @@ import math
 import os
 import queue
 import signal
-import subprocess
-import sys
-import textwrap
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -26,40 +23,19 @@ from gradtrack.errors import BackendError, ClosedError, PermanentBackendError, U
 from gradtrack.records import Histogram, Record, RunInfo  # noqa: E402
 from tests.backends.history import messages_of, rows_of  # noqa: E402
 from tests.backends.rows import make_records  # noqa: E402
+from tests.backends.wandb_runs import (  # noqa: E402, F401
+    NORM,
+    STEP,
+    expected,
+    file_in,
+    file_of,
+    offline,
+    open_run,
+    ours,
+    run_program,
+)
 
-NORM, STEP, COUNT = "train/grad_norm", "gradtrack/step", 12
-ROOT = Path(__file__).parent.parent.parent
-
-
-@pytest.fixture(autouse=True)
-def _offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Keep every run in the test's own directory, and leave none open."""
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
-    yield
-    if wandb.run is not None:
-        wandb.run.finish()
-
-
-def open_run(**options: Any) -> Any:
-    """Open a run as a user does."""
-    return wandb.init(project="tests", **options)
-
-
-def file_of(run: Any) -> Path:
-    """Return the directory of a run."""
-    return Path(run.dir).parent
-
-
-def ours(rows: list[dict[str, Any]], name: str = NORM) -> list[tuple[int, float]]:
-    """Return (step, value) of one of our metrics, by its step."""
-    return sorted((row[STEP], row[name]) for row in rows if STEP in row and name in row)
-
-
-def expected(records: list[Record], name: str = NORM) -> list[tuple[int, float]]:
-    """Return what the rows of a metric should be."""
-    return [(record.step, record.metrics[name]) for record in records]
+COUNT = 12
 
 
 User = Callable[[Any, int], dict[str, Any]]
@@ -239,23 +215,6 @@ def test_held_rows_are_written_at_the_interpreter_s_exit(tmp_path: Path) -> None
         print(run.dir)
     """
     assert ours(rows_of(file_in(run_program(program)))) == expected(make_records(9))
-
-
-def run_program(program: str, *, returncode: int = 0, **environment: str) -> str:
-    """Run a program in a process of its own and return what it printed."""
-    command = [sys.executable, "-c", textwrap.dedent(program)]
-    # Without this the program would use the W&B process of these tests.
-    inherited = {name: value for name, value in os.environ.items() if "WANDB_SERVICE" not in name}
-    own = {"PYTHONPATH": str(ROOT), **environment}
-    result = subprocess.run(command, capture_output=True, text=True, check=False, env={**inherited, **own})
-    assert result.returncode == returncode, result.stderr
-    assert "Traceback" not in result.stderr or returncode, result.stderr
-    return result.stdout
-
-
-def file_in(output: str) -> Path:
-    """Return the directory of the run that a program printed on its last line."""
-    return Path(output.strip().splitlines()[-1]).parent
 
 
 @pytest.mark.parametrize("mode", ["row", "step"])

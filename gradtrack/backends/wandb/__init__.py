@@ -12,9 +12,11 @@ from typing import Any, final
 from gradtrack.backends.base import Backend
 from gradtrack.backends.wandb.alerts import Alerts
 from gradtrack.backends.wandb.columns import Columns
+from gradtrack.backends.wandb.ending import Ending
 from gradtrack.backends.wandb.history import files_of, find_rows
 from gradtrack.backends.wandb.own_run import open_run, project_of
 from gradtrack.backends.wandb.rows import OwnRows, PoliteRows, StepMode, rows_of
+from gradtrack.backends.wandb.show import Show
 from gradtrack.errors import BackendError, ClosedError, MissingExtraError, PermanentBackendError, UsageError
 from gradtrack.records import Record
 from gradtrack.redact import redact
@@ -63,9 +65,10 @@ class WandbBackend(Backend):
         self._told: set[str] = set()
         self._closed = False
         self._columns = Columns(self._wandb, withhold, owned=self._owned, tell=self._tell)
+        self._show = Show(self._wandb, self._tell)
         self._rows: PoliteRows | OwnRows | None = None
         if run is not None:
-            self._rows = rows_of(run, step_mode, owned=False, tell=self._tell)
+            self._attach(run)
 
     @property
     def run(self) -> Any:
@@ -85,6 +88,7 @@ class WandbBackend(Backend):
                 if _identity(record) not in self._partial:
                     rows.write(self._columns.row(self._run, record), record.step)
                     self._partial.add(_identity(record))
+                    self._show.take([record], written=True)
                     if self._alerts is not None:
                         self._alerts.send(self._run, record)
         except Exception as fault:
@@ -97,9 +101,11 @@ class WandbBackend(Backend):
         self._closed = True
         if self._run is None or self._rows is None:
             return
+        self._show.gather()
         try:
             self._rows.close()
             if self._owned:
+                self._put_show()
                 self._run.finish(exit_code=1 if failed else 0)
         except Exception as fault:
             raise _error_of(fault) from None
@@ -129,14 +135,27 @@ class WandbBackend(Backend):
         if run_id is None:
             return found
         wanted = {(record.source, record.step): self._columns.named(record) for record in records}
+        self._show.take(records, written=False)
         return found | find_rows(files_of(run_id, directory or "."), wanted)
+
+    def _attach(self, run: Any) -> None:
+        if getattr(run, "disabled", False):  # it keeps nothing
+            return
+        ending = None if self._owned else Ending(run)
+        self._rows = rows_of(run, self._mode, ending, self._tell)
+        if ending is not None:
+            ending.before(self._put_show)
 
     def _ensure_run(self, records: Sequence[Record]) -> PoliteRows | OwnRows | None:
         if self._run is None:
             info = next((record.run for record in records if record.run is not None), None)
             self._run = open_run(self._wandb, self._own, info, self._tell)
-            self._rows = rows_of(self._run, self._mode, owned=True, tell=self._tell)
+            self._attach(self._run)
         return self._rows
+
+    def _put_show(self) -> None:
+        if self._closed and not getattr(self._run, "_is_finished", False):
+            self._show.put(self._run, self.address()["directory"])
 
     def _tell(self, text: str) -> None:
         if text not in self._told:

@@ -35,6 +35,17 @@ def find_rows(files: Iterable[Path], wanted: Wanted) -> set[tuple[str, int]]:
 
 def read_history(path: Path) -> Iterator[dict[str, Any]]:
     """Read the rows of a run's own file: blocks of records, each whole or in parts, as far as they are intact."""
+    for items in _read_items(path):
+        yield {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in items}
+
+
+def read_keys(files: Iterable[Path]) -> set[str]:
+    """Return the names under which anything was logged."""
+    rows = (items for path in files for items in _read_items(path))
+    return {item.key or item.nested_key[0] for items in rows for item in items}
+
+
+def _read_items(path: Path) -> Iterator[Any]:
     message = importlib.import_module("wandb.proto.wandb_internal_pb2").Record
     for content in _read_records(path.read_bytes()):
         record = message()
@@ -43,8 +54,7 @@ def read_history(path: Path) -> Iterator[dict[str, Any]]:
         except Exception:
             return
         if record.HasField("history"):
-            items = record.history.item
-            yield {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in items}
+            yield record.history.item
 
 
 def _read_records(content: bytes, block: int = 32768, header: int = 7) -> Iterator[bytes]:

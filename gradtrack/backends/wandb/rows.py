@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import atexit
-import importlib
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, Final, Literal
 
+from gradtrack.backends.wandb.ending import Ending
 from gradtrack.errors import PermanentBackendError
 from gradtrack.redact import redact
 
@@ -19,14 +18,12 @@ _LONGEST_WAIT_SECONDS: Final = 1.0
 _MANY_HELD: Final = 1000
 
 
-def rows_of(run: Any, mode: StepMode, *, owned: bool, tell: Callable[[str], object]) -> OwnRows | PoliteRows | None:
-    """Return the way into a run; None where it is disabled and keeps nothing."""
-    if getattr(run, "disabled", False):
-        return None
+def rows_of(run: Any, mode: StepMode, ending: Ending | None, tell: Callable[[str], object]) -> OwnRows | PoliteRows:
+    """Return the way into a run; one without an ending is ours."""
     shared = getattr(getattr(run, "settings", None), "mode", "") == "shared"
-    if owned or shared or mode == "row":
+    if ending is None or shared or mode == "row":
         return OwnRows(run)
-    return OwnRows(run, with_step=True) if mode == "step" else PoliteRows(run, tell)
+    return OwnRows(run, with_step=True) if mode == "step" else PoliteRows(run, ending, tell)
 
 
 class OwnRows:
@@ -56,15 +53,13 @@ class PoliteRows:
     the user's can come too late.
     """
 
-    def __init__(self, run: Any, tell: Any) -> None:
-        self._run, self._tell = run, tell
+    def __init__(self, run: Any, ending: Ending, tell: Callable[[str], object]) -> None:
+        self._run, self._ending, self._tell = run, ending, tell
         self._held: deque[Mapping[str, Any]] = deque()
         self._open_at: int | None = None
         self._lock = threading.RLock()
         self._ended = False
-        self._hooked = self._hook()
-        # A run that nobody finishes ends with the interpreter, and its own way out does not ask us.
-        atexit.register(self._finish)
+        ending.before(self._finish)
 
     def write(self, row: Mapping[str, Any], step: int) -> None:
         """Add a row to the user's, now or later."""
@@ -89,7 +84,7 @@ class PoliteRows:
 
     def close(self) -> None:
         """Write what is left when the run ends, or now where the run cannot tell us about its end."""
-        if not self._hooked:
+        if not self._ending.hooked:
             self._finish()
 
     def _offer(self) -> None:
@@ -113,19 +108,8 @@ class PoliteRows:
             pause = min(2 * pause, 0.01)
         return True
 
-    def _hook(self) -> bool:
-        """Ask to be called before the run ends by its `finish`."""
-        try:
-            run_module = importlib.import_module("wandb.sdk.wandb_run")
-            hook = run_module.TeardownHook(self._finish, run_module.TeardownStage.EARLY)
-            self._run._teardown_hooks.append(hook)
-        except Exception:
-            return False
-        return True
-
     def _finish(self) -> None:
         """Commit the row that is open, then the rows in line."""
-        atexit.unregister(self._finish)
         with self._lock:
             if self._ended:
                 return
