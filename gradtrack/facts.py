@@ -7,6 +7,7 @@ from typing import Any
 
 from gradtrack.measure.moments import Moments, Rows, describe, finite_norm
 from gradtrack.measure.table import Layout
+from gradtrack.records import Histogram
 from gradtrack.reports import HealthReport, Report
 
 
@@ -21,6 +22,7 @@ class StepFacts:
         "full",
         "group_rows",
         "health",
+        "histograms",
         "layout",
         "loss",
         "lr",
@@ -50,6 +52,8 @@ class StepFacts:
         self.clipping: Mapping[str, Any] = {}
         self.nan_inf: Mapping[str, Any] = {}
         self.health: HealthReport
+        self.histograms: Mapping[str, Histogram] = {}
+        """By group, the empty name being that of the whole; for the trackers only."""
         self.analyzers: Mapping[str, Report] = {}
         self.notes: list[str] = []
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from gradtrack.config import GradientConfig
 from gradtrack.errors import UsageError
 from gradtrack.facts import StepFacts
+from gradtrack.measure.histograms import histograms_of
 from gradtrack.measure.measurer import Measurer
 from gradtrack.measure.moments import Moments
 from gradtrack.measure.table import Gradients, ParameterTable, SharedGradients
@@ -49,6 +50,8 @@ class Gauge:
         else:
             moments, facts.loss = grads.measure(self._measurer), _number(loss)
         facts.take(moments)
+        if row_due and self._config.log_histograms:
+            facts.histograms = histograms_of(grads.count(), grads.layout.group_names if facts.with_groups else ())
         return moments
 
     def weigh(self, facts: StepFacts) -> None:

@@ -48,6 +48,8 @@ def to_record(outcome: Outcome, config: GradientConfig, panels: tuple[Panel, ...
     """Return the row that goes to the backends; without `log_gradient_stats` it has health and clipping only."""
     report = outcome.report
     shown = report if config.log_gradient_stats else report.model_copy(update={"statistics": None, "groups": {}})
+    tail = f"/{report.source}" if report.source else ""
+    histograms = outcome.facts.histograms if config.log_gradient_stats else {}
     return Record(
         step=report.step,
         time=report.time,
@@ -57,6 +59,9 @@ def to_record(outcome: Outcome, config: GradientConfig, panels: tuple[Panel, ...
         source=report.source,
         panels=panels,
         issues=tuple(issue.model_dump(mode="json") for issue in outcome.issues),
+        histograms={
+            f"train/grad_histogram{tail}{f'/{group}' if group else ''}": found for group, found in histograms.items()
+        },
     )
 
 

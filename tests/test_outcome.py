@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, final
 
+import pytest
+import torch
 from torch import Tensor, nn
 
 from gradtrack import Analyzer, GradientManager
 from gradtrack.analyzers.base import Snapshot
 from gradtrack.outcome import contradictions
 from gradtrack.reports import LateReport, Report, StepReport
-from tests.training import small_model, train
+from tests.training import look, optimizer_of, small_model, train, with_gradients
 
 
 class WeightReport(LateReport):
@@ -89,3 +92,30 @@ def test_contradictions_are_found() -> None:
     bent = contradictions(report.model_copy(update={"statistics": statistics, "clipping": clipping}))
     assert len(bent) == 2
     assert "above its limit" in bent[1]
+
+
+def test_histograms_are_asked_for_and_of_the_gradients_before_clipping() -> None:
+    """With `log_histograms` a due row counts every element of the whole and of each group, and no other row does."""
+    gradient = torch.tensor([-3.0, 0.75, 1.0, 0.0, math.nan])
+    with GradientManager(backends=["memory"], log_histograms=True, grad_log_every_n_steps=2) as manager:
+        model = with_gradients([gradient.clone()])
+        optimizer = optimizer_of(model)
+        for _ in range(2):
+            model.p0.grad = gradient.clone()
+            manager.step(model, optimizer, None, backward=False)
+        backend: Any = manager.backend("memory")
+        event, due = backend.records
+    assert event.histograms == {}
+    assert set(due.histograms) == {"train/grad_histogram", "train/grad_histogram/p0"}
+    found = due.histograms["train/grad_histogram"]
+    assert sum(found.counts) == 4
+    assert (found.edges[0], found.edges[-1], found.counts[0], found.counts[-1]) == (-4.0, 2.0, 1.0, 1.0)
+
+
+@pytest.mark.parametrize("settings", [{}, {"log_histograms": True, "log_gradient_stats": False}])
+def test_histograms_are_off_unless_asked_for(settings: dict[str, Any]) -> None:
+    """By default, and where statistics are not recorded, no row has one."""
+    with GradientManager(backends=["memory"], grad_log_every_n_steps=1, **settings) as manager:
+        look(with_gradients([torch.ones(3)]), manager)
+        backend: Any = manager.backend("memory")
+        assert [record.histograms for record in backend.records] == [{}]

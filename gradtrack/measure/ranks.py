@@ -56,6 +56,12 @@ class Ranks:
         highs = self._reduce(ends.ravel(), torch.distributed.ReduceOp.MAX).reshape(count, 2)
         return self._unpack(found[:-2].reshape(count, -1), highs, found[-2:], world)
 
+    def total(self, counts: Rows, positions: NDArray[np.int64], group_of: NDArray[np.int64], num_groups: int) -> Rows:
+        """Add up what every rank has counted of the parameters at these positions, by group and each element once."""
+        groups = np.zeros((num_groups, counts.shape[1]))
+        np.add.at(groups, group_of, counts * (self._shards[positions] / len(self._ranks))[:, None])
+        return np.rint(self._reduce(groups.ravel(), torch.distributed.ReduceOp.SUM).reshape(groups.shape))
+
     def _unpack(self, sums: Rows, ends: Rows, loss: NDArray[np.float64], world: int) -> Merged:
         """Count every element once, however many ranks have sent it."""
         copies = world / self._shards

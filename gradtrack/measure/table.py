@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from gradtrack.errors import UsageError
 from gradtrack.measure import grouping
+from gradtrack.measure.histograms import count_elements
 from gradtrack.measure.measurer import Batch, Measurer
 from gradtrack.measure.moments import Moments, Rows
 from gradtrack.measure.ranks import Merged, Ranks, is_distributed, local_gradient
@@ -77,6 +78,10 @@ class Gradients:
         """Return the sums of the gradients as they are now."""
         return measurer.measure(self.batch, self.layout.group_of, len(self.layout.group_names))
 
+    def count(self) -> Rows:
+        """Return for each group how many elements are in each bucket of a histogram."""
+        return count_elements(self.tensors, self.layout.group_of.tolist(), len(self.layout.group_names))
+
 
 class SharedGradients(Gradients):
     """The parts of the gradients that this rank has, whose sums are those of all ranks.
@@ -120,6 +125,11 @@ class SharedGradients(Gradients):
         kept = np.flatnonzero(self.merged.present[positions])
         self._narrow(kept)
         return moments.of(kept)
+
+    def count(self) -> Rows:
+        """Return the same over all ranks, each element counted once."""
+        counts = count_elements(self.tensors, range(len(self.tensors)), len(self.tensors))
+        return self.ranks.total(counts, self._positions, self.layout.group_of, len(self.layout.group_names))
 
     def spread(self, values: Sequence[float]) -> NDArray[np.float64]:
         """Return a number for every parameter from one for each tensor."""

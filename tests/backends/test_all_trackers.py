@@ -33,12 +33,12 @@ def _trackers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
 
 
-def train(steps: int, backends: list[Any], run_dir: Path) -> GradientManager:
+def train(steps: int, backends: list[Any], run_dir: Path, **settings: Any) -> GradientManager:
     """Train a small model with a burst of gradients that are not finite, and a row for every step."""
     model = small_model()
     optimizer = optimizer_of(model)
     with GradientManager(
-        backends=backends, run_dir=run_dir, grad_log_every_n_steps=1, close_timeout_seconds=60.0
+        backends=backends, run_dir=run_dir, grad_log_every_n_steps=1, close_timeout_seconds=60.0, **settings
     ) as manager:
         for step in range(1, steps + 1):
             optimizer.zero_grad()
@@ -149,3 +149,28 @@ def test_replay_completes_what_a_tracker_missed(mlflow_server: str, tmp_path: Pa
     first, *others = journaled(tmp_path / "run")
     probe = MlflowBackend(tracking_uri=mlflow_server, experiment="replayed")
     assert len(probe.present([dataclasses.replace(first, run=journal.run), *others]) or ()) == 20
+
+
+def test_histograms_of_a_training_read_back_as_journaled(tmp_path: Path) -> None:
+    """With `log_histograms` TensorBoard and W&B hold the counts of the journal, bucket by bucket."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    backends: list[Any] = [
+        {"name": "tensorboard", "log_dir": tmp_path / "logs"},
+        {"name": "wandb", "project": "histograms", "directory": str(tmp_path)},
+    ]
+    manager = train(4, backends, tmp_path / "run", log_histograms=True)
+    records = journaled(tmp_path / "run")
+    names = {"train/grad_histogram", "train/grad_histogram/0", "train/grad_histogram/2"}
+    assert all(set(record.histograms) == names for record in records)
+    reader = EventAccumulator(str(tmp_path / "logs"), size_guidance={"histograms": 0}).Reload()
+    wandb: Any = manager.backend("wandb")
+    rows = {row["gradtrack/step"]: row for row in rows_of(Path(wandb.run.dir).parent) if "gradtrack/step" in row}
+    for name in names:
+        shown = {event.step: event.histogram_value for event in reader.Histograms(name)}
+        for record in records:
+            found = record.histograms[name]
+            assert tuple(shown[record.step].bucket) == found.counts
+            assert (shown[record.step].min, *shown[record.step].bucket_limit) == found.edges
+            row = rows[record.step]
+            assert (tuple(row[f"{name}.values"]), tuple(row[f"{name}.bins"])) == (found.counts, found.edges)

@@ -71,6 +71,21 @@ def assert_same(found: list[Found], single: Found, mode: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("mode", "num_processes"), [("fsdp", 2), *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        ("hsdp", 4), ("tp", 2), ("fsdp+tp", 4),
+    ))],
+)  # fmt: skip
+def test_histograms_count_every_element_once(mode: str, num_processes: int, tmp_path: Path) -> None:
+    """The elements that several ranks hold, or only one, are counted as one process counts them."""
+    settings: dict[str, Any] = {"log_histograms": True, "steps": 3}
+    found = spread(mode, num_processes, tmp_path, **settings)
+    single = alone(**settings)["histograms"]
+    assert found[0]["histograms"] == single
+    assert len(single) == 3
+    assert all(single)
+
+
+@pytest.mark.parametrize(
     ("mode", "num_processes"),
     [("fsdp", 2), *(pytest.param(*case, marks=pytest.mark.slow) for case in (
         ("ddp", 2), ("ddp", 4), ("fsdp", 4), ("hsdp", 4), ("tp", 2), ("tp", 4), ("fsdp+tp", 4),

@@ -102,7 +102,7 @@ def run(mode: str, settings: dict[str, Any]) -> dict[str, Any]:
         model, share, shares = spread(model, mode)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     steps, nan_step, fixed = settings.pop("steps", 20), settings.pop("nan_step", 0), settings.pop("by_hand", True)
-    manager = GradientManager(track_parameters=True, grad_log_every_n_steps=1, **settings)
+    manager = GradientManager(backends=["memory"], track_parameters=True, grad_log_every_n_steps=1, **settings)
     generator = torch.Generator().manual_seed(1)
     reports, calls, num_bytes = [], [], []
     with counted() as counts:
@@ -121,7 +121,15 @@ def run(mode: str, settings: dict[str, Any]) -> dict[str, Any]:
             optimizer.zero_grad()
             reports.append(report.model_dump(mode="json", exclude={"time"}))
     weights = {name.removeprefix("module."): full(param) for name, param in model.named_parameters()}
-    return {"reports": reports, "weights": weights, "calls": calls, "bytes": max(num_bytes)}
+    memory: Any = manager.backend("memory")
+    histograms = [{name: list(found.counts) for name, found in one.histograms.items()} for one in memory.records]
+    return {
+        "reports": reports,
+        "weights": weights,
+        "calls": calls,
+        "bytes": max(num_bytes),
+        "histograms": histograms,
+    }
 
 
 class counted:
