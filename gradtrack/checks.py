@@ -66,6 +66,14 @@ def check_optimizer(optimizer: Any, params: Sequence[nn.Parameter]) -> None:
         )
 
 
+def hookable(optimizer: Any) -> Any:
+    """Return an optimizer whose steps can be watched: where a framework has wrapped it, the one within."""
+    if hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        return optimizer
+    inner = getattr(optimizer, "optimizer", None)
+    return inner if hasattr(inner, "_optimizer_step_pre_hooks") else optimizer
+
+
 def check_hookable(optimizer: object) -> None:
     """Refuse an optimizer whose steps cannot be watched."""
     if not hasattr(optimizer, "register_step_pre_hook"):

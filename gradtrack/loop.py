@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradtrack.checks import as_sequence, check_hookable, check_model
+from gradtrack.checks import as_sequence, check_hookable, check_model, hookable
 from gradtrack.config import GradientConfig
 from gradtrack.manager import GradientManager
 from gradtrack.reports import StepReport
@@ -75,7 +75,7 @@ def watch(
 
     Of several optimizers the first one's step is the step. Close the manager, or let the interpreter's exit do it.
     """
-    optimizers = as_sequence(optimizer)
+    optimizers = tuple(map(hookable, as_sequence(optimizer)))
     for one in optimizers:
         check_hookable(one)
     manager = GradientManager(config, **settings)

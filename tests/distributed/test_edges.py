@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
 from tests.distributed import edges
-from tests.processes import ROOT
+from tests.processes import torchrun
 
 pytestmark = pytest.mark.slow
-WATCHDOG_SECONDS = 150
 Found = dict[str, Any]
 SQUARES = 91.0
 """The sum of the squares of 1 to 6, which all the parameters hold."""
@@ -25,12 +21,7 @@ SQUARES = 91.0
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
     """Return what the two processes report of each case."""
     out = tmp_path_factory.mktemp("edges") / "found.json"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["-m", edges.__name__, str(out)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(
-        command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False, timeout=WATCHDOG_SECONDS
-    )
+    result = torchrun(2, "-m", edges.__name__, str(out))
     assert result.returncode == 0, result.stderr[-3000:]
     return [json.loads(out.with_suffix(f".{rank}.json").read_text()) for rank in range(2)]
 

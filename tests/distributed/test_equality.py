@@ -4,30 +4,21 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.distributed import training
-from tests.processes import ROOT
+from tests.processes import torchrun
 
-WATCHDOG_SECONDS = 150
 Found = dict[str, Any]
 
 
 def spread(mode: str, num_processes: int, directory: Path, **settings: Any) -> list[Found]:
     """Train in several processes and return what each has found; a hang ends by the watchdog."""
     out = directory / "found.json"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_processes)]
-    command += ["-m", training.__name__, mode, json.dumps(settings), str(out)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(
-        command, env=environment, cwd=directory, capture_output=True, text=True, check=False, timeout=WATCHDOG_SECONDS
-    )
+    result = torchrun(num_processes, "-m", training.__name__, mode, json.dumps(settings), str(out))
     assert result.returncode == 0, result.stderr[-3000:]
     paths = [out.with_suffix(f".{rank}.json") for rank in range(num_processes)]
     return [json.loads(path.read_text()) for path in paths]
