@@ -13,6 +13,7 @@ from gradtrack.config import GradientConfig
 from gradtrack.errors import MissingExtraError, UsageError
 from gradtrack.integrations.after_backward import AfterBackward
 from gradtrack.integrations.roles import Source, only_measuring, wants_clipping
+from gradtrack.integrations.stand_in import stand_in
 from gradtrack.manager import GradientManager, IssueCallback
 from gradtrack.records import Record
 from gradtrack.reports import StepReport
@@ -122,8 +123,7 @@ class GradtrackCallback(BaseCallback):  # type: ignore[misc]
                 analyzer.observe(found.distribution, episode_return=_episode_return(self.model))
             return found
 
-        policy._get_action_dist_from_latent = compute_and_show
-        self._undo.append(lambda: vars(policy).pop("_get_action_dist_from_latent", None))
+        self._undo.append(stand_in(policy, "_get_action_dist_from_latent", compute_and_show))
 
     def _stop(self) -> None:
         for undo in self._undo:

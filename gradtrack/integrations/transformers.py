@@ -8,17 +8,19 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from torch import nn
+from torch import Tensor, nn
 
 from gradtrack.config import GradientConfig
 from gradtrack.errors import MissingExtraError, UsageError
 from gradtrack.integrations.after_backward import AfterBackward
 from gradtrack.integrations.roles import Source, joined, only_measuring
+from gradtrack.integrations.stand_in import stand_in
 from gradtrack.manager import GradientManager, IssueCallback
 from gradtrack.reports import StepReport
 
 try:
     from accelerate.state import GradientState
+    from transformers import Trainer
     from transformers.trainer_callback import CallbackHandler, ExportableState, TrainerCallback
 except ImportError as fault:
     raise MissingExtraError('pip install "gradtrack[transformers]"') from fault
@@ -47,7 +49,8 @@ class GradtrackCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         self._look: Callable[[], None] = lambda: None
         self._measured_step = -1
         self._global_step = 0
-        self._unwrap: Callable[[], None] = lambda: None
+        self._loss: Tensor | None = None
+        self._undo: list[Callable[[], None]] = []
 
     @property
     def manager(self) -> GradientManager:
@@ -69,7 +72,7 @@ class GradtrackCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         self._stop()
         clips = args.max_grad_norm is not None and args.max_grad_norm > 0
         config = only_measuring(self._config) if clips else self._config
-        self._manager = GradientManager(self._join(config, args, _handler(inspect.currentframe())))
+        self._manager = GradientManager(self._join(config, args, _caller(CallbackHandler)))
         if self._on_issue is not None:
             self._manager.on_issue(self._on_issue)
         # A checkpoint from before gradtrack has no place for its state, and the Trainer expects one.
@@ -78,6 +81,7 @@ class GradtrackCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         if restored and state.global_step:
             self._manager.load_state_dict(restored)
         self._watch(model, optimizer, state)
+        self._watch_loss(_caller(Trainer))
         if clips:
             self._manager.note(
                 f"the Trainer clips at max_grad_norm {args.max_grad_norm}; gradtrack only measures, before it clips. "
@@ -86,7 +90,7 @@ class GradtrackCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Count with the Trainer."""
-        self._global_step = state.global_step
+        self._global_step, self._loss = state.global_step, None
         if self._after is not None:
             self._after.reset()
 
@@ -132,29 +136,46 @@ class GradtrackCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         def look() -> None:
             self._measured_step = self._global_step
             manager.continue_from(self._global_step)
-            manager.step(model, inner, None, backward=False, scaler=scaler, epoch=int(state.epoch or 0))
+            loss, self._loss = self._loss, None
+            try:
+                manager.step(model, inner, loss, backward=False, scaler=scaler, epoch=int(state.epoch or 0))
+            except BaseException:
+                self._stop(failed=True)  # the Trainer tells its callbacks nothing when it ends this way
+                raise
 
         self._look = look
         if scaler is not None:
-            self._unwrap = _after_unscaling(scaler, look)
+            self._undo.append(_after_unscaling(scaler, look))
         else:
             self._after = AfterBackward(model.parameters(), lambda: look() if GradientState().sync_gradients else None)
+            self._undo.append(self._after.close)
 
-    def _stop(self) -> None:
-        self._unwrap()
-        self._unwrap = lambda: None
-        if self._after is not None:
-            self._after.close()
-            self._after = None
+    def _watch_loss(self, trainer: Any) -> None:
+        """Add up the losses that the Trainer runs backward from, which it has scaled for their sum."""
+        if trainer is None:
+            return
+        backward = trainer.accelerator.backward
+
+        def add_and_backward(loss: Tensor, **keywords: Any) -> None:
+            self._loss = loss.detach() if self._loss is None else self._loss + loss.detach()
+            backward(loss, **keywords)
+
+        self._undo.append(stand_in(trainer.accelerator, "backward", add_and_backward))
+
+    def _stop(self, *, failed: bool = False) -> None:
+        for undo in self._undo:
+            undo()
+        self._undo, self._after = [], None
         if self._manager is not None:
-            self._manager.close()
+            self._manager.close(failed=failed)
 
 
-def _handler(frame: Any) -> Any:
-    """Return the Trainer's handler of callbacks, which called us: a callback is given no other way to the others."""
+def _caller(kind: type) -> Any:
+    """Return the object of a kind whose method has called us: a callback is given no other way to it."""
+    frame = inspect.currentframe()
     while frame is not None:
         found = frame.f_locals.get("self")
-        if isinstance(found, CallbackHandler):
+        if isinstance(found, kind):
             return found
         frame = frame.f_back
     return None
@@ -188,8 +209,7 @@ def _after_unscaling(scaler: Any, call: Callable[[], None]) -> Callable[[], None
             finally:
                 calling = False
 
-    scaler.unscale_ = unscale_and_call
-    return lambda: vars(scaler).pop("unscale_", None)
+    return stand_in(scaler, "unscale_", unscale_and_call)
 
 
 def _plain(state: Mapping[str, Any]) -> Any:

@@ -96,6 +96,35 @@ def test_the_norm_is_the_trainers_own_before_clipping(limit: float, accumulation
     assert not any(report.notes for report in callback.reports[1:])
 
 
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_the_loss_is_the_trainers_own(accumulation: int, tmp_path: Path) -> None:
+    """A report carries the loss that the Trainer logs for the step, over all of its micro-batches."""
+    callback = GradtrackCallback()
+    trainer = train(callback, tmp_path, gradient_accumulation_steps=accumulation)
+    theirs = {row["step"]: row["loss"] for row in trainer.state.log_history if "loss" in row}
+    ours = {report.step: report.loss for report in callback.reports}
+    assert ours == pytest.approx(theirs, abs=1e-4)
+    assert list(ours) == [1, 2, 3, 4, 5, 6]
+
+
+def test_nothing_stays_hooked(tmp_path: Path) -> None:
+    """After the training, and after one that an issue has ended, model and accelerator are as they were."""
+
+    def stop(issue: Any, report: Any) -> None:
+        raise ZeroDivisionError
+
+    broken, callback = tiny_model(), GradtrackCallback(on_issue=stop, backends=["memory"])
+    with torch.no_grad():
+        broken.lm_head.weight[0, 0] = float("nan")
+    with pytest.raises(ZeroDivisionError):
+        train(callback, tmp_path, model=broken)
+    assert callback.manager.backend("memory").failed  # type: ignore[attr-defined]
+    trainer = train(GradtrackCallback(), tmp_path)
+    assert "backward" not in vars(trainer.accelerator)
+    for model in (broken, trainer.model):
+        assert not any(param._post_accumulate_grad_hooks for param in model.parameters())
+
+
 def test_bf16(tmp_path: Path) -> None:
     """Under bf16 autocast the norms are the Trainer's as well."""
     callback = GradtrackCallback()
