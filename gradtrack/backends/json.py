@@ -30,7 +30,8 @@ class JsonBackend(Backend):
 
     The first holds seven lists of equal length, the second the same for each group of weights; NaN and Infinity are
     written as Python's own `json` reads them. The files are replaced as a whole, and at most a twentieth of the time is
-    spent on that; `flush` and `close` always bring them up to date. A pair with a name has files of its own.
+    spent on that; `flush` and `close` always bring them up to date. A pair with a name has files of its own. A run that
+    is resumed goes on in the files it finds; where it repeats a step, what they hold from there on is left behind.
     """
 
     def __init__(self, directory: str | Path | None = None) -> None:
@@ -100,6 +101,7 @@ class _Series:
         for name in ("step", "epoch", *(f"grad_{name}" for name in _GLOBAL)):
             self._columns.setdefault(name, [])
         self.steps = set(self._columns["step"])
+        self._inherited = set(self.steps)
         self._changed = False
         self._saved, self._cost = -math.inf, 0.0
 
@@ -107,6 +109,8 @@ class _Series:
         """Take in a row; one without any statistics has no place here."""
         if not _has_statistics(record):
             return
+        if record.step in self._inherited:
+            self._leave_behind({step for step in self._inherited if step >= record.step})
         metrics, columns, suffix = record.metrics, self._columns, self._suffix
         columns["step"].append(record.step)
         columns["epoch"].append(0 if record.epoch is None else record.epoch)
@@ -118,6 +122,15 @@ class _Series:
         for name in metrics:
             if name.startswith(prefix):
                 self._add_matrix(name.removeprefix(prefix), record)
+
+    def _leave_behind(self, steps: set[float]) -> None:
+        """Take out rows of an earlier training, which this one does again or has given up."""
+        self._inherited -= steps
+        self.steps -= steps
+        for columns in (self._columns, *self._matrices.values()):
+            order = list(columns["step"])
+            for name, values in columns.items():
+                columns[name] = [value for value, step in zip(values, order, strict=False) if step not in steps]
 
     def save_in_time(self) -> None:
         """Write the files, unless that would take too large a share of the time."""

@@ -125,6 +125,16 @@ def test_run_that_goes_on_keeps_its_columns(tmp_path: Path) -> None:
     assert found["gradient_statistics_weight_matrices.json"]["W_in"]["step"] == [1, 2]
 
 
+def test_run_that_repeats_steps_replaces_them(tmp_path: Path) -> None:
+    """From the first step that is done again on, a resumed or repeated run leaves no row of the earlier one."""
+    written(tmp_path, [row(step) for step in (100, 200, 300, 400)])
+    found = written(tmp_path, [row(step, epoch=7) for step in (200, 250, 300)])
+    assert found["gradient_statistics.json"]["step"] == [100, 200, 250, 300]
+    assert found["gradient_statistics.json"]["epoch"] == [0, 7, 7, 7]
+    assert found["gradient_statistics_weight_matrices.json"]["W_rec"]["step"] == [100, 200, 250, 300]
+    assert len(found["gradient_statistics.json"]["grad_max"]) == 4
+
+
 @pytest.mark.parametrize("content", ["{", "[1]", '{"step": 3}', "null"])
 def test_file_that_cannot_be_read_is_moved_aside(tmp_path: Path, content: str) -> None:
     """What somebody else wrote there is not lost."""
