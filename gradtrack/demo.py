@@ -18,7 +18,7 @@ from gradtrack.loop import safe_backward
 from gradtrack.manager import GradientManager
 from gradtrack.record.files import new_run_id
 from gradtrack.reports import TrainingSummary
-from gradtrack.view.files import ways_to_open
+from gradtrack.view.files import listing, ways_to_open
 from gradtrack.view.plugins import missing_packages
 
 TIME_CONSTANTS: Final = (2.0, 8.0, 32.0)
@@ -127,7 +127,7 @@ class Finding:
         ]
         if self.run_dir is not None:
             lines += ["", f"Files in {self.run_dir}:"]
-            lines += [f"  {path.relative_to(self.run_dir)}  {way}" for path, way in ways_to_open(self.run_dir)]
+            lines += [f"  {line}" for line in listing(self.run_dir)]
             lines += ["", f"See it in the terminal: gradtrack show {shlex.quote(str(self.run_dir))}"]
         return "\n".join(lines)
 
@@ -148,13 +148,7 @@ class Finding:
 def run(run_dir: Path | None = None, *, steps: int = 300) -> Finding:
     """Train for a short while, with one bad batch two thirds of the way."""
     directory = run_dir if run_dir is not None else Path("gradtrack_runs") / f"demo-{new_run_id()}"
-    threads = torch.get_num_threads()
-    # For tensors this small, more threads cost more than they bring, most of all on a machine that is busy.
-    torch.set_num_threads(1)
-    try:
-        return train(TrainingSettings(steps=steps, bad_batch_at=steps * 2 // 3), demo_config(directory))
-    finally:
-        torch.set_num_threads(threads)
+    return train(TrainingSettings(steps=steps, bad_batch_at=steps * 2 // 3), demo_config(directory))
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -164,6 +158,16 @@ def _mean(values: Sequence[float]) -> float:
 
 def train(settings: TrainingSettings, config: GradientConfig | Mapping[str, Any]) -> Finding:
     """Train the network on running averages, with a progress bar where a person is looking."""
+    threads = torch.get_num_threads()
+    # For tensors this small, more threads cost more than they bring, most of all on a machine that is busy.
+    torch.set_num_threads(1)
+    try:
+        return _train(settings, config)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _train(settings: TrainingSettings, config: GradientConfig | Mapping[str, Any]) -> Finding:
     torch.manual_seed(settings.seed)
     constants = settings.time_constants
     model = MultiTimescaleRNN(2, settings.hidden_size, 2 * len(constants), time_constants=constants)

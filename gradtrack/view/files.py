@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
+
+from gradtrack.errors import JournalError
+from gradtrack.record.reading import find_journals
 
 _WAYS: Final = (
     ("report.html", "browser: the whole run on one page"),
@@ -20,6 +24,7 @@ _WAYS: Final = (
     ("gradient_statistics_weight_matrices.json", "json.load: each group as lists"),
     ("training_log.json", "json.load: configuration, summary, last steps"),
 )
+_WIDEST: Final = 44
 
 
 def ways_to_open(directory: Path) -> list[tuple[Path, str]]:
@@ -31,4 +36,29 @@ def ways_to_open(directory: Path) -> list[tuple[Path, str]]:
         found += [(path, way) for path in (directory / name, *of_pairs) if path.is_file()]
     events = {path.parent for path in directory.rglob("events.out.tfevents.*")}
     highest = sorted(path for path in events if not events & set(path.parents))
-    return found + [(path, f"tensorboard --logdir {shlex.quote(str(path))}") for path in highest]
+    found += [(path, f"tensorboard --logdir {shlex.quote(str(path))}") for path in highest]
+    offline = [path for path in (directory / "wandb").glob("offline-run-*") if path.is_dir()]
+    found += [(path, f"wandb leet run {shlex.quote(str(path))}, or wandb sync") for path in sorted(offline)]
+    return found + list(_mlflow_stores(directory))
+
+
+def listing(directory: Path) -> list[str]:
+    """Return a line for each of these files: its name within the directory, and how to open it."""
+    found = [
+        (str(path.relative_to(directory) if path.is_relative_to(directory) else path), way)
+        for path, way in ways_to_open(directory)
+    ]
+    width = max((len(name) for name, _ in found if len(name) <= _WIDEST), default=0)
+    return [f"{name:{width}}  {way}" for name, way in found]
+
+
+def _mlflow_stores(directory: Path) -> Iterator[tuple[Path, str]]:
+    """Find the local stores of MLflow that runs in a directory were written to."""
+    try:
+        backends = [backend for journal in find_journals(directory) for backend in journal.backends]
+    except JournalError:
+        return
+    for uri in dict.fromkeys(str(backend["options"].get("tracking_uri", "")) for backend in backends):
+        store = Path(uri.removeprefix("sqlite:///"))
+        if uri.startswith("sqlite:///") and store.is_file():
+            yield store, f"mlflow ui --backend-store-uri {shlex.quote(uri)}"

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from gradtrack.functional.picture import visualize_layer_gradients
 from gradtrack.reports import IssueSeverity
 from gradtrack.view.charts import spans_decades
-from gradtrack.view.files import ways_to_open
+from gradtrack.view.files import listing, ways_to_open
 from gradtrack.view.run_data import IssueHistory, RunData, Track
 from gradtrack.view.tables import number
 from gradtrack.view.thinning import thin_out
@@ -164,11 +164,10 @@ def _issue_head(issue: IssueHistory) -> RenderableType:
 def _files(run: RunData) -> Iterator[RenderableType]:
     from rich.text import Text
 
-    found = ways_to_open(run.directory)
+    found = listing(run.directory)
     if found:
         yield Text(f"\nFiles in {run.directory}", style="bold")
-        for path, way in found:
-            yield Text(f"{path.relative_to(run.directory)}  {way}")
+        yield from map(Text, found)
 
 
 def _last(track: Track) -> dict[str, float | None]:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from gradtrack.view.files import ways_to_open
+from gradtrack.record.journal import Journal
+from gradtrack.records import RunInfo
+from gradtrack.view.files import listing, ways_to_open
+from tests.view.runs import row
 
 
 def test_only_files_that_are_there_are_named(tmp_path: Path) -> None:
@@ -31,3 +34,27 @@ def test_tensorboard_is_pointed_at_the_highest_directory(tmp_path: Path) -> None
     ways = dict(ways_to_open(tmp_path))
     assert list(ways) == [tmp_path / "board", tmp_path / "my other"]
     assert f"'{tmp_path}/my other'" in ways[tmp_path / "my other"]
+
+
+def test_trackers_without_a_server_are_named(tmp_path: Path) -> None:
+    """An offline run of W&B and MLflow's local store, which lies elsewhere, are named with their commands."""
+    directory = tmp_path / "run"
+    (directory / "wandb" / "offline-run-1").mkdir(parents=True)
+    store = tmp_path / "mlflow.db"
+    store.touch()
+    options = {"tracking_uri": f"sqlite:///{store}"}
+    journal = Journal(directory, RunInfo(run_id="a-run"), backends=[{"name": "mlflow", "options": options}])
+    assert journal.append(0, row(1))
+    journal.close(5.0)
+    wandb, mlflow = listing(directory)
+    assert wandb.startswith("wandb/offline-run-1")
+    assert "wandb leet run" in wandb
+    assert mlflow.split("  ") == [str(store), f"mlflow ui --backend-store-uri sqlite:///{store}"]
+
+
+def test_names_in_a_listing_stand_below_each_other(tmp_path: Path) -> None:
+    """The ways to open begin in one column."""
+    for name in ("report.html", "training_log.json"):
+        (tmp_path / name).touch()
+    first, second = listing(tmp_path)
+    assert first.index("browser") == second.index("json.load")
