@@ -15,7 +15,7 @@ from gradtrack.errors import UsageError
 from gradtrack.measure import grouping
 from gradtrack.measure.samples import MOST
 from gradtrack.measure.untouched import offline_steps, untouched
-from gradtrack.measure.update_sums import UpdateSums, WeightSample, moments_of
+from gradtrack.measure.update_sums import OptimizerMoments, UpdateSums, WeightSample
 from gradtrack.records import Panel
 from gradtrack.reports import LateReport, Report
 
@@ -141,41 +141,42 @@ class UpdatesAnalyzer(Analyzer):
         before: WeightSample | None = None
         with untouched(model, optimizer):
             for step, *_ in offline_steps(model, input_fn, loss_fn, steps, optimizer):
-                now = self._sample(model, _gradients(model), groups)
+                gradients = _gradients(model)
                 if before is not None:
-                    found.append(_report(step - 1, before, now, [optimizer], self._most))
-                before = now
+                    found.append(_report(step - 1, before, gradients, [optimizer], self._most))
+                before = WeightSample(model, gradients, groups, self._most)
             if before is not None:
-                found.append(_report(steps, before, None, [optimizer], self._most))
+                found.append(_report(steps, before, {}, [optimizer], self._most))
         return _medians(found)
 
     def due(self, step: int) -> bool:
         return type(self).schedule(step) or type(self).schedule(step - 1)
 
     def inspect(self, snapshot: Snapshot) -> UpdatesReport | None:
-        before, self._before = self._before, None
-        now = self._sample(snapshot.model, snapshot.gradients, snapshot.groups)
+        report, before, self._before = None, self._before, None
+        if before is not None and before[0] == snapshot.step - 1:
+            report = _report(*before, snapshot.gradients, snapshot.optimizers, self._most)
         if type(self).schedule(snapshot.step) and not snapshot.skipped:
-            self._before = (snapshot.step, now)
-        if before is None or before[0] != snapshot.step - 1:
-            return None
-        report = _report(before[0], before[1], now, snapshot.optimizers, self._most)
-        return report if report.metrics() else None
-
-    def _sample(self, model: nn.Module, gradients: Mapping[str, Tensor], groups: Mapping[str, str]) -> WeightSample:
-        return WeightSample(model, gradients, groups, self._most)
+            sample = WeightSample(snapshot.model, snapshot.gradients, snapshot.groups, self._most)
+            self._before = (snapshot.step, sample)
+        return report if report is not None and report.metrics() else None
 
 
 def _report(
-    step: int, before: WeightSample, now: WeightSample | None, optimizers: Sequence[Any], most: int
+    step: int, before: WeightSample, gradients: Mapping[str, Tensor], optimizers: Sequence[Any], most: int
 ) -> UpdatesReport:
-    after = before.after()
+    after, following = before.after(), before.following(gradients)
+    moments = OptimizerMoments(optimizers, most)
     everything, groups = UpdateSums(), {group: UpdateSums() for group in dict.fromkeys(before.groups.values())}
     for name, weights in before.weights.items():
-        following = None if now is None else now.gradients.get(name)
-        moments = moments_of(optimizers, before.params[name], most)
-        share, gradient = before.share(name), before.gradients.get(name)
-        groups[before.groups[name]].add(share, weights, after[name], gradient, following, moments)
+        groups[before.groups[name]].add(
+            before.share(name),
+            weights,
+            after[name],
+            before.gradients.get(name),
+            following.get(name),
+            moments.of(before.params[name]),
+        )
     for sums in groups.values():
         everything.merge(sums)
     return UpdatesReport(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,16 +24,20 @@ class WeightSample:
         self.groups = groups
         self.params = {name: param for name, param in model.named_parameters() if name in gradients and _plain(param)}
         self.weights = {name: sample(param, most) for name, param in self.params.items()}
-        self.gradients = {
-            name: sample(gradients[name], most)
-            for name, param in self.params.items()
-            if gradients[name].numel() == param.numel() * (2 if param.is_complex() else 1)
-        }
+        self.gradients = self.following(gradients, most)
         self._most = most
 
     def after(self) -> dict[str, Tensor]:
         """Return the same elements of the weights as they are now."""
         return {name: sample(param, self._most) for name, param in self.params.items()}
+
+    def following(self, gradients: Mapping[str, Tensor], most: int | None = None) -> dict[str, Tensor]:
+        """Return the same elements of the gradients of another step."""
+        return {
+            name: sample(gradients[name], self._most if most is None else most)
+            for name, param in self.params.items()
+            if name in gradients and gradients[name].numel() == param.numel() * (2 if param.is_complex() else 1)
+        }
 
     def share(self, name: str) -> float:
         """Return how many elements each sampled one stands for."""
@@ -58,27 +62,30 @@ class UpdateSums:
         after: Tensor,
         gradient: Tensor | None,
         following: Tensor | None,
-        moments: tuple[Tensor | None, Tensor | None, float, float],
+        moments: SampledMoments,
     ) -> None:
         """Take in one parameter: its weights around the step, its gradient, the next one and the moments."""
         self.num_sampled += len(before)
         self.num_elements += round(share * len(before))
-        change = after.double() - before.double()
-        self._change += share * float(change @ change)
-        self._weight += share * _square(before)
+        pulled = [
+            None if one is None or gradient is None or one.shape != gradient.shape else one
+            for one in (gradient, following, moments.first)
+        ]
+        change, rows = _rows(before, after, pulled)
+        sums = [[share * value for value in row] for row in (rows @ rows.T).tolist()]
+        self._change += sums[0][0]
+        self._weight += sums[1][1]
         if gradient is None:
             return
-        pulled = gradient != 0
-        self._pulled += int(pulled.sum())
-        self._moved += int((pulled & (change != 0)).sum())
-        if following is not None and following.shape == gradient.shape:
-            self._next = _added(self._next, share, gradient, following)
-        first, second, first_bias, second_bias = moments
-        if first is not None and first.shape == gradient.shape:
-            self._momentum = _added(self._momentum, share, gradient, first)
-        if first is not None and second is not None and first_bias > 0 and second_bias > 0:
-            self._first += share * _square(first) / first_bias**2
-            self._second += share * float(second.double().sum()) / second_bias
+        self._pulled += int(gradient.count_nonzero())
+        self._moved += int(torch.logical_and(change, gradient).count_nonzero())
+        if pulled[1] is not None:
+            self._next = _added(self._next, sums, 2, 3)
+        if pulled[2] is not None:
+            self._momentum = _added(self._momentum, sums, 2, 4)
+            if moments.second is not None and moments.first_bias > 0 and moments.second_bias > 0:
+                self._first += sums[4][4] / moments.first_bias**2
+                self._second += share * float(moments.second.sum(dtype=torch.float64)) / moments.second_bias
 
     def merge(self, other: UpdateSums) -> None:
         """Take in the sums of another group."""
@@ -119,16 +126,35 @@ class UpdateSums:
         return math.sqrt(self._first / self._second) if self._second > 0 else None
 
 
-def moments_of(
-    optimizers: Sequence[Any], param: nn.Parameter, most: int = MOST
-) -> tuple[Tensor | None, Tensor | None, float, float]:
-    """Return samples of a parameter's first and second moments, and by what their start at zero shrinks them."""
-    for optimizer in optimizers:
+class SampledMoments(NamedTuple):
+    """Samples of a parameter's first and second moments, and by what their start at zero shrinks them."""
+
+    first: Tensor | None = None
+    second: Tensor | None = None
+    first_bias: float = 0.0
+    second_bias: float = 0.0
+
+
+class OptimizerMoments:
+    """The moments that optimizers keep, found by parameter."""
+
+    def __init__(self, optimizers: Sequence[Any], most: int = MOST) -> None:
+        self._most = most
+        self._owners = {
+            id(param): (optimizer, group)
+            for optimizer in reversed(optimizers)
+            for group in optimizer.param_groups
+            for param in group["params"]
+        }
+
+    def of(self, param: nn.Parameter) -> SampledMoments:
+        """Sample the moments of a parameter, None where there are none."""
+        optimizer, group = self._owners.get(id(param), (None, {}))
         state = getattr(optimizer, "state", {}).get(param)
-        if state:
-            first, second = (_found(state, names, param, most) for names in (_FIRST, _SECOND))
-            return first, second, *_biases(optimizer, param, state.get("step"))
-    return None, None, 0.0, 0.0
+        if not state:
+            return SampledMoments()
+        first, second = (_found(state, names, param, self._most) for names in (_FIRST, _SECOND))
+        return SampledMoments(first, second, *_biases(group, state.get("step")))
 
 
 def _found(state: Mapping[str, Any], names: Sequence[str], param: nn.Parameter, most: int) -> Tensor | None:
@@ -137,30 +163,34 @@ def _found(state: Mapping[str, Any], names: Sequence[str], param: nn.Parameter, 
     return sample(value, most) if fits and isinstance(value, Tensor) else None
 
 
-def _biases(optimizer: Any, param: nn.Parameter, step: object) -> tuple[float, float]:
-    if not isinstance(step, (int, float, Tensor)):
+def _biases(group: Mapping[str, Any], step: object) -> tuple[float, float]:
+    betas = group.get("betas")
+    if not isinstance(step, (int, float, Tensor)) or betas is None or len(betas) != 2:
         return 0.0, 0.0
-    for group in optimizer.param_groups:
-        betas = group.get("betas")
-        if betas is not None and len(betas) == 2 and any(param is one for one in group["params"]):
-            return 1 - float(betas[0]) ** float(step), 1 - float(betas[1]) ** float(step)
-    return 0.0, 0.0
+    return 1 - float(betas[0]) ** float(step), 1 - float(betas[1]) ** float(step)
 
 
-def _added(sums: list[float], share: float, first: Tensor, second: Tensor) -> list[float]:
-    one, other = first.double(), second.double()
-    products = (float(one @ other), float(one @ one), float(other @ other))
-    return [total + share * product for total, product in zip(sums, products, strict=True)]
+def _rows(before: Tensor, after: Tensor, others: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
+    """Return the change, and in float64 the rows change, weight and others, of which all products are needed."""
+    rows = torch.empty(2 + len(others), len(before), dtype=torch.float64, device=before.device)
+    change = rows[0].copy_(after).sub_(before)
+    rows[1] = before
+    for row, other in zip(rows[2:], others, strict=True):
+        if other is None:
+            row.zero_()
+        else:
+            row.copy_(other)
+    return change, rows
+
+
+def _added(sums: list[float], products: list[list[float]], one: int, other: int) -> list[float]:
+    found = (products[one][other], products[one][one], products[other][other])
+    return [total + product for total, product in zip(sums, found, strict=True)]
 
 
 def _cosine(sums: list[float]) -> float | None:
     size = math.sqrt(sums[1] * sums[2])
     return max(-1.0, min(1.0, sums[0] / size)) if size > 0 and math.isfinite(size) else None
-
-
-def _square(values: Tensor) -> float:
-    wide = values.double()
-    return float(wide @ wide)
 
 
 def _plain(param: Tensor) -> bool:
