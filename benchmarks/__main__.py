@@ -19,6 +19,7 @@ NAMES = (
     "imports",
     "growth",
     "training_cost",
+    "analyzers",
     "emission",
     "dead_server",
 )
