@@ -37,11 +37,15 @@ def train(run: Run, manager: GradientManager, step: int, scale: float) -> None:
             optimizer.zero_grad()
     for part in range(run.accumulate):
         loss = run.forward(step * run.accumulate + part) / run.accumulate
-        manager.step(run.model, run.optimizer, loss * scale, accumulate=part < run.accumulate - 1)
+        if run.observe is not None:
+            run.observe(manager)
+        manager.step(run.model, run.optimizer, loss * scale, scaler=run.scaler, accumulate=part < run.accumulate - 1)
     for change in run.after:
         change(step)
     for optimizer in run.optimizers:
-        optimizer.step()
+        optimizer.step() if run.scaler is None else run.scaler.step(optimizer)
+    if run.scaler is not None:
+        run.scaler.update()
 
 
 def compensate(run: Run, scale: float) -> None:

@@ -27,6 +27,8 @@ class Run:
     before: list[Callable[[int], object]] = field(default_factory=list)
     after: list[Callable[[int], object]] = field(default_factory=list)
     settings: dict[str, Any] = field(default_factory=dict)
+    observe: Callable[[Any], object] | None = None  # is given the manager between the loss and its backward pass
+    scaler: Any = None
     scalable: bool = True  # False where the scale of the loss is real, as with clipping at a fixed norm
 
     @property
@@ -58,9 +60,10 @@ class Scenario:
 
     @property
     def part(self) -> str:
-        """Return `tuned` for the half that rules were tuned on, `held` for the other, `fresh` for what came later."""
-        if self.family.startswith("fresh_"):
-            return "fresh"
+        """Return `tuned` for the half that rules were tuned on, `held` for the other, `fresh`, `blind` for the later."""
+        for later in ("fresh", "blind"):
+            if self.family.startswith(f"{later}_"):
+                return later
         return "held" if hashlib.sha256(self.name.encode()).digest()[0] % 2 else "tuned"
 
     @property

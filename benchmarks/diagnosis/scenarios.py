@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 from benchmarks.diagnosis import faults, fresh, healthy, special
+from benchmarks.diagnosis.blind import adapted, book, broken, broken_dynamics, odd, supervised
 from benchmarks.diagnosis.run import SCENARIOS, Scenario
+
+
+BLIND = (adapted, broken, broken_dynamics, odd, supervised)
+"""Modules that list their runs when they are imported."""
 
 
 def load() -> dict[str, Scenario]:
@@ -13,4 +18,5 @@ def load() -> dict[str, Scenario]:
         special.declare()
         faults.declare()
         fresh.declare()
+        book.declare()
     return SCENARIOS
