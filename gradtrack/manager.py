@@ -52,9 +52,9 @@ class GradientManager:
         if analyzers is not None:
             overrides["analyzers"] = analyzers if isinstance(analyzers, str) else list(analyzers)
         self.config = GradientConfig.load(config, **overrides)
-        self._roster = Roster(self.config)
-        self.monitor, self.clipper, self.nan_inf_handler = self._roster.first_components
         self._sink = Sink(self.config)
+        self._roster = Roster(self.config, on_first=self._sink.prepare)
+        self.monitor, self.clipper, self.nan_inf_handler = self._roster.first_components
         self._dashboard = Dashboard()
         self._history = History(self.config.max_gradient_history)
         self._callbacks: list[IssueCallback] = []

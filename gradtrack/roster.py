@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -21,11 +21,12 @@ from gradtrack.protect.nonfinite import NaNInfHandler
 class Roster:
     """The pairs by their model and optimizers: the first one needs no name, every further one does.
 
-    The components and analyzers of the first pair are there before it is, so that a manager can hand them out.
+    The components and analyzers of the first pair are there before it is, so that a manager can hand them out; when it
+    comes, `on_first` is called.
     """
 
-    def __init__(self, config: GradientConfig) -> None:
-        self._config = config
+    def __init__(self, config: GradientConfig, *, on_first: Callable[[], object] = lambda: None) -> None:
+        self._config, self._on_first = config, on_first
         self._measurer = Measurer(config.engine)
         self.first_components = self._components()
         self.first_analyzers = LiveAnalyzers(build_analyzers(config.analyzers))
@@ -112,6 +113,8 @@ class Roster:
         self._restore(pair)
         analyzers.arm(model, pair.step_count + 1)
         self._pairs[(id(model), *map(id, optimizers))] = pair
+        if first:
+            self._on_first()
         return pair
 
     def _rebind(self, pair: Pair, optimizers: Sequence[Any], horizon: int | None) -> Pair:

@@ -43,6 +43,9 @@ class Backend(ABC):
         """Return the options, as plain data, with which the constructor reaches the same place again for a replay."""
         return {}
 
+    def prepare(self) -> None:
+        """Get ready for the first records, where that takes long; called in a process of the backend's own only."""
+
     def portable(self) -> Mapping[str, Any] | None:
         """Return the options with which a process of its own does this backend's work; None keeps the work here.
 

@@ -127,6 +127,10 @@ class MlflowBackend(Backend):
             found["nonfinite"] = self._nonfinite
         return found
 
+    def prepare(self) -> None:
+        self._check_alive()
+        self._call(self._client.search_experiments, max_results=1)  # a new store gets its tables now
+
     def portable(self) -> Mapping[str, Any] | None:
         if not self._own_process:
             return None

@@ -39,7 +39,7 @@ def outsourced(backend: Backend) -> Backend:
 
 @final
 class ProcessBackend(Backend):
-    """The near end of a backend that works in another process, which starts at the first record and ends at the close.
+    """The near end of a backend that works in another process, from `prepare` or the first record to the close.
 
     Requests and answers are lines of JSON on its standard input and output. A process that dies is an error like any
     other of a tracker: the next attempt starts a new one and tells it what the old one knew.
@@ -61,12 +61,19 @@ class ProcessBackend(Backend):
         self._panels: dict[Panel, None] = {}
         self._files: dict[str, None] = {}
         self._last: Record | None = None
+        self._knows_us = False
         self._closed = False
 
     @property
     def pid(self) -> int | None:
         """Return the number of the process, or None where there is none."""
         return None if self._process is None else self._process.pid
+
+    def prepare(self) -> None:
+        """Start the process, without waiting for it; where it cannot start, the first write says why."""
+        if self._process is None and not self._closed:
+            with contextlib.suppress(BackendError):
+                self._start()
 
     def write(self, records: Sequence[Record]) -> None:
         """Let the process write records."""
@@ -109,9 +116,12 @@ class ProcessBackend(Backend):
     def _ask(self, what: str, records: Sequence[Record] = (), **parts: Any) -> Any:
         if self._process is None:
             self._start()
-            records = [self._introduced(record) if index == 0 else record for index, record in enumerate(records)]
+        if records and not self._knows_us:
+            records = [self._introduced(records[0]), *records[1:]]
         try:
-            return self._settle(self._exchange(what, records, parts))
+            value = self._settle(self._exchange(what, records, parts))
+            self._knows_us = self._knows_us or what == "write"
+            return value
         except (OSError, ValueError) as fault:
             raise self._died(fault) from None
 
@@ -153,6 +163,7 @@ class ProcessBackend(Backend):
 
     def _start(self) -> None:
         """Start the process; secrets among the options go through the pipe, where no list of processes shows them."""
+        self._knows_us = False
         self._words = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as the process
         try:
             self._process = subprocess.Popen(
@@ -165,6 +176,7 @@ class ProcessBackend(Backend):
             )
             assert self._process.stdin is not None
             self._process.stdin.write(_encode(sys.path) + to_line(self._greeting))
+            self._process.stdin.flush()
         except OSError as fault:
             raise self._died(fault) from None
 

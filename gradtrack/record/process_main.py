@@ -22,7 +22,6 @@ from gradtrack.record.faults import describe
 from gradtrack.record.process import ROOT
 from gradtrack.records import Record, RunInfo
 
-_COURTESY: Final = 5
 _GRACE_SECONDS: Final = 10.0
 _WATCH_SECONDS: Final = 1.0
 Request = tuple[dict[str, Any], list[Record]]
@@ -32,8 +31,6 @@ def main() -> None:
     """Serve the process that started this one until it closes the pipe or ends."""
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a tracker prints must not come between the answers
-    if hasattr(os, "nice"):
-        os.nice(_COURTESY)  # the training comes first
     requests: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
     greeting = json.loads(sys.stdin.buffer.readline())
     threading.Thread(target=_receive, args=(sys.stdin.buffer, requests), daemon=True).start()
@@ -42,9 +39,12 @@ def main() -> None:
 
 
 def serve(greeting: Mapping[str, Any], requests: Iterator[Request], answers: BinaryIO) -> None:
-    """Make the backend at the first request, and answer each."""
+    """Make the backend and get it ready, and answer each request; one that cannot be made is made at the next one."""
     log = _Log(greeting["level"])
     backend: Backend | None = None
+    with contextlib.suppress(Exception):  # the first request tells what is wrong
+        backend = _make(greeting)
+        backend.prepare()
     for request, records in requests:
         answer: dict[str, Any] = {"value": None, "fault": None, "address": {}}
         try:

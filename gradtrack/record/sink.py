@@ -22,6 +22,7 @@ from gradtrack.record.destinations import destinations
 from gradtrack.record.files import ensure_writable, new_run_id
 from gradtrack.record.forks import ForkGuard
 from gradtrack.record.journal import Journal
+from gradtrack.record.process import ProcessBackend, outsourced
 from gradtrack.record.rank import process_rank
 from gradtrack.records import Record, RunInfo
 from gradtrack.redact import redact, redact_values
@@ -43,6 +44,7 @@ class Sink:
         if config.run_dir is not None:
             ensure_writable(config.run_dir)
         self.on_open: Opened | None = None
+        self._working = {name: outsourced(backend) for name, backend in self.backends.items()}
         self._config = config
         self._directory = None if config.run_dir is None else config.run_dir.absolute()
         self._delivery: Delivery | None = None
@@ -60,6 +62,12 @@ class Sink:
         if self._directory is None and self.keeps_files:
             self._directory = (Path("gradtrack_runs") / self.run_id).absolute()
         return self._directory
+
+    def prepare(self) -> None:
+        """Let the backends that work in processes of their own start, since a training has begun."""
+        for backend in self._working.values():
+            if isinstance(backend, ProcessBackend) and not self._guard.forked:
+                backend.prepare()
 
     def write(self, record: Record) -> None:
         """Send a record on its way."""
@@ -82,7 +90,7 @@ class Sink:
         self._closed = True
         if self._delivery is None:
             self._delivery = Delivery(
-                self.backends,
+                self._working,
                 run=self._run_info(),
                 guard=self._guard,
                 close_timeout_seconds=self._config.close_timeout_seconds,
@@ -112,7 +120,7 @@ class Sink:
                 directory, run, backends=destinations(self._config.backends, self.backends), rank=self.rank
             )
         return Delivery(
-            self.backends,
+            self._working,
             run=run,
             journal=journal,
             rank=self.rank,

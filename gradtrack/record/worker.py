@@ -14,7 +14,6 @@ from gradtrack.errors import PermanentBackendError
 from gradtrack.record.faults import Faults
 from gradtrack.record.feed import Feed, Row
 from gradtrack.record.offsets import Offsets
-from gradtrack.record.process import outsourced
 from gradtrack.record.writer import Writer
 from gradtrack.records import Record, RunInfo
 
@@ -43,8 +42,8 @@ class Worker:
         self.name, self.feed = name, feed
         self.unsettled: str | None = None
         self.faults = Faults(name)
-        self._backend, self._offsets = outsourced(backend), offsets
-        self._writer = Writer(self._backend, run, on_refusal=self._note_refusal)
+        self._backend, self._offsets = backend, offsets
+        self._writer = Writer(backend, run, on_refusal=self._note_refusal)
         self._flushes: list[_Flush] = []
         self._hurry = threading.Event()
         self._failed = False

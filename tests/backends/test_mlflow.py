@@ -70,7 +70,7 @@ def test_training_leaves_the_work_to_another_process(server: str, monkeypatch: p
     """In a delivery no row is written here; the run is made, filled and ended, and its number known here."""
     monkeypatch.setattr(MlflowBackend, "write", lambda self, records: pytest.fail("written in this process"))
     backend, records = MlflowBackend(experiment="elsewhere"), make_records(20)
-    delivery = Delivery({"mlflow": backend}, run=RunInfo(run_id=new_identity()), close_timeout_seconds=60.0)
+    delivery = Delivery({"mlflow": outsourced(backend)}, run=RunInfo(run_id=new_identity()), close_timeout_seconds=60.0)
     for record in records:
         delivery.write(record)
     delivery.close(failed=True)

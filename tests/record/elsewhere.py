@@ -26,6 +26,10 @@ class FolderBackend(Backend):
         self.folder, self.token, self._portable = Path(folder), token, portable
         self.told: dict[str, Any] = {}
 
+    def prepare(self) -> None:
+        """Tell of it."""
+        self._tell("prepare")
+
     def write(self, records: Sequence[Record]) -> None:
         """Keep the records, and the runs that they carry."""
         for record in records:

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from gradtrack import GradientManager
 from gradtrack.errors import BackendError, PermanentBackendError
 from gradtrack.record.delivery import Delivery
 from gradtrack.record.process import ProcessBackend, outsourced
@@ -22,6 +23,7 @@ from gradtrack.records import Record
 from tests.record import strategies
 from tests.record.doubles import ROOT, RUN, WAIT_SECONDS, Recorder, row
 from tests.record.elsewhere import FolderBackend, rows_in, told_in, writers_in
+from tests.training import train
 
 
 @pytest.fixture
@@ -65,7 +67,7 @@ def test_work_is_done_elsewhere_by_one_process(backend: ProcessBackend, tmp_path
     assert writers_in(tmp_path) == [pid, pid]
     assert backend.present([row(2), row(3)]) == {("", 2)}
     assert backend.address()["writer"] == pid
-    assert told_in(tmp_path) == ["run run-1 /somewhere", "flush", "present 2"]
+    assert told_in(tmp_path) == ["prepare", "run run-1 /somewhere", "flush", "present 2"]
 
 
 def test_no_process_starts_without_a_record(backend: ProcessBackend, tmp_path: Path) -> None:
@@ -77,6 +79,16 @@ def test_no_process_starts_without_a_record(backend: ProcessBackend, tmp_path: P
     assert told_in(tmp_path) == []
 
 
+def test_process_starts_with_the_training(tmp_path: Path) -> None:
+    """A manager that is only made starts nothing; the first step starts the process, long before a row is due."""
+    backend = FolderBackend(str(tmp_path))
+    GradientManager(backends=[backend]).close()
+    assert told_in(tmp_path) == []
+    with GradientManager(backends=[backend], run_dir=tmp_path / "run", save_gradient_plots=False) as manager:
+        train(manager, 1)
+    assert told_in(tmp_path) == ["prepare", "close False"]
+
+
 def test_close_ends_the_process_once(backend: ProcessBackend, tmp_path: Path) -> None:
     """The other process closes its backend as we were told to, and is gone; a second close does nothing."""
     backend.write([row(1)])
@@ -85,7 +97,7 @@ def test_close_ends_the_process_once(backend: ProcessBackend, tmp_path: Path) ->
     backend.close(failed=True)
     backend.close()
     assert gone(pid)
-    assert told_in(tmp_path) == ["close True"]
+    assert told_in(tmp_path) == ["prepare", "close True"]
 
 
 @pytest.mark.parametrize(
@@ -116,7 +128,7 @@ def test_killed_process_is_replaced(tmp_path: Path) -> None:
     backend.write([row(2, source="once")])
     backend.close()
     assert [record.step for record in rows_in(tmp_path)] == [1, 2]
-    assert told_in(tmp_path) == ["run run-1 None", "run run-1 None", "close False"]
+    assert told_in(tmp_path) == ["prepare", "run run-1 None", "prepare", "run run-1 None", "close False"]
 
 
 def test_run_is_ended_although_its_process_died(backend: ProcessBackend, tmp_path: Path) -> None:
@@ -127,12 +139,12 @@ def test_run_is_ended_although_its_process_died(backend: ProcessBackend, tmp_pat
     with pytest.raises(BackendError, match="gone"):
         backend.flush()
     backend.close()
-    assert told_in(tmp_path) == ["run run-1 None", "present 1", "close False"]
+    assert told_in(tmp_path) == ["prepare", "run run-1 None", "prepare", "present 1", "close False"]
 
 
 def test_delivery_survives_the_death_of_the_process(tmp_path: Path) -> None:
     """Rows that the process died over are delivered once by the next, and the run is told to be complete."""
-    delivery = Delivery({"folder": FolderBackend(str(tmp_path))}, run=RUN)
+    delivery = Delivery({"folder": outsourced(FolderBackend(str(tmp_path)))}, run=RUN)
     for step in range(1, 50):
         delivery.write(row(step, source="once" if step == 30 else ""))
     delivery.close()
@@ -144,7 +156,7 @@ def test_delivery_survives_the_death_of_the_process(tmp_path: Path) -> None:
 def test_backend_here_learns_where_the_rows_go(tmp_path: Path) -> None:
     """The object that the user has is told the address that the other process found."""
     backend = FolderBackend(str(tmp_path))
-    delivery = Delivery({"folder": backend}, run=RUN)
+    delivery = Delivery({"folder": outsourced(backend)}, run=RUN)
     delivery.write(row(1))
     delivery.close()
     assert backend.told["folder"] == str(tmp_path)
