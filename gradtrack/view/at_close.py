@@ -27,7 +27,7 @@ def save_pictures(
         return []
     from gradtrack.view.gallery import pictures_of
 
-    pictures = pictures_of(reports, statistics)
+    pictures = pictures_of(reports, statistics, directory=directory)
     return [path for name, draw in pictures.items() for path in _contained(name, partial(draw, directory / name))]
 
 

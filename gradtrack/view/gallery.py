@@ -11,24 +11,36 @@ from typing import Any
 
 from gradtrack.reports import GradientStatistics, StepReport
 from gradtrack.view import panels, plots
+from gradtrack.view.recorded import recorded_statistics
 
 Drawer = Callable[[Path], Path]
 _POLICY_FLOOR = 0.1
 
 
-def pictures_of(reports: Sequence[StepReport], statistics: Sequence[GradientStatistics]) -> dict[str, Drawer]:
-    """Return what draws each picture, by its file name; several pairs have some of their own, named after them."""
+def pictures_of(
+    reports: Sequence[StepReport], statistics: Sequence[GradientStatistics], *, directory: Path | None = None
+) -> dict[str, Drawer]:
+    """Return what draws each picture, by its file name; several pairs have some of their own, named after them.
+
+    The journals of `directory` give the statistics of steps that are no longer among the reports.
+    """
     found: dict[str, Drawer] = {"training_curves.png": lambda path: plots.plot_training_curves(reports, path)}
     pairs = plots.by_source(reports)
     for source, own in pairs.items():
         known = statistics if len(pairs) == 1 else [one.statistics for one in own if one.statistics is not None]
         tail = f".{re.sub(r'[^A-Za-z0-9_.-]', '_', source)}" if len(pairs) > 1 else ""
-        found |= {f"{name}{tail}.png": draw for name, draw in _pictures_of_pair(own, known).items()}
+        found |= {f"{name}{tail}.png": draw for name, draw in _pictures_of_pair(own, known, directory).items()}
     return found
 
 
-def _pictures_of_pair(reports: Sequence[StepReport], statistics: Sequence[GradientStatistics]) -> dict[str, Drawer]:
+def _pictures_of_pair(
+    reports: Sequence[StepReport], statistics: Sequence[GradientStatistics], directory: Path | None
+) -> dict[str, Drawer]:
     over_time = plots.statistics_over_time(reports)
+    if directory is not None:
+        # A long or resumed training began before the oldest report that is still in memory.
+        earlier = recorded_statistics(directory, source=reports[0].source, before=reports[0].step)
+        over_time = {name: earlier[name] + values for name, values in over_time.items()}
     steps, norms, issues = flow_of(reports)
     return {
         "gradient_statistics": lambda path: plots.plot_gradient_statistics_over_time(over_time, path),
