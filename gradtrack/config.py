@@ -76,7 +76,7 @@ class GradientConfig(BaseModel):
         try:
             super().__init__(**values)
         except ValidationError as fault:
-            raise _readable(fault) from None
+            raise readable(fault) from None
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in type(self).model_fields:
@@ -84,7 +84,7 @@ class GradientConfig(BaseModel):
         try:
             super().__setattr__(name, value)
         except ValidationError as fault:
-            raise _readable(fault) from None
+            raise readable(fault) from None
 
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
         for name, value in super().__repr_args__():
@@ -175,7 +175,8 @@ def _check_spec(spec: object, kind: str) -> None:
         raise InputTypeError(f"{known.singular} {shown}: expected a name, a mapping with a name, or an instance.")
 
 
-def _readable(fault: ValidationError) -> ConfigError:
+def readable(fault: ValidationError) -> ConfigError:
+    """Return what pydantic found as an error that says what was expected, without secrets."""
     lines = []
     for error in fault.errors(include_url=False):
         where = ".".join(str(part) for part in error["loc"])

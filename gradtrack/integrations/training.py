@@ -7,15 +7,16 @@ import inspect
 import logging
 import math
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
-from gradtrack.config import GradientConfig
-from gradtrack.errors import InputTypeError, UsageError
+from gradtrack import registry
+from gradtrack.config import GradientConfig, readable
+from gradtrack.errors import ConfigError, InputTypeError, UsageError
 from gradtrack.manager import GradientManager
 from gradtrack.reports import Report, StepReport, TrainingSummary
 
@@ -24,12 +25,26 @@ Result = float | Tensor | Mapping[str, float | Tensor]
 TrainFunction = Callable[[nn.Module, Any, GradientManager], Result | Awaitable[Result]]
 ValidationFunction = Callable[[nn.Module], Result | Awaitable[Result]]
 _logger = logging.getLogger("gradtrack")
+_Kind = TypeVar("_Kind", bound="_Settings")
 
 
-class EarlyStoppingConfig(BaseModel):
-    """When to stop: after `patience` epochs without an improvement by more than `min_delta`."""
+class _Settings(BaseModel):
+    """Settings that say in one line which of them is wrong, and what was expected."""
 
     model_config: ClassVar[ConfigDict] = ConfigDict(extra="forbid", frozen=True)
+
+    def __init__(self, **values: Any) -> None:
+        for name in values.keys() - type(self).model_fields.keys():
+            close = registry.nearest(name, type(self).model_fields)
+            raise ConfigError(f"unknown setting {name!r}: expected a field of {type(self).__name__}.{close}")
+        try:
+            super().__init__(**values)
+        except ValidationError as fault:
+            raise readable(fault) from None
+
+
+class EarlyStoppingConfig(_Settings):
+    """When to stop: after `patience` epochs without an improvement by more than `min_delta`."""
 
     patience: int = Field(10, ge=1)
     min_delta: float = Field(0.0, ge=0)
@@ -38,10 +53,8 @@ class EarlyStoppingConfig(BaseModel):
     restore_best_weights: bool = False
 
 
-class LRSchedulerConfig(BaseModel):
+class LRSchedulerConfig(_Settings):
     """Which of torch's schedules to follow, once per epoch; `cosine` and `linear` end with the last epoch."""
-
-    model_config: ClassVar[ConfigDict] = ConfigDict(extra="forbid", frozen=True)
 
     scheduler_type: Literal["none", "cosine", "linear", "step", "exponential", "plateau"] = "cosine"
     min_lr: float = Field(0.0, ge=0)
@@ -83,18 +96,24 @@ class TrainingHistory(Report):
 class TrainingOptimizer:
     """Trains a model epoch by epoch with an optimizer of the user's; its gradients go through `manager`.
 
-    Without a configuration there is no early stopping, no schedule, or the default management of gradients.
+    Without a configuration there is no early stopping, no schedule, or the default management of gradients. A mapping
+    of settings does as well.
     """
 
     def __init__(
         self,
         *,
-        early_stopping_config: EarlyStoppingConfig | None = None,
-        lr_scheduler_config: LRSchedulerConfig | None = None,
-        gradient_config: GradientConfig | None = None,
+        early_stopping_config: EarlyStoppingConfig | Mapping[str, Any] | None = None,
+        lr_scheduler_config: LRSchedulerConfig | Mapping[str, Any] | None = None,
+        gradient_config: GradientConfig | Mapping[str, Any] | None = None,
         optimizer: torch.optim.Optimizer,
     ) -> None:
-        self._stopping, self._schedule = early_stopping_config, lr_scheduler_config
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise InputTypeError(
+                f"optimizer {optimizer!r}: expected an optimizer of torch. Pass torch.optim.Adam(...)."
+            )
+        self._stopping = _settings(early_stopping_config, EarlyStoppingConfig)
+        self._schedule = _settings(lr_scheduler_config, LRSchedulerConfig)
         self._gradients = _effective(gradient_config)
         self.optimizer = optimizer
         self.manager = GradientManager(self._gradients)
@@ -118,8 +137,11 @@ class TrainingOptimizer:
         `val_func(model)` judges the model, without gradients. Both are plain or async, and return a loss or a mapping
         of metrics. Without `val_func` the metrics of the training are monitored.
         """
-        if max_epochs < 1:
-            raise UsageError(f"max_epochs {max_epochs!r}: expected at least 1. Train for some epochs.")
+        if type(max_epochs) is not int or max_epochs < 1:
+            raise UsageError(f"max_epochs {max_epochs!r}: expected a number of epochs, at least 1.")
+        _check_call(train_func, "train_func", ("model", "optimizer", "gradient_manager"))
+        if val_func is not None:
+            _check_call(val_func, "val_func", ("model",))
         if self.manager.status()["closed"]:
             self.manager = GradientManager(self._gradients)
         run = _Run(model, self.optimizer, self.manager, self._stopping or EarlyStoppingConfig(patience=max_epochs))
@@ -205,8 +227,29 @@ class _Run:
         self.stopped = epoch - last >= self.rule.patience
 
 
-def _effective(config: GradientConfig | None) -> GradientConfig:
-    config = config or GradientManagementConfig()
+def _settings(given: Any, kind: type[_Kind]) -> _Kind | None:
+    """Return settings that were given as such, as a mapping or not at all."""
+    if given is None or isinstance(given, kind):
+        return given
+    if isinstance(given, Mapping):
+        return kind(**given)
+    raise InputTypeError(f"{given!r}: expected {kind.__name__}(...) or a mapping of its settings.")
+
+
+def _check_call(function: object, name: str, arguments: tuple[str, ...]) -> None:
+    """Refuse what cannot be called in this way, before an epoch is spent on it."""
+    try:
+        inspect.signature(function).bind(*arguments)  # type: ignore[arg-type]
+    except ValueError:
+        return  # something built in, which does not say how it is called
+    except TypeError as fault:
+        raise InputTypeError(
+            f"{name} {function!r}: expected a function of ({', '.join(arguments)}), but {fault}."
+        ) from None
+
+
+def _effective(given: GradientConfig | Mapping[str, Any] | None) -> GradientConfig:
+    config = given if isinstance(given, GradientConfig) else GradientManagementConfig.load(given)
     if isinstance(config, GradientManagementConfig) and not config.enable_gradient_management:
         parts = ("enable_gradient_clipping", "enable_nan_inf_check", "enable_gradient_monitoring")
         return GradientConfig(**dict.fromkeys(parts, False))

@@ -189,12 +189,46 @@ def test_a_function_that_passes_the_manager_by_is_pointed_out(caplog: pytest.Log
 
 
 def test_unusable_values_name_the_remedy() -> None:
-    """A result that is no number, a metric that is not there, no epochs, and a typo are refused."""
+    """A result that is no number, a metric that is not there, and no epochs are refused."""
     with pytest.raises(InputTypeError, match=r"train_func returned 'low': expected a loss"):
         run(train_func=lambda *_: "low")
     with pytest.raises(UsageError, match=r"'f1': expected one of loss\. Return it from val_func"):
         run(early_stopping_config=EarlyStoppingConfig(monitor="f1"))
-    with pytest.raises(UsageError, match="max_epochs 0: expected at least 1"):
-        run(epochs=0)
+    for epochs in (0, 2.5):
+        with pytest.raises(UsageError, match=f"max_epochs {epochs}: expected a number of epochs, at least 1"):
+            run(epochs=epochs)  # type: ignore[arg-type]
+
+
+def test_unusable_settings_name_the_remedy() -> None:
+    """A typo, a value out of range, and what is no configuration are refused in one line."""
     with pytest.raises(ConfigError, match="Did you mean 'max_grad_norm'"):
         GradientManagementConfig(max_gradnorm=1.0)  # type: ignore[call-arg]
+    with pytest.raises(ConfigError, match=r"^unknown setting 'patence': .* Did you mean 'patience'\?$"):
+        EarlyStoppingConfig(patence=3)
+    with pytest.raises(ConfigError, match=r"^scheduler_type = 'cosin': expected 'none', 'cosine', 'linear'"):
+        LRSchedulerConfig(scheduler_type="cosin")
+    with pytest.raises(InputTypeError, match=r"5: expected EarlyStoppingConfig\(\.\.\.\) or a mapping"):
+        run(early_stopping_config=5)
+    with pytest.raises(InputTypeError, match="optimizer 3: expected an optimizer of torch"):
+        TrainingOptimizer(optimizer=3)  # type: ignore[arg-type]
+
+
+def test_functions_that_cannot_be_called_are_refused_at_once() -> None:
+    """What is no function, or takes other arguments, is named before an epoch is spent."""
+    with pytest.raises(InputTypeError, match=r"train_func 5: expected a function of \(model, optimizer, gradient_man"):
+        run(train_func=5)
+    with pytest.raises(InputTypeError, match=r"val_func <function .* expected a function of \(model\), but missing a"):
+        run(val_func=lambda model, more: 1.0)
+
+
+def test_settings_may_be_mappings() -> None:
+    """What comes from a file of settings needs no classes."""
+    history, trainer = run(
+        epochs=4,
+        val_func=replay([1.0, 2.0, 3.0]),
+        early_stopping_config={"patience": 2},
+        lr_scheduler_config={"scheduler_type": "exponential", "gamma": 0.5},
+        gradient_config={"max_grad_norm": 1e-3, "enable_gradient_management": True},
+    )
+    assert [epoch.lr[0] for epoch in history.epochs] == pytest.approx([0.1, 0.05, 0.025])
+    assert trainer.reports[0].clipping.threshold == 1e-3
