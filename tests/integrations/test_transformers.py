@@ -3,7 +3,7 @@
 import logging
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -42,6 +42,7 @@ def train(
     *,
     resume: str | None = None,
     model: Any = None,
+    kind: Any = transformers.Trainer,
     **arguments: Any,
 ) -> Any:
     """Train for some steps and return the Trainer."""
@@ -58,7 +59,7 @@ def train(
         "dataloader_pin_memory": False,
     }
     args = transformers.TrainingArguments(**{**defaults, **arguments})
-    trainer = transformers.Trainer(
+    trainer = kind(
         model=model or tiny_model(),
         args=args,
         train_dataset=tokens(),
@@ -84,14 +85,32 @@ def _quiet() -> None:
     transformers.logging.set_verbosity_error()
 
 
+class Watched(transformers.Trainer):  # type: ignore[misc]
+    """A Trainer that keeps torch's own norm of each step, as it is before anybody clips."""
+
+    torch_own: ClassVar[dict[int, float]] = {}
+
+    def training_step(self, *arguments: Any, **keywords: Any) -> Any:
+        """Measure after each micro-batch; the last one of a step stays."""
+        loss = super().training_step(*arguments, **keywords)
+        grads = [param.grad for param in self.model.parameters() if param.grad is not None]
+        self.torch_own[self.state.global_step + 1] = float(torch.nn.utils.get_total_norm(grads))
+        return loss
+
+
 @pytest.mark.parametrize("limit", [0.1, 100.0, 0.0])
 @pytest.mark.parametrize("accumulation", [1, 3])
-def test_the_norm_is_the_trainers_own_before_clipping(limit: float, accumulation: int, tmp_path: Path) -> None:
-    """Step by step to 1e-5, whether the Trainer clips or not, with and without accumulation."""
-    callback = GradtrackCallback(enable_gradient_clipping=False)
-    trainer = train(callback, tmp_path, max_grad_norm=limit, gradient_accumulation_steps=accumulation)
-    assert list(norms(callback)) == [1, 2, 3, 4, 5, 6]
-    assert norms(callback) == pytest.approx(own_norms(trainer), rel=1e-5)
+@pytest.mark.parametrize("bf16", [False, True])
+def test_the_norm_is_the_trainers_and_torchs(limit: float, accumulation: int, bf16: bool, tmp_path: Path) -> None:
+    """`train/grad_norm` is theirs step by step to 1e-5, with and without clipping, accumulation and bf16 autocast."""
+    callback = GradtrackCallback(grad_log_every_n_steps=1, backends=["memory"], enable_gradient_clipping=False)
+    options = {"max_grad_norm": limit, "gradient_accumulation_steps": accumulation, "bf16": bf16}
+    trainer = train(callback, tmp_path, kind=Watched, **options)
+    memory = callback.manager.backend("memory")
+    shown = {record.step: record.metrics["train/grad_norm"] for record in memory.records}  # type: ignore[attr-defined]
+    assert shown == pytest.approx(own_norms(trainer), rel=1e-5)
+    assert shown == pytest.approx(trainer.torch_own, rel=1e-5)
+    assert list(shown) == [1, 2, 3, 4, 5, 6]
     assert ("the Trainer clips" in str(callback.reports[0].notes)) == (limit > 0)
     assert not any(report.notes for report in callback.reports[1:])
 
@@ -123,13 +142,6 @@ def test_nothing_stays_hooked(tmp_path: Path) -> None:
     assert "backward" not in vars(trainer.accelerator)
     for model in (broken, trainer.model):
         assert not any(param._post_accumulate_grad_hooks for param in model.parameters())
-
-
-def test_bf16(tmp_path: Path) -> None:
-    """Under bf16 autocast the norms are the Trainer's as well."""
-    callback = GradtrackCallback()
-    trainer = train(callback, tmp_path, bf16=True)
-    assert norms(callback) == pytest.approx(own_norms(trainer), rel=1e-5)
 
 
 def test_watching_changes_nothing(tmp_path: Path) -> None:
