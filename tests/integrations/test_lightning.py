@@ -137,7 +137,7 @@ PRECISION: list[dict[str, Any]] = [{"precision": "bf16-mixed"}, {"precision": "6
 @pytest.mark.parametrize("limit", [None, 0.05])
 def test_the_norm_is_lightnings_and_torchs(options: dict[str, Any], limit: float | None, tmp_path: Path) -> None:
     """`train/grad_norm` is theirs step by step to 1e-5, whoever clips, with accumulation and with precision plugins."""
-    settings = {} if limit is None else {"max_grad_norm": limit}
+    settings: dict[str, Any] = {} if limit is None else {"max_grad_norm": limit}
     callback = GradientStatisticsCallback(1, backends=["memory"], save_gradient_plots=False, **settings)
     module, trainer = fit(None, tmp_path, callbacks=[Before(), callback], **options)
     memory = callback.manager.backend("memory")

@@ -104,7 +104,7 @@ class Watched(transformers.Trainer):  # type: ignore[misc]
 def test_the_norm_is_the_trainers_and_torchs(limit: float, accumulation: int, bf16: bool, tmp_path: Path) -> None:
     """`train/grad_norm` is theirs step by step to 1e-5, with and without clipping, accumulation and bf16 autocast."""
     callback = GradtrackCallback(grad_log_every_n_steps=1, backends=["memory"], enable_gradient_clipping=False)
-    options = {"max_grad_norm": limit, "gradient_accumulation_steps": accumulation, "bf16": bf16}
+    options: dict[str, Any] = {"max_grad_norm": limit, "gradient_accumulation_steps": accumulation, "bf16": bf16}
     trainer = train(callback, tmp_path, kind=Watched, **options)
     memory = callback.manager.backend("memory")
     shown = {record.step: record.metrics["train/grad_norm"] for record in memory.records}  # type: ignore[attr-defined]
