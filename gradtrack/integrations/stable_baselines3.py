@@ -31,7 +31,7 @@ class GradtrackCallback(BaseCallback):  # type: ignore[misc]
 
     Where the algorithm clips (PPO, A2C, DQN), gradtrack looks before that and only measures; elsewhere (SAC, TD3) it
     clips where a setting asks for that. Actor and critic have names and counts of their own. Without `backends` the
-    rows go to the algorithm's own logger; without `analyzers` the policy of PPO and A2C is looked at.
+    rows go to the algorithm's own logger; without `analyzers` the policy of PPO, A2C and SAC is looked at.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class GradtrackCallback(BaseCallback):  # type: ignore[misc]
                     "measures, before it clips.",
                     name=name,
                 )
-        if _distribution_of(self.model.policy) is not None and self._has_policy_analyzer():
+        if _watched_call(self.model.policy) is not None and self._has_policy_analyzer():
             self._watch_policy(self.model.policy)
 
     def _on_step(self) -> bool:
@@ -90,7 +90,7 @@ class GradtrackCallback(BaseCallback):  # type: ignore[misc]
         defaults: dict[str, Any] = {}
         if "backends" not in given:
             defaults["backends"] = [_LoggerBackend(self.model.logger)]
-        if "analyzers" not in given and _distribution_of(self.model.policy) is not None:
+        if "analyzers" not in given and _watched_call(self.model.policy) is not None:
             defaults["analyzers"] = [_POLICY]
         return GradientConfig.load(config, **defaults)
 
@@ -98,7 +98,11 @@ class GradtrackCallback(BaseCallback):  # type: ignore[misc]
         manager = self.manager
 
         def look(*_: object) -> None:
-            manager.step(module, optimizer, None, backward=False)
+            try:
+                manager.step(module, optimizer, None, backward=False)
+            except BaseException:
+                self._stop(failed=True)  # the algorithm tells its callbacks nothing when it ends this way
+                raise
 
         if clips:
             self._undo.append(AfterBackward(module.parameters(), look).close)
@@ -115,22 +119,23 @@ class GradtrackCallback(BaseCallback):  # type: ignore[misc]
     def _watch_policy(self, policy: Any) -> None:
         """Show the analyzer the distributions that the update itself computes."""
         analyzer: Any = self.manager.analyzer(_POLICY)
-        compute = policy._get_action_dist_from_latent
+        owner, name = _watched_call(policy) or (policy, "")
+        compute = getattr(owner, name)
 
         def compute_and_show(*arguments: Any, **keywords: Any) -> Any:
             found = compute(*arguments, **keywords)
-            if policy.training and torch.is_grad_enabled():
-                analyzer.observe(found.distribution, episode_return=_episode_return(self.model))
+            if owner.training and torch.is_grad_enabled():
+                analyzer.observe(owner.action_dist, episode_return=_episode_return(self.model))
             return found
 
-        self._undo.append(stand_in(policy, "_get_action_dist_from_latent", compute_and_show))
+        self._undo.append(stand_in(owner, name, compute_and_show))
 
-    def _stop(self) -> None:
+    def _stop(self, *, failed: bool = False) -> None:
         for undo in self._undo:
             undo()
         self._undo = []
         if self._manager is not None:
-            self._manager.close()
+            self._manager.close(failed=failed)
 
 
 @final
@@ -166,9 +171,12 @@ def _pairs(model: Any) -> list[tuple[str, nn.Module, Any]]:
     return [("", getattr(policy, "q_net", policy), policy.optimizer)]
 
 
-def _distribution_of(policy: Any) -> Any:
-    """Return the function that computes the policy's distribution in an update, where it has one."""
-    return getattr(policy, "_get_action_dist_from_latent", None)
+def _watched_call(policy: Any) -> tuple[Any, str] | None:
+    """Return the module and its method that compute `action_dist` in an update, where the policy has one."""
+    for owner, name in ((policy, "_get_action_dist_from_latent"), (getattr(policy, "actor", None), "action_log_prob")):
+        if hasattr(owner, name) and hasattr(owner, "action_dist"):
+            return owner, name
+    return None
 
 
 def _episode_return(model: Any) -> float | None:

@@ -42,7 +42,7 @@ def algorithm(name: str, **options: Any) -> Any:
         "DQN": {"learning_starts": 20, "buffer_size": 200, "batch_size": 8},
         "SAC": {"learning_starts": 20, "buffer_size": 200, "batch_size": 8},
     }
-    world = "Pendulum-v1" if name == "SAC" else "CartPole-v1"
+    world = options.pop("world", "Pendulum-v1" if name == "SAC" else "CartPole-v1")
     kind = getattr(stable_baselines3, name)
     return kind("MlpPolicy", world, seed=0, device="cpu", **{**sizes[name], **options})
 
@@ -66,14 +66,49 @@ def test_actor_and_critic_have_their_own_reports() -> None:
     assert all(report.clipping.clipped for report in callback.reports)
 
 
-def test_entropy_agrees_with_the_algorithms_own() -> None:
-    """The mean over the updates of a rollout is what PPO logs."""
-    model, callback = algorithm("PPO"), GradtrackCallback()
-    model.learn(64, callback=callback)
+@pytest.mark.parametrize(("name", "world"), [("PPO", "CartPole-v1"), ("A2C", "CartPole-v1"), ("PPO", "Pendulum-v1")])
+def test_entropy_agrees_with_the_algorithms_own(name: str, world: str) -> None:
+    """The mean over the updates of a rollout is what the algorithm logs, for choices and for Gaussians."""
+    callback = GradtrackCallback()
+    model = algorithm(name, world=world)
+    model.learn(model.n_steps, callback=callback)
     shown = model.logger.name_to_value["train/entropy_loss"]
-    ours = [report.analyzers["rl_policy"]["discrete_entropy_mean"] for report in callback.reports]
-    assert len(ours) == 4
-    assert -sum(ours) / 4 == pytest.approx(shown, rel=1e-5)
+    kind = "discrete" if world == "CartPole-v1" else "continuous"
+    ours = [report.analyzers["rl_policy"][f"{kind}_entropy_mean"] for report in callback.reports]
+    assert len(ours) == {"PPO": 4, "A2C": 1}[name]
+    assert -sum(ours) / len(ours) == pytest.approx(shown, rel=1e-5)
+
+
+def test_entropy_agrees_with_the_likelihoods_of_sac() -> None:
+    """SAC has samples of its squashed Gaussian only: the entropy is their mean, negative log-likelihood."""
+    model, callback = algorithm("SAC", batch_size=512), GradtrackCallback()
+    theirs: list[float] = []
+    compute = model.actor.action_log_prob
+
+    def compute_and_keep(*arguments: Any) -> Any:
+        found = compute(*arguments)
+        if torch.is_grad_enabled():
+            theirs.append(-float(found[1].detach().mean()))
+        return found
+
+    model.actor.action_log_prob = compute_and_keep
+    model.learn(30, callback=callback)
+    reports = [report.analyzers["rl_policy"] for report in callback.reports if "rl_policy" in report.analyzers]
+    assert len(reports) == len(theirs) == 10
+    ours = [report["continuous_entropy_mean"] for report in reports]
+    assert sum(ours) / 10 == pytest.approx(sum(theirs) / 10, abs=0.05)
+    assert model.actor.action_log_prob is compute_and_keep
+
+
+def test_the_policy_panel_is_the_actors() -> None:
+    """SAC's rows have the policy's metrics under the actor, and an algorithm without a distribution has none."""
+    found = {}
+    for name in ("SAC", "DQN"):
+        model = algorithm(name).learn(30, callback=GradtrackCallback(grad_log_every_n_steps=1))
+        found[name] = {key for key in model.logger.name_to_value if key.startswith("rl/")}
+    assert "rl/continuous_std_mean/actor" in found["SAC"]
+    assert all(key.endswith("/actor") for key in found["SAC"])
+    assert found["DQN"] == set()
 
 
 def test_rows_reach_the_algorithms_own_logger(tmp_path: Path) -> None:
@@ -108,6 +143,24 @@ def test_learning_on_counts_on() -> None:
     assert callback.manager.get_training_summary().total_steps == 4
     assert "_get_action_dist_from_latent" not in vars(model.policy)
     assert not any(param._post_accumulate_grad_hooks for param in model.policy.parameters())
+
+
+@pytest.mark.parametrize("name", ["PPO", "SAC"])
+def test_nothing_stays_hooked_where_an_issue_ends_the_training(name: str) -> None:
+    """What `on_issue` raises comes out of learn(), and the policy is as it was."""
+
+    def stop(issue: Any, report: Any) -> None:
+        raise ZeroDivisionError
+
+    model, callback = algorithm(name), GradtrackCallback(on_issue=stop, backends=["memory"])
+    part = model.policy if name == "PPO" else model.critic
+    with torch.no_grad():
+        next(param for param in list(part.parameters())[::-1] if param.numel() == 1).fill_(float("nan"))
+    with pytest.raises(ZeroDivisionError):
+        model.learn(64, callback=callback)
+    assert callback.manager.backend("memory").failed  # type: ignore[attr-defined]
+    assert not any(param._post_accumulate_grad_hooks for param in model.policy.parameters())
+    assert not {"_get_action_dist_from_latent", "action_log_prob"} & (vars(model.policy).keys() | vars(part).keys())
 
 
 def test_the_manager_begins_with_the_training() -> None:
