@@ -5,12 +5,43 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import typer
 
 from gradtrack._version import __version__
 from gradtrack.errors import GradtrackError, UsageError
+
+# What the help of each command shows, and when the command ends with another code than 0 or 2.
+_EXAMPLES: Final = {
+    "demo": ("gradtrack demo", "gradtrack demo --steps 60 --out my_first_run"),
+    "show": (
+        "gradtrack show",
+        "gradtrack show gradtrack_runs/exp1 --follow",
+        "gradtrack show exp1 --check && ./deploy",
+    ),
+    "report": ("gradtrack report", "gradtrack report gradtrack_runs/exp1 --out exp1.html"),
+    "diff": ("gradtrack diff good_run bad_run", "gradtrack diff good_run bad_run --html diff.html --check"),
+    "replay": ("gradtrack replay exp1", "gradtrack replay exp1 --to mlflow --tracking-uri http://127.0.0.1:5000"),
+    "doctor": ("gradtrack doctor", "gradtrack doctor gradtrack.yaml --json"),
+    "backends": ("gradtrack backends", "gradtrack backends --json"),
+    "analyzers": ("gradtrack analyzers", "gradtrack analyzers --json"),
+}
+_CODES: Final = {
+    "show": "with --check the run is unhealthy",
+    "diff": "with --check an issue appeared",
+    "replay": "rows are still missing",
+    "doctor": "a backend cannot be used",
+}
+
+
+def _epilog(command: str) -> str:
+    """Return what follows the help of a command; an empty line is a line break there."""
+    lines = ["Examples:", *(f"[bold]{example}[/bold]" for example in _EXAMPLES[command])]
+    if command in _CODES:
+        lines += [f"Exit codes: 0 done; 1 {_CODES[command]}; 2 wrong usage or input."]
+    return "\n\n".join(lines)
+
 
 app = typer.Typer(
     name="gradtrack",
@@ -20,7 +51,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="Exit codes: 0 done; 1 done, but the run is unhealthy (show --check), issues appeared (diff --check), "
     "rows are still missing (replay) or a backend cannot be used (doctor); 2 wrong usage or an input that cannot be "
-    "used: one line on stderr says why.",
+    "used: one line on stderr says why.\n\n[bold]gradtrack COMMAND --help[/bold] has examples; "
+    "[bold]gradtrack --install-completion[/bold] completes commands and options in your shell.",
 )
 Run = Annotated[
     Path | None,
@@ -58,7 +90,7 @@ def gradtrack(
     """
 
 
-@app.command()
+@app.command(epilog=_epilog("demo"))
 def demo(
     out: Annotated[
         Path | None, typer.Option(help="Where the files go. Default: a new directory in gradtrack_runs.")
@@ -73,10 +105,10 @@ def demo(
     from gradtrack import demo as demonstration
 
     finding = demonstration.run(out, steps=steps)
-    typer.echo(json.dumps(finding.as_dict(), indent=1) if as_json else finding.describe())
+    typer.echo(json.dumps(finding.as_dict(), indent=1) if as_json else _folded(finding.describe()))
 
 
-@app.command()
+@app.command(epilog=_epilog("show"))
 def show(
     run: Run = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Stay until the run ends.")] = False,
@@ -89,6 +121,8 @@ def show(
     from gradtrack.view import terminal
     from gradtrack.view.run_data import load_run
 
+    if follow and as_json:
+        raise UsageError("--follow with --json: expected one of them. Read the run's journal for rows as they come.")
     directory, console = _directory(run), Console(highlight=False)
     if follow:
         from gradtrack.view.follow import follow as watch
@@ -103,7 +137,7 @@ def show(
     raise typer.Exit(int(check and not found.healthy))
 
 
-@app.command()
+@app.command(epilog=_epilog("report"))
 def report(
     run: Run = None,
     out: Annotated[
@@ -117,7 +151,7 @@ def report(
     typer.echo(write_html_report(load_run(_directory(run)), out))
 
 
-@app.command()
+@app.command(epilog=_epilog("diff"))
 def diff(
     first: Annotated[Path, typer.Argument(help="The directory of the run to compare with.")],
     second: Annotated[Path, typer.Argument(help="The directory of the other run.")],
@@ -141,10 +175,15 @@ def diff(
     raise typer.Exit(int(check and bool(found.appeared)))
 
 
-@app.command()
+@app.command(epilog=_epilog("replay"))
 def replay(
     run: Run = None,
-    to: Annotated[str | None, typer.Option(help="One backend only; it may be one that the run did not have.")] = None,
+    to: Annotated[
+        str | None,
+        typer.Option(
+            help="One backend only; it may be one that the run did not have.", autocompletion=lambda: _backend_names()
+        ),
+    ] = None,
     tracking_uri: Annotated[str | None, typer.Option(help="Where the tracker is now.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -179,7 +218,7 @@ def replay(
     raise typer.Exit(int(not all(one.complete for one in found)))
 
 
-@app.command()
+@app.command(epilog=_epilog("doctor"))
 def doctor(
     config: Annotated[
         Path | None, typer.Argument(help="A YAML, TOML or JSON file. Default: no file.", show_default=False)
@@ -202,13 +241,13 @@ def doctor(
     raise typer.Exit(int(not found.healthy))
 
 
-@app.command()
+@app.command(epilog=_epilog("backends"))
 def backends(as_json: AsJson = False) -> None:
     """List the trackers that a run can write to, and whether what each needs is installed."""
     _list_plugins("backends", as_json)
 
 
-@app.command()
+@app.command(epilog=_epilog("analyzers"))
 def analyzers(as_json: AsJson = False) -> None:
     """List the analyzers that can look beyond the gradients themselves."""
     _list_plugins("analyzers", as_json)
@@ -222,6 +261,27 @@ def _directory(run: Path | None) -> Path:
     if not runs:
         raise UsageError("no RUN: expected a run's directory, since gradtrack_runs has none. Try: gradtrack demo")
     return max(runs, key=lambda path: path.stat().st_mtime)
+
+
+def _backend_names() -> list[str]:
+    from gradtrack import registry
+
+    return list(registry.backends.names())
+
+
+def _folded(text: str) -> str:
+    """Break long lines between words for a person's terminal, below where they began; a pipe gets them whole."""
+    import shutil
+    import textwrap
+
+    if not sys.stdout.isatty():
+        return text
+    lines = []
+    for line in text.splitlines():
+        indent = " " * (len(line) - len(line.lstrip()) + 2)
+        options = {"subsequent_indent": indent, "break_long_words": False, "break_on_hyphens": False}
+        lines += textwrap.wrap(line, shutil.get_terminal_size().columns, **options) or [""]
+    return "\n".join(lines)
 
 
 def _list_plugins(kind: str, as_json: bool) -> None:

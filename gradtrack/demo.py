@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ from gradtrack.loop import safe_backward
 from gradtrack.manager import GradientManager
 from gradtrack.record.files import new_run_id
 from gradtrack.reports import TrainingSummary
-from gradtrack.view.files import listing, ways_to_open
+from gradtrack.view.files import listing, quoted, ways_to_open
 from gradtrack.view.plugins import missing_packages
 
 TIME_CONSTANTS: Final = (2.0, 8.0, 32.0)
@@ -126,9 +125,9 @@ class Finding:
             *(f"  {issue}" for issue in self.issues),
         ]
         if self.run_dir is not None:
-            lines += ["", f"Files in {self.run_dir}:"]
+            lines += ["", f"Files in {quoted(self.run_dir)}:"]
             lines += [f"  {line}" for line in listing(self.run_dir)]
-            lines += ["", f"See it in the terminal: gradtrack show {shlex.quote(str(self.run_dir))}"]
+            lines += ["", f"See it in the terminal: gradtrack show {quoted(self.run_dir)}"]
         return "\n".join(lines)
 
     def as_dict(self) -> dict[str, Any]:

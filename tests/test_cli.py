@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
+import shlex
+import subprocess
+import sys
 from importlib import metadata
 from pathlib import Path
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from gradtrack import __version__, cli, registry
 from gradtrack.errors import UsageError
-from tests.processes import python
+from tests.processes import ROOT, python
 from tests.view.runs import issue, row, write_run
 
 
@@ -34,6 +39,53 @@ def test_help_names_every_command_with_a_sentence() -> None:
         assert command.callback is not None
         assert str(command.callback.__name__) in result.output
         assert (command.callback.__doc__ or "").split(".")[0].split(",")[0] in result.output
+
+
+@pytest.mark.parametrize("command", [str(found.callback.__name__) for found in cli.app.registered_commands])  # type: ignore[union-attr]
+def test_the_examples_of_the_help_can_be_typed(command: str) -> None:
+    """Every command's help has examples of it, each of which the command line takes."""
+    shown = CliRunner().invoke(cli.app, [command, "--help"], env={"COLUMNS": "200"}).output
+    examples = [line.strip() for line in shown.splitlines() if line.strip().startswith(f"gradtrack {command}")]
+    assert len(examples) >= 2
+    parser = typer.main.get_command(cli.app)
+    for example in examples:
+        words = shlex.split(example.partition("&&")[0])
+        found = parser.commands[words[1]]  # type: ignore[attr-defined]
+        assert found.make_context(words[1], words[2:])
+
+
+def test_the_help_tells_what_the_codes_mean() -> None:
+    """Every command that can end with 1 says when."""
+    for command in ("show", "diff", "replay", "doctor"):
+        shown = CliRunner().invoke(cli.app, [command, "--help"], env={"COLUMNS": "200"}).output
+        assert "Exit codes: 0 done; 1 " in shown
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_shells_complete_commands(shell: str, tmp_path: Path) -> None:
+    """The script of a shell names the program, and the program answers it."""
+    program = "import sys; sys.argv[0] = 'gradtrack'; from gradtrack.cli import main; main()"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HOME": str(tmp_path)}
+
+    def output(*arguments: str, **more: str) -> str:
+        command = [sys.executable, "-c", program, *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True, env=environment | more).stdout
+
+    assert "_GRADTRACK_COMPLETE" in output("--show-completion", shell)
+    answers = {
+        "bash": {"COMP_WORDS": "gradtrack re", "COMP_CWORD": "1"},
+        "zsh": {"_TYPER_COMPLETE_ARGS": "gradtrack re"},
+        "fish": {"_TYPER_COMPLETE_ARGS": "gradtrack re", "_TYPER_COMPLETE_FISH_ACTION": "get-args"},
+    }
+    found = output(_GRADTRACK_COMPLETE=f"complete_{shell}", **answers[shell])
+    assert "report" in found
+    assert "replay" in found
+    assert "show" not in found
+    if shell == "bash":
+        words = {"COMP_WORDS": "gradtrack replay --to ml", "COMP_CWORD": "3"}
+        assert output(_GRADTRACK_COMPLETE="complete_bash", **words).split() == ["mlflow"]
+    output("--install-completion", shell)
+    assert any("gradtrack" in path.read_text() for path in tmp_path.rglob("*") if path.is_file())
 
 
 @pytest.mark.parametrize("kind", ["backends", "analyzers"])
@@ -165,9 +217,39 @@ def test_errors_are_one_line_and_a_code(tmp_path: Path) -> None:
     assert len(result.stderr.splitlines()) == 1
 
 
-def test_wrong_usage_has_code_2() -> None:
-    """A command that does not exist is wrong usage."""
-    assert CliRunner().invoke(cli.app, ["dmeo"]).exit_code == 2
+def test_wrong_usage_has_code_2(well: Path) -> None:
+    """A command or an option that does not exist is wrong usage, and the nearest one is named."""
+    for arguments, nearest in ((["dmeo"], "demo"), (["show", "--jsn"], "--json"), (["bakends"], "backends")):
+        result = CliRunner().invoke(cli.app, arguments, env={"COLUMNS": "200"})
+        assert (result.exit_code, nearest in result.output) == (2, True)
+    result = python("-m", "gradtrack.cli", "show", str(well), "--follow", "--json")
+    assert (result.returncode, "expected one of them" in result.stderr) == (2, True)
+
+
+def test_an_input_that_cannot_be_used_has_code_2(tmp_path: Path, well: Path) -> None:
+    """Every command that reads something says on one line of stderr why it cannot."""
+    (tmp_path / "bad.yaml").write_text("max_gradnorm: 1")
+    for arguments, why in (
+        (["show", "nowhere"], "expected a run's directory"),
+        (["report", "nowhere"], "expected a run's directory"),
+        (["diff", str(well), "nowhere"], "expected a run's directory"),
+        (["replay", "nowhere"], "expected a run's directory"),
+        (["replay", str(well), "--to", "mlfow"], "Did you mean 'mlflow'"),
+        (["doctor", "bad.yaml"], "Did you mean 'max_grad_norm'"),
+    ):
+        result = python("-m", "gradtrack.cli", *arguments)
+        assert (result.returncode, result.stdout) == (2, ""), arguments
+        assert why in result.stderr
+        assert len(result.stderr.splitlines()) == 1
+
+
+def test_lines_are_folded_for_a_person_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a terminal long lines break between words, below where they began; a pipe gets them whole."""
+    text = "Found:\n  one two three four\n"
+    monkeypatch.setenv("COLUMNS", "12")
+    assert cli._folded(text) == text
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert cli._folded(text) == "Found:\n  one two\n    three\n    four"
 
 
 def test_start_loads_nothing_heavy() -> None:

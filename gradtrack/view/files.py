@@ -12,19 +12,19 @@ from gradtrack.record.reading import find_journals
 
 _WAYS: Final = (
     ("report.html", "browser: the whole run on one page"),
-    ("training_curves.png", "image viewer: loss, norms, non-finite values, clipping"),
-    ("gradient_statistics.png", "image viewer: variance, norm, mean, range"),
-    ("gradient_flow.png", "image viewer: the norm of each group over time"),
-    ("gradient_stats.png", "image viewer: distributions, correlation"),
-    ("gradient_gain.png", "image viewer: the gain from block to block"),
-    ("recurrent_spectrum.png", "image viewer: eigenvalues on the unit circle, decay back in time"),
-    ("policy_entropy.png", "image viewer: entropy of the policy, and returns"),
-    ("attention_entropy.png", "image viewer: entropy of every head"),
+    ("training_curves.png", "image: loss, norms, non-finite values, clipping"),
+    ("gradient_statistics.png", "image: variance, norm, mean, range"),
+    ("gradient_flow.png", "image: the norm of each group over time"),
+    ("gradient_stats.png", "image: distributions, correlation"),
+    ("gradient_gain.png", "image: the gain from block to block"),
+    ("recurrent_spectrum.png", "image: eigenvalues on the unit circle, decay back in time"),
+    ("policy_entropy.png", "image: entropy of the policy, and returns"),
+    ("attention_entropy.png", "image: entropy of every head"),
     ("gradient_statistics.json", "json.load: the global statistics as lists"),
     ("gradient_statistics_weight_matrices.json", "json.load: each group as lists"),
     ("training_log.json", "json.load: configuration, summary, last steps"),
 )
-_WIDEST: Final = 44
+_WIDEST: Final = 26
 
 
 def ways_to_open(directory: Path) -> list[tuple[Path, str]]:
@@ -36,10 +36,16 @@ def ways_to_open(directory: Path) -> list[tuple[Path, str]]:
         found += [(path, way) for path in (directory / name, *of_pairs) if path.is_file()]
     events = {path.parent for path in directory.rglob("events.out.tfevents.*")}
     highest = sorted(path for path in events if not events & set(path.parents))
-    found += [(path, f"tensorboard --logdir {shlex.quote(str(path))}") for path in highest]
+    found += [(path, f"tensorboard --logdir {quoted(path)}") for path in highest]
     offline = [path for path in (directory / "wandb").glob("offline-run-*") if path.is_dir()]
-    found += [(path, f"wandb leet run {shlex.quote(str(path))}, or wandb sync") for path in sorted(offline)]
+    found += [(path, f"wandb leet run {quoted(path)}, or wandb sync") for path in sorted(offline)]
     return found + list(_mlflow_stores(directory))
+
+
+def quoted(path: Path) -> str:
+    """Return a path as a shell takes it, from here where it lies below."""
+    here = Path.cwd()
+    return shlex.quote(str(path.relative_to(here) if path.is_relative_to(here) else path))
 
 
 def listing(directory: Path) -> list[str]:

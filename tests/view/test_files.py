@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from gradtrack.record.journal import Journal
 from gradtrack.records import RunInfo
 from gradtrack.view.files import listing, ways_to_open
@@ -33,7 +35,16 @@ def test_tensorboard_is_pointed_at_the_highest_directory(tmp_path: Path) -> None
         (tmp_path / name / "events.out.tfevents.1").touch()
     ways = dict(ways_to_open(tmp_path))
     assert list(ways) == [tmp_path / "board", tmp_path / "my other"]
-    assert f"'{tmp_path}/my other'" in ways[tmp_path / "my other"]
+    assert ways[tmp_path / "my other"] == "tensorboard --logdir 'my other'"
+
+
+def test_a_directory_elsewhere_is_named_in_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command works from where the person is."""
+    (tmp_path / "board").mkdir()
+    (tmp_path / "board" / "events.out.tfevents.1").touch()
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert listing(tmp_path) == [f"board  tensorboard --logdir {tmp_path}/board"]
 
 
 def test_trackers_without_a_server_are_named(tmp_path: Path) -> None:
