@@ -277,10 +277,11 @@ def _folded(text: str) -> str:
     if not sys.stdout.isatty():
         return text
     lines = []
+    width = shutil.get_terminal_size().columns
+    fold = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False)
     for line in text.splitlines():
-        indent = " " * (len(line) - len(line.lstrip()) + 2)
-        options = {"subsequent_indent": indent, "break_long_words": False, "break_on_hyphens": False}
-        lines += textwrap.wrap(line, shutil.get_terminal_size().columns, **options) or [""]
+        fold.subsequent_indent = " " * (len(line) - len(line.lstrip()) + 2)
+        lines += fold.wrap(line) or [""]
     return "\n".join(lines)
 
 
