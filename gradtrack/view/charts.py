@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gradtrack.records import Panel
+from gradtrack.view.heat import HeatMap, heat_of
 from gradtrack.view.run_data import RunData, Track
 from gradtrack.view.thinning import thin_out
 
@@ -39,30 +40,37 @@ class Chart:
     section: str = "Training"
     log_scale: bool = False
     about: str = ""
-    events: Sequence[tuple[int, str]] = field(default_factory=tuple)
+    events: Sequence[tuple[int, str, int]] = field(default_factory=tuple)
+    always: bool = False
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether there is a finite value to draw, or something to say where there is none."""
+        return self.always or any(np.isfinite(line.values).any() for line in self.lines)
+
+    def to_plain(self, *, buckets: int) -> dict[str, Any]:
+        """Return it as plain data, each line of at most so many points."""
+        return {
+            "title": self.title,
+            "section": self.section,
+            "log": self.log_scale,
+            "about": self.about,
+            "events": [list(event) for event in self.events],
+            "lines": [_plain_line(line, buckets) for line in self.lines],
+        }
 
 
-def charts_of(run: RunData) -> list[Chart]:
+def charts_of(run: RunData) -> list[Chart | HeatMap]:
     """Return every chart of a run that has something to show."""
     found = [chart for track in run.tracks.values() for chart in _charts(track, run)]
-    return [chart for chart in found if any(np.isfinite(line.values).any() for line in chart.lines)]
+    return [chart for chart in found if isinstance(chart, HeatMap) or chart.is_wanted]
 
 
-def to_plain(charts: Sequence[Chart]) -> list[dict[str, Any]]:
+def to_plain(charts: Sequence[Chart | HeatMap]) -> list[dict[str, Any]]:
     """Return charts as plain data of bounded size: the more lines there are, the coarser each is."""
-    lines = sum(len(chart.lines) for chart in charts)
+    lines = sum(len(chart.lines) for chart in charts if isinstance(chart, Chart))
     buckets = max(20, min(240, _NUMBERS_PER_PAGE // (4 * max(lines, 1))))
-    return [
-        {
-            "title": chart.title,
-            "section": chart.section,
-            "log": chart.log_scale,
-            "about": chart.about,
-            "events": [[step, text] for step, text in chart.events],
-            "lines": [_plain_line(line, buckets) for line in chart.lines],
-        }
-        for chart in charts
-    ]
+    return [chart.to_plain() if isinstance(chart, HeatMap) else chart.to_plain(buckets=buckets) for chart in charts]
 
 
 def spans_decades(values: NDArray[np.float64]) -> bool:
@@ -71,13 +79,18 @@ def spans_decades(values: NDArray[np.float64]) -> bool:
     return bool(len(finite)) and bool(finite.min() > 0) and bool(finite.max() > 20 * finite.min())
 
 
-def events_of(run: RunData, source: str) -> list[tuple[int, str]]:
-    """Return where the issues of a pair opened, in the order of the steps."""
-    found = [(start, issue.key) for issue in run.issues if issue.source == source for start, _ in issue.spans]
+def events_of(run: RunData, source: str) -> list[tuple[int, str, int]]:
+    """Return where the issues of a pair opened, in the order of the steps, each with its number among all issues."""
+    found = [
+        (start, issue.key, number)
+        for number, issue in enumerate(run.issues, 1)
+        for start, _ in issue.spans
+        if issue.source == source
+    ]
     return sorted(found)[:_MARKS]
 
 
-def _charts(track: Track, run: RunData) -> Iterator[Chart]:
+def _charts(track: Track, run: RunData) -> Iterator[Chart | HeatMap]:
     events = events_of(run, track.name)
     section = f"Training: {track.name}" if track.name else "Training"
 
@@ -88,7 +101,10 @@ def _charts(track: Track, run: RunData) -> Iterator[Chart]:
     norms = [_line(track, "train/grad_norm", "before clipping", style="wide")]
     norms += [_line(track, "train/grad_norm_clipped", "after clipping")]
     norms += [_line(track, "train/grad_clip_threshold", "threshold", style="dashed")]
-    yield chart("Gradient norm", norms, log_scale=True, about="Global L2 norm, unscaled.")
+    norm = chart(
+        "Gradient norm", norms, log_scale=True, about="Global L2 norm, unscaled; the dashes are the threshold."
+    )
+    yield replace(norm, always="train/grad_norm" in track.names)
     yield chart(
         "Clipping",
         [
@@ -107,12 +123,15 @@ def _charts(track: Track, run: RunData) -> Iterator[Chart]:
     groups = _strongest(track, track.groups)
     lines = [_line(track, f"train/grad_norm/{group}", group) for group in groups]
     left = len(track.groups) - len(groups)
-    about = f"The strongest {len(groups)}; {left} more are in the table." if left else ""
+    about = f"The strongest {len(groups)}; {left} more are below and in the table." if left else ""
     yield chart("Gradient norm of each group", lines, log_scale=True, about=about)
+    heat = heat_of(track, section=section, events=events)
+    if heat is not None:
+        yield heat
     yield from _analyzer_charts(track, run.panels, events)
 
 
-def _analyzer_charts(track: Track, panels: Sequence[Panel], events: Sequence[tuple[int, str]]) -> Iterator[Chart]:
+def _analyzer_charts(track: Track, panels: Sequence[Panel], events: Sequence[tuple[int, str, int]]) -> Iterator[Chart]:
     """Draw the panels that analyzers declared, then the metrics that none of them names."""
     rest = [name for name in track.names if not _is_own(name)]
     for panel in panels:
@@ -152,7 +171,7 @@ def _short(name: str, section: str) -> str:
 
 def _strongest(track: Track, groups: Sequence[str]) -> list[str]:
     def median(group: str) -> float:
-        values = track.column(f"train/grad_norm/{group}")
+        values = track.over_finite(f"train/grad_norm/{group}")
         values = values[np.isfinite(values)]
         return float(np.median(values)) if len(values) else -math.inf
 
@@ -161,7 +180,7 @@ def _strongest(track: Track, groups: Sequence[str]) -> list[str]:
 
 
 def _line(track: Track, metric: str, name: str, *, style: str = "solid") -> Line:
-    return Line(name=name, steps=track.steps, values=track.column(metric), style=style)
+    return Line(name=name, steps=track.steps, values=track.over_finite(metric), style=style)
 
 
 def _plain_line(line: Line, buckets: int) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -13,8 +13,10 @@ import numpy as np
 
 from gradtrack.record.files import write_atomically
 from gradtrack.view.charts import Chart, Line, spans_decades
+from gradtrack.view.heat import HeatMap, heat_of
 from gradtrack.view.html import fill, issue_card
 from gradtrack.view.run_data import IssueHistory, RunData, Track
+from gradtrack.view.sparks import sparkline
 from gradtrack.view.tables import Table, number
 
 if TYPE_CHECKING:
@@ -58,6 +60,17 @@ class Comparison:
         rows.append(("skipped steps", *("–" if count is None else str(count) for count in skipped)))
         return rows
 
+    def sparklines(self) -> list[tuple[str, ...]]:
+        """Return loss and gradient norm of both runs as lines of characters, each on a scale that both share."""
+        rows: list[tuple[str, ...]] = []
+        for source, first, second in self._tracks():
+            losses, norms = ([first.loss, second.loss], [one.column("train/grad_norm") for one in (first, second)])
+            curves = (("loss", losses, spans_decades(np.concatenate(losses))), ("gradient norm", norms, True))
+            for name, pair, log_scale in curves:
+                lines = (sparkline(one, log_scale=log_scale, scale=np.concatenate(pair)) for one in pair)
+                rows.append((f"{name} ({source})" if source else name, *lines))
+        return [row for row in rows if any(row[1:])]
+
     def last_values(self) -> list[tuple[str, str, str, str]]:
         """Return the last norm of every group and the last value of every analyzer's metric, with their ratio."""
         rows = []
@@ -81,21 +94,26 @@ class Comparison:
             rows += [(name, _said(first, name), _said(second, name)) for name in names]
         return [row for row in rows if row[1] != row[2]]
 
-    def charts(self) -> list[Chart]:
-        """Return each curve of both runs in one chart."""
-        charts = []
+    def charts(self) -> list[Chart | HeatMap]:
+        """Return each curve of both runs in one chart, and the groups of each over depth and time."""
+        charts: list[Chart | HeatMap] = []
         for source, first, second in self._tracks():
             section = f"Curves: {source}" if source else "Curves"
             pair = [("A", first), ("B", second)]
             lines = [Line(name=name, steps=track.steps, values=track.loss) for name, track in pair]
-            log_scale = all(spans_decades(line.values) for line in lines)
+            log_scale = spans_decades(np.concatenate([first.loss, second.loss]))
             charts.append(Chart(title="Loss", lines=lines, section=section, log_scale=log_scale))
             shared = [group for group in first.groups if group in second.groups][:_GROUP_CHARTS]
             groups = [(f"Norm of {group}", f"train/grad_norm/{group}", True) for group in shared]
             for title, metric, log_scale in (*_CURVES, *groups):
-                lines = [Line(name=name, steps=track.steps, values=track.column(metric)) for name, track in pair]
+                lines = [Line(name=name, steps=track.steps, values=track.over_finite(metric)) for name, track in pair]
                 charts.append(Chart(title=title, lines=lines, section=section, log_scale=log_scale))
-        return [chart for chart in charts if any(np.isfinite(line.values).any() for line in chart.lines)]
+            for name, track in pair:
+                heat = heat_of(track, section=section, events=[])
+                charts += (
+                    [] if heat is None else [replace(heat, title=f"{name}: {heat.title[0].lower()}{heat.title[1:]}")]
+                )
+        return [chart for chart in charts if isinstance(chart, HeatMap) or chart.is_wanted]
 
     def write_html(self, path: Path) -> Path:
         """Write the comparison as one page."""
@@ -125,13 +143,15 @@ class Comparison:
         parts: list[RenderableType] = [names]
         for title, columns, rows in (
             ("Numbers", ("", "A", "B"), self.numbers()),
+            ("Curves", ("", "A", "B"), self.sparklines()),
             ("Settings that differ", ("", "A", "B"), self.settings()),
             ("Last recorded", ("", "A", "B", "B / A"), self.last_values()),
         ):
             if rows:
                 parts += ["", Text(title, style="bold"), _table(columns, rows)]
         for title, issues, style in (("Appeared", self.appeared, "red"), ("Gone", self.gone, "green")):
-            parts += ["", Text(f"{title}: {len(issues)} issues" if issues else f"{title}: no issue", style="bold")]
+            count = f"{len(issues)} issue{'' if len(issues) == 1 else 's'}" if issues else "no issue"
+            parts += ["", Text(f"{title}: {count}", style="bold")]
             parts += [Text(f"  {issue.severity.value} {issue.key}  {issue.when}", style=style) for issue in issues]
         return Group(*parts)
 
@@ -185,7 +205,7 @@ def _last_loss(track: Track) -> float | None:
 
 
 def _median(track: Track, metric: str) -> str:
-    values = track.column(metric)
+    values = track.over_finite(metric)
     values = values[np.isfinite(values)]
     return number(float(np.median(values))) if len(values) else "–"
 

@@ -13,6 +13,7 @@ from gradtrack._version import __version__
 from gradtrack.record.files import write_atomically
 from gradtrack.reports import IssueSeverity
 from gradtrack.view.charts import Chart, charts_of, to_plain
+from gradtrack.view.heat import HeatMap
 from gradtrack.view.run_data import IssueHistory, RunData
 from gradtrack.view.tables import number, tables_of
 
@@ -35,7 +36,7 @@ def render(run: RunData) -> str:
         healthy=run.healthy,
         verdict=verdict(run),
         tiles=_tiles(run),
-        issues=[issue_card(issue) for issue in run.issues[:_ISSUES]],
+        issues=[{**issue_card(issue), "number": n} for n, issue in enumerate(run.issues[:_ISSUES], 1)],
         no_issues="No issue opened in this run.",
         tables=[table for table in tables_of(run) if table.rows],
         details=[
@@ -46,7 +47,7 @@ def render(run: RunData) -> str:
     )
 
 
-def fill(*, charts: Sequence[Chart], **values: Any) -> str:
+def fill(*, charts: Sequence[Chart | HeatMap], **values: Any) -> str:
     """Fill the page's template; every value is escaped, and no chart can leave its script element."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
     from markupsafe import Markup
@@ -55,6 +56,7 @@ def fill(*, charts: Sequence[Chart], **values: Any) -> str:
         loader=PackageLoader("gradtrack.view"), autoescape=True, undefined=StrictUndefined, trim_blocks=False
     )
     files = resources.files("gradtrack.view").joinpath("templates")
+    hint = "Drag across a chart to zoom in on steps; a double click shows all of them." if charts else ""
     data = json.dumps(to_plain(charts), separators=(",", ":"), allow_nan=False)
     for sign, escaped in (("<", "\\u003c"), (">", "\\u003e"), ("&", "\\u0026")):
         data = data.replace(sign, escaped)
@@ -63,6 +65,7 @@ def fill(*, charts: Sequence[Chart], **values: Any) -> str:
         style=Markup(files.joinpath("report.css").read_text(encoding="utf-8")),
         script=Markup(files.joinpath("report.js").read_text(encoding="utf-8")),
         data=Markup(data),
+        charts_hint=hint,
         **values,
     )
 

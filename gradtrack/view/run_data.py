@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from array import array
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -20,6 +21,8 @@ from gradtrack.reports import IssueSeverity
 
 _GROUP_NORM: Final = "train/grad_norm/"
 _HEALTHY: Final = "train/grad_healthy"
+_SPANS: Final = 3
+_OVER_FINITE: Final = re.compile(r"train/grad_(?:norm(?=/)|variance)(|/.*)$", re.DOTALL)
 
 
 class Track:
@@ -71,11 +74,23 @@ class Track:
         """Return a metric at every row."""
         return self._in_order(self._columns.get(name, array("d")))
 
+    def over_finite(self, name: str) -> NDArray[np.float64]:
+        """Return a metric as `column` does, but for a norm or a variance NaN where no gradient element was finite.
+
+        Over no element at all both are 0, and the mean is not a number.
+        """
+        values, found = self.column(name), _OVER_FINITE.match(name)
+        if found is None or f"train/grad_mean{found[1]}" not in self._columns:
+            return values
+        return np.where((values == 0.0) & np.isnan(self.column(f"train/grad_mean{found[1]}")), math.nan, values)
+
     def last(self, name: str) -> float:
         """Return the last known value of a metric."""
-        values = self.column(name)
-        known = values[~np.isnan(values)]
-        return float(known[-1]) if len(known) else math.nan
+        return _last_known(self.column(name))
+
+    def last_norm(self, group: str) -> float:
+        """Return the last norm of a group that was over a finite gradient."""
+        return _last_known(self.over_finite(f"{_GROUP_NORM}{group}"))
 
     def _in_order(self, column: array[float]) -> NDArray[np.float64]:
         values = np.full(len(self._rows), math.nan)
@@ -88,6 +103,11 @@ class Track:
             return name
         head, found, group = name.partition(f"/{self.name}/")
         return f"{head}/{group}" if found else name.removesuffix(f"/{self.name}")
+
+
+def _last_known(values: NDArray[np.float64]) -> float:
+    known = values[~np.isnan(values)]
+    return float(known[-1]) if len(known) else math.nan
 
 
 def _set(column: array[float], row: int, value: float) -> None:
@@ -122,9 +142,13 @@ class IssueHistory:
     @property
     def when(self) -> str:
         """Tell in words when it was open."""
-        spans = [f"from step {start}" if end is None else f"steps {start} to {end}" for start, end in self.spans]
-        shown = ", ".join(spans[:3])
-        return shown if len(spans) <= 3 else f"{shown} and {len(spans) - 3} times more"
+        spans = [f"{start} to {end}" for start, end in self.spans if end is not None]
+        told = [f"steps {', '.join(spans[:_SPANS])}"] if spans else []
+        if len(spans) > _SPANS:
+            told.append("once more" if len(spans) == _SPANS + 1 else f"{len(spans) - _SPANS} times more")
+        if self.is_open:
+            told.append(f"from step {self.spans[-1][0]}")
+        return told[0] if len(told) == 1 else f"{', '.join(told[:-1])} and {told[-1]}"
 
 
 @dataclass(slots=True, kw_only=True)

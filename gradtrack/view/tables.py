@@ -14,7 +14,7 @@ _PARAMETERS: Final = 5000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """A table of the page; the first cell of a row is its name."""
+    """A table of the page; the first cell of a row is its name, and `words` are the columns that hold no numbers."""
 
     id: str
     title: str
@@ -22,6 +22,7 @@ class Table:
     rows: Sequence[Sequence[str]]
     about: str = ""
     search: bool = False
+    words: Sequence[int] = (0,)
 
 
 def number(value: float | None) -> str:
@@ -40,8 +41,8 @@ def tables_of(run: RunData) -> list[Table]:
                 title=f"Groups{name}",
                 columns=("group", "norm", "share", "mean", "variance"),
                 rows=_group_rows(track),
-                about="As last recorded. The share is that of the squared norm.",
-                search=len(track.groups) > 30,
+                about="As last recorded. The share is that of the squared norm. A click on a column sorts by it.",
+                search=len(track.groups) > 12,
             )
         )
     for index, report in enumerate(run.end.last if run.end is not None else ()):
@@ -52,7 +53,7 @@ def tables_of(run: RunData) -> list[Table]:
 
 
 def _group_rows(track: Track) -> list[list[str]]:
-    norms = {group: track.last(f"train/grad_norm/{group}") for group in track.groups}
+    norms = {group: track.last_norm(group) for group in track.groups}
     total = sum(norm * norm for norm in norms.values() if norm == norm)
     rows = []
     for group, norm in norms.items():
@@ -83,6 +84,7 @@ def _parameter_table(identity: str, report: StepReport) -> Table:
         rows=rows,
         about=f"{left} more are in run_end.json." if left else "A click on a column sorts by it.",
         search=True,
+        words=(0, 1),
     )
 
 
@@ -100,6 +102,7 @@ def _flight_table(reports: Sequence[StepReport]) -> Table:
         columns=("step", "loss", "norm before", "norm after", "non-finite", "largest gradient", "batch"),
         rows=rows,
         about="The steps up to the first fault. Every parameter of each of them is in run_end.json.",
+        words=(0, 5, 6),
     )
 
 

@@ -7,23 +7,21 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gradtrack.functional.picture import visualize_layer_gradients
 from gradtrack.reports import IssueSeverity
 from gradtrack.view.charts import spans_decades
 from gradtrack.view.files import listing, ways_to_open
 from gradtrack.view.run_data import IssueHistory, RunData, Track
+from gradtrack.view.sparks import sparkline
 from gradtrack.view.tables import number
-from gradtrack.view.thinning import thin_out
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-_BLOCKS: Final = "▁▂▃▄▅▆▇█"
-_WIDTH: Final = 28
 _GROUPS: Final = 24
 _ISSUES: Final = 20
+_NAME: Final = 45
 _COLOURS: Final = {
     IssueSeverity.CRITICAL: "bold red",
     IssueSeverity.HIGH: "red",
@@ -69,29 +67,20 @@ def to_plain(run: RunData) -> dict[str, Any]:
     }
 
 
-def sparkline(values: NDArray[np.float64], *, log_scale: bool = False, width: int = _WIDTH) -> str:
-    """Draw a line with block characters; what is not finite is left out."""
-    if log_scale:
-        with np.errstate(divide="ignore", invalid="ignore"):
-            values = np.log(values)
-    shown = thin_out(np.arange(len(values)), values, buckets=width).median
-    if not len(shown):
-        return ""
-    low, high = float(shown.min()), float(shown.max())
-    scale = (len(_BLOCKS) - 1) / (high - low) if high > low else 0.0
-    return "".join(_BLOCKS[round((value - low) * scale)] for value in shown.tolist())
-
-
 def _head(run: RunData) -> RenderableType:
     from rich.text import Text
 
-    text = Text.assemble((f"Run {run.run.run_id}", "bold"), f"  {run.state}, {run.total_steps:,} steps  ")
+    text = Text.assemble((f"Run {run.run.run_id}", "bold"), f"  {run.state}, {_steps(run.total_steps)}  ")
     text.append("healthy" if run.healthy else "unhealthy", style="green" if run.healthy else "bold red")
     if run.end is not None and run.end.summary.nan_inf_summary.skipped_steps:
         text.append(f"  {run.end.summary.nan_inf_summary.skipped_steps} skipped")
     if run.damaged:
         text.append(f"  {len(run.damaged)} damaged rows left out", style="yellow")
     return text
+
+
+def _steps(count: int) -> str:
+    return f"{count:,} step{'' if count == 1 else 's'}"
 
 
 def _track(track: Track) -> Iterator[RenderableType]:
@@ -103,13 +92,15 @@ def _track(track: Track) -> Iterator[RenderableType]:
         table.add_column(column, justify="left" if not column else "right", no_wrap=True)
     curves = [
         ("loss", track.loss, spans_decades(track.loss)),
-        *((name, track.column(key), log) for name, key, log in _CURVES),
+        *((name, track.over_finite(key), log) for name, key, log in _CURVES),
     ]
     for name, values, log_scale in curves:
         finite = values[np.isfinite(values)]
         if len(finite):
             drawn = sparkline(values, log_scale=log_scale)
             table.add_row(name, drawn, number(finite[-1]), number(finite.min()), number(finite.max()))
+        elif name == "gradient norm" and len(values):
+            table.add_row(name, "never finite", "–", "–", "–", style="red")
     yield table
     yield from _groups(track)
 
@@ -118,18 +109,20 @@ def _groups(track: Track) -> Iterator[RenderableType]:
     from rich.cells import cell_len
     from rich.text import Text
 
-    norms = {group: track.last(f"train/grad_norm/{group}") for group in track.groups}
-    known = {_line(group): norm for group, norm in norms.items() if not math.isnan(norm)}
+    norms = {group: track.last_norm(group) for group in track.groups}
+    known = {group: norm for group, norm in norms.items() if not math.isnan(norm)}
     if not known:
         return
-    layers = sorted(visualize_layer_gradients(known), key=lambda layer: list(known).index(layer.name))
-    width = max(cell_len(layer.name) for layer in layers[:_GROUPS])
+    order = {group: place for place, group in enumerate(known)}
+    layers = sorted(visualize_layer_gradients(known), key=lambda layer: order[layer.name])[:_GROUPS]
+    width = max(cell_len(_short(layer.name)) for layer in layers)
     yield Text(f"\nGradient norm of each group at step {int(track.steps[-1])}", style="bold")
-    for layer in layers[:_GROUPS]:
-        space = " " * (width - cell_len(layer.name) + 2)
-        yield Text(f"{layer.name}{space}|{'█' * layer.bar_cells:<12}| norm: {number(layer.norm)}")
-    if len(layers) > _GROUPS:
-        yield Text(f"and {len(layers) - _GROUPS} more: see gradtrack report", style="dim")
+    for layer in layers:
+        name = _short(layer.name)
+        space = " " * (width - cell_len(name) + 2)
+        yield Text(f"{name}{space}|{'█' * layer.bar_cells:<12}| norm: {number(layer.norm)}")
+    if len(known) > _GROUPS:
+        yield Text(f"and {len(known) - _GROUPS} more: see gradtrack report", style="dim")
 
 
 def _issues(run: RunData) -> Iterator[RenderableType]:
@@ -174,6 +167,12 @@ def _last(track: Track) -> dict[str, float | None]:
     steps = {"step": int(track.steps[-1])} if len(track.steps) else {}
     values = {name: track.last(name) for name in track.names}
     return {**steps, **{name: value if math.isfinite(value) else None for name, value in values.items()}}
+
+
+def _short(name: str) -> str:
+    """Leave out the middle of a name that would push its bar off the line."""
+    line = _line(name)
+    return line if len(line) <= _NAME else f"{line[: _NAME // 3]}…{line[1 - 2 * _NAME // 3 :]}"
 
 
 def _line(text: str) -> str:

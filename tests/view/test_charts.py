@@ -45,9 +45,9 @@ def test_infinite_values_are_marks_and_not_numbers() -> None:
 
 
 def test_events_are_where_issues_opened() -> None:
-    """Every chart of a pair knows the steps on which its issues opened."""
+    """Every chart of a pair knows the steps on which its issues opened, and the number of each issue's card."""
     chart = plain(row(1), row(2, issues=[issue("encoder")]), row(3), row(4, issues=[issue("encoder")]))["Loss"]
-    assert chart["events"] == [[2, "EXPLODING:encoder"], [4, "EXPLODING:encoder"]]
+    assert chart["events"] == [[2, "EXPLODING:encoder", 1], [4, "EXPLODING:encoder", 1]]
 
 
 def test_panels_gather_their_metrics_and_the_rest_stand_alone() -> None:
@@ -65,6 +65,12 @@ def test_panels_of_the_training_itself_are_not_drawn_twice() -> None:
     """What the charts of the training show needs no panel."""
     panel = Panel(title="Again", section="gradients", metrics=("train/grad_norm",))
     assert "Again" not in plain(row(1, panels=(panel,)))
+
+
+def test_a_norm_that_is_never_finite_is_not_passed_over() -> None:
+    """Where no norm is a number its chart stays, to say so."""
+    charts = plain(row(1, norm=math.nan), row(2, norm=math.nan))
+    assert charts["Gradient norm"]["lines"][0]["x"] == []
 
 
 def test_only_the_strongest_groups_are_drawn() -> None:

@@ -9,7 +9,9 @@ from pathlib import Path
 from rich.console import Console
 
 from gradtrack.reports import IssueType
+from gradtrack.view.charts import Chart
 from gradtrack.view.comparison import Comparison
+from gradtrack.view.heat import HeatMap
 from tests.view.pages import Page
 from tests.view.runs import HOSTILE, gather, issue, row
 
@@ -44,6 +46,7 @@ def test_last_values_have_their_ratio() -> None:
 def test_curves_of_both_are_in_one_chart() -> None:
     """Every chart has a line for each run."""
     chart = next(chart for chart in pair().charts() if chart.title == "Gradient norm")
+    assert isinstance(chart, Chart)
     assert [(line.name, line.values.tolist()) for line in chart.lines] == [("A", [2.0, 2.0]), ("B", [2.0, 4.0])]
 
 
@@ -60,6 +63,18 @@ def test_comparison_is_shown_as_text_page_and_data(tmp_path: Path) -> None:
         assert "0.3" in text
     assert "appeared in B" in page.text
     assert len(page.chart("Gradient norm")["lines"]) == 2
+    assert [line for line in console.file.getvalue().splitlines() if line.startswith("gradient norm") and "▁" in line]
+
+
+def test_groups_of_both_are_seen_over_depth() -> None:
+    """Runs of different architectures have their groups side by side, each in a picture of its own."""
+    runs = []
+    for names in (("a", "b", "c"), ("x", "y", "z", "end")):
+        norms = {f"train/grad_norm/{name}": 0.5 for name in names}
+        runs.append(gather(*(row(step, metrics=norms) for step in range(1, 5))))
+    heat = {chart.title: chart for chart in Comparison(*runs).charts() if isinstance(chart, HeatMap)}
+    assert list(heat["A: gradient norm over depth and time"].rows) == ["a", "b", "c"]
+    assert list(heat["B: gradient norm over depth and time"].rows) == ["x", "y", "z", "end"]
 
 
 def test_hostile_names_are_text(tmp_path: Path) -> None:

@@ -62,8 +62,27 @@ def test_issues_have_the_spans_in_which_they_were_open() -> None:
     (found,) = run.issues
     assert found.spans == [(2, 4), (5, None)]
     assert found.is_open
-    assert found.when == "steps 2 to 4, from step 5"
+    assert found.when == "steps 2 to 4 and from step 5"
     assert not run.healthy
+
+
+@pytest.mark.parametrize(
+    ("times", "told"),
+    [(1, "steps 1 to 2"), (3, "steps 1 to 2, 3 to 4, 5 to 6"), (4, "steps 1 to 2, 3 to 4, 5 to 6 and once more")],
+)
+def test_many_spans_are_told_in_short(times: int, told: str) -> None:
+    """The first three spans are told in full, and how many more there were."""
+    run = gather(*(row(step, issues=[issue()] if step % 2 else []) for step in range(1, 2 * times + 1)))
+    assert [found.when for found in run.issues] == [told]
+
+
+def test_a_step_without_a_finite_gradient_has_no_norm() -> None:
+    """A norm over no element at all is not a zero; one of a gradient that vanished is."""
+    metrics = [{"train/grad_norm/head": norm, "train/grad_mean/head": mean} for norm, mean in
+               ((1.0, 0.1), (0.0, math.nan), (0.0, 0.0), (0.0, math.nan))]  # fmt: skip
+    (track,) = gather(*(row(step, metrics=found) for step, found in enumerate(metrics, 1))).tracks.values()
+    assert np.array_equal(track.over_finite("train/grad_norm/head"), [1.0, math.nan, 0.0, math.nan], equal_nan=True)
+    assert track.last_norm("head") == 0.0
 
 
 def test_issues_of_two_pairs_are_two() -> None:

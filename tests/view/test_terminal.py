@@ -6,7 +6,6 @@ import io
 import json
 import math
 
-import numpy as np
 import pytest
 from rich.console import Console
 
@@ -23,15 +22,6 @@ def shown(run: RunData, *, colour: bool = False) -> str:
     return console.file.getvalue()
 
 
-def test_sparkline_follows_its_values() -> None:
-    """The lowest value has the lowest block and the highest the highest."""
-    assert terminal.sparkline(np.array([0.0, 1.0, 2.0, 7.0])) == "▁▂▃█"
-    assert terminal.sparkline(np.array([1.0, 10.0, 100.0]), log_scale=True) == "▁▅█"
-    assert terminal.sparkline(np.array([3.0, math.nan, math.inf, 3.0])) == "▁▁"
-    assert terminal.sparkline(np.array([])) == ""
-    assert len(terminal.sparkline(np.arange(10_000.0), width=20)) == 20
-
-
 def test_run_is_summed_up() -> None:
     """Health, curves with their last value, groups with bars, and issues with advice are shown."""
     text = shown(gather(row(1), row(250, norm=4.0, issues=[issue("encoder")])))
@@ -41,6 +31,19 @@ def test_run_is_summed_up() -> None:
     assert "W_out  |████████████| norm: 3.2" in text
     assert "HIGH EXPLODING at encoder  from step 250" in text
     assert "What to do: Lower the learning rate." in text
+
+
+def test_long_names_do_not_break_their_line() -> None:
+    """The middle of a name that is too long is left out, and every group keeps its bar."""
+    groups = {f"train/grad_norm/{'x' * 90}.{index}.{'y' * 90}": 1.0 + index for index in range(3)}
+    lines = shown(gather(row(1, metrics=groups))).splitlines()
+    assert len([line for line in lines if "…" in line and "norm: " in line]) == 3
+    assert max(map(len, lines)) <= 100
+
+
+def test_norms_that_are_never_finite_are_told() -> None:
+    """A run of NaN has no curve, and says so."""
+    assert "gradient norm  never finite" in shown(gather(row(1, norm=math.nan), row(2, norm=math.nan)))
 
 
 def test_plain_output_has_no_control_characters() -> None:
