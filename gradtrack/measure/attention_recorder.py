@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -14,14 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from gradtrack.measure.attention import (
-    AttentionRows,
-    HeadStatistics,
-    mean_cosine,
-    measure_heads,
-    rank_residual,
-    token_rank,
-)
+from gradtrack.measure.attention import AttentionRows, HeadStatistics, measure_heads
 from gradtrack.measure.attention_calls import (
     Limits,
     is_attention_softmax,
@@ -29,19 +22,18 @@ from gradtrack.measure.attention_calls import (
     rows_of_packed,
     rows_of_softmax,
 )
+from gradtrack.measure.block_tokens import (
+    TokenStatistics,
+    are_alike,
+    call_sizes,
+    sequences_of,
+    tensors_of,
+    token_statistics,
+)
 from gradtrack.measure.interception import Interception
 
 _logger = logging.getLogger("gradtrack")
 _FUSED: Final = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
-
-
-@dataclass(frozen=True, slots=True)
-class TokenStatistics:
-    """How different the tokens of the residual stream still are after a block."""
-
-    residual: float
-    cosine: float
-    rank: float
 
 
 @dataclass(slots=True)
@@ -142,7 +134,7 @@ class AttentionRecorder:
             self._see_imported()
             return
         self._stop()
-        for tensor in _tensors(output):
+        for tensor in tensors_of(output):
             if tensor.requires_grad and self._pass is not None:
                 self._watch(tensor, self._pass)
 
@@ -216,16 +208,16 @@ class AttentionRecorder:
         name = f"{frame.name}.self_attn" if isinstance(frame.module, nn.TransformerEncoderLayer) else frame.name
         if statistics is not None:
             found.heads.setdefault(name, []).append(statistics)
-        frame.attended.append((name, rows, _sizes(first, num_heads)))
+        frame.attended.append((name, rows, call_sizes(first, num_heads)))
 
     def _close_block(self, frame: _Frame, inputs: Any, output: Any) -> None:
         """Look at the tokens that leave a block, or leave that to the module around it."""
         if self._pass is None:
             return
-        before, after = (next(filter(Tensor.is_floating_point, _tensors(side)), None) for side in (inputs, output))
-        if after is not None and (before is None or _alike(before, after)) and self._is_block(frame):
+        before, after = (next(filter(Tensor.is_floating_point, tensors_of(side)), None) for side in (inputs, output))
+        if after is not None and (before is None or are_alike(before, after)) and self._is_block(frame):
             _, rows, sizes = frame.attended[-1]
-            found = _token_statistics(_sequences(after, sizes, frame.module), rows, self._limits)
+            found = token_statistics(sequences_of(after, sizes, frame.module), rows, self._limits)
             if found is not None:
                 self._pass.tokens.setdefault(frame.name, []).append(found)
                 return
@@ -259,65 +251,3 @@ def _full_precision() -> Iterator[None]:
         for kind in kinds:
             stack.enter_context(torch.autocast(kind, enabled=False))
         yield
-
-
-def _sizes(first: Tensor, num_heads: int | None) -> tuple[int, int] | None:
-    """Return (batch, queries) of what an attention call was given."""
-    if first.is_nested or first.ndim < 2:
-        return None
-    batch = 1 if first.ndim == 2 else first.shape[0]
-    return (batch // num_heads if num_heads and first.ndim == 3 else batch), first.shape[-2]
-
-
-def _alike(before: Tensor, after: Tensor) -> bool:
-    return before.is_nested == after.is_nested and (after.is_nested or before.shape == after.shape)
-
-
-def _sequences(tokens: Tensor, sizes: tuple[int, int] | None, module: nn.Module) -> Sequence[Tensor]:
-    """Take the tokens of a batch apart into sequences of (tokens, features)."""
-    values = tokens.detach()
-    if values.is_nested:
-        return values.unbind()
-    if values.ndim not in (2, 3) or torch._C._functorch.is_functorch_wrapped_tensor(tokens):
-        return ()
-    if values.ndim == 2:
-        return (values,)
-    return (values.transpose(0, 1) if _sequence_first(values, sizes, module) else values).unbind()
-
-
-def _token_statistics(
-    sequences: Sequence[Tensor], rows: AttentionRows | None, limits: Limits
-) -> TokenStatistics | None:
-    found = []
-    for index, sequence in enumerate(sequences[: limits.sequences]):
-        picked = sequence[limits.chosen_rows(len(sequence)).to(sequence.device)]
-        if rows is not None and rows.genuine.shape[0] > index and rows.genuine.shape[1] == len(picked):
-            picked = picked[rows.genuine[index]]
-        if len(picked) >= 2:
-            found.append((rank_residual(picked), mean_cosine(picked), token_rank(picked)))
-    if not found:
-        return None
-    residual, cosine, rank = (sum(column) / len(found) for column in zip(*found, strict=True))
-    return TokenStatistics(residual, cosine, rank)
-
-
-def _sequence_first(values: Tensor, sizes: tuple[int, int] | None, module: nn.Module) -> bool:
-    if sizes is None or sizes[0] != sizes[1]:
-        return sizes is not None and tuple(values.shape[:2]) == (sizes[1], sizes[0])
-    inner = next((part for part in module.modules() if isinstance(part, nn.MultiheadAttention)), None)
-    return inner is not None and not inner.batch_first
-
-
-def _tensors(values: Any) -> Iterator[Tensor]:
-    """Yield the tensors of what a module takes or returns, in order."""
-    if isinstance(values, Tensor):
-        yield values
-    elif isinstance(values, dict):
-        for value in values.values():
-            yield from _tensors(value)
-    elif isinstance(values, (tuple, list)):
-        for value in values:
-            yield from _tensors(value)
-    elif hasattr(values, "__dataclass_fields__"):
-        for name in values.__dataclass_fields__:
-            yield from _tensors(getattr(values, name))

@@ -10,7 +10,8 @@ import torch
 from pydantic import Field
 
 from gradtrack.measure.attention import HeadStatistics
-from gradtrack.measure.attention_recorder import ForwardPass, TokenStatistics
+from gradtrack.measure.attention_recorder import ForwardPass
+from gradtrack.measure.block_tokens import TokenStatistics
 from gradtrack.reports import Issue, Report
 
 Risk = Literal["LOW", "MEDIUM", "HIGH"]
