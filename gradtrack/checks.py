@@ -68,10 +68,8 @@ def check_optimizer(optimizer: Any, params: Sequence[nn.Parameter]) -> None:
 
 def hookable(optimizer: Any) -> Any:
     """Return an optimizer whose steps can be watched: where a framework has wrapped it, the one within."""
-    if hasattr(optimizer, "_optimizer_step_pre_hooks"):
-        return optimizer
     inner = getattr(optimizer, "optimizer", None)
-    return inner if hasattr(inner, "_optimizer_step_pre_hooks") else optimizer
+    return optimizer if hasattr(optimizer, "_optimizer_step_pre_hooks") or inner is None else inner
 
 
 def check_hookable(optimizer: object) -> None:
@@ -87,33 +85,3 @@ def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
     """Say whether an optimizer, like LBFGS, cannot step without a closure, which it may then call several times."""
     closure = inspect.signature(inspect.unwrap(type(optimizer).step)).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
-
-
-def unscale(scaler: torch.amp.GradScaler, optimizers: Sequence[Any], *, once: bool) -> None:
-    """Unscale the gradients of optimizers; after an own backward pass (not `once`) the loop may have done so itself."""
-    if not optimizers:
-        raise UsageError("scaler without an optimizer: expected the one that it steps. Pass it beside the model.")
-    for optimizer in optimizers:
-        try:
-            scaler.unscale_(optimizer)
-        except RuntimeError as fault:
-            if "already been called" not in str(fault):
-                raise
-            if once:
-                raise UsageError(
-                    "a second backward pass before scaler.update(): expected one, since its scaled gradients were "
-                    "added to unscaled ones. Pass accumulate=True for all but the last micro-batch."
-                ) from fault
-
-
-def take_over_scale(optimizer: Any) -> bool:
-    """Unscale for a fused optimizer that was told to do so within its step; say whether a scaler decides about it."""
-    if not hasattr(optimizer, "found_inf") or not hasattr(optimizer, "grad_scale"):
-        return False
-    if optimizer.grad_scale is not None:
-        factor = 1.0 / float(optimizer.grad_scale)
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        grads = [param.grad for param in params if param.grad is not None]
-        torch._foreach_mul_(grads, factor)
-        optimizer.grad_scale = None
-    return True

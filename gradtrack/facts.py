@@ -28,7 +28,9 @@ class StepFacts:
         "lr",
         "nan_inf",
         "notes",
+        "ranks",
         "rows",
+        "scaler",
         "skipped",
         "total",
         "touched_rows",
@@ -54,6 +56,8 @@ class StepFacts:
         self.health: HealthReport
         self.histograms: Mapping[str, Histogram] = {}
         """By group, the empty name being that of the whole; for the trackers only."""
+        self.ranks: Mapping[str, Any] | None = None
+        self.scaler: Mapping[str, Any] | None = None
         self.analyzers: Mapping[str, Report] = {}
         self.notes: list[str] = []
 
@@ -72,6 +76,8 @@ class StepFacts:
             "health": self.health,
             "clipping": self.clipping,
             "nan_inf": self.nan_inf,
+            "ranks": self.ranks,
+            "scaler": self._scaler(),
             "analyzers": self.analyzers,
             "notes": self.notes,
         }
@@ -124,6 +130,13 @@ class StepFacts:
                 "touched_rows": self.touched_rows.get(name),
             }
         return found
+
+    def _scaler(self) -> dict[str, Any] | None:
+        """Return what is known of the loss scale, which may have to come from its device."""
+        if self.scaler is None:
+            return None
+        scale = self.scaler["scale"]
+        return {**self.scaler, "scale": None if scale is None else float(scale)}
 
     def _statistics(self) -> dict[str, Any]:
         found = describe(self.total, self.layout.total_count, self.exponent)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -15,6 +16,15 @@ from gradtrack.measure.moments import Moments
 from gradtrack.measure.table import Gradients, ParameterTable, SharedGradients
 from gradtrack.measure.weights import norms_from_squares, weight_norms, weight_squares
 
+_LOCAL_PARTS = (
+    "the parameters are spread over ranks: analyzers look at the parts that this rank holds, "
+    "so their numbers are those of this rank."
+)
+_NO_RANKS = (
+    "per_rank has nothing to compare: the gradients are plain tensors, which DDP makes the same on every rank. "
+    "Pass process_group to compare them."
+)
+
 
 class Gauge:
     """Reads the gradients of a model in one pass, with the parameters, groups and engine that are right at that step.
@@ -22,19 +32,25 @@ class Gauge:
     Where parameters are spread over ranks, what it reads is that of all ranks, and all of it is sent together.
     """
 
-    def __init__(self, model: nn.Module, config: GradientConfig, measurer: Measurer) -> None:
+    def __init__(self, model: nn.Module, config: GradientConfig, measurer: Measurer, process_group: Any = None) -> None:
         self._model, self._config, self._measurer = model, config, measurer
-        self.table = ParameterTable(model, config.groups)
+        self._told: set[str] = set()
+        self.share(process_group)
         if not self.table.params:
             frozen = " All of its parameters are frozen; set requires_grad on some." if self.table.frozen else ""
             raise UsageError(
                 f"model {type(model).__name__} has no trainable parameters: expected at least one.{frozen}"
             )
 
+    def share(self, process_group: Any) -> None:
+        """Take the gradients to be spread over the ranks of a group from now on, unless it is None."""
+        self._process_group = process_group
+        self.table = ParameterTable(self._model, self._config.groups, process_group)
+
     def collect(self, only: Container[int] | None = None) -> Gradients:
         """Return the gradients that are there now; with `only`, those of the parameters with these ids."""
         if self.table.stale() or self.table.patterns is not self._config.groups:
-            self.table = ParameterTable(self._model, self._config.groups)
+            self.share(self._process_group)
         if self._measurer.engine != self._config.engine:
             self._measurer.use(self._config.engine)
         return self.table.gradients(only)
@@ -42,7 +58,7 @@ class Gauge:
     def read(self, grads: Gradients, facts: StepFacts, loss: Tensor | float | None, *, row_due: bool) -> Moments:
         """Measure gradients and the loss; over ranks, where a row is due, the weights with them.
 
-        Whether a row is due then must follow from the step alone, so that all ranks send the same.
+        What is asked for must follow from the step and the settings alone, so that all ranks send the same.
         """
         grads.batch = self._measurer.prepare(grads.tensors)
         if isinstance(grads, SharedGradients):
@@ -59,12 +75,26 @@ class Gauge:
         if facts.with_groups and self.table.ranks is None:
             facts.weight_norms = weight_norms(self.table, self._measurer)
 
+    def notes(self, *, analyzed: bool) -> list[str]:
+        """Tell what to know of the numbers where parameters are spread over ranks, or are not; each thing once."""
+        ranks, found = self.table.ranks, []
+        if analyzed and ranks is not None and ranks.sharded.any():
+            found.append(_LOCAL_PARTS)
+        if self._config.per_rank and ranks is None:
+            found.append(_NO_RANKS)
+        new = [note for note in found if note not in self._told]
+        self._told.update(new)
+        return new
+
     def _read_shared(
         self, grads: SharedGradients, facts: StepFacts, loss: float | None, *, weigh: bool
     ) -> tuple[Moments, float | None]:
+        config = self._config
         extra = weight_squares(self.table, self._measurer) if weigh else None
-        moments = grads.measure(self._measurer, extra=extra, loss=loss)
-        facts.layout = grads.layout
+        by_value = config.enable_gradient_clipping and config.effective_clip_type == "value"
+        ends, spread = facts.full or by_value, facts.full and config.per_rank
+        moments = grads.measure(self._measurer, extra=extra, loss=loss, ends=ends, spread=spread)
+        facts.layout, facts.ranks = grads.layout, grads.merged.spread
         if weigh:
             facts.weight_norms = norms_from_squares(self.table, grads.merged.extra)
         return moments, grads.merged.loss

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from gradtrack.analyzers.base import Analyzer
 from gradtrack.backends.base import Backend
-from gradtrack.checks import as_sequence, check_loss, unscale
+from gradtrack.checks import as_sequence, check_loss
 from gradtrack.config import GradientConfig
 from gradtrack.errors import ClosedError, InputTypeError, UsageError
 from gradtrack.exits import CloseAtExit
@@ -25,6 +25,7 @@ from gradtrack.record.sink import Sink
 from gradtrack.record.training_log import save_training_log
 from gradtrack.reports import Issue, StepReport, TrainingSummary
 from gradtrack.roster import Roster
+from gradtrack.scaling import Scale, unscale
 from gradtrack.stepping import look_before_steps
 from gradtrack.view import at_close
 
@@ -36,6 +37,7 @@ class GradientManager:
     """Looks at the gradients of each training step once: keeps them safe, reports on them, and records the reports.
 
     `config` is a `GradientConfig`, a mapping, the path of a YAML, TOML or JSON file, or nothing; keywords override it.
+    `process_group` says that the gradients are spread over its ranks, where plain tensors do not say so themselves.
     A manager is a context manager; leaving it delivers what is left. It works until it is closed.
     """
 
@@ -45,6 +47,7 @@ class GradientManager:
         *,
         backends: Sequence[Any] | None = None,
         analyzers: Sequence[Any] | str | None = None,
+        process_group: Any = None,
         **overrides: Any,
     ) -> None:
         if backends is not None:
@@ -53,7 +56,7 @@ class GradientManager:
             overrides["analyzers"] = analyzers if isinstance(analyzers, str) else list(analyzers)
         self.config = GradientConfig.load(config, **overrides)
         self._sink = Sink(self.config)
-        self._roster = Roster(self.config, on_first=self._sink.prepare)
+        self._roster = Roster(self.config, process_group, on_first=self._sink.prepare)
         self.monitor, self.clipper, self.nan_inf_handler = self._roster.first_components
         self._dashboard = Dashboard()
         self._history = History(self.config.max_gradient_history)
@@ -89,14 +92,13 @@ class GradientManager:
         pair.add_loss(loss)
         if accumulate:
             return pair.unmeasured(epoch)
-        if scaler is not None:
-            unscale(scaler, pair.optimizers, once=backward)
-        return self._look(pair, scaled=scaler is not None and scaler.is_enabled(), epoch=epoch, batch=batch)
+        scale = None if scaler is None else unscale(scaler, pair.optimizers, once=backward)
+        return self._look(pair, scale, epoch=epoch, batch=batch)
 
-    def _look(self, pair: Pair, *, scaled: bool, epoch: int | None = None, batch: object = None) -> StepReport:
+    def _look(self, pair: Pair, scale: Scale | None, *, epoch: int | None = None, batch: object = None) -> StepReport:
         """Measure, protect and report the unscaled gradients that a pair has now."""
         self._catch_up(pair)
-        outcome = pair.step(scaled=scaled, epoch=epoch, batch=batch)
+        outcome = pair.step(scale=scale, epoch=epoch, batch=batch)
         if not outcome.repeated and outcome.pending is None:
             self._conclude(pair, outcome)
         if outcome.error is not None:
@@ -110,14 +112,16 @@ class GradientManager:
         *,
         horizon: int | None = None,
         name: str | None = None,
+        process_group: Any = None,
     ) -> None:
         """Prepare for a model before its first forward pass; needed only for a second pair, which must have a name.
 
-        `horizon` is the number of time steps over which a recurrent model has to remember.
+        `horizon` is the number of time steps over which a recurrent model has to remember; `process_group` is for this
+        pair what it is for the manager.
         """
         if self._closed:
             raise ClosedError(_CLOSED)
-        self._roster.attach(model, optimizer, horizon=horizon, name=name or "")
+        self._roster.attach(model, optimizer, horizon=horizon, name=name or "", process_group=process_group)
 
     def continue_from(self, step: int, *, name: str = "") -> None:
         """Count the next optimizer step of a pair as the one after `step`, as the framework counts that trains it."""
@@ -219,11 +223,11 @@ class GradientManager:
         """Look by itself just before the first optimizer's own step, or after each call of its closure."""
         optimizers = as_sequence(optimizer)
 
-        def look(loss: Tensor | float | None, *, scaled: bool) -> None:
+        def look(loss: Tensor | float | None, scale: Scale | None) -> None:
             if not self._closed:
                 pair = self._roster.find(model, optimizers)
                 pair.add_loss(loss)
-                self._look(pair, scaled=scaled)
+                self._look(pair, scale)
 
         self._hooks.append(look_before_steps(optimizers[0], look))
 

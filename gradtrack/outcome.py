@@ -11,6 +11,7 @@ from gradtrack.facts import StepFacts
 from gradtrack.late import LateStep
 from gradtrack.records import Panel, Record
 from gradtrack.reports import Issue, LateReport, StepReport
+from gradtrack.scaling import Scale
 
 _logger = logging.getLogger("gradtrack")
 
@@ -30,12 +31,14 @@ class Outcome:
         "pending",
         "repeated",
         "report",
+        "scale",
     )
 
     def __init__(self, facts: StepFacts, *, repeated: bool = False) -> None:
         self.facts, self.repeated = facts, repeated
         self.report: StepReport
         self.pending: LateStep | None = None
+        self.scale: Scale | None = None
         self.norm: float | None = None
         self.clipped = self.event = False
         self.issues: list[Issue] = []

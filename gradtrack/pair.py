@@ -20,6 +20,7 @@ from gradtrack.late import LateStep, can_wait, on_device
 from gradtrack.live import LiveAnalyzers
 from gradtrack.measure.measurer import Measurer
 from gradtrack.measure.moments import Moments
+from gradtrack.measure.shards import unwrapped
 from gradtrack.measure.table import Gradients, ParameterTable
 from gradtrack.monitor import GradientMonitor
 from gradtrack.outcome import Outcome
@@ -27,6 +28,7 @@ from gradtrack.protect.clipping import GradientClipper
 from gradtrack.protect.guard import Guard
 from gradtrack.protect.nonfinite import NaNInfHandler
 from gradtrack.reports import Issue, LateReport, StepReport
+from gradtrack.scaling import Scale, ScalerLog
 from gradtrack.stepping import Stepping
 
 Components = tuple[GradientMonitor, GradientClipper, NaNInfHandler]
@@ -46,13 +48,16 @@ class Pair:
         analyzers: LiveAnalyzers,
         name: str = "",
         horizon: int | None = None,
+        process_group: Any = None,
     ) -> None:
         self.model, self.name, self.horizon = model, name, horizon
+        self.inner = unwrapped(model)
         self.config, self.analyzers = config, analyzers
         self.monitor, self.clipper, self.handler = components
         self.guard = Guard(self.handler, self.clipper, measurer)
-        self.gauge = Gauge(model, config, measurer)
+        self.gauge = Gauge(model, config, measurer, process_group)
         self.judgement = Judgement(config, self.monitor)
+        self.scaler_log = ScalerLog()
         self.step_count = 0
         self.flight = FlightRecorder()
         self.coming_notes: list[str] = []
@@ -80,7 +85,7 @@ class Pair:
         """Count the next step as the one after `step`, and arm what is due there."""
         if step != self.step_count:
             self.step_count = step
-            self.analyzers.arm(self.model, step + 1)
+            self.analyzers.arm(self.inner, step + 1)
 
     def add_loss(self, loss: Tensor | float | None) -> None:
         """Add the loss of a micro-batch to that of the coming step."""
@@ -102,18 +107,20 @@ class Pair:
         known = {"step": self.step_count, "epoch": epoch, "source": self.name, "measured": False, "time": time.time()}
         return StepReport.deferred(lambda: {**fields, "loss": None if loss is None else float(loss)}, **known)
 
-    def step(self, *, scaled: bool, epoch: int | None, batch: object) -> Outcome:
-        """Measure, protect and judge the gradients that are there now."""
+    def step(self, *, scale: Scale | None, epoch: int | None, batch: object) -> Outcome:
+        """Measure, protect and judge the gradients that are there now; with a scale a loss scaler steps by them."""
+        scaled = scale is not None
         repeated = self._stepping.calls_again()
         if not repeated:
             self.step_count += 1
         grads = self.gauge.collect({id(param) for param in self._stepping.params()} if scaled else None)
         outcome = self._open(grads, epoch=epoch, batch=batch, repeated=repeated)
+        outcome.scale = scale
         loss, self._loss = self._loss, None
         if self._may_be_late(grads, outcome, scaled=scaled):
-            self._leave_on_device(grads, outcome, loss, scaled=scaled)
+            self._leave_on_device(grads, outcome, loss)
         else:
-            self._finish(grads, outcome, loss, scaled=scaled)
+            self._finish(grads, outcome, loss)
         return outcome
 
     def take_late(self) -> Outcome | None:
@@ -152,14 +159,12 @@ class Pair:
             and can_wait(self.config, self.optimizers, scaled=scaled)
         )
 
-    def _leave_on_device(
-        self, grads: Gradients, outcome: Outcome, loss: Tensor | float | None, *, scaled: bool
-    ) -> None:
+    def _leave_on_device(self, grads: Gradients, outcome: Outcome, loss: Tensor | float | None) -> None:
         outcome.pending = LateStep(grads, loss, self.clipper, self.handler)
-        outcome.pending.protect(grads, self.optimizers, scaled=scaled)
+        outcome.pending.protect(grads, self.optimizers, scaled=outcome.scale is not None)
         self._stepping.may_hold_found_inf = True
         self._late = outcome
-        self.analyzers.arm(self.model, self.step_count + 1)
+        self.analyzers.arm(self.inner, self.step_count + 1)
 
     def _settle(self, outcome: Outcome) -> None:
         """Wait for the numbers of a late step, and judge it."""
@@ -178,14 +183,17 @@ class Pair:
         self._judge(moments, outcome)
         self._keep(moments, outcome)
 
-    def _finish(self, grads: Gradients, outcome: Outcome, loss: Tensor | float | None, *, scaled: bool) -> None:
+    def _finish(self, grads: Gradients, outcome: Outcome, loss: Tensor | float | None) -> None:
         """Measure, protect, judge and keep a step here and now."""
         facts = outcome.facts
         self._stepping.forget_found_inf()
         moments = self.gauge.read(grads, facts, loss, row_due=outcome.event and facts.full)
+        scaled, shared = outcome.scale is not None, self.table.ranks is not None
         made = self.guard.protect(grads, moments, self._owned(), scaled=scaled, remember=not outcome.repeated)
         facts.nan_inf, facts.clipping, facts.skipped = made.nan_inf, made.clipping, made.skipped
         outcome.error = made.error
+        if outcome.scale is not None and made.skipped and shared:
+            outcome.scale.leave_out()
         if outcome.repeated:
             facts.health = self.judgement.health
             return
@@ -198,12 +206,15 @@ class Pair:
     def _keep(self, moments: Moments, outcome: Outcome) -> None:
         facts = outcome.facts
         outcome.norm, outcome.clipped = moments.norm, bool(facts.clipping.get("clipped"))
-        facts.full = self.config.enable_gradient_monitoring and (facts.full or outcome.event)
+        facts.full = self.config.enable_gradient_monitoring and (facts.full or (outcome.event and moments.has_ends))
         outcome.report.defer_to(facts.fields)  # so that a report that nobody reads keeps no model alive
         self.flight.push(outcome.report, facts)
         self.monitor.keep(outcome.report)
 
     def _judge(self, moments: Moments, outcome: Outcome) -> None:
+        facts, scale = outcome.facts, outcome.scale
+        if scale is not None:
+            facts.scaler = self.scaler_log.take(scale, skipped=facts.skipped)
         critical = self.handler.is_critical(moments, outcome.facts.layout.total_count)
         self.judgement.judge(moments, outcome, critical=critical)
         if outcome.opened:
@@ -212,7 +223,7 @@ class Pair:
     def _look(self, grads: Gradients, outcome: Outcome) -> None:
         """Let the analyzers that are due look at the step, and arm those that are due at the next one."""
         facts, step = outcome.facts, self.step_count
-        facts.notes = [*self.coming_notes, *self.analyzers.chosen]
+        facts.notes = [*self.coming_notes, *self.analyzers.chosen, *self.gauge.notes(analyzed=bool(self.analyzers))]
         self.coming_notes, self.analyzers.chosen = [], []
         if not self.analyzers:
             return
@@ -224,13 +235,13 @@ class Pair:
                 self.judgement.hear(self.analyzers.issues())
             outcome.late = [one for one in reports.values() if isinstance(one, LateReport) and one.step != step]
             outcome.event = outcome.event or len(reports) > len(outcome.late)
-        self.analyzers.arm(self.model, step + 1)
+        self.analyzers.arm(self.inner, step + 1)
 
     def _snapshot(self, grads: Gradients, outcome: Outcome) -> Snapshot:
         facts = outcome.facts
         return Snapshot(
             step=self.step_count,
-            model=self.model,
+            model=self.inner,
             epoch=outcome.report.epoch,
             loss=facts.loss,
             optimizers=self.optimizers,
@@ -262,6 +273,7 @@ class Pair:
             "step": self.step_count,
             **self.judgement.state_dict(),
             "clipper": self.clipper.state_dict(),
+            "scaler": self.scaler_log.state_dict(),
             "analyzers": self.analyzers.state_dict(),
         }
 
@@ -270,9 +282,11 @@ class Pair:
         self.step_count = int(state["step"])
         self.judgement.load_state_dict(state)
         self.clipper.load_state_dict(state["clipper"])
+        if "scaler" in state:  # which states of older versions do not have
+            self.scaler_log.load_state_dict(state["scaler"])
         self.analyzers.load_state_dict(state["analyzers"])
         self.analyzers.close()
-        self.analyzers.arm(self.model, self.step_count + 1)
+        self.analyzers.arm(self.inner, self.step_count + 1)
 
 
 def _summable(loss: Tensor | float) -> Tensor | float:

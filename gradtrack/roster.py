@@ -25,8 +25,10 @@ class Roster:
     comes, `on_first` is called.
     """
 
-    def __init__(self, config: GradientConfig, *, on_first: Callable[[], object] = lambda: None) -> None:
-        self._config, self._on_first = config, on_first
+    def __init__(
+        self, config: GradientConfig, process_group: Any = None, *, on_first: Callable[[], object] = lambda: None
+    ) -> None:
+        self._config, self._process_group, self._on_first = config, process_group, on_first
         self._measurer = Measurer(config.engine)
         self.first_components = self._components()
         self.first_analyzers = LiveAnalyzers(build_analyzers(config.analyzers))
@@ -49,15 +51,19 @@ class Roster:
         """Whether there is a pair of a model and what steps it."""
         return (id(model), *map(id, as_sequence(optimizer))) in self._pairs
 
-    def attach(self, model: nn.Module, optimizer: Any, *, horizon: int | None, name: str) -> Pair:
+    def attach(
+        self, model: nn.Module, optimizer: Any, *, horizon: int | None, name: str, process_group: Any = None
+    ) -> Pair:
         """Add a pair under a name, or give one that is there already its optimizers or its horizon."""
         check_model(model)
         optimizers = as_sequence(optimizer)
         for pair in self:
             if pair.model is model and pair.name == name:
+                if process_group is not None:
+                    pair.gauge.share(process_group)
                 return self._rebind(pair, optimizers, horizon)
         self._check_name(name)
-        return self._add(model, optimizers, name=name, horizon=horizon)
+        return self._add(model, optimizers, name=name, horizon=horizon, process_group=process_group)
 
     def named(self, name: str) -> Pair:
         """Return the pair of a name; the first one's may be empty."""
@@ -93,9 +99,17 @@ class Roster:
                 "Call manager.attach(model, optimizer, name='...') before its first step; "
                 "after replacing the optimizer of the first pair, call manager.attach(model, optimizer)."
             )
-        return self._add(model, optimizers, name="", horizon=None)
+        return self._add(model, optimizers)
 
-    def _add(self, model: nn.Module, optimizers: Sequence[Any], *, name: str, horizon: int | None) -> Pair:
+    def _add(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Any],
+        *,
+        name: str = "",
+        horizon: int | None = None,
+        process_group: Any = None,
+    ) -> Pair:
         first = not self._pairs
         analyzers = self.first_analyzers if first else LiveAnalyzers(build_analyzers(self._rebuildable()))
         pair = Pair(
@@ -107,11 +121,12 @@ class Roster:
             analyzers=analyzers,
             name=name,
             horizon=horizon,
+            process_group=process_group if process_group is not None else self._process_group,
         )
         if self._config.analyzers == "auto":
-            analyzers.choose(model)
+            analyzers.choose(pair.inner)
         self._restore(pair)
-        analyzers.arm(model, pair.step_count + 1)
+        analyzers.arm(pair.inner, pair.step_count + 1)
         self._pairs[(id(model), *map(id, optimizers))] = pair
         if first:
             self._on_first()

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradtrack.checks import check_optimizer, needs_closure, take_over_scale
-from gradtrack.measure.ranks import is_distributed
+from gradtrack.checks import check_optimizer, needs_closure
+from gradtrack.measure.shards import is_distributed
 from gradtrack.measure.table import ParameterTable
+from gradtrack.scaling import take_over_scale
 
 
 class Stepping:
@@ -26,7 +27,7 @@ class Stepping:
         """Take other optimizers; each must own at least one parameter of the table."""
         for optimizer in optimizers:
             # Between its passes FSDP2 has whole parameters in the place of the shards that the optimizer owns.
-            if table.ranks is not None or not _owns_shards(optimizer):
+            if table.has_dtensors or not _owns_shards(optimizer):
                 check_optimizer(optimizer, table.params)
         self._unhook()
         self.optimizers = tuple(optimizers)
@@ -81,7 +82,7 @@ class Stepping:
 
 
 def look_before_steps(optimizer: Any, look: Callable[..., None]) -> Any:
-    """Call `look(loss, scaled=...)` just before an optimizer steps, or after each call of its closure.
+    """Call `look(loss, scale)` just before an optimizer steps, or after each call of its closure.
 
     What is returned takes the hook off again.
     """
@@ -89,12 +90,12 @@ def look_before_steps(optimizer: Any, look: Callable[..., None]) -> Any:
     def before_step(stepping: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
-            look(None, scaled=take_over_scale(stepping))
+            look(None, take_over_scale(stepping))
             return None
 
         def looked_at() -> Any:
             loss = closure()
-            look(loss, scaled=False)
+            look(loss, None)
             return loss
 
         return (args[0],), {**kwargs, "closure": looked_at}

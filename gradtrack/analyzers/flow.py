@@ -21,6 +21,7 @@ from gradtrack.measure.elements import Elements
 from gradtrack.measure.measurer import Measurer
 from gradtrack.measure.moments import finite_norm
 from gradtrack.measure.probe import Probe
+from gradtrack.measure.shards import unwrapped
 from gradtrack.measure.table import ParameterTable
 from gradtrack.measure.untouched import offline_steps, untouched
 from gradtrack.records import Panel
@@ -196,7 +197,7 @@ class GradientFlowAnalyzer(Analyzer):
         optimizers = () if optimizer is None else (optimizer,)
         running = offline_steps(model, input_fn, loss_fn, steps, optimizer)
         for step in range(1, steps + 1):
-            self._probe, self._stale = Probe(model), None
+            self._probe, self._stale = Probe(unwrapped(model)), None
             *_, loss = next(running)
             grads = table.gradients()
             layout = grads.layout

@@ -67,11 +67,12 @@ class Measurer:
         group_of: NDArray[np.int64],
         num_groups: int,
         *,
-        reduce: Callable[[Rows], Rows] | None = None,
+        reduce: Callable[[Rows, int], Rows] | None = None,
     ) -> Moments:
         """Return the sums of the gradients; measured again, rescaled, where squares leave the float64 range.
 
-        `reduce` turns the rows of this process into those of all; it is called as often in each of them.
+        `reduce` turns the rows of this process, divided by a power of two, into those of all; it is called as often in
+        each of them.
         """
         batch = tensors if isinstance(tensors, Batch) else self.prepare(tensors)
         moments = self._reduced(batch, group_of, num_groups, 0, reduce)
@@ -95,12 +96,12 @@ class Measurer:
         group_of: NDArray[np.int64],
         num_groups: int,
         exponent: int,
-        reduce: Callable[[Rows], Rows] | None,
+        reduce: Callable[[Rows, int], Rows] | None,
     ) -> Moments:
         found = self._once(batch, group_of, num_groups, exponent)
         if reduce is None:
             return Moments(*found, exponent)
-        rows = reduce(found[0])
+        rows = reduce(found[0], exponent)
         return Moments(rows, *merge(rows, group_of, num_groups), exponent)
 
     def _once(

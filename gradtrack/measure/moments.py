@@ -22,9 +22,11 @@ class Moments:
     gradients whose squares leave the range of a float64.
     """
 
-    __slots__ = ("exponent", "finite", "group_rows", "norm", "rows", "total")
+    __slots__ = ("exponent", "finite", "group_rows", "has_ends", "norm", "rows", "total")
 
-    def __init__(self, rows: Rows, group_rows: Rows, total: list[float], exponent: int = 0) -> None:
+    def __init__(
+        self, rows: Rows, group_rows: Rows, total: list[float], exponent: int = 0, *, has_ends: bool = True
+    ) -> None:
         self.rows = rows
         self.group_rows = group_rows
         self.total = total
@@ -33,10 +35,12 @@ class Moments:
         """Whether every element is finite."""
         self.norm = true_norm(total, exponent)
         """The true L2 norm of all gradients: NaN or Inf where an element is."""
+        self.has_ends = has_ends
+        """Whether the smallest and largest elements are known; between reports ranks do not exchange them."""
 
     def of(self, kept: NDArray[np.int64]) -> Moments:
         """Return the same sums with the rows of these tensors only, the others being empty."""
-        return Moments(self.rows[kept], self.group_rows, self.total, self.exponent)
+        return Moments(self.rows[kept], self.group_rows, self.total, self.exponent, has_ends=self.has_ends)
 
     @property
     def nonfinite_count(self) -> int:
@@ -49,9 +53,14 @@ class Moments:
 
     def out_of_range(self) -> bool:
         """Whether the squares have overflowed, or underflowed so far that they lost precision."""
-        squares, low, high = self.total[SQUARES], self.total[MIN], self.total[MAX]
+        low, high = self.total[MIN], self.total[MAX]
         largest = max(abs(low), abs(high)) if low <= high else 0.0
-        return largest > 0 and not (1e-280 < squares < math.inf)
+        return largest > 0 and not in_range(self.total[SQUARES])
+
+
+def in_range(squares: float) -> bool:
+    """Say whether a sum of squares has neither overflowed, nor underflowed so far that it lost precision."""
+    return 1e-280 < squares < math.inf
 
 
 def empty_row() -> list[float]:
@@ -94,8 +103,8 @@ def describe(row: Sequence[float], count: int, exponent: int = 0) -> dict[str, A
         "norm": _scaled(math.sqrt(squares), exponent),
         "mean": _scaled(total / finite, exponent) if finite else math.nan,
         "variance": _scaled(variance, 2 * exponent),
-        "min": _scaled(low, exponent) if finite else math.nan,
-        "max": _scaled(high, exponent) if finite else math.nan,
+        "min": _scaled(low, exponent) if low <= high else math.nan,
+        "max": _scaled(high, exponent) if low <= high else math.nan,
         "zero_fraction": zeros / count if count else 0.0,
         "element_count": count,
         "nan_count": int(nan),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -17,7 +17,8 @@ from gradtrack.measure import grouping
 from gradtrack.measure.histograms import count_elements
 from gradtrack.measure.measurer import Batch, Measurer
 from gradtrack.measure.moments import Moments, Rows
-from gradtrack.measure.ranks import Merged, Ranks, is_distributed, local_gradient
+from gradtrack.measure.ranks import Merged, Ranks, Share
+from gradtrack.measure.shards import group_of_modules, is_distributed, local_gradient, replicated_params, unwrapped
 
 _grad = attrgetter("grad")
 _requires_grad = attrgetter("requires_grad")
@@ -107,24 +108,51 @@ class SharedGradients(Gradients):
         """What the last measurement has found over all ranks."""
 
     def measure(
-        self, measurer: Measurer, *, extra: NDArray[np.float64] | None = None, loss: float | None = None
+        self,
+        measurer: Measurer,
+        *,
+        extra: NDArray[np.float64] | None = None,
+        loss: float | None = None,
+        ends: bool = True,
+        spread: bool = False,
     ) -> Moments:
-        """Return the sums over all ranks, and leave those of an extra number per parameter and the loss in `merged`."""
-        num_params, positions = len(self._has_gradient), self._positions
-        sent = np.zeros(num_params) if extra is None else extra
-        there = self._has_gradient[positions]
+        """Return the sums over all ranks, and leave those of an extra number per parameter and the loss in `merged`.
 
-        def reduce(rows: Rows) -> Rows:
-            self.merged = self.ranks.merge(rows[there], positions[there], sent, loss)
+        Without `ends` the smallest and largest elements stay unknown, which saves a collective.
+        """
+        positions = self._positions
+        sent = np.zeros(len(self._has_gradient)) if extra is None else extra
+        there = self._has_gradient[positions]
+        counts = np.array([tensor.numel() for tensor in self.tensors])[there]
+
+        def reduce(rows: Rows, exponent: int) -> Rows:
+            share = Share(
+                rows=rows[there],
+                present=positions[there],
+                counts=counts,
+                extra=sent,
+                loss=loss,
+                ends=ends,
+                spread=spread,
+                exponent=exponent,
+            )
+            self.merged = self.ranks.merge(share)
             return self.merged.rows[positions]
 
         layout = self.layout
         moments = measurer.measure(self.batch, layout.group_of, len(layout.group_names), reduce=reduce)
-        if self.merged.present[positions].all():
-            return moments
-        kept = np.flatnonzero(self.merged.present[positions])
-        self._narrow(kept)
-        return moments.of(kept)
+        moments.has_ends = self.merged.has_ends
+        if not self.merged.present[positions].all():
+            kept = np.flatnonzero(self.merged.present[positions])
+            self._narrow(kept)
+            moments = moments.of(kept)
+        self._recount()
+        return moments
+
+    @property
+    def has_shards(self) -> bool:
+        """Whether a rank holds only parts of any of these parameters."""
+        return bool(self.ranks.sharded[self._positions].any())
 
     def count(self) -> Rows:
         """Return the same over all ranks, each element counted once."""
@@ -143,11 +171,23 @@ class SharedGradients(Gradients):
         self._positions = self._positions[kept]
         self.layout = self._lay_out(self._positions.tolist())
 
+    def _recount(self) -> None:
+        """Take the sizes that all ranks have together, where a parameter here knows only its own."""
+        if self.merged.counts is None:
+            return
+        counts = self.merged.counts[self._positions].tolist()
+        if counts != self.layout.counts:
+            self.layout.recount(counts)
+
 
 class ParameterTable:
-    """The trainable parameters of a model by name and group, each once, with the other names of tied ones."""
+    """The trainable parameters of a model by name and group, each once, with the other names of tied ones.
 
-    def __init__(self, model: nn.Module, patterns: Mapping[str, str] | None = None) -> None:
+    With a process group the gradients are those of all its ranks, also where nothing about a tensor says so.
+    """
+
+    def __init__(self, model: nn.Module, patterns: Mapping[str, str] | None = None, process_group: Any = None) -> None:
+        wrapped, model = list(model.modules()), unwrapped(model)
         self._modules = list(model.modules())
         self._module_dicts = [module._modules for module in self._modules]
         self._param_dicts = [module._parameters for module in self._modules]
@@ -172,10 +212,18 @@ class ParameterTable:
         self.group_names = list(dict.fromkeys(groups))
         index = {name: position for position, name in enumerate(self.group_names)}
         self.group_of = np.array([index[group] for group in groups], dtype=np.int64)
-        self.ranks = Ranks(self.params) if any(map(is_distributed, self.params)) else None
-        """The ranks that share the parameters, where any of them is a DTensor."""
+        self.ranks: Ranks | None = None
+        """The ranks that share the parameters, where any of them is a DTensor or there is a group that does."""
+        group = process_group if process_group is not None else group_of_modules(wrapped)
+        if self.params and (group is not None or self.has_dtensors):
+            self.ranks = Ranks(self.params, group, replicas=replicated_params(wrapped))
         self._layout: Layout | None = None
         self._present: Sequence[int] = ()
+
+    @property
+    def has_dtensors(self) -> bool:
+        """Whether any parameter is a DTensor now: between its passes FSDP2 has whole ones in their place."""
+        return any(map(is_distributed, self.params))
 
     def stale(self) -> bool:
         """Whether a parameter was added, removed, replaced, frozen or set free since the table was made."""

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from gradtrack.measure.measurer import Measurer
 from gradtrack.measure.moments import SQUARES, Moments, finite_norm
-from gradtrack.measure.ranks import local_part
+from gradtrack.measure.shards import local_part
 from gradtrack.measure.table import ParameterTable
 
 

@@ -14,7 +14,7 @@ from gradtrack.config import ClipType, GradientConfig
 from gradtrack.errors import UsageError
 from gradtrack.measure.measurer import Measurer
 from gradtrack.measure.moments import MAX, MIN, Moments
-from gradtrack.measure.ranks import is_sharded, local_part
+from gradtrack.measure.shards import local_part
 from gradtrack.measure.table import Gradients, ParameterTable, SharedGradients
 from gradtrack.protect.strategies import AdaptiveStrategy, FixedStrategy, Strategy, ZScoreStrategy
 from gradtrack.reports import ClippingReport
@@ -122,7 +122,7 @@ class GradientClipper:
 
     def _clip_units(self, grads: Gradients, norm: float) -> dict[str, Any]:
         factor = self.config.agc_clip_factor
-        if any(map(is_sharded, grads.layout.params)):
+        if isinstance(grads, SharedGradients) and grads.has_shards:
             raise UsageError(
                 "clip_type 'agc' with sharded parameters: expected each unit of a parameter on one rank. "
                 "Use clip_type 'norm', 'adaptive', 'zscore' or 'value'."
@@ -137,7 +137,8 @@ class GradientClipper:
     ) -> dict[str, Any]:
         after, count = norm, float(sum(counts))
         if clipped and isinstance(grads, SharedGradients):
-            after = grads.measure(self._measurer, extra=grads.spread(counts or [0.0] * len(grads.tensors))).norm
+            sent = grads.spread(counts or [0.0] * len(grads.tensors))
+            after = grads.measure(self._measurer, extra=sent, ends=False).norm
             count = float(grads.merged.extra.sum())
         elif clipped:
             after = grads.measure(self._measurer).norm

@@ -9,6 +9,8 @@ from gradtrack.reports.parts import (
     NanInfReport,
     NonFiniteParameter,
     ParameterStatistics,
+    RankStatistics,
+    ScalerReport,
 )
 from gradtrack.reports.step import StepReport
 from gradtrack.reports.summary import (
@@ -38,7 +40,9 @@ __all__ = [
     "NonFiniteParameter",
     "NormSummary",
     "ParameterStatistics",
+    "RankStatistics",
     "Report",
+    "ScalerReport",
     "StepReport",
     "TrainingSummary",
 ]

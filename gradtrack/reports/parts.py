@@ -54,6 +54,35 @@ class NanInfReport(Report):
     replaced_count: int = 0
 
 
+class RankStatistics(Report):
+    """How the norms differ that the ranks have of their own parts of the gradients, before clipping.
+
+    `nonfinite_ranks` says how many ranks hold a NaN or an infinity, and `first_nonfinite_rank` which is the first.
+    """
+
+    num_ranks: int
+    norm_min: float
+    norm_min_rank: int
+    norm_max: float
+    norm_max_rank: int
+    norm_mean: float
+    norm_std: float
+    nonfinite_ranks: int = 0
+    first_nonfinite_rank: int | None = None
+
+
+class ScalerReport(Report):
+    """The loss scale of a `GradScaler` at this step, where it is known, and how many steps it has left out so far.
+
+    A scaler finds its scale by overflowing now and then; `skips_in_a_row` tells such a step from a training that is
+    stuck.
+    """
+
+    scale: float | None = None
+    skips: int = 0
+    skips_in_a_row: int = 0
+
+
 class GroupStatistics(Report):
     """The gradients of one group of parameters, over their finite elements."""
 

@@ -19,6 +19,8 @@ from gradtrack.reports.parts import (
     GroupStatistics,
     NanInfReport,
     ParameterStatistics,
+    RankStatistics,
+    ScalerReport,
 )
 
 
@@ -45,6 +47,8 @@ class StepReport(Report):
     statistics: GradientStatistics | None = None
     groups: dict[str, GroupStatistics] = Field(default_factory=dict)
     parameters: dict[str, ParameterStatistics] = Field(default_factory=dict)
+    ranks: RankStatistics | None = None
+    scaler: ScalerReport | None = None
     analyzers: dict[str, SerializeAsAny[Report] | dict[str, Any]] = Field(default_factory=dict)
     notes: list[str] = Field(default_factory=list)
 
@@ -167,6 +171,17 @@ class StepReport(Report):
             values |= {"clip_coef": clipping.coefficient, "clip_rate": clipping.clip_rate}
             if clipping.threshold is not None:
                 values["clip_threshold"] = clipping.threshold
+        if self.ranks is not None:
+            ranks = self.ranks
+            values |= {
+                "rank_norm_min": ranks.norm_min,
+                "rank_norm_max": ranks.norm_max,
+                "rank_norm_std": ranks.norm_std,
+            }
+        if self.scaler is not None:
+            values["scaler_skips"] = float(self.scaler.skips)
+            if self.scaler.scale is not None:
+                values["loss_scale"] = self.scaler.scale
         values |= {"skipped": float(self.skipped), "healthy": float(self.health.healthy)}
         for issue in self.health.issues:
             name = f"issues/{issue.issue_type.value.lower()}"

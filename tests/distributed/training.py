@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from gradtrack import GradientManager
+from tests.distributed.communication import Counted
 
 BATCH, WIDTH = 12, 6
 """A batch that two, three and four processes share evenly, and a width that three and four do not divide."""
@@ -62,6 +64,8 @@ def spread(model: nn.Module, mode: str) -> tuple[Any, int, int]:
     rank, world = dist.get_rank(), dist.get_world_size()
     if mode == "ddp":
         return nn.parallel.DistributedDataParallel(model, find_unused_parameters=True), rank, world
+    if mode == "fsdp1":
+        return FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu")), rank, world
     if mode == "fsdp":
         return shard(model, init_device_mesh("cpu", (world,))), rank, world
     if mode == "tp":
@@ -86,68 +90,63 @@ def shard(model: Any, mesh: Any) -> Any:
     return fully_shard(model, mesh=mesh)
 
 
-def full(tensor: Any) -> list[float]:
-    """Return all elements of a tensor, wherever they are."""
-    whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    found: list[float] = whole.detach().flatten().tolist()
+def full(model: Any, mode: str) -> dict[str, list[float]]:
+    """Return all elements of all weights, wherever they are, by the names that the model has in one process."""
+    whole = FullyShardedDataParallel.summon_full_params(model) if mode == "fsdp1" else nullcontext()
+    found: dict[str, list[float]] = {}
+    with whole, torch.no_grad():
+        for name, param in model.named_parameters():
+            tensor = param.full_tensor() if hasattr(param, "full_tensor") else param
+            found[plain(name)] = tensor.flatten().tolist()
     return found
+
+
+def plain(text: str) -> str:
+    """Take the names of wrappers out of the names of parameters."""
+    return text.replace("_fsdp_wrapped_module.", "").replace("module.", "")
 
 
 def run(mode: str, settings: dict[str, Any]) -> dict[str, Any]:
     """Train 20 steps with a gradtrack manager; a process can make its own loss NaN at one step."""
     torch.manual_seed(0)
-    model: Any = Model().double()
+    dtype = getattr(torch, settings.pop("dtype", "float64"))
+    model: Any = Model().to(dtype)
     share, shares = 0, 1
     if mode != "single":
         model, share, shares = spread(model, mode)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    steps, nan_step, fixed = settings.pop("steps", 20), settings.pop("nan_step", 0), settings.pop("by_hand", True)
-    manager = GradientManager(backends=["memory"], track_parameters=True, grad_log_every_n_steps=1, **settings)
+    kind = getattr(torch.optim, settings.pop("optimizer", "AdamW"))
+    optimizer = kind(model.parameters(), lr=settings.pop("lr", 0.01))
+    steps, nan_step, by_hand = settings.pop("steps", 20), settings.pop("nan_step", 0), settings.pop("by_hand", True)
+    scale = settings.pop("scale", 0.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale, enabled=bool(scale))
+    manager = GradientManager(
+        **{"backends": ["memory"], "track_parameters": True, "grad_log_every_n_steps": 1, **settings}
+    )
     generator = torch.Generator().manual_seed(1)
-    reports, calls, num_bytes = [], [], []
-    with counted() as counts:
-        for step in range(1, steps + 1):
-            inputs = torch.randn(BATCH, 4, WIDTH, generator=generator, dtype=torch.float64)
-            loss = model(inputs.chunk(shares)[share]).square().mean()
-            if step == nan_step and share == shares - 1:
-                loss = loss * float("nan")
-            if fixed:
-                loss.backward()
-            before = len(counts)
-            report = manager.step(model, optimizer, loss, backward=not fixed)
-            calls.append(len(counts) - before)
-            num_bytes.append(sum(counts[before:]))
-            optimizer.step()
-            optimizer.zero_grad()
-            reports.append(report.model_dump(mode="json", exclude={"time"}))
-    weights = {name.removeprefix("module."): full(param) for name, param in model.named_parameters()}
+    reports, sizes = [], []
+    for step in range(1, steps + 1):
+        inputs = torch.randn(BATCH, 4, WIDTH, generator=generator, dtype=torch.float64).to(dtype)
+        loss = model(inputs.chunk(shares)[share]).square().mean()
+        if step == nan_step and share == shares - 1:
+            loss = loss * float("nan")
+        if by_hand:
+            scaler.scale(loss).backward()
+        with Counted() if by_hand else nullcontext(Counted()) as counted:
+            report = manager.step(model, optimizer, loss, backward=not by_hand, scaler=scaler if scale else None)
+        sizes.append(counted.sizes)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        reports.append(report.model_dump(mode="json", exclude={"time"}))
     memory: Any = manager.backend("memory")
     histograms = [{name: list(found.counts) for name, found in one.histograms.items()} for one in memory.records]
     return {
         "reports": reports,
-        "weights": weights,
-        "calls": calls,
-        "bytes": max(num_bytes),
+        "weights": full(model, mode),
+        "sizes": sizes,
+        "scale": scaler.get_scale(),
         "histograms": histograms,
     }
-
-
-class counted:
-    """The sizes of the collectives that are called while it is entered."""
-
-    def __enter__(self) -> list[int]:
-        self.sizes: list[int] = []
-        self.original = dist.all_reduce
-
-        def all_reduce(tensor: Tensor, *arguments: Any, **options: Any) -> Any:
-            self.sizes.append(tensor.numel() * tensor.element_size())
-            return self.original(tensor, *arguments, **options)
-
-        dist.all_reduce = all_reduce
-        return self.sizes
-
-    def __exit__(self, *_: object) -> None:
-        dist.all_reduce = self.original
 
 
 def main() -> None:

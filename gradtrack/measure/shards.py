@@ -1,0 +1,112 @@
+"""What a process holds of tensors that are spread over processes, and over how many they are spread."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradtrack.errors import UsageError
+
+_WRAPPED = {
+    "DistributedDataParallel": "module",
+    "DataParallel": "module",
+    "FullyShardedDataParallel": "_fsdp_wrapped_module",
+    "OptimizedModule": "_orig_mod",
+    "_FabricModule": "_forward_module",
+}
+"""The modules that stand for another one, by name since loading all of them takes time, and where it is."""
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the module that the user wrote, whose parameters have the same names however it is run."""
+    while True:
+        places = (_WRAPPED.get(kind.__name__) for kind in type(model).__mro__)
+        inner = next((getattr(model, place, None) for place in places if place), None)
+        if not isinstance(inner, nn.Module):
+            return model
+        model = inner
+
+
+def is_distributed(tensor: object) -> bool:
+    """Say whether a tensor is a DTensor, without loading what defines them."""
+    return hasattr(tensor, "device_mesh") and hasattr(tensor, "placements")
+
+
+def local_part(tensor: Any) -> Tensor:
+    """Return what this rank holds of a tensor, in the memory of the tensor itself."""
+    if not is_distributed(tensor):
+        return tensor if isinstance(tensor, Tensor) else torch.empty(0)
+    with torch.no_grad():
+        local = tensor.detach().to_local()
+    if hasattr(local, "wait"):
+        local = local.wait()
+    assert isinstance(local, Tensor)
+    return local
+
+
+def local_gradient(param: nn.Parameter) -> Tensor:
+    """Return what this rank holds of the gradient of a parameter, nothing where there is none.
+
+    A gradient that is laid out otherwise than its parameter, one of pending sums above all, is first laid out like it.
+    """
+    grad: Any = param.grad
+    if grad is None:
+        return torch.empty(0, dtype=param.dtype, device=local_part(param).device)
+    if grad.layout is not torch.strided:
+        raise UsageError(
+            f"gradient layout {grad.layout} in a model with DTensor parameters: expected strided. "
+            "Make the gradient dense first."
+        )
+    if is_distributed(param) and tuple(grad.placements) != tuple(param.placements):  # type: ignore[attr-defined]
+        grad = param.grad = grad.redistribute(placements=param.placements)  # type: ignore[attr-defined]
+    local = local_part(grad)
+    return torch.view_as_real(local) if local.is_complex() else local
+
+
+def num_shards(tensor: Any) -> int:
+    """Return into how many parts a tensor is cut, over all dimensions of its mesh."""
+    if not is_distributed(tensor):
+        return 1
+    sizes = [tensor.device_mesh.size(dim) for dim, kind in enumerate(tensor.placements) if not kind.is_replicate()]
+    return math.prod(sizes)
+
+
+def widest_mesh(meshes: Iterable[Any]) -> Any:
+    """Return the mesh whose ranks include those of all the others."""
+    distinct = list(dict.fromkeys(meshes))
+    widest = max(distinct, key=lambda mesh: int(mesh.size()))
+    ranks = set(widest.mesh.flatten().tolist())
+    for mesh in distinct:
+        if not ranks.issuperset(mesh.mesh.flatten().tolist()):
+            raise UsageError(
+                f"parameters on the meshes {mesh} and {widest}: expected one whose ranks include those of the other. "
+                "Shard or replicate the model over all dimensions of one mesh."
+            )
+    return widest
+
+
+def group_of_modules(modules: Iterable[nn.Module]) -> Any:
+    """Return the group over which FSDP 1 has spread parameters, whose shards are plain tensors; None without it."""
+    return next((module.process_group for module in modules if _is_flat_sharding(module)), None)
+
+
+def replicated_params(modules: Sequence[nn.Module]) -> set[int]:
+    """Return the ids of the parameters that are known to be the same on every rank: all under DDP, none without it.
+
+    Where FSDP 1 has parts of a model, the parameters of the other parts are.
+    """
+    everything = {id(param) for module in modules for param in module._parameters.values()}
+    if any(isinstance(module, nn.parallel.DistributedDataParallel) for module in modules):
+        return everything
+    flat = [module for module in modules if _is_flat_sharding(module)]
+    return everything - {id(param) for module in flat for param in module.parameters()} if flat else set()
+
+
+def _is_flat_sharding(module: Any) -> bool:
+    """Say whether a module is FSDP 1 and does shard, without loading what defines it."""
+    known = any(kind.__name__ == "FullyShardedDataParallel" for kind in type(module).__mro__)
+    return known and module.sharding_strategy.name != "NO_SHARD"

@@ -1,0 +1,99 @@
+"""The loss scale of a training in mixed precision: taken back once, reported, and agreed on by all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradtrack.errors import UsageError
+from gradtrack.measure.shards import local_part
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """The loss scale of one step, where it is known, and the flags by which its scaler will leave the step out."""
+
+    value: Tensor | float | None
+    flags: Sequence[Tensor] = ()
+
+    def leave_out(self) -> None:
+        """Have the scaler leave the step out, as it does on the rank that holds the element which is not finite."""
+        for flag in self.flags:
+            flag.fill_(1.0)
+
+
+class ScalerLog:
+    """How many steps the scaler has left out, in all and in a row."""
+
+    def __init__(self) -> None:
+        self._skips = self._in_a_row = 0
+
+    def take(self, scale: Scale, *, skipped: bool) -> dict[str, Any]:
+        """Count a step, and return the fields of a `ScalerReport`; the scale itself may still be on its device."""
+        self._skips += skipped
+        self._in_a_row = self._in_a_row + 1 if skipped else 0
+        return {"scale": scale.value, "skips": self._skips, "skips_in_a_row": self._in_a_row}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything that rolls, as plain data."""
+        return {"skips": self._skips, "in_a_row": self._in_a_row}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` returned."""
+        self._skips, self._in_a_row = int(state["skips"]), int(state["in_a_row"])
+
+
+def unscale(scaler: torch.amp.GradScaler, optimizers: Sequence[Any], *, once: bool) -> Scale | None:
+    """Unscale the gradients of optimizers; after an own backward pass (not `once`) the loop may have done so itself.
+
+    Nothing is returned for a scaler that is switched off.
+    """
+    if not optimizers:
+        raise UsageError("scaler without an optimizer: expected the one that it steps. Pass it beside the model.")
+    stepped = [_stepped(optimizer) for optimizer in optimizers]
+    for optimizer in stepped:
+        try:
+            scaler.unscale_(optimizer)
+        except RuntimeError as fault:
+            if "already been called" not in str(fault):
+                raise
+            if once:
+                raise UsageError(
+                    "a second backward pass before scaler.update(): expected one, since its scaled gradients were "
+                    "added to unscaled ones. Pass accumulate=True for all but the last micro-batch."
+                ) from fault
+    return Scale(_value(scaler), _flags(scaler, stepped)) if scaler.is_enabled() else None
+
+
+def take_over_scale(optimizer: Any) -> Scale | None:
+    """Unscale for a fused optimizer that was told to do so within its step; return nothing where no scaler decides."""
+    if not hasattr(optimizer, "found_inf") or not hasattr(optimizer, "grad_scale"):
+        return None
+    flags = [optimizer.found_inf] if isinstance(optimizer.found_inf, Tensor) else []
+    if optimizer.grad_scale is None:
+        return Scale(None, flags)
+    scale = float(optimizer.grad_scale)
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    torch._foreach_mul_([local_part(param.grad) for param in params if param.grad is not None], 1.0 / scale)
+    optimizer.grad_scale = None
+    return Scale(scale, flags)
+
+
+def _stepped(optimizer: Any) -> Any:
+    """Return what the scaler itself will step: with Accelerate, the optimizer within the one that it hands out."""
+    return optimizer.optimizer if hasattr(optimizer, "scaler") and hasattr(optimizer, "optimizer") else optimizer
+
+
+def _value(scaler: torch.amp.GradScaler) -> Tensor | float:
+    """Return the scale without waiting for a device; the scaler changes its own tensor in place."""
+    scale = getattr(scaler, "_scale", None)
+    return scale.detach().clone() if isinstance(scale, Tensor) and not scale.is_cpu else float(scaler.get_scale())
+
+
+def _flags(scaler: torch.amp.GradScaler, optimizers: Sequence[Any]) -> list[Tensor]:
+    states = scaler._per_optimizer_states
+    return [flag for one in optimizers for flag in states[id(one)].get("found_inf_per_device", {}).values()]
