@@ -75,12 +75,15 @@ class Gauge:
         if facts.with_groups and self.table.ranks is None:
             facts.weight_norms = weight_norms(self.table, self._measurer)
 
+    @property
+    def has_shards(self) -> bool:
+        """Whether this rank holds only parts of any parameter."""
+        return self.table.ranks is not None and bool(self.table.ranks.sharded.any())
+
     def notes(self, *, analyzed: bool) -> list[str]:
         """Tell what to know of the numbers where parameters are spread over ranks, or are not; each thing once."""
-        ranks, found = self.table.ranks, []
-        if analyzed and ranks is not None and ranks.sharded.any():
-            found.append(_LOCAL_PARTS)
-        if self._config.per_rank and ranks is None:
+        found = [_LOCAL_PARTS] if analyzed and self.has_shards else []
+        if self._config.per_rank and self.table.ranks is None:
             found.append(_NO_RANKS)
         new = [note for note in found if note not in self._told]
         self._told.update(new)

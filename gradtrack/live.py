@@ -27,6 +27,7 @@ class LiveAnalyzers:
         self._faults: dict[str, int] = {}
         self._armed: set[str] = set()
         self._alert: int | None = None
+        self._idle: set[str] = set()
         self.chosen: list[str] = []
 
     def __getitem__(self, name: str) -> Analyzer:
@@ -67,6 +68,18 @@ class LiveAnalyzers:
         """Make every analyzer due at a step, because something has just happened."""
         self._alert = step
 
+    def rest(self) -> list[str]:
+        """Let those have no turn from now on that compute with whole parameters; name those that had one before.
+
+        Where parameters are spread over ranks they would have to be gathered, and a rank whose analyzer has failed
+        would leave the others waiting.
+        """
+        new = [name for name, one in self._analyzers.items() if one.needs_whole_parameters and name not in self._idle]
+        self._idle.update(new)
+        for name in new:
+            self._disarm(name)
+        return new
+
     def arm(self, model: nn.Module, step: int) -> None:
         """Let those analyzers place their hooks that are due at the coming step."""
         for name, analyzer in list(self._analyzers.items()):
@@ -100,6 +113,8 @@ class LiveAnalyzers:
         return any(self._is_due(name, analyzer, step) for name, analyzer in list(self._analyzers.items()))
 
     def _is_due(self, name: str, analyzer: Analyzer, step: int) -> bool:
+        if name in self._idle:
+            return False
         return step == self._alert or bool(self._guard(name, lambda: analyzer.due(step)))
 
     def close(self) -> None:

@@ -227,6 +227,9 @@ class Pair:
         self.coming_notes, self.analyzers.chosen = [], []
         if not self.analyzers:
             return
+        if self.gauge.has_shards and (resting := self.analyzers.rest()):
+            names = " and ".join(resting)
+            facts.notes.append(f"{names}: left out, since parameters that are spread over ranks are not whole here.")
         if self.analyzers.due(step):
             reports, notes = self.analyzers.inspect(self._snapshot(grads, outcome))
             facts.analyzers = reports

@@ -99,6 +99,8 @@ class Analyzer(ABC):
     report_type: ClassVar[type[Report]] = Report
     panels: ClassVar[tuple[Panel, ...]] = ()
     schedule: ClassVar[Schedule] = staticmethod(rarely)
+    needs_whole_parameters: ClassVar[bool] = False
+    """Whether a look computes with the parameters themselves, which then must not be spread over ranks."""
 
     @classmethod
     def suits(cls, model: nn.Module) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, final
 
 import torch
@@ -21,7 +21,7 @@ from gradtrack.measure.elements import Elements
 from gradtrack.measure.measurer import Measurer
 from gradtrack.measure.moments import finite_norm
 from gradtrack.measure.probe import Probe
-from gradtrack.measure.shards import unwrapped
+from gradtrack.measure.shards import local_part, unwrapped
 from gradtrack.measure.table import ParameterTable
 from gradtrack.measure.untouched import offline_steps, untouched
 from gradtrack.records import Panel
@@ -264,7 +264,8 @@ class GradientFlowAnalyzer(Analyzer):
 
         def before_step(*_: object) -> None:
             if math.isnan(sample.clip):
-                grads = {name: param.grad for name, param in _named(snapshot.model).items() if param.grad is not None}
+                named = _named(snapshot.model).items()
+                grads = {name: local_part(param.grad) for name, param in named if param.grad is not None}
                 sample.clip = elements.left(grads)
 
         for optimizer in snapshot.optimizers:
@@ -335,11 +336,13 @@ def _named(model: nn.Module) -> dict[str, nn.Parameter]:
     return dict(model.named_parameters())
 
 
-def _norms(params: Any) -> list[float]:
-    values = [param.detach() for param in params]
-    if not values:
+def _norms(params: Iterable[Tensor]) -> list[float]:
+    """Return the norms of parameters, estimated from what this rank holds where they are spread over ranks."""
+    pairs = [(param.numel(), local_part(param.detach())) for param in params]
+    if not pairs:
         return []
-    return torch.stack([torch.linalg.vector_norm(value, dtype=torch.float64) for value in values]).tolist()
+    norms = torch.stack([torch.linalg.vector_norm(part, dtype=torch.float64) for _, part in pairs]).tolist()
+    return [norm * math.sqrt(size / max(1, part.numel())) for norm, (size, part) in zip(norms, pairs, strict=True)]
 
 
 def _rate(rates: Mapping[str, float]) -> float:

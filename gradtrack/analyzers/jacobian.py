@@ -113,6 +113,7 @@ class JacobianAnalyzer(Analyzer):
     """
 
     report_type: ClassVar[type[Report]] = JacobianReport
+    needs_whole_parameters: ClassVar[bool] = True
     schedule: ClassVar[Schedule] = staticmethod(rarely)
     panels: ClassVar[tuple[Panel, ...]] = (
         Panel(title="Largest singular value", section="jacobian", metrics=("jacobian/sigma_max/*",), kind="multi-line"),

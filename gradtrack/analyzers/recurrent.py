@@ -111,6 +111,7 @@ class RecurrentAnalyzer(Analyzer):
     """
 
     report_type: ClassVar[type[Report]] = RecurrentReport
+    needs_whole_parameters: ClassVar[bool] = True
     panels: ClassVar[tuple[Panel, ...]] = (
         Panel(
             title="State dynamics per step",

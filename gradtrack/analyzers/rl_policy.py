@@ -20,6 +20,7 @@ from gradtrack.measure.policy import clip_fraction, explained_variance, head_gra
 from gradtrack.measure.policy_report import PolicyReport
 from gradtrack.measure.policy_sample import measure_policy
 from gradtrack.measure.sensitivity import InputSensitivity
+from gradtrack.measure.shards import local_part
 from gradtrack.measure.units import DormantUnits
 from gradtrack.measure.untouched import offline_steps, untouched
 from gradtrack.records import Panel
@@ -258,7 +259,8 @@ class RLPolicyAnalyzer(Analyzer):
 
 
 def _norms(model: nn.Module) -> dict[str, float]:
-    return {name: float(param.grad.norm()) for name, param in model.named_parameters() if param.grad is not None}
+    named = model.named_parameters()
+    return {name: float(local_part(param.grad).norm()) for name, param in named if param.grad is not None}
 
 
 def _extract(output: Any) -> tuple[Any, Any, Any, Any]:

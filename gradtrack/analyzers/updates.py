@@ -90,6 +90,7 @@ class UpdatesAnalyzer(Analyzer):
     """
 
     report_type: ClassVar[type[Report]] = UpdatesReport
+    needs_whole_parameters: ClassVar[bool] = True
     schedule: ClassVar[Schedule] = staticmethod(often)
     panels: ClassVar[tuple[Panel, ...]] = (
         Panel(title="Update to weight", section="updates", metrics=("updates/ratio",), log_scale=True),

@@ -12,6 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from gradtrack.measure.shards import local_part
+
 _COUNT: Final = 256
 _SPARSE: Final = 0.1
 _SUBNORMAL: Final = 2.0**-14
@@ -41,9 +43,9 @@ class Elements:
         self._weights: dict[str, Values] = {}
         self._grads: dict[str, Values] = {}
         for name, param in params.items():
-            grad = grads.get(name)
-            if param.is_floating_point() and param.numel():
-                self._add(name, param.detach(), grad if grad is not None and grad.shape == param.shape else None)
+            grad, own = grads.get(name), local_part(param)
+            if own.is_floating_point() and own.numel():
+                self._add(name, own.detach(), grad if grad is not None and grad.shape == own.shape else None)
 
     def _add(self, name: str, param: Tensor, grad: Tensor | None) -> None:
         index = torch.arange(0, param.numel(), max(1, param.numel() // _COUNT), device=param.device)[:_COUNT]
@@ -61,8 +63,10 @@ class Elements:
         """Compare with the parameters after the step."""
         found: dict[str, Change] = {}
         for name, before in self._weights.items():
-            param = params.get(name)
-            if param is None or param.numel() <= int(self._index[name].max()):
+            if name not in params:
+                continue
+            param = local_part(params[name])
+            if param.numel() <= int(self._index[name].max()):
                 continue
             moved = _take(param.detach(), self._index[name]) - before
             size = max(_norm(before), _norm(before + moved))
@@ -90,7 +94,7 @@ class Elements:
         products = np.zeros(3)
         for name, before in self._grads.items():
             grad, param = grads.get(name), params.get(name)
-            if grad is None or param is None or grad.shape != param.shape:
+            if grad is None or param is None or grad.shape != local_part(param).shape:
                 continue
             after = _take(grad, self._index[name])
             weight = param.numel() / len(before)

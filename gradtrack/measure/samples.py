@@ -8,15 +8,17 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from gradtrack.measure.shards import local_part
+
 MOST: Final = 65_536
 
 
 def sample(tensor: Tensor, most: int = MOST) -> Tensor:
-    """Copy at most so many elements, at equal distances; all of them where there are no more.
+    """Copy at most so many elements that are held here, at equal distances; all of them where there are no more.
 
     The distance shares no factor with the size of the last dimension, so that no column is left out.
     """
-    values = tensor.detach()
+    values = local_part(tensor.detach())
     values = torch.view_as_real(values) if values.is_complex() else values
     count = values.numel()
     if count <= most:

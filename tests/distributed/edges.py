@@ -15,10 +15,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from gradtrack import GradientManager
+from gradtrack import GradientManager, registry
+from gradtrack.analyzers.base import always
 from gradtrack.errors import UsageError
 from gradtrack.measure.measurer import Measurer
 from gradtrack.measure.table import ParameterTable
+from tests.distributed.communication import Counted
 
 
 class Holder(nn.Module):
@@ -30,12 +32,78 @@ class Holder(nn.Module):
             self.register_parameter(name, nn.Parameter(value))
 
 
-def look(model: nn.Module, **settings: Any) -> dict[str, Any]:
+def look(model: nn.Module, scaler: Any = None, **settings: Any) -> dict[str, Any]:
     """Report the gradients that a model has."""
     manager = GradientManager(track_parameters=True, grad_log_every_n_steps=1, **settings)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    report = manager.step(model, optimizer, None, backward=False)
+    report = manager.step(model, optimizer, None, backward=False, scaler=scaler)
+    if scaler is not None:
+        scaler.step(optimizer)
+        scaler.update()
     return report.model_dump(mode="json", exclude={"time"})
+
+
+def plain_shards(values: Tensor) -> Holder:
+    """Return a model whose plain parameter is four of the numbers on rank 0 and two on rank 1, with such a gradient."""
+    own = values[:4] if dist.get_rank() == 0 else values[4:]
+    model: Any = Holder(weight=torch.ones_like(own))
+    model.weight.grad = own.clone()
+    return model  # type: ignore[no-any-return]
+
+
+def explicit_groups(values: Tensor) -> dict[str, Any]:
+    """Return what is reported of plain tensors that share a group."""
+    group = dist.group.WORLD
+    found: dict[str, Any] = {"shards": look(plain_shards(values), process_group=group, max_grad_norm=1.0)}
+    found["shards_refused"] = refusal(plain_shards(values), process_group=group, clip_type="agc")
+
+    model: Any = plain_shards(values)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.ones(()))
+    if dist.get_rank() == 1:
+        model.weight.grad[1] = float("inf")
+    before = model.weight.detach().clone()
+    found["scaled"] = look(model, scaler, process_group=group)
+    found["scale"], found["unmoved"] = scaler.get_scale(), torch.equal(model.weight, before)
+
+    torch.manual_seed(0)
+    replicas = nn.parallel.DistributedDataParallel(nn.Linear(3, 2).double())
+    replicas(torch.ones(1, 3, dtype=torch.float64)).sum().backward()
+    found["replicas"] = look(replicas, process_group=group, per_rank=True)
+    return found
+
+
+def refusal(model: nn.Module, **settings: Any) -> str:
+    """Return the error that a look ends with."""
+    try:
+        look(model, **settings)
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+def analyzed(mesh: Any) -> dict[str, Any]:
+    """Return what every analyzer makes of a sharded model when each step is its turn, and what is sent meanwhile."""
+    torch.manual_seed(0)
+    analyzers = [registry.analyzers.load(name)() for name in registry.analyzers.builtin()]
+    for analyzer in analyzers:
+        type(analyzer).schedule = staticmethod(always)
+    blocks = [nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True) for _ in range(3)]
+    for block in blocks:
+        fully_shard(block, mesh=mesh)
+    model: Any = fully_shard(nn.Sequential(*blocks, nn.Linear(8, 3)), mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    manager = GradientManager(analyzers=analyzers)
+    reports, calls = [], []
+    for _ in range(5):
+        (model(torch.randn(2, 5, 8)) * 1.0).square().mean().backward()
+        with Counted() as counted:
+            reports.append(manager.step(model, optimizer, None, backward=False))
+        calls.append(len(counted.sizes))
+        optimizer.step()
+        optimizer.zero_grad()
+    names = sorted({name for report in reports for name in report.analyzers})
+    return {"names": names, "notes": [list(one.notes) for one in reports], "calls": calls}
 
 
 def main() -> None:
@@ -63,16 +131,15 @@ def main() -> None:
     model.weight.grad = distribute_tensor(values * 1e200, mesh, [Shard(0)])
     found["huge"] = look(model, enable_gradient_clipping=False)
 
-    try:
-        look(model, clip_type="agc", nonfinite_action="report")
-    except UsageError as error:
-        found["agc"] = str(error)
+    found["agc"] = refusal(model, clip_type="agc", nonfinite_action="report")
+    found["groups"] = explicit_groups(values)
 
     torch.manual_seed(0)
     model = fully_shard(nn.Linear(4, 3).double(), mesh=mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     manager = GradientManager()
     report = manager.step(model, optimizer, model(torch.ones(2, 4, dtype=torch.float64)).mul(1.0).sum())
+    found["analyzed"] = analyzed(mesh)
     found["root_only"] = report.model_dump(mode="json", exclude={"time"})
 
     Path(sys.argv[1]).with_suffix(f".{rank}.json").write_text(json.dumps(found))

@@ -67,3 +67,40 @@ def test_all_parameters_are_in_the_root(ranks: list[Found]) -> None:
     """A model that FSDP2 has just made whole is known by its shards once the backward pass is over."""
     assert ranks[0]["root_only"]["statistics"]["element_count"] == 15
     assert ranks[0]["root_only"]["statistics"]["missing"] == []
+
+
+def test_plain_shards_of_a_group(ranks: list[Found]) -> None:
+    """With an explicit group plain tensors count once each, and are clipped by the norm of all of them."""
+    found = ranks[0]["groups"]["shards"]
+    assert found["statistics"]["total_norm"] == pytest.approx(math.sqrt(SQUARES))
+    assert (found["statistics"]["element_count"], found["statistics"]["max"]) == (6, 6.0)
+    assert found["clipping"]["coefficient"] == pytest.approx(1 / math.sqrt(SQUARES), rel=1e-6)
+    assert found["groups"]["weight"]["weight_norm"] == pytest.approx(math.sqrt(6))
+    assert "sharded" in ranks[0]["groups"]["shards_refused"]
+
+
+def test_every_scaler_leaves_out_what_one_rank_found(ranks: list[Found]) -> None:
+    """A scaler looks at its own shard only; told of the others it backs off like theirs, and nothing moves."""
+    for rank in ranks:
+        found = rank["groups"]
+        assert (found["scale"], found["unmoved"]) == (2.0, True)
+        assert (found["scaled"]["skipped"], found["scaled"]["nan_inf"]["action"]) == (True, "scaler")
+
+
+def test_replicas_of_a_group_are_not_counted_twice(ranks: list[Found]) -> None:
+    """Under DDP an explicit group adds nothing up, and shows that the ranks agree."""
+    found = ranks[0]["groups"]["replicas"]
+    assert found["statistics"]["total_norm"] == pytest.approx(math.sqrt(8))
+    assert found["statistics"]["element_count"] == 8
+    assert (found["ranks"]["norm_std"], found["ranks"]["num_ranks"]) == (0.0, 2)
+    assert found["ranks"]["norm_min"] == pytest.approx(math.sqrt(8), rel=1e-9)
+
+
+def test_analyzers_see_local_parts_and_say_so(ranks: list[Found]) -> None:
+    """Those that suit the model report on it, nothing more is sent, and notes tell once what they saw and who rests."""
+    found = ranks[0]["analyzed"]
+    assert {"flow", "gain", "transformer", "vector"} <= set(found["names"])
+    assert found["calls"] == [2] * 5
+    told = [any("parts that this rank holds" in note for note in notes) for notes in found["notes"]]
+    assert told == [True] + [False] * 4
+    assert any("jacobian and recurrent and updates: left out" in note for note in found["notes"][0])
