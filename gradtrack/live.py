@@ -11,12 +11,15 @@ from torch import nn
 
 from gradtrack import registry
 from gradtrack.analyzers.base import Analyzer, Snapshot
+from gradtrack.eager import EagerSteps, is_compiled
 from gradtrack.errors import InputTypeError, UsageError
+from gradtrack.measure.shards import unwrapped
 from gradtrack.records import Panel
 from gradtrack.reports import Issue, Report
 
 _logger = logging.getLogger("gradtrack")
 _PATIENCE = 3
+_EAGER = "the model is compiled: steps at which an analyzer looks inside it run eagerly; nothing is compiled again."
 
 
 class LiveAnalyzers:
@@ -28,6 +31,7 @@ class LiveAnalyzers:
         self._armed: set[str] = set()
         self._alert: int | None = None
         self._idle: set[str] = set()
+        self._eager, self._told_eager = EagerSteps(), False
         self.chosen: list[str] = []
 
     def __getitem__(self, name: str) -> Analyzer:
@@ -57,6 +61,7 @@ class LiveAnalyzers:
 
     def choose(self, model: nn.Module) -> None:
         """Add every built-in analyzer that suits a model, and say why."""
+        model = unwrapped(model)
         for name in registry.analyzers.builtin():
             found = registry.analyzers.load(name)
             reason = found.suits(model)
@@ -81,14 +86,26 @@ class LiveAnalyzers:
         return new
 
     def arm(self, model: nn.Module, step: int) -> None:
-        """Let those analyzers place their hooks that are due at the coming step."""
+        """Let those analyzers place their hooks that are due at the coming step, which then runs eagerly."""
+        self._eager.end()
+        inner = unwrapped(model)
         for name, analyzer in list(self._analyzers.items()):
             if self._is_due(name, analyzer, step):
                 self._armed.add(name)
-                self._guard(name, lambda analyzer=analyzer: analyzer.arm(model))
+                self._guard(name, lambda analyzer=analyzer: analyzer.arm(inner))
+        if any(_looks_inside(one) for name, one in self._analyzers.items() if name in self._armed):
+            self._run_eagerly(model)
+
+    def _run_eagerly(self, model: nn.Module) -> None:
+        if is_compiled(model):
+            self._eager.begin()
+            if not self._told_eager:
+                self._told_eager = True
+                self.chosen.append(_EAGER)
 
     def inspect(self, snapshot: Snapshot) -> tuple[dict[str, Report], list[str]]:
         """Let the due analyzers look at a step; return their reports and their notes."""
+        self._eager.end()
         reports: dict[str, Report] = {}
         notes: list[str] = []
         for name, analyzer in list(self._analyzers.items()):
@@ -119,6 +136,7 @@ class LiveAnalyzers:
 
     def close(self) -> None:
         """Remove every hook."""
+        self._eager.end()
         for name in list(self._analyzers):
             self._disarm(name)
 
@@ -150,6 +168,11 @@ class LiveAnalyzers:
                 if analyzer is not None:
                     analyzer.disarm()
             return None
+
+
+def _looks_inside(analyzer: Analyzer) -> bool:
+    """Say whether an analyzer places hooks: those that do not look at what every step leaves."""
+    return type(analyzer).arm is not Analyzer.arm
 
 
 def _usable(report: Report | None) -> Report | None:

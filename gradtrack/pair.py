@@ -51,7 +51,6 @@ class Pair:
         process_group: Any = None,
     ) -> None:
         self.model, self.name, self.horizon = model, name, horizon
-        self.inner = unwrapped(model)
         self.config, self.analyzers = config, analyzers
         self.monitor, self.clipper, self.handler = components
         self.guard = Guard(self.handler, self.clipper, measurer)
@@ -85,7 +84,7 @@ class Pair:
         """Count the next step as the one after `step`, and arm what is due there."""
         if step != self.step_count:
             self.step_count = step
-            self.analyzers.arm(self.inner, step + 1)
+            self.analyzers.arm(self.model, step + 1)
 
     def add_loss(self, loss: Tensor | float | None) -> None:
         """Add the loss of a micro-batch to that of the coming step."""
@@ -164,7 +163,7 @@ class Pair:
         outcome.pending.protect(grads, self.optimizers, scaled=outcome.scale is not None)
         self._stepping.may_hold_found_inf = True
         self._late = outcome
-        self.analyzers.arm(self.inner, self.step_count + 1)
+        self.analyzers.arm(self.model, self.step_count + 1)
 
     def _settle(self, outcome: Outcome) -> None:
         """Wait for the numbers of a late step, and judge it."""
@@ -238,13 +237,13 @@ class Pair:
                 self.judgement.hear(self.analyzers.issues())
             outcome.late = [one for one in reports.values() if isinstance(one, LateReport) and one.step != step]
             outcome.event = outcome.event or len(reports) > len(outcome.late)
-        self.analyzers.arm(self.inner, step + 1)
+        self.analyzers.arm(self.model, step + 1)
 
     def _snapshot(self, grads: Gradients, outcome: Outcome) -> Snapshot:
         facts = outcome.facts
         return Snapshot(
             step=self.step_count,
-            model=self.inner,
+            model=unwrapped(self.model),
             epoch=outcome.report.epoch,
             loss=facts.loss,
             optimizers=self.optimizers,
@@ -289,7 +288,7 @@ class Pair:
             self.scaler_log.load_state_dict(state["scaler"])
         self.analyzers.load_state_dict(state["analyzers"])
         self.analyzers.close()
-        self.analyzers.arm(self.inner, self.step_count + 1)
+        self.analyzers.arm(self.model, self.step_count + 1)
 
 
 def _summable(loss: Tensor | float) -> Tensor | float:

@@ -124,9 +124,9 @@ class Roster:
             process_group=process_group if process_group is not None else self._process_group,
         )
         if self._config.analyzers == "auto":
-            analyzers.choose(pair.inner)
+            analyzers.choose(model)
         self._restore(pair)
-        analyzers.arm(pair.inner, pair.step_count + 1)
+        analyzers.arm(model, pair.step_count + 1)
         self._pairs[(id(model), *map(id, optimizers))] = pair
         if first:
             self._on_first()

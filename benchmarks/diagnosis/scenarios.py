@@ -6,7 +6,6 @@ from benchmarks.diagnosis import faults, fresh, healthy, special
 from benchmarks.diagnosis.blind import adapted, book, broken, broken_dynamics, odd, supervised
 from benchmarks.diagnosis.run import SCENARIOS, Scenario
 
-
 BLIND = (adapted, broken, broken_dynamics, odd, supervised)
 """Modules that list their runs when they are imported."""
 

@@ -1,0 +1,37 @@
+"""Steps of a compiled model that run eagerly, because an analyzer has to see inside."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class EagerSteps:
+    """Lets compiled code run eagerly for single steps: what was compiled stays, and nothing is compiled again.
+
+    A compiled graph does not call hooks that were placed after it was made.
+    """
+
+    def __init__(self) -> None:
+        self._stance: Any = None
+
+    def begin(self) -> None:
+        """Run eagerly from now on."""
+        if self._stance is None:
+            self._stance = torch.compiler.set_stance("force_eager")
+
+    def end(self) -> None:
+        """Run as before; a second call does nothing."""
+        if self._stance is not None:
+            self._stance.__exit__(None, None, None)
+            self._stance = None
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Say whether a model or a part of it was compiled."""
+    return any(
+        type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
+        for module in model.modules()
+    )
