@@ -34,13 +34,15 @@ class FlowReport(Report):
     """The flow of a sampled step: gradients over that of the last layer, and how the step before it went on.
 
     `gain_min` and `gain_max` are the smallest and largest ‖δ‖ over ‖δ of the last layer‖ along the model's edges;
-    `update_ratio` is ‖Δw‖/‖w‖ of the median weight and `cosine` that of successive gradients, at the previous sample.
+    `update_ratio` is ‖Δw‖/‖w‖ of the median weight and `cosine` that of successive gradients, at the previous sample;
+    `subnormal` is the share of float16 gradients there that were too small for all of their digits.
     """
 
     gain_min: float | None = None
     gain_max: float | None = None
     update_ratio: float | None = None
     cosine: float | None = None
+    subnormal: float | None = None
 
     def metrics(self) -> dict[str, float]:
         values = {
@@ -48,6 +50,7 @@ class FlowReport(Report):
             "gain_max": self.gain_max,
             "update_ratio": self.update_ratio,
             "gradient_cosine": self.cosine,
+            "subnormal_fraction": self.subnormal,
         }
         return {f"flow/{name}": value for name, value in values.items() if value is not None}
 
@@ -316,11 +319,14 @@ class GradientFlowAnalyzer(Analyzer):
         gains = [gain for path in graph.paths.values() for gain in graph.gammas(path).values()]
         before = self._samples[-2] if len(self._samples) > 1 else None
         ratios = list(before.ratios.values()) if before is not None else []
+        changes = (before.changes or {}).values() if before is not None else ()
+        tiny = [change.subnormal for change in changes if not math.isnan(change.subnormal)]
         return FlowReport(
             gain_min=min(gains, default=None),
             gain_max=max(gains, default=None),
             update_ratio=median(ratios) if ratios else None,
             cosine=None if before is None or math.isnan(before.cosine) else before.cosine,
+            subnormal=sum(tiny) / len(tiny) if tiny else None,
         )
 
 

@@ -1,0 +1,136 @@
+"""Mixed precision: losses are unscaled once, and what the scaler does is told."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from gradtrack import GradientManager, StepReport, watch
+from tests.training import batch_loss, optimizer_of, small_model
+
+
+def scaler_of(scale: float = 1024.0, **options: Any) -> torch.amp.GradScaler:
+    """Return a scaler for the CPU."""
+    return torch.amp.GradScaler("cpu", init_scale=scale, **options)
+
+
+def train(manager: GradientManager, scaler: torch.amp.GradScaler, bad: frozenset[int] = frozenset()) -> None:
+    """Train six steps, of which the bad ones overflow."""
+    model = small_model()
+    optimizer = optimizer_of(model)
+    for step in range(1, 7):
+        loss = batch_loss(model, step, math.inf if step in bad else 1.0)
+        manager.step(model, optimizer, loss, scaler=scaler)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+
+def told(reports: list[StepReport]) -> list[tuple[float | None, int, int]]:
+    """Return the scale, the steps left out so far and those in a row, of every report."""
+    return [
+        (one.scaler.scale, one.scaler.skips, one.scaler.skips_in_a_row) for one in reports if one.scaler is not None
+    ]
+
+
+def test_scale_and_skips_are_reported() -> None:
+    """The scale is that of the step, and every overflow of the scaler's own is counted."""
+    manager = GradientManager()
+    train(manager, scaler_of(), frozenset({2, 3, 5}))
+    expected = [(1024.0, 0, 0), (1024.0, 1, 1), (512.0, 2, 2), (256.0, 2, 0), (256.0, 3, 1), (128.0, 3, 0)]
+    assert told(manager.reports) == expected
+    metrics = manager.reports[2].metrics()
+    assert (metrics["train/grad_loss_scale"], metrics["train/grad_scaler_skips"]) == (512.0, 2.0)
+    assert [report.skipped for report in manager.reports] == [False, True, True, False, True, False]
+
+
+def test_nothing_is_told_without_a_scaler() -> None:
+    """Neither without one nor with one that is switched off."""
+    manager = GradientManager()
+    train(manager, scaler_of(enabled=False))
+    assert told(manager.reports) == []
+    assert not any("scale" in name for name in manager.reports[0].metrics())
+
+
+def test_skips_are_counted_on_after_a_checkpoint() -> None:
+    """The counts are part of the state."""
+    first, second = GradientManager(), GradientManager()
+    train(first, scaler_of(), frozenset({2, 6}))
+    second.load_state_dict(first.state_dict())
+    train(second, scaler_of(), frozenset({1}))
+    assert told(second.reports)[0][1:] == (3, 2)
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_gradients_are_unscaled_once(own: bool) -> None:
+    """Whether the loop unscales by itself or leaves it to gradtrack, the norm is that of the loss itself."""
+    model = small_model()
+    optimizer, scaler, manager = optimizer_of(model), scaler_of(), GradientManager(enable_gradient_clipping=False)
+    torch.autograd.backward(scaler.scale(batch_loss(model)))
+    if own:
+        scaler.unscale_(optimizer)
+    report = manager.step(model, optimizer, None, backward=False, scaler=scaler)
+    twin = small_model()
+    torch.autograd.backward(batch_loss(twin))
+    expected = float(nn.utils.get_total_norm([param.grad for param in twin.parameters() if param.grad is not None]))
+    assert report.clipping.norm_before == pytest.approx(expected, rel=1e-5)
+
+
+def test_accelerates_optimizer_is_unscaled_once() -> None:
+    """Accelerate steps the optimizer within its own, so that one is unscaled."""
+    wrapper = pytest.importorskip("accelerate.optimizer").AcceleratedOptimizer
+    pytest.importorskip("accelerate").Accelerator(cpu=True)
+    model = small_model()
+    inner, scaler = optimizer_of(model), scaler_of()
+    optimizer = wrapper(inner, device_placement=False, scaler=scaler)
+    before = [param.detach().clone() for param in model.parameters()]
+    torch.autograd.backward(scaler.scale(batch_loss(model)))
+    GradientManager(enable_gradient_clipping=False).step(model, optimizer, None, backward=False, scaler=scaler)
+    grads = [param.grad.clone() for param in model.parameters() if param.grad is not None]
+    optimizer.step()
+    for param, start, grad in zip(model.parameters(), before, grads, strict=True):
+        torch.testing.assert_close(param.detach(), start - 0.1 * grad)
+
+
+def test_fused_optimizers_tell_their_scale() -> None:
+    """An optimizer that unscales within its step is looked at before, and its scale is known."""
+    model = small_model()
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1, fused=True), scaler_of()
+    with watch(model, optimizer) as manager:
+        for step in range(2):
+            torch.autograd.backward(scaler.scale(batch_loss(model, step)))
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        assert told(manager.reports) == [(1024.0, 0, 0), (1024.0, 0, 0)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_weights_and_autocast(dtype: torch.dtype) -> None:
+    """Norms of half precision gradients are exact sums, under autocast with float32 weights too."""
+    for model, autocast in ((small_model(dtype=dtype), False), (small_model(), True)):
+        manager = GradientManager(enable_gradient_clipping=False)
+        with torch.autocast("cpu", dtype=dtype, enabled=autocast):
+            loss = batch_loss(model).float()
+        report = manager.step(model, optimizer_of(model), loss)
+        grads = [param.grad.double() for param in model.parameters() if param.grad is not None]
+        norm = math.sqrt(sum(float(grad.square().sum()) for grad in grads))
+        assert report.clipping.norm_before == pytest.approx(norm, rel=1e-6)
+
+
+@pytest.mark.parametrize(("scale", "expected"), [(1.0, 0.0), (1e-5, 1.0)])
+def test_share_of_subnormal_float16_gradients(scale: float, expected: float) -> None:
+    """Of float16 gradients the flow analyzer tells how many are too small for all of their digits."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)).half()
+    optimizer, manager = optimizer_of(model), GradientManager(analyzers=["flow"])
+    for _ in range(9):
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 4, dtype=torch.float16)).sum() * scale
+        manager.step(model, optimizer, loss)
+        optimizer.step()
+    found: Any = manager.reports[7].analyzers["flow"]
+    assert found.metrics()["flow/subnormal_fraction"] == pytest.approx(expected, abs=0.3)
