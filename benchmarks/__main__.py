@@ -20,6 +20,7 @@ NAMES = (
     "growth",
     "training_cost",
     "analyzers",
+    "diagnosis_cost",
     "emission",
     "dead_server",
 )

@@ -60,7 +60,7 @@ class Scenario:
 
     @property
     def part(self) -> str:
-        """Return `tuned` for the half that rules were tuned on, `held` for the other, `fresh`, `blind` for the later."""
+        """Return `tuned` or `held` for the halves that came first, and `fresh` or `blind` for what came later."""
         for later in ("fresh", "blind"):
             if self.family.startswith(f"{later}_"):
                 return later

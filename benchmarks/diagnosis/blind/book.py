@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -127,6 +128,6 @@ def adam(model: nn.Module, rate: float = 1e-3, **options: float) -> torch.optim.
 def stack(*widths: int, act: type[nn.Module] = nn.ReLU) -> nn.Sequential:
     """Return linear layers as torch makes them, with a function between them."""
     parts: list[nn.Module] = []
-    for index, (before, after) in enumerate(zip(widths, widths[1:], strict=False)):
+    for index, (before, after) in enumerate(pairwise(widths)):
         parts += [nn.Linear(before, after)] + ([act()] if index < len(widths) - 2 else [])
     return nn.Sequential(*parts)
