@@ -129,7 +129,7 @@ def show(
 
         found = watch(directory, console)
     else:
-        found = load_run(directory)
+        found = load_run(directory, watched=True)
         if as_json:
             typer.echo(json.dumps(terminal.to_plain(found), indent=1, default=str))
         else:
@@ -148,7 +148,7 @@ def report(
     from gradtrack.view.html import write_html_report
     from gradtrack.view.run_data import load_run
 
-    typer.echo(write_html_report(load_run(_directory(run)), out))
+    typer.echo(write_html_report(load_run(_directory(run), watched=True), out))
 
 
 @app.command(epilog=_epilog("diff"))
@@ -165,7 +165,7 @@ def diff(
     from gradtrack.view.comparison import Comparison
     from gradtrack.view.run_data import load_run
 
-    found = Comparison(load_run(first), load_run(second))
+    found = Comparison(load_run(first, watched=True), load_run(second, watched=True))
     if html is not None:
         found.write_html(html)
     if as_json:

@@ -15,6 +15,7 @@ from gradtrack import registry
 from gradtrack.config import GradientConfig
 from gradtrack.loop import safe_backward
 from gradtrack.manager import GradientManager
+from gradtrack.progress import counted
 from gradtrack.record.files import new_run_id
 from gradtrack.reports import TrainingSummary
 from gradtrack.view.files import listing, quoted, ways_to_open
@@ -179,7 +180,7 @@ def _train(settings: TrainingSettings, config: GradientConfig | Mapping[str, Any
     with GradientManager(config) as manager:
         manager.on_issue(lambda issue, report: issues.append(f"step {report.step}: {issue}"))
         manager.attach(model, optimizer, horizon=settings.sequence_length)
-        for step in progress(settings.steps):
+        for step in counted(range(1, settings.steps + 1), "Training", total=settings.steps):
             inputs, context, targets = next(batches)
             if step == settings.bad_batch_at:
                 inputs[0, 0, 0] = torch.inf
@@ -193,15 +194,6 @@ def _train(settings: TrainingSettings, config: GradientConfig | Mapping[str, Any
         skipped = [report.step for report in manager.reports if report.skipped]
         summary = manager.get_training_summary()
     return Finding(run_dir=manager.run_dir, losses=losses, summary=summary, issues=issues, skipped=skipped)
-
-
-def progress(steps: int) -> Iterator[int]:
-    """Count the steps from 1, with a bar that is silent where no person is looking."""
-    from rich.console import Console
-    from rich.progress import track
-
-    console = Console(stderr=True)
-    yield from track(range(1, steps + 1), "Training", console=console, disable=not console.is_terminal)
 
 
 def demo_config(run_dir: Path) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from gradtrack.measure.jacobians import EXACT_LIMIT, JacobianNumbers, log10_cond
 from gradtrack.measure.linear_maps import differentiable_twice
 from gradtrack.measure.trees import first_floating
 from gradtrack.measure.untouched import call, untouched
+from gradtrack.progress import counted
 from gradtrack.records import Panel
 from gradtrack.reports import Report
 
@@ -211,7 +212,7 @@ class JacobianAnalyzer(Analyzer):
     def _measure(self, blocks: Mapping[str, nn.Module], calls: Mapping[str, BlockCall]) -> JacobianReport:
         found: dict[str, BlockJacobian] = {}
         skipped: dict[str, str] = {}
-        for name, block in blocks.items():
+        for name, block in counted(blocks.items(), "Measuring blocks", total=len(blocks)):
             if name not in calls:
                 skipped[name] = "it was not called"
                 continue

@@ -19,6 +19,7 @@ from gradtrack.measure.linear_maps import differentiable_twice
 from gradtrack.measure.micro_batches import MicroBatches
 from gradtrack.measure.samples import sample
 from gradtrack.measure.untouched import call, untouched
+from gradtrack.progress import counted
 from gradtrack.records import Panel
 from gradtrack.reports import Report
 
@@ -134,7 +135,7 @@ class VectorAnalyzer(Analyzer):
             raise UsageError(f"steps {steps}: expected at least 1.")
         model, look = self._model, self._look()
         with untouched(model, optimizer), torch.enable_grad(), differentiable_twice(model):
-            for _ in range(steps):
+            for _ in counted(range(steps), "Analyzing", total=steps):
                 inputs = input_fn()
                 loss = partial(_loss, model, inputs, loss_fn)
                 look.add_loss(loss, list(model.parameters()), optimizer)
@@ -149,7 +150,7 @@ class VectorAnalyzer(Analyzer):
         """
         look = self._look()
         with self._kept(self._model), torch.enable_grad(), differentiable_twice(self._model):
-            for _ in range(steps):
+            for _ in counted(range(steps), "Analyzing", total=steps):
                 look.add_game(players)
         return VectorReport(**look.numbers())
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gradtrack.errors import UsageError
+from gradtrack.progress import counted
 
 
 @contextmanager
@@ -56,7 +57,7 @@ def offline_steps(
     """
     if steps < 1:
         raise UsageError(f"steps {steps}: expected at least 1.")
-    for step in range(1, steps + 1):
+    for step in counted(range(1, steps + 1), "Analyzing", total=steps):
         model.zero_grad(set_to_none=True)
         inputs = input_fn()
         output = call(model, inputs)

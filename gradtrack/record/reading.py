@@ -35,11 +35,18 @@ class SavedJournal:
                 total += sum(1 for _ in stream) - 1
         return total
 
-    def rows(self) -> Iterator[tuple[int, Record]]:
-        """Yield every row that is whole, with its number; the reasons for the others go to `damaged`."""
+    def size(self) -> int:
+        """Return the number of bytes in all parts."""
+        return sum(part.stat().st_size for part in self.parts)
+
+    def rows(self, read: Callable[[int], object] | None = None) -> Iterator[tuple[int, Record]]:
+        """Yield every row that is whole, with its number; the reasons for the others go to `damaged`.
+
+        `read` is told the number of bytes of each line.
+        """
         self.damaged.clear()
         for part in self.parts:
-            yield from read_rows(part, note=self.damaged.append)
+            yield from read_rows(part, note=self.damaged.append, read=read)
 
 
 def find_journals(run_dir: Path) -> list[SavedJournal]:
@@ -84,7 +91,12 @@ def read_header(path: Path) -> Mapping[str, Any] | None:
 
 
 def read_rows(
-    path: Path, *, offset: int = 0, trusted: bool = False, note: Note | None = None
+    path: Path,
+    *,
+    offset: int = 0,
+    trusted: bool = False,
+    note: Note | None = None,
+    read: Callable[[int], object] | None = None,
 ) -> Iterator[tuple[int, Record]]:
     """Yield the rows of one part; a line that is torn or garbage is skipped with a note."""
     with path.open("rb") as stream:
@@ -93,6 +105,8 @@ def read_rows(
         else:
             stream.seek(offset)
         while line := stream.readline(_LONGEST_LINE):
+            if read is not None:
+                read(len(line))
             try:
                 if not line.endswith(b"\n"):
                     raise ValueError("the line has no end")

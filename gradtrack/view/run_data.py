@@ -13,6 +13,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from gradtrack.progress import Bar
 from gradtrack.record.journal import is_being_written
 from gradtrack.record.reading import find_journals
 from gradtrack.record.run_end import RUN_END, RunEnd
@@ -209,10 +210,12 @@ class RunData:
         )
 
 
-def load_run(directory: Path) -> RunData:
-    """Read the newest run in a directory."""
+def load_run(directory: Path, *, watched: bool = False) -> RunData:
+    """Read the newest run in a directory; `watched` shows how far it is, where that takes long."""
     journal = max(find_journals(directory), key=lambda found: (found.run.created, -found.rank))
-    run = RunData.of(journal.run, directory, (record for _, record in journal.rows()))
+    with Bar(f"Reading {directory.name}", total=journal.size(), unit="bytes") as bar:
+        rows = journal.rows(bar.advance if watched else None)
+        run = RunData.of(journal.run, directory, (record for _, record in rows))
     run.damaged = list(journal.damaged)
     run.is_running = is_being_written(journal.parts[-1])
     return run

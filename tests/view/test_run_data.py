@@ -11,6 +11,7 @@ import torch
 
 from gradtrack import GradientManager
 from gradtrack.errors import JournalError
+from gradtrack.progress import Bar
 from gradtrack.record.run_end import RUN_END, RunEnd
 from gradtrack.records import Panel
 from gradtrack.reports import IssueSeverity, IssueType, TrainingSummary
@@ -137,6 +138,18 @@ def test_a_directory_without_a_run_is_an_error(tmp_path: Path) -> None:
     """The error names the directory."""
     with pytest.raises(JournalError, match="holds no journal"):
         load_run(tmp_path)
+
+
+def test_reading_a_watched_run_tells_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All bytes of the rows are counted, and a run that nobody waits for is read in silence."""
+    counts: list[float] = []
+    monkeypatch.setattr(Bar, "advance", lambda self, amount=1.0: counts.append(amount))
+    write_run(tmp_path, row(1), row(2))
+    assert len(load_run(tmp_path).tracks[""].steps) == 2
+    assert counts == []
+    load_run(tmp_path, watched=True)
+    with (tmp_path / "journal-000.jsonl").open("rb") as journal:
+        assert counts == [len(line) for line in journal.readlines()[1:]]
 
 
 def test_a_training_is_read_back(tmp_path: Path) -> None:
