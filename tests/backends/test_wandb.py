@@ -9,7 +9,7 @@ import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -190,6 +190,18 @@ def test_rows_join_the_steps_of_the_user() -> None:
     assert [(row["loss"], row[STEP]) for row in rows] == [(index, index + 1) for index in range(30)]
 
 
+def test_rows_that_find_no_row_of_the_user_are_not_waited_for_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long line of rows costs one moment of waiting for the user, as long as the user does not log."""
+    pauses: list[float] = []
+    monkeypatch.setattr("gradtrack.backends.wandb.rows.time.sleep", pauses.append)
+    monkeypatch.setattr("gradtrack.backends.wandb.rows.time.monotonic", lambda: sum(pauses))
+    run, records = open_run(), make_records(200)
+    WandbBackend().write(records)
+    assert sum(pauses) < 0.1
+    run.finish()
+    assert ours(rows_of(file_of(run))) == expected(records)
+
+
 def test_counter_stays_the_user_s_after_our_close() -> None:
     """Rows that find none of the user's wait for the end of the run, so a late explicit step is not behind them."""
     run, records = open_run(), make_records(20)
@@ -228,6 +240,23 @@ def test_other_step_modes_write_at_once(mode: Any) -> None:
     rows = rows_of(file_of(run))
     assert ours(rows) == expected(records)
     assert [row["_step"] for row in rows] == [index + (mode == "step") for index in range(6)]
+
+
+def test_step_mode_keeps_what_comes_behind_the_counter_of_the_user() -> None:
+    """Where the user is ahead, a row would be dropped; it is written when the run ends, and ours meet at no step."""
+    run, records = open_run(), make_records(12)
+    backend = WandbBackend(step_mode="step")
+    logged = []
+    for index, record in enumerate(records):
+        if index in (3, 4, 8):
+            logged.append(_log(run, {"loss": float(index)}, step=index + 3))
+        backend.write([record])
+    backend.close()
+    logged.append(_log(run, {"final": 1.0}, step=40))
+    run.finish()
+    rows, wanted = rows_of(file_of(run)), collect(logged)
+    assert survivors(rows, wanted) == wanted
+    assert ours(rows) == expected(records)
 
 
 def test_own_run_is_beside_the_user_s() -> None:
@@ -401,29 +430,25 @@ def test_disabled_mode_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
         backend.close()
 
 
-def test_shared_mode_commits_rows() -> None:
-    """Where steps do not count, because several processes write, rows are committed at once."""
+def test_case_14_file_that_lacks_rows_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where W&B has taken rows and its file has fewer, the close says so."""
+    monkeypatch.setattr("gradtrack.backends.wandb.keeping._PATIENCE_SECONDS", 0.0)
+    backend = WandbBackend()
+    backend.write(make_records(5))
+    monkeypatch.setattr(backend, "_written", 7)
+    with pytest.raises(BackendError, match=r"5 of 7 rows are in its file .*gradtrack replay"):
+        backend.close()
 
-    class Run:
-        disabled = False
-        config: ClassVar[dict[str, Any]] = {}
-        rows: ClassVar[list[dict[str, Any]]] = []
-        settings = type("Settings", (), {"mode": "shared"})()
-        summary: ClassVar[dict[str, Any]] = {}
 
-        @property
-        def step(self) -> int:
-            raise RuntimeError("a shared run has no step")
-
-        def __getattr__(self, name: str) -> Any:
-            return lambda *_, **__: {}
-
-        def log(self, row: dict[str, Any]) -> None:
-            self.rows.append(row)
-
-    run = Run()
-    WandbBackend(run=run).write(make_records(3))
-    assert [row[STEP] for row in run.rows] == [1, 2, 3]
+def test_case_14_run_of_the_user_that_drops_rows_is_told() -> None:
+    """Where W&B's own log tells of a record that was not saved, our close does."""
+    run = open_run()
+    backend = WandbBackend()
+    backend.write(make_records(5))
+    with (file_of(run) / "logs" / "debug-internal.log").open("a") as log:
+        log.write('{"msg":"writer: failed to save record","error":"no space left on device"}')
+    with pytest.raises(BackendError, match="is full"):
+        backend.close()
 
 
 def test_case_09_killed_core_is_contained() -> None:

@@ -14,8 +14,9 @@ from gradtrack.backends.wandb.alerts import Alerts
 from gradtrack.backends.wandb.columns import Columns
 from gradtrack.backends.wandb.ending import Ending
 from gradtrack.backends.wandb.history import files_of, find_rows
+from gradtrack.backends.wandb.keeping import check_attached, check_own
 from gradtrack.backends.wandb.own_run import open_run, project_of
-from gradtrack.backends.wandb.rows import OwnRows, PoliteRows, StepMode, rows_of
+from gradtrack.backends.wandb.rows import Rows, StepMode, rows_of
 from gradtrack.backends.wandb.show import Show
 from gradtrack.errors import BackendError, ClosedError, MissingExtraError, PermanentBackendError, UsageError
 from gradtrack.records import Record
@@ -64,9 +65,10 @@ class WandbBackend(Backend):
         self._partial: set[_Identity] = set()
         self._told: set[str] = set()
         self._closed = False
+        self._written = 0
         self._columns = Columns(self._wandb, withhold, owned=self._owned, tell=self._tell)
         self._show = Show(self._wandb, self._tell)
-        self._rows: PoliteRows | OwnRows | None = None
+        self._rows: Rows | None = None
         if run is not None:
             self._attach(run)
 
@@ -88,6 +90,7 @@ class WandbBackend(Backend):
                 if _identity(record) not in self._partial:
                     rows.write(self._columns.row(self._run, record), record.step)
                     self._partial.add(_identity(record))
+                    self._written += 1
                     self._show.take([record], written=True)
                     if self._alerts is not None:
                         self._alerts.send(self._run, record)
@@ -107,6 +110,9 @@ class WandbBackend(Backend):
             if self._owned:
                 self._put_show()
                 self._run.finish(exit_code=1 if failed else 0)
+                check_own(self._run, self._written)
+            elif self._written:
+                check_attached(self._run)
         except Exception as fault:
             raise _error_of(fault) from None
 
@@ -146,7 +152,7 @@ class WandbBackend(Backend):
         if ending is not None:
             ending.before(self._put_show)
 
-    def _ensure_run(self, records: Sequence[Record]) -> PoliteRows | OwnRows | None:
+    def _ensure_run(self, records: Sequence[Record]) -> Rows | None:
         if self._run is None:
             info = next((record.run for record in records if record.run is not None), None)
             self._run = open_run(self._wandb, self._own, info, self._tell)

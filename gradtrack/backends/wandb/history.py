@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from gradtrack.backends.wandb.names import axis_of
+from gradtrack.backends.wandb.names import STEP, axis_of
 
 Wanted = Mapping[tuple[str, int], Mapping[str, float]]
 
@@ -37,6 +37,16 @@ def read_history(path: Path) -> Iterator[dict[str, Any]]:
     """Read the rows of a run's own file: blocks of records, each whole or in parts, as far as they are intact."""
     for items in _read_items(path):
         yield {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in items}
+
+
+def count_rows(path: Path) -> int:
+    """Count the rows of ours."""
+    return sum(any(_is_axis(item) for item in items) for items in _read_items(path))
+
+
+def _is_axis(item: Any) -> bool:
+    name: str = item.key or ".".join(item.nested_key)
+    return name == STEP or name.startswith(f"{STEP}/")
 
 
 def read_keys(files: Iterable[Path]) -> set[str]:

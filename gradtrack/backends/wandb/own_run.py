@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 from gradtrack.records import RunInfo
 from gradtrack.redact import redact
+
+_CONNECT_SECONDS: Final = 5.0
 
 
 def project_of(options: Mapping[str, Any]) -> str:
@@ -27,13 +32,29 @@ def open_run(package: Any, given: Mapping[str, Any], info: RunInfo | None, tell:
         if info.run_dir is not None and "dir" not in options:
             Path(info.run_dir).mkdir(parents=True, exist_ok=True)
             options["dir"] = info.run_dir
-    settings = _settings(package)
+    settings, reason = _settings(package), _out_of_reach(package)
+    if reason is None:
+        try:
+            return package.init(reinit="create_new", settings=settings, **options)
+        except (package.errors.CommError, package.errors.UsageError) as fault:
+            reason = str(fault)
+    tell(f"the server cannot be used ({redact(reason)}); the run is kept offline, for `wandb sync`")
+    options.pop("resume", None)
+    return package.init(reinit="create_new", mode="offline", settings=settings, **options)
+
+
+def _out_of_reach(package: Any) -> str | None:
+    """Say why the server cannot be connected to, where that is certain at once: W&B would try for half a minute."""
+    known = package.setup().settings
+    parts = urlsplit(str(known.base_url))
+    if known.mode not in ("online", None) or parts.hostname is None or {"http", "https", "all"} & set(getproxies()):
+        return None
+    port = parts.port or (443 if parts.scheme == "https" else 80)
     try:
-        return package.init(reinit="create_new", settings=settings, **options)
-    except (package.errors.CommError, package.errors.UsageError) as fault:
-        tell(f"the server cannot be used ({redact(str(fault))}); the run is kept offline, for `wandb sync`")
-        options.pop("resume", None)
-        return package.init(reinit="create_new", mode="offline", settings=settings, **options)
+        with socket.create_connection((parts.hostname, port), timeout=_CONNECT_SECONDS):
+            return None
+    except OSError as fault:
+        return f"{parts.hostname}:{port}: {fault.strerror or fault}"
 
 
 def _settings(package: Any) -> Any:

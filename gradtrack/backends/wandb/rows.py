@@ -6,7 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, Protocol
 
 from gradtrack.backends.wandb.ending import Ending
 from gradtrack.errors import PermanentBackendError
@@ -18,29 +18,64 @@ _LONGEST_WAIT_SECONDS: Final = 1.0
 _MANY_HELD: Final = 1000
 
 
-def rows_of(run: Any, mode: StepMode, ending: Ending | None, tell: Callable[[str], object]) -> OwnRows | PoliteRows:
+class Rows(Protocol):
+    """A way into a run."""
+
+    def write(self, row: Mapping[str, Any], step: int) -> None:
+        """Log a row, now or later."""
+
+    def close(self) -> None:
+        """Prepare for the end."""
+
+
+def rows_of(run: Any, mode: StepMode, ending: Ending | None, tell: Callable[[str], object]) -> Rows:
     """Return the way into a run; one without an ending is ours."""
     shared = getattr(getattr(run, "settings", None), "mode", "") == "shared"
     if ending is None or shared or mode == "row":
         return OwnRows(run)
-    return OwnRows(run, with_step=True) if mode == "step" else PoliteRows(run, ending, tell)
+    return StepRows(run, ending, tell) if mode == "step" else PoliteRows(run, ending, tell)
 
 
 class OwnRows:
     """Rows in a run whose step counter is ours, or does not matter."""
 
-    def __init__(self, run: Any, *, with_step: bool = False) -> None:
-        self._run, self._with_step = run, with_step
+    def __init__(self, run: Any) -> None:
+        self._run = run
 
     def write(self, row: Mapping[str, Any], step: int) -> None:
-        """Commit a row by itself, or leave it open at its own step."""
-        if self._with_step:
-            self._run.log(row, step=step)
-        else:
-            self._run.log(row)
+        """Commit a row by itself."""
+        self._run.log(row)
 
     def close(self) -> None:
         """Leave the rest to the run."""
+
+
+class StepRows:
+    """Rows at their own step of a run of the user's; those that come behind its counter are written when it ends."""
+
+    def __init__(self, run: Any, ending: Ending, tell: Callable[[str], object]) -> None:
+        self._run, self._ending, self._tell = run, ending, tell
+        self._late: deque[Mapping[str, Any]] = deque()
+        ending.before(self._finish)
+
+    def write(self, row: Mapping[str, Any], step: int) -> None:
+        """Leave a row open at its step, or keep it: W&B would drop one that is behind."""
+        reached = self._run.step
+        if reached < step:
+            self._run.log(row, step=step)
+        elif reached == step:
+            self._run.log(row, commit=False)  # which is not dropped if the counter moves just now
+        else:
+            self._late.append(row)
+
+    def close(self) -> None:
+        """Write what was late when the run ends, or now where the run cannot tell us about its end."""
+        if not self._ending.hooked:
+            self._finish()
+
+    def _finish(self) -> None:
+        # The row that is open may have columns of ours.
+        _log_all(self._run, self._late, self._tell, alone=True)
 
 
 class PoliteRows:
@@ -57,6 +92,7 @@ class PoliteRows:
         self._run, self._ending, self._tell = run, ending, tell
         self._held: deque[Mapping[str, Any]] = deque()
         self._open_at: int | None = None
+        self._waited_at: int | None = None
         self._lock = threading.RLock()
         self._ended = False
         ending.before(self._finish)
@@ -96,13 +132,15 @@ class PoliteRows:
             self._open_at = self._run.step
 
     def _moved_on(self, end: float) -> bool:
-        """Say whether our last row was committed; where rows wait in line, wait a moment for it."""
+        """Say whether our last row was committed; where rows wait in line, wait a moment for it, once at a step."""
         if self._open_at is None:
             return True
-        limit = min(end, time.monotonic() + (_PATIENCE_SECONDS if len(self._held) > 1 else 0.0))
+        patient = len(self._held) > 1 and self._waited_at != self._open_at
+        limit = min(end, time.monotonic() + (_PATIENCE_SECONDS if patient else 0.0))
         pause = 0.001
         while self._run.step <= self._open_at:
             if time.monotonic() >= limit:
+                self._waited_at = self._open_at if patient else self._waited_at
                 return False
             time.sleep(pause)
             pause = min(2 * pause, 0.01)
@@ -118,8 +156,19 @@ class PoliteRows:
                 if self._open_at is not None and self._run.step <= self._open_at:
                     self._run.log({}, commit=True)
                 self._open_at = None
-                while self._held:
-                    self._run.log(self._held[0])
-                    self._held.popleft()
             except Exception as fault:
-                self._tell(f"{len(self._held)} rows could not be written at the end ({redact(str(fault))})")
+                self._tell(f"the open row could not be written at the end ({redact(str(fault))})")
+            _log_all(self._run, self._held, self._tell)
+
+
+def _log_all(run: Any, rows: deque[Mapping[str, Any]], tell: Callable[[str], object], *, alone: bool = False) -> None:
+    """Commit rows one by one; the first joins what is open, unless it is to be alone."""
+    try:
+        while rows:
+            if alone:
+                run.log(rows[0], step=run.step + 1, commit=True)
+            else:
+                run.log(rows[0])
+            rows.popleft()
+    except Exception as fault:
+        tell(f"{len(rows)} rows could not be written at the end ({redact(str(fault))})")
