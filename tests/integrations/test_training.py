@@ -204,7 +204,7 @@ def test_unusable_settings_name_the_remedy() -> None:
     with pytest.raises(ConfigError, match="Did you mean 'max_grad_norm'"):
         GradientManagementConfig(max_gradnorm=1.0)  # type: ignore[call-arg]
     with pytest.raises(ConfigError, match=r"^unknown setting 'patence': .* Did you mean 'patience'\?$"):
-        EarlyStoppingConfig(patence=3)
+        EarlyStoppingConfig(patence=3)  # type: ignore[call-arg]
     with pytest.raises(ConfigError, match=r"^scheduler_type = 'cosin': expected 'none', 'cosine', 'linear'"):
         LRSchedulerConfig(scheduler_type="cosin")
     with pytest.raises(InputTypeError, match=r"5: expected EarlyStoppingConfig\(\.\.\.\) or a mapping"):
