@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gradtrack.measure.moments import Rows, empty_row
 
-_PIECE: Final = 1 << 18
+_PIECE: Final = 1 << 19
 _LINE: Final = 1 << 12
 _SMALL: Final = 1 << 12
 _LARGEST, _SMALLEST = 1e18, 1e-12
@@ -55,30 +55,29 @@ def _measure_small(grads: Sequence[Tensor]) -> Rows:
 def _measure_large(grad: Tensor, exponent: int) -> list[float]:
     row = empty_row()
     wide = torch.float64 if grad.dtype == torch.float64 else torch.float32
-    buffer = torch.empty(min(_PIECE, grad.numel()), dtype=wide)
     line = flat(grad)
     for start in range(0, line.numel(), _PIECE):
         piece = line[start : start + _PIECE]
-        _add(row, _carefully(piece, exponent) if exponent else _quickly(piece, buffer))
+        _add(row, _carefully(piece, exponent) if exponent else _quickly(piece.to(wide)))
     return row
 
 
-def _quickly(piece: Tensor, buffer: Tensor) -> Sequence[float]:
+def _quickly(values: Tensor) -> Sequence[float]:
     """Measure a piece in its own precision, a line at a time, and again with care where that may be wrong."""
-    size = piece.numel()
-    values = piece if piece.dtype == buffer.dtype else piece.to(buffer.dtype)
+    size = values.numel()
     whole = size - size % _LINE if size > _LINE else size
     lines = values[:whole].view(-1, min(_LINE, whole))
     norms = torch.linalg.vector_norm(lines, dim=1).double()
     sums = lines.sum(dim=1).double()
-    zeros = torch.eq(values, 0, out=buffer[:size]).sum()
-    row = [float(sums.sum()), float(torch.dot(norms, norms)), float(values.amin()), float(values.amax()), float(zeros)]
+    low, high = torch.aminmax(values)
+    zeros = size - int(torch.count_nonzero(values))
+    row = [float(sums.sum()), float(torch.dot(norms, norms)), float(low), float(high), float(zeros)]
     if whole < size:
         rest = values[whole:].double()
         row[0] += float(rest.sum())
         row[1] += float(torch.dot(rest, rest))
     found = np.array([[*row, 0.0, 0.0, 0.0]])
-    return _carefully(piece, 0) if _doubtful(found, size)[0] else found[0].tolist()
+    return _carefully(values, 0) if _doubtful(found, size)[0] else found[0].tolist()
 
 
 def _doubtful(rows: Rows, size: int) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
