@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gradtrack.measure.moments import Rows, empty_row
 
-_PIECE: Final = 1 << 19
+_PIECE: Final = 1 << 20
 _LINE: Final = 1 << 12
 _SMALL: Final = 1 << 12
 _LARGEST, _SMALLEST = 1e18, 1e-12
