@@ -10,13 +10,16 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from gradtrack import Analyzer, GradientManager, Panel, safe_backward
+from gradtrack import Analyzer, GradientManager, Metric, Panel, safe_backward
 from gradtrack.analyzers.base import Snapshot, always
 from gradtrack.reports import Report
 
 
 class BalanceReport(Report):
     ratio: float
+    described: ClassVar[tuple[Metric, ...]] = (
+        Metric("balance/first_to_last", "Gradient norm of the first weight over that of the last one."),
+    )
 
     def metrics(self) -> dict[str, float]:
         return {"balance/first_to_last": self.ratio}

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from gradtrack.monitor import GradientMonitor
     from gradtrack.protect.clipping import GradientClipper
     from gradtrack.protect.nonfinite import NaNInfHandler
-    from gradtrack.records import Panel, Record
+    from gradtrack.records import Metric, Panel, Record
     from gradtrack.reports import (
         ClippingReport,
         GradientStatistics,
@@ -83,6 +83,7 @@ _HOMES = {
     "GradientMonitor": "monitor",
     "GradientClipper": "protect.clipping",
     "NaNInfHandler": "protect.nonfinite",
+    "Metric": "records",
     "Panel": "records",
     "RecurrentAnalyzer": "analyzers.recurrent",
     "Record": "records",
@@ -116,6 +117,7 @@ __all__ = [
     "IssueSeverity",
     "IssueType",
     "JacobianAnalyzer",
+    "Metric",
     "NaNInfHandler",
     "NanInfReport",
     "Panel",

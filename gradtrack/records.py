@@ -6,16 +6,38 @@ without torch.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
 
 from gradtrack.errors import InputTypeError, UsageError
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
+_PLACE = re.compile(r"<[^<>]+>")
 
 PanelKind = Literal["line", "multi-line", "band", "image", "text"]
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """What a name in `Record.metrics` stands for, kept beside the code that emits it.
+
+    `<...>` in the name stands for a part that differs from run to run, such as a group or a layer. `when` says what it
+    takes for the metric to be there; empty means always.
+    """
+
+    name: str
+    meaning: str
+    _: KW_ONLY
+    unit: str = ""
+    when: str = ""
+
+    def matches(self, name: str) -> bool:
+        """Say whether a name that was emitted is this metric."""
+        pattern = ".+".join(re.escape(part) for part in _PLACE.split(self.name))
+        return re.fullmatch(pattern, name) is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

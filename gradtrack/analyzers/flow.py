@@ -24,7 +24,7 @@ from gradtrack.measure.probe import Probe
 from gradtrack.measure.shards import local_part, unwrapped
 from gradtrack.measure.table import ParameterTable
 from gradtrack.measure.untouched import offline_steps, untouched
-from gradtrack.records import Panel
+from gradtrack.records import Metric, Panel
 from gradtrack.reports import Issue, Report
 
 _KEPT = 64
@@ -43,6 +43,17 @@ class FlowReport(Report):
     update_ratio: float | None = None
     cosine: float | None = None
     subnormal: float | None = None
+
+    described: ClassVar[tuple[Metric, ...]] = (
+        Metric("flow/gain_min", "Smallest gradient at a layer's output, over that at the last layer."),
+        Metric("flow/gain_max", "Largest gradient at a layer's output, over that at the last layer."),
+        Metric(
+            "flow/update_ratio", "Relative change of the median weight at the sample before.", when="second sample on"
+        ),
+        Metric(
+            "flow/gradient_cosine", "Cosine of two successive gradients at the sample before.", when="second sample on"
+        ),
+    )
 
     def metrics(self) -> dict[str, float]:
         values = {

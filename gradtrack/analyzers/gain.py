@@ -11,7 +11,7 @@ from gradtrack.analyzers.base import Analyzer, Schedule, Snapshot, often
 from gradtrack.measure.chains import Blocks, describe_chain, find_chain, is_compiled_around
 from gradtrack.measure.gain_monitor import GradientGainMonitor, NormType
 from gradtrack.measure.gains import GainProfile, SampleSpread, summarise
-from gradtrack.records import Panel
+from gradtrack.records import Metric, Panel
 from gradtrack.reports import Report
 
 _COMPILED = "gain: the model is compiled around its blocks, where no hook can look at them; compile the blocks instead."
@@ -43,6 +43,23 @@ class GainReport(Report):
     jump_at: str | None = None
     silent_fraction: float = 0.0
     num_samples: int = 0
+
+    described: ClassVar[tuple[Metric, ...]] = (
+        Metric("gain/mean", "Mean gain of the transitions from each block to the one before."),
+        Metric("gain/min", "The smallest gain of a transition."),
+        Metric("gain/max", "The largest gain of a transition."),
+        Metric("gain/cumulative", "Norm at the first block over that at the last.", when="both have a gradient"),
+        Metric("gain/per_block", "One gain for all, from a line through the log norms.", when="three blocks or more"),
+        Metric(
+            "gain/jump", "Logarithm of the oddest gain over the median.", unit="nats", when="three transitions or more"
+        ),
+        Metric("gain/vanishing", "Transitions behind which no gradient is left.", unit="transitions"),
+        Metric(
+            "gain/silent_fraction",
+            "Samples under a thousandth of the largest gradient, at the worst block.",
+            unit="share",
+        ),
+    )
 
     def metrics(self) -> dict[str, float]:
         """Return the gains that are known, under `gain/`."""

@@ -20,7 +20,7 @@ from gradtrack.measure.linear_maps import differentiable_twice
 from gradtrack.measure.trees import first_floating
 from gradtrack.measure.untouched import call, untouched
 from gradtrack.progress import counted
-from gradtrack.records import Panel
+from gradtrack.records import Metric, Panel
 from gradtrack.reports import Report
 
 _NO_CHAIN = "jacobian: the model has no chain of three or more blocks of one type; name them with blocks=."
@@ -76,6 +76,21 @@ class JacobianReport(Report):
                 f"{_text(found.spectral_radius):>7}"
             )
         return "\n".join([*lines, *(f"{name}: {reason}" for name, reason in self.skipped.items())])
+
+    described: ClassVar[tuple[Metric, ...]] = (
+        Metric("jacobian/sigma_max", "The most that any block stretches a direction of its input."),
+        Metric(
+            "jacobian/log10_condition",
+            "Largest over smallest singular value.",
+            unit="decades",
+            when="taken in full, none is 0",
+        ),
+        Metric("jacobian/rank_share", "Effective rank over the full rank, of the worst block.", unit="share"),
+        Metric("jacobian/gain_per_block", "Geometric mean over the blocks of the gain of a random gradient."),
+        Metric("jacobian/spectral_radius", "Largest eigenvalue by magnitude of any block.", when="a block is square"),
+        Metric("jacobian/sigma_max/<block>", "The most that one block stretches a direction of its input."),
+        Metric("jacobian/mean_square_gain/<block>", "Change of a random gradient's squared norm on its way back."),
+    )
 
     def metrics(self) -> dict[str, float]:
         """Return the extremes over the blocks and two numbers of each block, under `jacobian/`."""

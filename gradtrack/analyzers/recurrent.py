@@ -21,7 +21,7 @@ from gradtrack.measure.cells import Step, function_cell
 from gradtrack.measure.recorder import RecurrentRecorder, recurrent_modules
 from gradtrack.measure.replay import follow
 from gradtrack.measure.untouched import offline_steps, untouched
-from gradtrack.records import Panel
+from gradtrack.records import Metric, Panel
 from gradtrack.reports import Issue, IssueType, Report
 
 _MOST_CELLS: Final = 8
@@ -55,6 +55,24 @@ class RecurrentReport(Report):
         return min(
             (cell.effective_rank for cell in self.cells.values() if cell.effective_rank is not None), default=None
         )
+
+    described: ClassVar[tuple[Metric, ...]] = (
+        Metric("rnn/spectral_radius", "Largest eigenvalue of the state Jacobian by magnitude, median over time."),
+        Metric("rnn/growth_rate", "Growth of a difference of states in the long run.", unit="factor per step"),
+        Metric("rnn/temporal_decay_rate", "Decay of a gradient on its way back.", unit="factor per step"),
+        Metric("rnn/effective_memory_length", "Until a third of a gradient is left.", unit="steps"),
+        Metric("rnn/lyapunov_exponent", "The logarithm of the growth rate.", unit="nats per step"),
+        Metric("rnn/effective_rank", "What the hidden states fill, smallest cell.", unit="dimensions"),
+        Metric("rnn/gradient_first_share", "What reaches the first step of the largest gradient.", unit="share"),
+        Metric("rnn/gates/<gate>/<cell>", "Mean opening of one gate.", unit="share", when="LSTM or GRU"),
+        Metric("rnn/spectral_radius/<cell>", "Spectral radius of one layer and direction.", when="several cells"),
+        Metric("rnn/effective_memory_length/<cell>", "Memory of one cell.", unit="steps", when="several cells"),
+        Metric("rnn/divergence/<cell>", "Divergence of the field of state changes.", when="enable_vector_analysis"),
+        Metric(
+            "rnn/rotation/<cell>", "Antisymmetric share of its Jacobian.", unit="share", when="enable_vector_analysis"
+        ),
+        Metric("rnn/coherence/<cell>", "Cosine between successive state changes.", when="enable_vector_analysis"),
+    )
 
     def metrics(self) -> dict[str, float]:
         found = {f"rnn/{name}": getattr(self, name) for name in _METRICS}

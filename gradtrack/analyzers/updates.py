@@ -16,7 +16,7 @@ from gradtrack.measure import grouping
 from gradtrack.measure.samples import MOST
 from gradtrack.measure.untouched import offline_steps, untouched
 from gradtrack.measure.update_sums import OptimizerMoments, UpdateSums, WeightSample
-from gradtrack.records import Panel
+from gradtrack.records import Metric, Panel
 from gradtrack.reports import LateReport, Report
 
 _NUMBERS = ("ratio", "unchanged_fraction", "gradient_cosine", "momentum_cosine", "moment_ratio")
@@ -53,6 +53,20 @@ class UpdatesReport(LateReport):
     num_elements: int = 0
     num_sampled: int = 0
     num_steps: int = 1
+
+    described: ClassVar[tuple[Metric, ...]] = (
+        Metric("updates/ratio", "Length of the optimizer's step over that of the weights."),
+        Metric("updates/unchanged_fraction", "Elements with a gradient that the step did not move.", unit="share"),
+        Metric("updates/gradient_cosine", "Cosine between the gradient of this step and of the next one."),
+        Metric(
+            "updates/momentum_cosine",
+            "Cosine between the gradient and the optimizer's first moment.",
+            when="a first moment",
+        ),
+        Metric("updates/moment_ratio", "First moment over the root of the second.", when="both moments"),
+        Metric("updates/ratio/<group>", "The update ratio of one group of parameters."),
+        Metric("updates/unchanged_fraction/<group>", "Elements of one group that the step did not move.", unit="share"),
+    )
 
     def metrics(self) -> dict[str, float]:
         """Return what is known of the whole and two numbers of each group, under `updates/`."""

@@ -20,7 +20,7 @@ from gradtrack.measure.micro_batches import MicroBatches
 from gradtrack.measure.samples import sample
 from gradtrack.measure.untouched import call, untouched
 from gradtrack.progress import counted
-from gradtrack.records import Panel
+from gradtrack.records import Metric, Panel
 from gradtrack.reports import Report
 
 _LIVE_SAMPLE = 4096
@@ -53,6 +53,27 @@ class VectorReport(Report):
     num_parameters: int = 0
     num_steps: int = 0
     num_probes: int = 0
+
+    described: ClassVar[tuple[Metric, ...]] = (
+        Metric(
+            "vector/divergence",
+            "Trace of the field's Jacobian, of the Hessian for one loss.",
+            when="offline or observe()",
+        ),
+        Metric(
+            "vector/rotation", "Antisymmetric share of the squared Jacobian.", unit="share", when="games and fields"
+        ),
+        Metric("vector/coherence", "Squared mean gradient over the mean square.", unit="share", when="several batches"),
+        Metric("vector/temporal_coherence", "Cosine between one gradient and the next."),
+        Metric(
+            "vector/noise_scale",
+            "Variance between batches over the squared mean.",
+            unit="batches",
+            when="several batches",
+        ),
+        Metric("vector/directional_sharpness", "Curvature along the gradient.", when="offline or observe()"),
+        Metric("vector/step_sharpness", "Curvature along a step over its slope.", when="offline, with an optimizer"),
+    )
 
     def metrics(self) -> dict[str, float]:
         """Return what is known, under `vector/`."""

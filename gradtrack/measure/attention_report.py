@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Literal, TypeVar
+from typing import ClassVar, Literal, TypeVar
 
 import torch
 from pydantic import Field
@@ -12,6 +12,7 @@ from pydantic import Field
 from gradtrack.measure.attention import HeadStatistics
 from gradtrack.measure.attention_recorder import ForwardPass
 from gradtrack.measure.block_tokens import TokenStatistics
+from gradtrack.records import Metric
 from gradtrack.reports import Issue, Report
 
 Risk = Literal["LOW", "MEDIUM", "HIGH"]
@@ -77,6 +78,34 @@ class AttentionReport(Report):
     issues: list[Issue] = Field(default_factory=list)
     num_passes: int = 1
     num_unread_calls: int = 0
+
+    described: ClassVar[tuple[Metric, ...]] = (
+        Metric("attention/entropy_mean", "Entropy over that of uniform attention, mean over layers.", unit="share"),
+        Metric("attention/entropy_min_head", "The same of the lowest head of all layers.", unit="share"),
+        Metric("attention/entropy_p5", "5th percentile over rows and heads, of the lowest layer.", unit="share"),
+        Metric("attention/entropy_floor", "The least entropy that logits of this size allow.", unit="share"),
+        Metric("attention/sparsity", "Visible keys that get less than a tenth of the uniform weight.", unit="share"),
+        Metric("attention/max_logit", "The largest attention logit; its growth comes before a collapse of entropy."),
+        Metric(
+            "attention/head_diversity", "How different heads are; 0 when alike.", unit="share", when="several heads"
+        ),
+        Metric("attention/rank_residual", "Difference left between tokens after the last block.", unit="share"),
+        Metric("attention/rank_collapse_risk", "Risk that depth makes tokens equal: 2 is HIGH.", unit="0 to 2"),
+        Metric(
+            "attention/gradient_coherence",
+            "Mean cosine of consecutive gradients.",
+            when="offline, enable_vector_analysis",
+        ),
+        Metric("attention/entropy_mean/<layer>", "Entropy of one layer.", unit="share"),
+        Metric("attention/max_logit/<layer>", "The largest logit of one layer."),
+        Metric(
+            "attention/head_diversity/<layer>",
+            "How different they are in one layer.",
+            unit="share",
+            when="several heads",
+        ),
+        Metric("attention/rank_residual/<block>", "Difference left between tokens after one block.", unit="share"),
+    )
 
     def metrics(self) -> dict[str, float]:
         """Return the numbers of the whole model and of up to 32 layers, under `attention/`."""

@@ -7,6 +7,8 @@ from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict
 
+from gradtrack.records import Metric
+
 
 class Report(BaseModel):
     """A frozen, typed result that also reads like a dictionary and keeps NaN and Inf through JSON."""
@@ -14,6 +16,9 @@ class Report(BaseModel):
     model_config: ClassVar[ConfigDict] = ConfigDict(
         frozen=True, extra="forbid", ser_json_inf_nan="strings", protected_namespaces=()
     )
+
+    described: ClassVar[tuple[Metric, ...]] = ()
+    """A sentence on every name that `metrics` can return."""
 
     def __getitem__(self, key: str) -> Any:
         if key in type(self).__pydantic_fields__:

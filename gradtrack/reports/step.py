@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, SerializationInfo, SerializeAsAny, field_serializer, model_serializer, model_validator
 from pydantic import SerializerFunctionWrapHandler as Handler
 
 from gradtrack import markup, registry
+from gradtrack.records import Metric
 from gradtrack.reports.base import LateReport, Report
 from gradtrack.reports.issues import HEALTHY, HealthReport
 from gradtrack.reports.parts import (
@@ -141,6 +142,61 @@ class StepReport(Report):
         table = markup.grid(("group", "norm", "mean", "variance"), groups)
         title = f"Step {self.step}{f' of {self.source}' if self.source else ''}: {self.health.verdict}"
         return markup.card(title, rows, items=[*self.health.issues, *self.notes], table=table)
+
+    described: ClassVar[tuple[Metric, ...]] = (
+        Metric("train/grad_norm", "L2 norm of all gradients, unscaled, before clipping; NaN or Inf where one is."),
+        Metric("train/grad_norm_clipped", "The same norm as the optimizer gets it.", when="clipping, step not skipped"),
+        Metric("train/grad_variance", "Unbiased variance over all finite elements.", when="log_gradient_stats"),
+        Metric("train/grad_mean", "Mean over all finite elements.", when="log_gradient_stats"),
+        Metric("train/grad_std", "Square root of the variance.", when="log_gradient_stats"),
+        Metric("train/grad_max", "The largest finite element, with its sign.", when="log_gradient_stats"),
+        Metric("train/grad_min", "The smallest finite element, with its sign.", when="log_gradient_stats"),
+        Metric("train/grad_zero_fraction", "Elements that are exactly zero.", unit="share", when="log_gradient_stats"),
+        Metric(
+            "train/grad_nan_count",
+            "Elements that are NaN, before any is replaced.",
+            unit="elements",
+            when="enable_nan_inf_check",
+        ),
+        Metric("train/grad_inf_count", "Elements that are +Inf or -Inf.", unit="elements", when="enable_nan_inf_check"),
+        Metric(
+            "train/grad_clip_coef",
+            "Factor by which clipping scaled the gradients; 1 where it did not engage.",
+            when="clipping",
+        ),
+        Metric("train/grad_clip_rate", "Recent steps on which clipping engaged.", unit="share", when="clipping"),
+        Metric(
+            "train/grad_clip_threshold",
+            "The limit of this step: of a norm, a value, or a ratio with agc.",
+            when="clipping",
+        ),
+        Metric(
+            "train/grad_rank_norm_min", "The smallest norm that a rank has of its own part.", when="per_rank, shards"
+        ),
+        Metric(
+            "train/grad_rank_norm_max", "The largest norm that a rank has of its own part.", when="per_rank, shards"
+        ),
+        Metric("train/grad_rank_norm_std", "How far these norms differ between ranks.", when="per_rank, shards"),
+        Metric("train/grad_loss_scale", "The loss scale of a GradScaler.", when="scaler="),
+        Metric("train/grad_scaler_skips", "Steps that a GradScaler has left out so far.", unit="steps", when="scaler="),
+        Metric("train/grad_skipped", "1 where the optimizer's step was made a no-op.", unit="0 or 1"),
+        Metric("train/grad_healthy", "1 while no issue of MEDIUM or above is open.", unit="0 or 1"),
+        Metric(
+            "train/grad_issues/<type>",
+            "Open issues of one type, as in train/grad_issues/dead.",
+            unit="issues",
+            when="one is open",
+        ),
+        Metric("train/grad_histogram", "Elements of all gradients by size.", when="log_histograms"),
+        Metric("train/grad_histogram/<group>", "Elements of one group by size.", when="log_histograms"),
+        Metric(
+            "train/grad_norm/<group>",
+            "Norm of one group, over its finite elements.",
+            when="grad_track_per_weight_matrix",
+        ),
+        Metric("train/grad_variance/<group>", "Variance of one group.", when="grad_track_per_weight_matrix"),
+        Metric("train/grad_mean/<group>", "Mean of one group.", when="grad_track_per_weight_matrix"),
+    )
 
     def metrics(self) -> dict[str, float]:
         """Return the flat metrics of the step, `train/grad_*` first and then those of every analyzer."""
