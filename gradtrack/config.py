@@ -183,7 +183,8 @@ def readable(fault: ValidationError) -> ConfigError:
         where = ".".join(str(part) for part in error["loc"])
         text = error["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
         remedy = _REMEDIES.get(where, "")
-        lines.append(redact(f"{where} = {error['input']!r}: {text}.{remedy}" if where else text))
+        end = "" if text.endswith((".", "?")) else "."
+        lines.append(redact(f"{where} = {error['input']!r}: {text}{end}{remedy}" if where else text))
     return ConfigError("; ".join(lines))
 
 

@@ -54,7 +54,7 @@ def test_a_configuration_is_not_copied() -> None:
         ({"clip_type": "nrm"}, "'norm', 'value', 'adaptive', 'agc' or 'zscore'"),
         ({"groups": {"a": "("}}, "not a regular expression"),
         ({"mute": ["["]}, "not a regular expression"),
-        ({"backends": ["memry"]}, "Did you mean 'memory'"),
+        ({"backends": ["memry"]}, r"Did you mean 'memory'\?$"),
         ({"check_frequency": 0}, "check_frequency"),
         ({"adaptive_percentile": 101}, "adaptive_percentile"),
     ],
