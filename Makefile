@@ -8,7 +8,7 @@ ARGS ?=
 INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow check bench clean
+.PHONY: help demo test test-slow check bench docs clean
 
 help: ## Show the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
@@ -34,6 +34,11 @@ check: $(VENV)/.all-installed ## Check format, lint, types and the direction of 
 bench: $(VENV)/.all-installed ## Run the benchmarks
 	@$(BIN)/python -m benchmarks $(ARGS)
 
+docs: $(VENV)/.docs-installed ## Build the documentation into site/, which needs no network to be read
+	@$(BIN)/python -m reference
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet $(ARGS)
+	@echo 'Open site/index.html. Its search works when it is served: $(BIN)/python -m http.server -d site'
+
 clean: ## Remove the environment, caches and built files
 	rm -rf $(VENV) build dist site *.egg-info
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
@@ -44,10 +49,15 @@ $(VENV)/.demo-installed: pyproject.toml constraints.txt | $(BIN)/pip
 	@$(INSTALL) -e '.[demo]'
 	@touch $@
 
+$(VENV)/.docs-installed: pyproject.toml constraints.txt | $(BIN)/pip
+	@echo 'Installing gradtrack and what its documentation needs into $(VENV) (once, takes a minute or two)'
+	@$(INSTALL) -e '.[docs]'
+	@touch $@
+
 $(VENV)/.all-installed: pyproject.toml constraints.txt | $(BIN)/pip
 	@echo 'Installing gradtrack, every extra and the tools into $(VENV) (once, takes a few minutes)'
 	@$(INSTALL) -e '.[all,dev]'
-	@touch $@ $(VENV)/.demo-installed
+	@touch $@ $(VENV)/.demo-installed $(VENV)/.docs-installed
 
 # The versions in constraints.txt are known to work with 3.11, so that one is asked first.
 $(BIN)/pip:

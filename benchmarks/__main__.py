@@ -31,7 +31,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="name", help=f"which ones ({', '.join(NAMES)}); default: all")
     parser.add_argument("--quick", action="store_true", help="fewer rounds, smaller sizes")
-    parser.add_argument("--write", action="store_true", help="write docs/benchmarks.md and its picture")
+    parser.add_argument(
+        "--write", action="store_true", help="write docs/benchmarks.md, its picture and the README's table"
+    )
     parser.add_argument("--threads", type=int, default=2, help="torch threads (default 2)")
     options = parser.parse_args()
     unknown = set(options.names) - set(NAMES)
@@ -47,7 +49,7 @@ def main() -> int:
     console.print(tables.terminal(rows))
     if options.write:
         for path in tables.write(rows):
-            console.print(f"wrote {path.relative_to(tables.DOCS.parent)}")
+            console.print(f"wrote {path.relative_to(tables.ROOT)}")
     return int(any(row.passed is False for row in rows))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich.box import SIMPLE
@@ -10,7 +10,9 @@ from rich.table import Table
 
 from benchmarks.timing import Row
 
-DOCS = Path(__file__).parent.parent / "docs"
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+BEGIN, END = "<!-- written by python -m benchmarks --write -->", "<!-- end of what was written -->"
 HEAD = """# What it costs
 
 Made by `make bench` on two shared CPU cores: all candidates run interleaved in one process, each figure is a ratio of
@@ -29,12 +31,28 @@ def terminal(rows: Sequence[Row]) -> Table:
 
 
 def write(rows: Sequence[Row]) -> list[Path]:
-    """Write `docs/benchmarks.md` and its picture."""
+    """Write `docs/benchmarks.md` with its picture, and the table of the README."""
     DOCS.joinpath("images").mkdir(parents=True, exist_ok=True)
     text, picture = DOCS / "benchmarks.md", DOCS / "images" / "step_cost.png"
     text.write_text(f"{HEAD}\n![The cost of a step](images/step_cost.png)\n{_sections(rows)}", encoding="utf-8")
-    draw([row for row in rows if row.benchmark == "step (native)"], picture)
-    return [text, picture]
+    steps = [row for row in rows if row.benchmark == "step (native)"]
+    if not steps:
+        return [text]
+    draw(steps, picture)
+    readme = ROOT / "README.md"
+    before, rest = readme.read_text(encoding="utf-8").split(BEGIN)
+    table = summary({row.case: _shown(row) for row in steps})
+    readme.write_text(f"{before}{BEGIN}\n\n{table}\n{END}{rest.split(END)[1]}", encoding="utf-8")
+    return [text, picture, readme]
+
+
+def summary(ratios: Mapping[str, str]) -> str:
+    """Return a table with a row per set of gradients, of cases named `<gradients>, <kind>, <clipping or not>`."""
+    shapes = dict.fromkeys(case.split(", ")[0] for case in ratios)
+    columns = list(dict.fromkeys(case.partition(", ")[2] for case in ratios))
+    lines = [["gradients", *columns], ["---", *["---:"] * len(columns)]]
+    lines += [[shape, *(ratios.get(f"{shape}, {column}", "") for column in columns)] for shape in shapes]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def _sections(rows: Sequence[Row]) -> str:
@@ -43,12 +61,16 @@ def _sections(rows: Sequence[Row]) -> str:
         lines = [f"\n## {name.capitalize()}\n", "| case | what | ratio | bar | |", "| --- | --- | ---: | ---: | --- |"]
         for row in rows:
             if row.benchmark == name:
-                value = f"{number(row)}{row.unit}"
-                shown = f"**{value}**" if row.passed is False else value
                 bar = "" if row.bar is None else f"{row.bar:g}{row.unit}"
-                lines.append(f"| {row.case} | {row.what} | {shown} | {bar} | {row.note} |")
+                lines.append(f"| {row.case} | {row.what} | {_shown(row)} | {bar} | {row.note} |")
         parts.append("\n".join(lines) + "\n")
     return "".join(parts)
+
+
+def _shown(row: Row) -> str:
+    """Return a figure with its unit, in bold where it is above its bar."""
+    value = f"{number(row)}{row.unit}"
+    return f"**{value}**" if row.passed is False else value
 
 
 def number(row: Row) -> str:

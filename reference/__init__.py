@@ -1,0 +1,1 @@
+"""The reference pages of the documentation, written from the code: `python -m reference`."""

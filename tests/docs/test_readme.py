@@ -1,0 +1,66 @@
+"""The README: its table of costs is that of the benchmarks, and what it shows can be loaded."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from benchmarks import tables
+from benchmarks.timing import Row
+from gradtrack import GradientConfig
+from tests.docs.pages import DOCS, ROOT, blocks, links
+
+README = ROOT / "README.md"
+
+
+def test_table_of_costs_is_that_of_the_benchmarks() -> None:
+    """Each figure of the README is the one in docs/benchmarks.md, and none of those is left out."""
+    section = (DOCS / "benchmarks.md").read_text(encoding="utf-8").split("## Step (native)\n")[1].split("\n## ")[0]
+    figures = dict(re.findall(r"^\| (.+?) \| report / clip_grad_norm_ \| (\S+) \|", section, flags=re.M))
+    written = README.read_text(encoding="utf-8").split(tables.BEGIN)[1].split(tables.END)[0]
+    assert len(figures) >= 16
+    assert written.strip() == tables.summary(figures).strip()
+
+
+def test_summary_has_a_row_per_set_of_gradients() -> None:
+    """Cases are laid out by their gradients and their kind, and a case that was not measured is an empty cell."""
+    table = tables.summary(
+        {"a, float32, clipping": "1x", "a, bfloat16, clipping": "2x", "b, float32, clipping": "**3x**"}
+    )
+    assert table.splitlines() == [
+        "| gradients | float32, clipping | bfloat16, clipping |",
+        "| --- | ---: | ---: |",
+        "| a | 1x | 2x |",
+        "| b | **3x** |  |",
+    ]
+
+
+def test_writing_the_benchmarks_writes_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One command brings the page of the benchmarks and the README up to date, and keeps the rest of the README."""
+    monkeypatch.setattr(tables, "ROOT", tmp_path)
+    monkeypatch.setattr(tables, "DOCS", tmp_path / "docs")
+    (tmp_path / "README.md").write_text(README.read_text(encoding="utf-8"), encoding="utf-8")
+    rows = [Row(benchmark="step (native)", case="a, float32, clipping", what="b", ratio=0.25, bar=0.2)]
+    written = [path.relative_to(tmp_path).as_posix() for path in tables.write(rows)]
+    assert written == ["docs/benchmarks.md", "docs/images/step_cost.png", "README.md"]
+    before, table, after = re.split(
+        f"{tables.BEGIN}|{tables.END}", (tmp_path / "README.md").read_text(encoding="utf-8")
+    )
+    assert "| a | **0.25x** |" in table
+    assert README.read_text(encoding="utf-8").startswith(before)
+    assert README.read_text(encoding="utf-8").endswith(after)
+
+
+def test_two_pictures_are_shown() -> None:
+    """The README shows the report and a tracker."""
+    pictures = [link for link in links(README) if link.endswith(".png")]
+    assert pictures == ["docs/images/report-desktop.png", "docs/images/tensorboard.png"]
+
+
+def test_configuration_is_what_the_loop_reads() -> None:
+    """The YAML that is shown has the limit that it says."""
+    (shown,) = [block for block in blocks(README) if block.language == "yaml"]
+    assert shown.text.startswith("# gradtrack.yaml\n")
+    with open("gradtrack.yaml", "w", encoding="utf-8") as file:
+        file.write(shown.text)
+    assert GradientConfig.load("gradtrack.yaml").max_grad_norm == 1.0
