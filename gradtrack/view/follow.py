@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from gradtrack.view.run_data import RunData, Track, load_run
 from gradtrack.view.tables import number
-from gradtrack.view.terminal import show
+from gradtrack.view.terminal import show, show_live
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -25,7 +25,7 @@ def follow(directory: Path, console: Console, *, pause: Pause = lambda: time.sle
 
     with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
         for run in _changes(directory, pause):
-            live.update(show(run), refresh=True)
+            live.update(show_live(run) if run.is_running else show(run), refresh=True)
     return run
 
 

@@ -43,9 +43,22 @@ def show(run: RunData) -> RenderableType:
 
     parts: list[RenderableType] = [_head(run)]
     for track in run.tracks.values():
-        parts += ["", *_track(track)]
+        parts += ["", _curves(track), *_groups(track)]
     parts += ["", *_issues(run)]
     parts += _files(run)
+    return Group(*parts)
+
+
+def show_live(run: RunData) -> RenderableType:
+    """Return a run that goes on: what may have to be acted on comes before what may be cut off at the bottom."""
+    from rich.console import Group
+
+    parts: list[RenderableType] = [_head(run)]
+    for track in run.tracks.values():
+        parts += ["", _curves(track)]
+    parts += ["", *_issues(run)]
+    for track in run.tracks.values():
+        parts += _groups(track)
     return Group(*parts)
 
 
@@ -83,7 +96,7 @@ def _steps(count: int) -> str:
     return f"{count:,} step{'' if count == 1 else 's'}"
 
 
-def _track(track: Track) -> Iterator[RenderableType]:
+def _curves(track: Track) -> RenderableType:
     from rich.table import Table
     from rich.text import Text
 
@@ -101,8 +114,7 @@ def _track(track: Track) -> Iterator[RenderableType]:
             table.add_row(name, drawn, number(finite[-1]), number(finite.min()), number(finite.max()))
         elif name == "gradient norm" and len(values):
             table.add_row(name, "never finite", "–", "–", "–", style="red")
-    yield table
-    yield from _groups(track)
+    return table
 
 
 def _groups(track: Track) -> Iterator[RenderableType]:

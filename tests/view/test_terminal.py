@@ -33,6 +33,15 @@ def test_run_is_summed_up() -> None:
     assert "What to do: Lower the learning rate." in text
 
 
+def test_issues_of_a_run_that_goes_on_come_before_its_groups() -> None:
+    """On a low terminal the bottom is cut off, so it is not what tells of a fault."""
+    console = Console(file=io.StringIO(), width=100)
+    console.print(terminal.show_live(gather(row(1, issues=[issue("encoder")]))))
+    assert isinstance(console.file, io.StringIO)
+    text = console.file.getvalue()
+    assert 0 < text.index("gradient norm") < text.index("HIGH EXPLODING") < text.index("W_in")
+
+
 def test_long_names_do_not_break_their_line() -> None:
     """The middle of a name that is too long is left out, and every group keeps its bar."""
     groups = {f"train/grad_norm/{'x' * 90}.{index}.{'y' * 90}": 1.0 + index for index in range(3)}
