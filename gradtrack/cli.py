@@ -259,6 +259,11 @@ def _directory(run: Path | None) -> Path:
         return run
     runs = [path.parent for path in Path("gradtrack_runs").glob("*/journal-*.jsonl")]
     if not runs:
+        if any(Path("gradtrack_runs").glob("*/run_end.json")):
+            raise UsageError(
+                "no RUN: the ones in gradtrack_runs have no row, expected one that was recorded. "
+                "Lower grad_log_every_n_steps."
+            )
         raise UsageError("no RUN: expected a run's directory, since gradtrack_runs has none. Try: gradtrack demo")
     return max(runs, key=lambda path: path.stat().st_mtime)
 

@@ -246,6 +246,7 @@ class GradientManager:
         for hook in self._hooks:
             hook.remove()
         self._roster.close()
+        self._sink.tell_if_empty(self._history.num_steps)
         self._leave_files(failed=failed)
         self._sink.close(failed=failed)
 

@@ -164,6 +164,16 @@ def test_the_newest_run_is_the_default(well: Path, monkeypatch: pytest.MonkeyPat
     assert "Run a-run" in CliRunner().invoke(cli.app, ["show"]).output
 
 
+def test_runs_without_a_row_are_not_called_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where trainings were too short for a row, the error says so instead of denying them."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "gradtrack_runs" / "short").mkdir(parents=True)
+    (tmp_path / "gradtrack_runs" / "short" / "run_end.json").touch()
+    result = CliRunner().invoke(cli.app, ["show"])
+    assert isinstance(result.exception, UsageError)
+    assert "Lower grad_log_every_n_steps" in str(result.exception)
+
+
 def test_report_prints_where_its_page_is(well: Path, tmp_path: Path) -> None:
     """The page lies in the run's directory, or where it was asked for."""
     assert CliRunner().invoke(cli.app, ["report", str(well)]).output.strip() == str(well / "report.html")

@@ -30,6 +30,11 @@ class History:
         self._mean = self._squares = self._last = 0.0
         self._min, self._max = math.inf, -math.inf
 
+    @property
+    def num_steps(self) -> int:
+        """Return how many steps were taken in."""
+        return self._count["steps"]
+
     def append(
         self,
         report: StepReport,

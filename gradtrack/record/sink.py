@@ -78,6 +78,17 @@ class Sink:
             self._delivery = self._open()
         self._delivery.write(record)
 
+    def tell_if_empty(self, num_steps: int) -> None:
+        """Warn at the end of a training that was too short for a row, since its trackers show nothing of it."""
+        watched = self._config.run_dir is not None or any(name != "memory" for name in self.backends)
+        if num_steps and watched and self.rank == 0 and self._delivery is None and not self._guard.forked:
+            _logger.warning(
+                "run %s has no row: it made %d step(s), and every %dth is recorded. Lower grad_log_every_n_steps.",
+                self.run_id,
+                num_steps,
+                self._config.grad_log_every_n_steps,
+            )
+
     def flush(self) -> None:
         """Make everything that was written durable."""
         if self._delivery is not None:

@@ -37,12 +37,7 @@ def save_page(directory: Path) -> list[Path]:
     from gradtrack.view.run_data import load_run
 
     if not any(directory.glob("journal-*.jsonl")):
-        _logger.warning(
-            "the report of %s was not written: it shows recorded rows, and this run ended before the first one. "
-            "Lower grad_log_every_n_steps.",
-            directory,
-        )
-        return []
+        return []  # nothing was recorded, which the run has said by itself
     return _contained("the report", lambda: write_html_report(load_run(directory)))
 
 
