@@ -23,6 +23,7 @@ NAMES = (
     "diagnosis_cost",
     "emission",
     "dead_server",
+    "faults",
 )
 
 

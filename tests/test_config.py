@@ -87,7 +87,7 @@ class TestFiles:
         with pytest.raises(ConfigError, match="cannot be read"):
             GradientConfig.load(tmp_path / "nothing.yaml")
 
-    def test_hostile_yaml_is_not_executed(self, tmp_path: Path) -> None:
+    def test_case_25_hostile_yaml_is_not_executed(self, tmp_path: Path) -> None:
         """A Python tag is refused and runs nothing."""
         target = tmp_path / "touched"
         text = f"run_dir: !!python/object/apply:pathlib.Path.touch [!!python/object/apply:pathlib.Path ['{target}']]"

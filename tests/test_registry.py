@@ -57,7 +57,7 @@ def test_entry_point_by_name_with_options(monkeypatch: pytest.MonkeyPatch) -> No
         assert manager.backend("good").word == "hello"  # type: ignore[attr-defined]
 
 
-def test_entry_points_load_only_when_they_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_case_25_entry_points_load_only_when_they_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """A broken plugin that nobody names does no harm."""
     install(monkeypatch, broken="no_such_module:Backend")
     GradientManager(backends=["memory"])
@@ -65,7 +65,7 @@ def test_entry_points_load_only_when_they_are_named(monkeypatch: pytest.MonkeyPa
         Registry("backends").load("broken")
 
 
-def test_a_plugin_that_exits_does_not_end_the_training(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_case_25_plugin_that_exits_does_not_end_the_training(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """SystemExit on import is an error of the plugin."""
     (tmp_path / "quitter.py").write_text("raise SystemExit(3)")
     monkeypatch.syspath_prepend(str(tmp_path))

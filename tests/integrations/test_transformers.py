@@ -218,7 +218,7 @@ def test_mlflow_has_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert ours == pytest.approx(theirs, rel=1e-5)
 
 
-def test_wandb_has_one_run_and_one_norm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_case_04_wandb_has_one_run_and_one_norm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Offline: the user's rows and ours are in one run, and the norm is the Trainer's."""
     wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")

@@ -40,7 +40,7 @@ def read(directory: Path) -> list[Record]:
 
 @settings(max_examples=60)
 @given(st.lists(records, min_size=1, max_size=5))
-def test_records_round_trip_exactly(rows: list[Record]) -> None:
+def test_case_16_records_round_trip_exactly(rows: list[Record]) -> None:
     """Every part of every record comes back, NaN and both infinities included."""
     with tempfile.TemporaryDirectory() as name:
         filled(Path(name), rows)

@@ -74,7 +74,7 @@ def test_a_healthy_run_says_so() -> None:
     assert "No issue opened in this run." in text
 
 
-def test_hostile_names_are_text() -> None:
+def test_case_25_hostile_names_are_text() -> None:
     """A name that looks like markup is shown, not obeyed, wherever it comes from."""
     sick = issue(HOSTILE).model_copy(update={"message": HOSTILE, "recommendation": HOSTILE, "explained_by": HOSTILE})
     metrics = {f"train/grad_norm/{HOSTILE}": 1.0, f"rnn/{HOSTILE}": 1.0}
