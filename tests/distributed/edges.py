@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +75,22 @@ def explicit_groups(values: Tensor) -> dict[str, Any]:
     return found
 
 
+def accumulated() -> dict[str, Any]:
+    """Return the norm of four micro-batches under DDP, of which the last alone is reduced, and that of all of them."""
+    torch.manual_seed(0)
+    plain = nn.Linear(3, 2).double()
+    model = nn.parallel.DistributedDataParallel(copy.deepcopy(plain))
+    parts = torch.randn(2, 4, 5, 3, dtype=torch.float64)
+    manager, optimizer = GradientManager(), torch.optim.SGD(model.parameters(), lr=0.1)
+    for index, part in enumerate(parts[dist.get_rank()]):
+        with nullcontext() if index == 3 else model.no_sync():
+            loss = model(part).square().mean() / 4
+            report = manager.step(model, optimizer, loss, accumulate=index < 3)
+    torch.autograd.backward(plain(parts.reshape(-1, 3)).square().mean())
+    grads = [param.grad for param in plain.parameters() if param.grad is not None]
+    return {"norm": report.clipping.norm_before, "expected": float(nn.utils.get_total_norm(grads))}
+
+
 def refusal(model: nn.Module, **settings: Any) -> str:
     """Return the error that a look ends with."""
     try:
@@ -139,6 +157,7 @@ def main() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     manager = GradientManager()
     report = manager.step(model, optimizer, model(torch.ones(2, 4, dtype=torch.float64)).mul(1.0).sum())
+    found["accumulated"] = accumulated()
     found["analyzed"] = analyzed(mesh)
     found["root_only"] = report.model_dump(mode="json", exclude={"time"})
 

@@ -104,3 +104,9 @@ def test_analyzers_see_local_parts_and_say_so(ranks: list[Found]) -> None:
     told = [any("parts that this rank holds" in note for note in notes) for notes in found["notes"]]
     assert told == [True] + [False] * 4
     assert any("jacobian and recurrent and updates: left out" in note for note in found["notes"][0])
+
+
+def test_micro_batches_that_are_not_reduced(ranks: list[Found]) -> None:
+    """Under no_sync nothing is measured, and the report is of all micro-batches of all ranks."""
+    found = ranks[0]["accumulated"]
+    assert found["norm"] == pytest.approx(found["expected"], rel=1e-9)
