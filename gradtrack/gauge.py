@@ -13,6 +13,7 @@ from gradtrack.facts import StepFacts
 from gradtrack.measure.histograms import histograms_of
 from gradtrack.measure.measurer import Measurer
 from gradtrack.measure.moments import Moments
+from gradtrack.measure.passing import Passing, may_step_in_backward, step_in_backward
 from gradtrack.measure.table import Gradients, ParameterTable, SharedGradients
 from gradtrack.measure.weights import norms_from_squares, weight_norms, weight_squares
 
@@ -23,6 +24,10 @@ _LOCAL_PARTS = (
 _NO_RANKS = (
     "per_rank has nothing to compare: the gradients are plain tensors, which DDP makes the same on every rank. "
     "Pass process_group to compare them."
+)
+_PASSING = (
+    "the optimizers step inside the backward pass: each gradient is measured just before, "
+    "and can neither be clipped nor left out."
 )
 
 
@@ -35,6 +40,8 @@ class Gauge:
     def __init__(self, model: nn.Module, config: GradientConfig, measurer: Measurer, process_group: Any = None) -> None:
         self._model, self._config, self._measurer = model, config, measurer
         self._told: set[str] = set()
+        self._passing: Passing | None = None
+        self.coming_notes: list[str] = []
         self.share(process_group)
         if not self.table.params:
             frozen = " All of its parameters are frozen; set requires_grad on some." if self.table.frozen else ""
@@ -46,6 +53,21 @@ class Gauge:
         """Take the gradients to be spread over the ranks of a group from now on, unless it is None."""
         self._process_group = process_group
         self.table = ParameterTable(self._model, self._config.groups, process_group)
+        self.close()
+        if step_in_backward(self.table.params):
+            self._watch_passing()
+
+    def close(self) -> None:
+        """Take off the hooks that measure gradients on their way."""
+        if self._passing is not None:
+            self._passing.close()
+            self._passing = None
+
+    def _watch_passing(self) -> None:
+        """Measure gradients as they pass from now on, unless they are spread over ranks."""
+        if self._passing is None and self.table.ranks is None:
+            self._passing = Passing(self.table.params, self._measurer)
+            self.coming_notes.append(_PASSING)
 
     def collect(self, only: Container[int] | None = None) -> Gradients:
         """Return the gradients that are there now; with `only`, those of the parameters with these ids."""
@@ -53,6 +75,10 @@ class Gauge:
             self.share(self._process_group)
         if self._measurer.engine != self._config.engine:
             self._measurer.use(self._config.engine)
+        if self._passing is not None and all(param.grad is None for param in self.table.params):
+            return self._passing.take(self.table)
+        if self._passing is None and may_step_in_backward(self.table.params):
+            self._watch_passing()
         return self.table.gradients(only)
 
     def read(self, grads: Gradients, facts: StepFacts, loss: Tensor | float | None, *, row_due: bool) -> Moments:
@@ -85,6 +111,8 @@ class Gauge:
         found = [_LOCAL_PARTS] if analyzed and self.has_shards else []
         if self._config.per_rank and self.table.ranks is None:
             found.append(_NO_RANKS)
+        found += self.coming_notes
+        self.coming_notes = []
         new = [note for note in found if note not in self._told]
         self._told.update(new)
         return new

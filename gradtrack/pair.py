@@ -247,7 +247,7 @@ class Pair:
             epoch=outcome.report.epoch,
             loss=facts.loss,
             optimizers=self.optimizers,
-            gradients=dict(zip(grads.layout.names, grads.tensors, strict=True)),
+            gradients=dict(zip(grads.layout.names, grads.tensors, strict=True)) if grads.tensors else {},
             norms=facts.norms(),
             groups=facts.groups(),
             lr=facts.learning_rates(),
@@ -267,6 +267,7 @@ class Pair:
     def close(self) -> None:
         """Remove what was hooked to the model and the optimizers."""
         self._stepping.close()
+        self.gauge.close()
         self.analyzers.close()
 
     def state_dict(self) -> dict[str, Any]:

@@ -245,6 +245,10 @@ class ParameterTable:
             return Gradients(tensors, layout, {})
         return self._unusual(tensors, layout)
 
+    def passed(self, present: Sequence[int]) -> Gradients:
+        """Return gradients of the parameters at these positions that are not there any more."""
+        return Gradients([], self._lay_out_cached(present), {})
+
     def _lay_out_cached(self, present: Sequence[int]) -> Layout:
         if self._layout is None or present != self._present:
             self._layout, self._present = self._lay_out(present), present

@@ -11,6 +11,7 @@ from torch import Tensor
 from gradtrack.errors import NonFiniteGradientError
 from gradtrack.measure.measurer import Measurer
 from gradtrack.measure.moments import Moments, true_norm
+from gradtrack.measure.passing import PassedGradients
 from gradtrack.measure.table import Gradients
 from gradtrack.protect.clipping import GradientClipper
 from gradtrack.protect.nonfinite import NaNInfHandler, count_nonfinite
@@ -40,6 +41,8 @@ class Guard:
         Where a loss scaler decides (`scaled`), non-finite gradients are counted and left to it. Without `remember` the
         clipping windows stay as they are.
         """
+        if isinstance(grads, PassedGradients):
+            return self._too_late(grads, moments)
         if moments.finite or not self._handler.config.enable_nan_inf_check:
             action = "none" if self._handler.config.enable_nan_inf_check else "off"
             clipping = self._clipper.clip(grads, moments, remember=remember)
@@ -52,6 +55,15 @@ class Guard:
         if action == "skip":
             clipping["norm_after"] = None
         return Protection(found, clipping, skipped=action in ("skip", "scaler"), error=error)
+
+    def _too_late(self, grads: Gradients, moments: Moments) -> Protection:
+        """Report on gradients that the optimizers have used already."""
+        counts = {} if moments.finite else count_nonfinite(grads.layout.names, moments)
+        checks = self._handler.config.enable_nan_inf_check
+        action = "off" if not checks else "none" if moments.finite else "report"
+        norm, clip_type = moments.norm, self._clipper.config.effective_clip_type
+        clipping = {"enabled": False, "clip_type": clip_type, "norm_before": norm, "norm_after": norm}
+        return Protection({**counts, "action": action} if checks else {"action": action}, clipping)
 
     def _handle(self, grads: Gradients, moments: Moments, owned: Iterable[Tensor], *, scaled: bool) -> dict[str, Any]:
         if scaled:
