@@ -34,6 +34,9 @@ _CODES: Final = {
     "doctor": "a backend cannot be used",
 }
 
+_PLACES: Final = (".", "gradtrack_runs/*", "lightning_logs/*")
+_HERE: Final = "this directory, gradtrack_runs or lightning_logs"
+
 
 def _epilog(command: str) -> str:
     """Return what follows the help of a command; an empty line is a line break there."""
@@ -56,7 +59,7 @@ app = typer.Typer(
 )
 Run = Annotated[
     Path | None,
-    typer.Argument(help="A run's directory. Default: the newest one in gradtrack_runs.", show_default=False),
+    typer.Argument(help=f"A run's directory. Default: the newest one in {_HERE}.", show_default=False),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print data for scripts instead of a table.")]
 
@@ -133,7 +136,7 @@ def show(
         if as_json:
             typer.echo(json.dumps(terminal.to_plain(found), indent=1, default=str))
         else:
-            console.print(terminal.show(found))
+            console.print(terminal.show(found), crop=False)
     raise typer.Exit(int(check and not found.healthy))
 
 
@@ -257,15 +260,14 @@ def _directory(run: Path | None) -> Path:
     """Return the directory that is meant: the newest run where none was named."""
     if run is not None:
         return run
-    runs = [path.parent for path in Path("gradtrack_runs").glob("*/journal-*.jsonl")]
+    runs = [path for place in _PLACES for path in Path().glob(f"{place}/journal-*.jsonl")]
     if not runs:
-        if any(Path("gradtrack_runs").glob("*/run_end.json")):
+        if any(path for place in _PLACES for path in Path().glob(f"{place}/run_end.json")):
             raise UsageError(
-                "no RUN: the ones in gradtrack_runs have no row, expected one that was recorded. "
-                "Lower grad_log_every_n_steps."
+                f"no RUN: the ones in {_HERE} have no row, expected one that was recorded. Lower grad_log_every_n_steps."
             )
-        raise UsageError("no RUN: expected a run's directory, since gradtrack_runs has none. Try: gradtrack demo")
-    return max(runs, key=lambda path: path.stat().st_mtime)
+        raise UsageError(f"no RUN: expected a run's directory, since there is none in {_HERE}. Try: gradtrack demo")
+    return max(runs, key=lambda path: path.stat().st_mtime).parent
 
 
 def _backend_names() -> list[str]:

@@ -141,6 +141,14 @@ def test_show_tells_about_a_run(sick: Path) -> None:
     assert (found["run_id"], found["steps"], found["healthy"]) == ("a-run", 2, False)
 
 
+def test_a_command_to_copy_stays_on_one_line(well: Path) -> None:
+    """However narrow the terminal is, what opens a file is not broken into two lines."""
+    (well / "tensorboard").mkdir()
+    (well / "tensorboard" / "events.out.tfevents.1").touch()
+    shown = CliRunner().invoke(cli.app, ["show", str(well)], env={"COLUMNS": "40"}).output
+    assert "tensorboard --logdir well/tensorboard\n" in shown
+
+
 def test_show_follows_a_run_to_its_end(well: Path) -> None:
     """Following a run that has ended tells its rows and leaves."""
     result = CliRunner().invoke(cli.app, ["show", str(well), "--follow"])
@@ -172,6 +180,16 @@ def test_runs_without_a_row_are_not_called_none(tmp_path: Path, monkeypatch: pyt
     result = CliRunner().invoke(cli.app, ["show"])
     assert isinstance(result.exception, UsageError)
     assert "Lower grad_log_every_n_steps" in str(result.exception)
+
+
+@pytest.mark.parametrize("place", [".", "lightning_logs/version_3"])
+def test_runs_are_found_where_frameworks_leave_them(place: str, tmp_path: Path) -> None:
+    """A run in this directory or in Lightning's is the newest one as well."""
+    write_run(tmp_path / "gradtrack_runs" / "older", row(1), run_id="older")
+    for path in (tmp_path / "gradtrack_runs" / "older").iterdir():
+        os.utime(path, (1.0, 1.0))
+    write_run(tmp_path / place, row(1))
+    assert "Run a-run" in CliRunner().invoke(cli.app, ["show"]).output
 
 
 def test_report_prints_where_its_page_is(well: Path, tmp_path: Path) -> None:

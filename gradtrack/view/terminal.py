@@ -172,7 +172,8 @@ def _files(run: RunData) -> Iterator[RenderableType]:
     found = listing(run.directory)
     if found:
         yield Text(f"\nFiles in {run.directory}", style="bold")
-        yield from map(Text, found)
+        # A command that is broken into two lines cannot be copied.
+        yield from (Text(line, no_wrap=True, overflow="ignore") for line in found)
 
 
 def _last(track: Track) -> dict[str, float | None]:
