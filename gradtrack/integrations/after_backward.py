@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,16 +15,30 @@ class AfterBackward:
 
     A framework that clips right after its backward pass leaves no other place from which the gradients can be seen as
     they were. The call is queued twice, because distributed training reduces the gradients in the first round.
+
+    A checkpointed part of a model may run backward passes of its own within the pass, whose ends look the same from
+    here. Where the outer pass can be embraced by `at_the_end`, they are passed over.
     """
 
     def __init__(self, params: Iterable[nn.Parameter], call: Callable[[], object]) -> None:
         self._call = call
-        self._queued = False
+        self._queued = self._embraced = self._ended = False
         self._hooks = [
             param.register_post_accumulate_grad_hook(self._reached)  # type: ignore[no-untyped-call]
             for param in params
             if param.requires_grad
         ]
+
+    @contextmanager
+    def at_the_end(self) -> Iterator[None]:
+        """Call once when the block ends, however many passes end within it."""
+        self._embraced, self._ended = True, False
+        try:
+            yield
+        finally:
+            self._embraced = False
+        if self._ended:
+            self._call()
 
     def reset(self) -> None:
         """Forget a backward pass that was broken off by an exception."""
@@ -41,8 +56,9 @@ class AfterBackward:
             _queue(lambda: _queue(self._finish))
 
     def _finish(self) -> None:
-        self._queued = False
-        self._call()
+        self._queued, self._ended = False, True
+        if not self._embraced:
+            self._call()
 
 
 def _queue(call: Callable[[], Any]) -> None:

@@ -81,7 +81,7 @@ class GradtrackCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         if restored and state.global_step:
             self._manager.load_state_dict(restored)
         self._watch(model, optimizer, state)
-        self._watch_loss(_caller(Trainer))
+        self._watch_backward(_caller(Trainer))
         if clips:
             self._manager.note(
                 f"the Trainer clips at max_grad_norm {args.max_grad_norm}; gradtrack only measures, before it clips. "
@@ -150,7 +150,7 @@ class GradtrackCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
             self._after = AfterBackward(model.parameters(), lambda: look() if GradientState().sync_gradients else None)
             self._undo.append(self._after.close)
 
-    def _watch_loss(self, trainer: Any) -> None:
+    def _watch_backward(self, trainer: Any) -> None:
         """Add up the losses that the Trainer runs backward from, which it has scaled for their sum."""
         if trainer is None:
             return
@@ -158,7 +158,11 @@ class GradtrackCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
 
         def add_and_backward(loss: Tensor, **keywords: Any) -> None:
             self._loss = loss.detach() if self._loss is None else self._loss + loss.detach()
-            backward(loss, **keywords)
+            if self._after is None:
+                backward(loss, **keywords)
+                return
+            with self._after.at_the_end():
+                backward(loss, **keywords)
 
         self._undo.append(stand_in(trainer.accelerator, "backward", add_and_backward))
 

@@ -115,6 +115,20 @@ def test_the_norm_is_the_trainers_and_torchs(limit: float, accumulation: int, bf
     assert not any(report.notes for report in callback.reports[1:])
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_blocks_are_one_backward_pass(reentrant: bool, tmp_path: Path) -> None:
+    """Where only checkpointed blocks are trained, the passes within the pass are not taken for steps."""
+    model = tiny_model()
+    for name, param in model.named_parameters():
+        param.requires_grad = ".h." in name
+    model.enable_input_require_grads()
+    kinds: dict[str, Any] = {"gradient_checkpointing_kwargs": {"use_reentrant": reentrant}}
+    callback = GradtrackCallback()
+    trainer = train(callback, tmp_path, model=model, gradient_checkpointing=True, **kinds)
+    assert [report.step for report in callback.reports] == [1, 2, 3, 4, 5, 6]
+    assert norms(callback) == pytest.approx(own_norms(trainer), rel=1e-5)
+
+
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_the_loss_is_the_trainers_own(accumulation: int, tmp_path: Path) -> None:
     """A report carries the loss that the Trainer logs for the step, over all of its micro-batches."""
