@@ -1,6 +1,7 @@
 """The callback for Lightning, in real trainings."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ pytest.importorskip("lightning")
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.utilities import grad_norm
 
 from gradtrack.integrations.lightning import GradientStatisticsCallback
@@ -164,6 +166,23 @@ def test_the_norm_of_half_precision_is_that_of_its_elements(tmp_path: Path) -> N
     callback = GradientStatisticsCallback()
     module, _ = fit(callback, tmp_path, module=Half(), precision="bf16-true")
     assert norms(callback) == pytest.approx(module.own, rel=1e-6)
+
+
+def test_loss_scaling_of_the_precision_plugin(tmp_path: Path) -> None:
+    """16-mixed with a scaler: norms are unscaled, an overflow is the scaler's to skip, and watching changes nothing."""
+
+    def scaled() -> Any:
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20)
+        return MixedPrecision("16-mixed", device="cpu", scaler=scaler)
+
+    callback = GradientStatisticsCallback()
+    module, _ = fit(None, tmp_path, callbacks=[Before(), callback], plugins=[scaled()])
+    plain, _ = fit(None, tmp_path, plugins=[scaled()])
+    finite = {step: norm for step, norm in norms(callback).items() if math.isfinite(norm)}
+    assert 0 < len(finite) < 6
+    assert finite == pytest.approx({step: module.own[step] for step in finite}, rel=1e-5)
+    assert [report.skipped for report in callback.reports] == [step not in finite for step in range(1, 7)]
+    assert all(torch.equal(one, two) for one, two in zip(module.parameters(), plain.parameters(), strict=True))
 
 
 def test_files_are_those_of_the_document(tmp_path: Path) -> None:
