@@ -217,6 +217,25 @@ def test_gradtrack_clips_where_it_was_asked_to(tmp_path: Path) -> None:
     assert all(torch.equal(one, two) for one, two in zip(plain.parameters(), watched.parameters(), strict=True))
 
 
+@pytest.mark.parametrize("settings", [{"max_grad_norm": 1.0}, {"nonfinite_action": "skip"}])
+def test_a_bad_batch_is_skipped_where_it_was_asked_for(settings: dict[str, Any], tmp_path: Path) -> None:
+    """The step with NaN is a no-op, the trainer counts it, and the training goes on."""
+
+    class Bad(Tagger):
+        def training_step(self, batch: Any, index: int) -> Tensor:
+            loss: Tensor = super().training_step(batch, index)
+            return loss * float("nan") if self.trainer.global_step == 2 else loss
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            """Measure nothing, since there may be no gradients here."""
+
+    callback = GradientStatisticsCallback(**settings)
+    module, trainer = fit(callback, tmp_path, module=Bad())
+    assert [report.skipped for report in callback.reports] == [False, False, True, False, False, False]
+    assert trainer.global_step == callback.reports[-1].step == 6
+    assert all(param.isfinite().all() for param in module.parameters())
+
+
 def test_resume_goes_on_without_gap_or_overlap(tmp_path: Path) -> None:
     """The callback's state is in the checkpoint, and the resumed training reports what an uninterrupted one does."""
     whole, first, second = (GradientStatisticsCallback() for _ in range(3))

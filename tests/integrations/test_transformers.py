@@ -175,6 +175,23 @@ def test_gradtrack_clips_where_the_trainer_does_not(tmp_path: Path) -> None:
         torch.testing.assert_close(one, two, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_bad_batch_is_skipped_where_gradtrack_clips(accumulation: int, tmp_path: Path) -> None:
+    """The step with NaN is a no-op, the Trainer counts it, and the training goes on."""
+
+    class Bad(transformers.Trainer):  # type: ignore[misc]
+        def compute_loss(self, *arguments: Any, **keywords: Any) -> Any:
+            loss = super().compute_loss(*arguments, **keywords)
+            return loss * float("nan") if self.state.global_step == 2 else loss
+
+    callback = GradtrackCallback()
+    options: dict[str, Any] = {"max_grad_norm": 0.0, "gradient_accumulation_steps": accumulation}
+    trainer = train(callback, tmp_path, kind=Bad, **options)
+    assert [report.skipped for report in callback.reports] == [False, False, True, False, False, False]
+    assert trainer.state.global_step == callback.reports[-1].step == 6
+    assert all(param.isfinite().all() for param in trainer.model.parameters())
+
+
 def test_resume_goes_on_without_gap_or_overlap(tmp_path: Path) -> None:
     """A training that was resumed from a checkpoint reports the steps and windows of an uninterrupted one."""
     whole, first, second = (GradtrackCallback(max_gradient_history=50) for _ in range(3))
