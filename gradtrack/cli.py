@@ -264,7 +264,7 @@ def _directory(run: Path | None) -> Path:
     if not runs:
         if any(path for place in _PLACES for path in Path().glob(f"{place}/run_end.json")):
             raise UsageError(
-                f"no RUN: the ones in {_HERE} have no row, expected one that was recorded. Lower grad_log_every_n_steps."
+                f"no RUN: those in {_HERE} have no row, expected one that was recorded. Lower grad_log_every_n_steps."
             )
         raise UsageError(f"no RUN: expected a run's directory, since there is none in {_HERE}. Try: gradtrack demo")
     return max(runs, key=lambda path: path.stat().st_mtime).parent

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, Final, final
+from typing import Any, ClassVar, final
 
 import torch
-from pydantic import Field
 from torch import Tensor, nn
 
 from gradtrack.analyzers.base import Analyzer, Snapshot
 from gradtrack.diagnose.recurrent import Criticality, judge, label, nonfinite
+from gradtrack.diagnose.recurrent_report import RecurrentReport, largest, remarks, summarise
 from gradtrack.diagnose.recurring import Recurring
 from gradtrack.errors import UsageError
 from gradtrack.measure.cell_dynamics import CellDynamics, pool
@@ -21,81 +20,8 @@ from gradtrack.measure.cells import Step, function_cell
 from gradtrack.measure.recorder import RecurrentRecorder, recurrent_modules
 from gradtrack.measure.replay import follow
 from gradtrack.measure.untouched import offline_steps, untouched
-from gradtrack.records import Metric, Panel
+from gradtrack.records import Panel
 from gradtrack.reports import Issue, IssueType, Report
-
-_MOST_CELLS: Final = 8
-
-
-class RecurrentReport(Report):
-    """The dynamics of a model's recurrent parts. The plain numbers are the largest over layers and directions.
-
-    `spectral_radius` is that of the state Jacobian, median over time. `effective_memory_length` is in steps, `censored`
-    where it is longer than what was seen. `criticality` is a label: what the issues say, and where they say nothing,
-    where the growth per step lies in the band around the optimal radius.
-    """
-
-    num_looks: int = 1
-    horizon: int | None = None
-    spectral_radius: float | None = None
-    criticality: Criticality | None = None
-    effective_memory_length: float | None = None
-    censored: bool = False
-    asymptotic_memory_length: float | None = None
-    temporal_decay_rate: float | None = None
-    lyapunov_exponent: float | None = None
-    growth_rate: float | None = None
-    cells: dict[str, CellDynamics] = Field(default_factory=dict)
-    issues: list[Issue] = Field(default_factory=list)
-    notes: list[str] = Field(default_factory=list)
-
-    @property
-    def effective_rank(self) -> float | None:
-        """Return the effective rank of the hidden states, of the cell where it is the smallest."""
-        return min(
-            (cell.effective_rank for cell in self.cells.values() if cell.effective_rank is not None), default=None
-        )
-
-    described: ClassVar[tuple[Metric, ...]] = (
-        Metric("rnn/spectral_radius", "Largest eigenvalue of the state Jacobian by magnitude, median over time."),
-        Metric("rnn/growth_rate", "Growth of a difference of states in the long run.", unit="factor per step"),
-        Metric("rnn/temporal_decay_rate", "Decay of a gradient on its way back.", unit="factor per step"),
-        Metric("rnn/effective_memory_length", "Until a third of a gradient is left.", unit="steps"),
-        Metric("rnn/lyapunov_exponent", "The logarithm of the growth rate.", unit="nats per step"),
-        Metric("rnn/effective_rank", "What the hidden states fill, smallest cell.", unit="dimensions"),
-        Metric("rnn/gradient_first_share", "What reaches the first step of the largest gradient.", unit="share"),
-        Metric("rnn/gates/<gate>/<cell>", "Mean opening of one gate.", unit="share", when="LSTM or GRU"),
-        Metric("rnn/spectral_radius/<cell>", "Spectral radius of one layer and direction.", when="several cells"),
-        Metric("rnn/effective_memory_length/<cell>", "Memory of one cell.", unit="steps", when="several cells"),
-        Metric("rnn/divergence/<cell>", "Divergence of the field of state changes.", when="enable_vector_analysis"),
-        Metric(
-            "rnn/rotation/<cell>", "Antisymmetric share of its Jacobian.", unit="share", when="enable_vector_analysis"
-        ),
-        Metric("rnn/coherence/<cell>", "Cosine between successive state changes.", when="enable_vector_analysis"),
-    )
-
-    def metrics(self) -> dict[str, float]:
-        found = {f"rnn/{name}": getattr(self, name) for name in _METRICS}
-        shares = [cell.first_step_share for cell in self.cells.values() if cell.first_step_share is not None]
-        found["rnn/gradient_first_share"] = max(shares, default=None)
-        for name, cell in list(self.cells.items())[:_MOST_CELLS]:
-            found |= {f"rnn/gates/{gate}/{name or 'cell'}": value.mean for gate, value in cell.gates.items()}
-            if len(self.cells) > 1:
-                found[f"rnn/spectral_radius/{name}"] = cell.spectral_radius
-                found[f"rnn/effective_memory_length/{name}"] = cell.effective_memory_length
-            if cell.state_field is not None:
-                found |= {f"rnn/{key}/{name or 'cell'}": value for key, value in cell.state_field.model_dump().items()}
-        return {name: value for name, value in found.items() if value is not None and math.isfinite(value)}
-
-
-_METRICS: Final = (
-    "spectral_radius",
-    "growth_rate",
-    "temporal_decay_rate",
-    "effective_memory_length",
-    "lyapunov_exponent",
-    "effective_rank",
-)
 
 
 @final
@@ -190,8 +116,8 @@ class RecurrentAnalyzer(Analyzer):
     def inspect(self, snapshot: Snapshot) -> RecurrentReport | None:
         if self._recorder is None:
             return None
-        # Beside a training fewer probes do, and large states' eigenvalues come from Arnoldi's method, at a tenth.
-        options = replace(self._options, dense_limit=256, num_probes=4, num_exponents=2, radius_budget=128)
+        # Beside a training fewer probes do, and Arnoldi's method gives eigenvalues to 1e-3 at a third of the cost.
+        options = replace(self._options, dense_limit=128, num_probes=2, num_exponents=2, radius_budget=128)
         looks = look_around(self._recorder, snapshot.model, options, self.seed)
         if not looks:
             return None
@@ -276,7 +202,7 @@ class RecurrentAnalyzer(Analyzer):
         cells = {name: pool(looks) for name, looks in finite.items() if looks}
         broken = [nonfinite(name, step) for name, looks in every.items() if len(finite[name]) < len(looks)]
         issues = [*broken, *judge(cells, horizon, step)]
-        self._notes = _notes(cells, horizon, [name for name, looks in every.items() if looks[0].dropout])
+        self._notes = remarks(cells, horizon, [name for name, looks in every.items() if looks[0].dropout])
         return RecurrentReport(
             num_looks=len(found),
             horizon=horizon,
@@ -284,7 +210,7 @@ class RecurrentAnalyzer(Analyzer):
             cells=cells,
             issues=issues,
             notes=self._notes,
-            **_largest(cells),
+            **largest(cells),
         )
 
     def _criticality(self, cells: Mapping[str, CellDynamics], issues: Sequence[Issue]) -> Criticality | None:
@@ -298,57 +224,3 @@ class RecurrentAnalyzer(Analyzer):
 
     def _label(self, growth: float) -> Criticality:
         return label(growth, self.optimal_radius, self.critical_band)
-
-
-def summarise(issues: Sequence[Issue], dynamics: RecurrentReport) -> str:
-    """Return the dynamics of every cell and the issues as text."""
-    lines = [f"Recurrent dynamics over {dynamics.num_looks} batches: {dynamics.criticality or 'not measured'}"]
-    for name, cell in dynamics.cells.items():
-        parts = [f"{cell.window} steps x {cell.num_sequences} sequences"]
-        if cell.spectral_radius is not None:
-            parts.append(f"spectral radius {cell.spectral_radius:.4g}")
-        if cell.effective_memory_length is not None:
-            parts.append(f"memory {'>= ' if cell.censored else ''}{cell.effective_memory_length:.3g} steps")
-        if cell.temporal_decay_rate is not None:
-            parts.append(f"decay {cell.temporal_decay_rate:.4g} per step")
-        if cell.lyapunov_exponents:
-            parts.append(f"Lyapunov exponent {cell.lyapunov_exponents[0]:.4g}")
-        if cell.effective_rank is not None:
-            parts.append(f"effective rank {cell.effective_rank:.3g}")
-        lines.append(f"  {name or cell.kind}: {', '.join(parts)}")
-    lines += [f"  {issue}" for issue in issues] or ["  No issues."]
-    return "\n".join(lines)
-
-
-def _largest(cells: Mapping[str, CellDynamics]) -> dict[str, Any]:
-    """Return the plain numbers: each the largest over layers and directions."""
-    radii = [cell.spectral_radius for cell in cells.values() if cell.spectral_radius is not None]
-    rates = [cell.temporal_decay_rate for cell in cells.values() if cell.temporal_decay_rate is not None]
-    longest = max(
-        (cell for cell in cells.values() if cell.effective_memory_length is not None),
-        key=lambda cell: (cell.effective_memory_length, cell.censored),
-        default=None,
-    )
-    exponent = max((cell.lyapunov_exponents[0] for cell in cells.values() if cell.lyapunov_exponents), default=None)
-    return {
-        "spectral_radius": max(radii, default=None),
-        "temporal_decay_rate": max(rates, default=None),
-        "effective_memory_length": longest.effective_memory_length if longest else None,
-        "censored": bool(longest and longest.censored),
-        "asymptotic_memory_length": longest.asymptotic_memory_length if longest else None,
-        "lyapunov_exponent": exponent,
-        "growth_rate": None if exponent is None else math.exp(exponent),
-    }
-
-
-def _notes(cells: Mapping[str, CellDynamics], horizon: int | None, dropped: Sequence[str]) -> list[str]:
-    found = []
-    known = [cell.effective_memory_length for cell in cells.values() if cell.effective_memory_length is not None]
-    if horizon is None and known:
-        found.append(
-            f"recurrent: gradients fall to a third within {max(known):.3g} steps. That is no fault by itself; "
-            "declare a horizon to have it judged."
-        )
-    if dropped:
-        found.append(f"recurrent: dropout between the layers of {', '.join(dropped)} was replayed without.")
-    return found

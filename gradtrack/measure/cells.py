@@ -25,11 +25,33 @@ DENSE_LIMIT: Final = 512
 Step = Callable[[Tensor, Tensor], Tensor]
 Gates = Callable[[Tensor, Tensor], dict[str, Tensor]]
 
-_EQUATIONS: Final[Mapping[str, tuple[Any, Any, Any, Any]]] = {
-    "rnn_tanh": (equations.tanh_step, equations.tanh_slopes, equations.rnn_pull, None),
-    "rnn_relu": (equations.relu_step, equations.relu_slopes, equations.rnn_pull, None),
-    "lstm": (equations.lstm_step, equations.lstm_slopes, equations.lstm_pull, equations.lstm_gates),
-    "gru": (equations.gru_step, equations.gru_slopes, equations.gru_pull, equations.gru_gates),
+_EQUATIONS: Final[Mapping[str, dict[str, Any]]] = {
+    "rnn_tanh": {
+        "step": equations.tanh_step,
+        "slopes": equations.tanh_slopes,
+        "pull": equations.rnn_pull,
+        "drive_pull": equations.rnn_drive_pull,
+    },
+    "rnn_relu": {
+        "step": equations.relu_step,
+        "slopes": equations.relu_slopes,
+        "pull": equations.rnn_pull,
+        "drive_pull": equations.rnn_drive_pull,
+    },
+    "lstm": {
+        "step": equations.lstm_step,
+        "slopes": equations.lstm_slopes,
+        "pull": equations.lstm_pull,
+        "drive_pull": equations.lstm_drive_pull,
+        "gates": equations.lstm_gates,
+    },
+    "gru": {
+        "step": equations.gru_step,
+        "slopes": equations.gru_slopes,
+        "pull": equations.gru_pull,
+        "drive_pull": equations.gru_drive_pull,
+        "gates": equations.gru_gates,
+    },
 }
 
 
@@ -39,7 +61,8 @@ class Cell:
 
     The first `output_size` entries of a state are what the rest of the model reads. `drive(inputs)` is the part of the
     equation that no state enters, computed once for a whole sequence. Where `slopes(states, drives)` and
-    `pull(slopes, vectors)` are known they give the transposed derivative; otherwise it is left to autograd.
+    `pull(slopes, vectors)` are known they give the transposed derivative; otherwise it is left to autograd. The same
+    by the drive is `drive_pull`, and `undrive` takes that further to the inputs.
     """
 
     name: str
@@ -50,6 +73,8 @@ class Cell:
     step: Step
     slopes: Step | None = None
     pull: Step | None = None
+    drive_pull: Step | None = None
+    undrive: Callable[[Tensor], Tensor] | None = None
     gates: Gates | None = None
 
 
@@ -112,17 +137,14 @@ def evaluating(module: nn.Module) -> Iterator[None]:
 
 def _cell(name: str, kind: str, module: nn.Module, suffix: str) -> Cell:
     weights = _weights(module, kind, suffix)
-    step, slopes, pull, gates = _EQUATIONS[kind]
     return Cell(
         name=name,
         kind=kind,
         state_size=_state_size(kind, weights.weight_hh),
         output_size=weights.output_size,
         drive=weights.drive,
-        step=partial(step, weights),
-        slopes=partial(slopes, weights),
-        pull=partial(pull, weights),
-        gates=None if gates is None else partial(gates, weights),
+        undrive=weights.undrive,
+        **{part: partial(equation, weights) for part, equation in _EQUATIONS[kind].items()},
     )
 
 

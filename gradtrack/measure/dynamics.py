@@ -18,7 +18,7 @@ from gradtrack.measure.cells import DENSE_LIMIT, Cell
 from gradtrack.measure.replay import Trajectory
 from gradtrack.measure.spectra import spectral_radius
 
-_KRYLOV: Final = 60
+_KRYLOV: Final = 80
 _BLOCKS: Final = 4
 _ROWS: Final = 2048
 
@@ -48,9 +48,7 @@ class Memory:
 
 def pull_back(cell: Cell, states: Tensor, drives: Tensor, vectors: Tensor) -> Tensor:
     """Return Jᵀv for vectors (N, K, S), with J the Jacobian of one step at states (N, S)."""
-    if cell.slopes is not None and cell.pull is not None:
-        return cell.pull(cell.slopes(states, drives).unsqueeze(1), vectors)
-    return _pull_back_by_autograd(cell, states, drives, vectors)
+    return _puller(cell, states, drives)(vectors)
 
 
 def jacobian(cell: Cell, states: Tensor, drives: Tensor) -> Tensor:
@@ -72,8 +70,9 @@ def step_radius(
     states, drives = state.unsqueeze(0), drive.unsqueeze(0)
     if state.numel() <= dense_limit:
         return float(step_spectrum(cell, state, drive).abs().max())
+    pull = _puller(cell, states, drives)
     return arnoldi_radius(
-        lambda vector: pull_back(cell, states, drives, vector.reshape(1, 1, -1)).reshape(-1),
+        lambda vector: pull(vector.reshape(1, 1, -1)).reshape(-1),
         torch.randn(state.numel(), generator=generator, dtype=torch.float64).to(state),
     )
 
@@ -199,6 +198,14 @@ def _pulls(path: Trajectory, window: int) -> Callable[[int, Tensor], Tensor]:
         return lambda back, vectors: pull_back(cell, states[-1 - back], drives[-1 - back], vectors)
     pull, slopes = cell.pull, cell.slopes(states[-window:], drives[-window:]).unsqueeze(2)
     return lambda back, vectors: pull(slopes[-1 - back], vectors)
+
+
+def _puller(cell: Cell, states: Tensor, drives: Tensor) -> Callable[[Tensor], Tensor]:
+    """Return a function from v to Jᵀv at states, whose coefficients are found once."""
+    if cell.slopes is None or cell.pull is None:
+        return lambda vectors: _pull_back_by_autograd(cell, states, drives, vectors)
+    pull, slopes = cell.pull, cell.slopes(states, drives).unsqueeze(1)
+    return lambda vectors: pull(slopes, vectors)
 
 
 def _pull_back_by_autograd(cell: Cell, states: Tensor, drives: Tensor, vectors: Tensor) -> Tensor:

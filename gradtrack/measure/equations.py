@@ -32,6 +32,10 @@ class Weights:
         """Return what the inputs add to the gates."""
         return functional.linear(inputs.to(self.weight_ih), self.weight_ih, self.bias_ih)
 
+    def undrive(self, vectors: Tensor) -> Tensor:
+        """Return what a gradient at the gates is at the inputs."""
+        return vectors @ self.weight_ih
+
     def recur(self, hidden: Tensor) -> Tensor:
         """Return what the last output adds to the gates."""
         return functional.linear(hidden, self.weight_hh, self.bias_hh)
@@ -57,9 +61,14 @@ def relu_slopes(weights: Weights, states: Tensor, drives: Tensor) -> Tensor:
     return (relu_step(weights, states, drives) > 0).to(states.dtype)
 
 
+def rnn_drive_pull(weights: Weights, slopes: Tensor, vectors: Tensor) -> Tensor:
+    """Return what Jᵀv is for the drive instead of the state of nn.RNN."""
+    return vectors * slopes
+
+
 def rnn_pull(weights: Weights, slopes: Tensor, vectors: Tensor) -> Tensor:
     """Return Jᵀv of one step of nn.RNN."""
-    return (vectors * slopes) @ weights.weight_hh
+    return rnn_drive_pull(weights, slopes, vectors) @ weights.weight_hh
 
 
 def lstm_step(weights: Weights, states: Tensor, drives: Tensor) -> Tensor:
@@ -87,15 +96,25 @@ def lstm_slopes(weights: Weights, states: Tensor, drives: Tensor) -> Tensor:
     return torch.cat([*by_gates, squashed * o * (1 - o), o * (1 - squashed.square()), f], dim=-1)
 
 
+def lstm_drive_pull(weights: Weights, slopes: Tensor, vectors: Tensor) -> Tensor:
+    """Return what Jᵀv is for the drive instead of the state of an LSTM."""
+    return _lstm_pulled(weights, slopes, vectors)[0]
+
+
 def lstm_pull(weights: Weights, slopes: Tensor, vectors: Tensor) -> Tensor:
     """Return Jᵀv of one step of an LSTM."""
+    by_gates, memory = _lstm_pulled(weights, slopes, vectors)
+    return torch.cat([by_gates @ weights.weight_hh, memory * slopes[..., 5 * memory.shape[-1] :]], dim=-1)
+
+
+def _lstm_pulled(weights: Weights, slopes: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what reaches the gates before they are squashed, and what reaches the memory."""
     size = weights.weight_hh.shape[0] // 4
     hidden, memory = vectors[..., : weights.output_size], vectors[..., weights.output_size :]
     if weights.weight_hr is not None:
         hidden = hidden @ weights.weight_hr
     memory = memory + hidden * slopes[..., 4 * size : 5 * size]
-    by_gates = torch.cat([memory, memory, memory, hidden], dim=-1) * slopes[..., : 4 * size]
-    return torch.cat([by_gates @ weights.weight_hh, memory * slopes[..., 5 * size :]], dim=-1)
+    return torch.cat([memory, memory, memory, hidden], dim=-1) * slopes[..., : 4 * size], memory
 
 
 def gru_step(weights: Weights, states: Tensor, drives: Tensor) -> Tensor:
@@ -111,18 +130,25 @@ def gru_gates(weights: Weights, states: Tensor, drives: Tensor) -> dict[str, Ten
 
 
 def gru_slopes(weights: Weights, states: Tensor, drives: Tensor) -> Tensor:
-    """Return the partial derivatives of many steps: by the three recurrent terms, and the part that is kept."""
+    """Return the partial derivatives of many steps: by the recurrent terms, the part that is kept, by the new drive."""
     reset, update, new, recurrent = _gru_gates(weights, states, drives)
     by_new = (1 - update) * (1 - new.square())
     by_gates = [by_new * recurrent * reset * (1 - reset), (states - new) * update * (1 - update), by_new * reset]
-    return torch.cat([*by_gates, update], dim=-1)
+    return torch.cat([*by_gates, update, by_new], dim=-1)
+
+
+def gru_drive_pull(weights: Weights, slopes: Tensor, vectors: Tensor) -> Tensor:
+    """Return what Jᵀv is for the drive instead of the state of a GRU."""
+    size = weights.output_size
+    by_gates = vectors * slopes[..., :size], vectors * slopes[..., size : 2 * size], vectors * slopes[..., 4 * size :]
+    return torch.cat(by_gates, dim=-1)
 
 
 def gru_pull(weights: Weights, slopes: Tensor, vectors: Tensor) -> Tensor:
     """Return Jᵀv of one step of a GRU."""
     size = weights.output_size
     by_gates = torch.cat([vectors, vectors, vectors], dim=-1) * slopes[..., : 3 * size]
-    return by_gates @ weights.weight_hh + vectors * slopes[..., 3 * size :]
+    return by_gates @ weights.weight_hh + vectors * slopes[..., 3 * size : 4 * size]
 
 
 def _lstm_gates(weights: Weights, states: Tensor, drives: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

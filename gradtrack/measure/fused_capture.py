@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
 from gradtrack.measure.captures import is_evidence, is_same, state_parts
-from gradtrack.measure.replay import Sequences, Trajectory, backward, replay
+from gradtrack.measure.replay import Sequences, Trajectory, replay
+from gradtrack.measure.through_time import backward
 
 
 @dataclass(slots=True)
@@ -58,13 +59,11 @@ class FusedCapture:
             lengths=torch.stack([segment.sequences.lengths for segment in self._segments]).sum(dim=0),
             state=first.sequences.state,
         )
-        seen = any(segment.seen for segment in self._segments)
-        if not seen:
-            return [track.freeze() for track in replay(self._module, sequences, self._name).tracks]
-        with torch.enable_grad():
-            found = replay(self._module, sequences, self._name, grad_steps=self._max_steps)
-            output = torch.cat([self._filled(segment) for segment in self._segments], dim=1)
-            return backward(found, output, self._final_gradients(last, len(found.final)))
+        found = replay(self._module, sequences, self._name)
+        if not any(segment.seen for segment in self._segments):
+            return [track.freeze() for track in found.tracks]
+        output = torch.cat([self._filled(segment) for segment in self._segments], dim=1)
+        return backward(found, output, self._final_gradients(last, len(found.final)), max_steps=self._max_steps)
 
     def _follows(self, state: tuple[Tensor, ...], segment: _Segment) -> bool:
         if not self._segments or not state or self._module.bidirectional:

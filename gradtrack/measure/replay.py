@@ -6,7 +6,6 @@ of different lengths are aligned at their ends, so that "so many steps before th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -75,28 +74,24 @@ class Sequences:
 
 @dataclass(slots=True, kw_only=True)
 class Track:
-    """The states of one cell as they were replayed, still connected for differentiation."""
+    """The states of one cell as they were replayed, in its own order of time."""
 
     cell: Cell
     states: list[Tensor]
     drives: Tensor
     inputs: Tensor
     lengths: Tensor
+    reverse: bool
 
-    def freeze(self, gradients: Sequence[Tensor | None] | None = None) -> Trajectory:
-        """Return what was replayed, without its graph."""
-        states = torch.stack([state.detach() for state in self.states])
-        dense = None
-        if gradients is not None:
-            pairs = zip(gradients, self.states[1:], strict=True)
-            dense = torch.stack([torch.zeros_like(state) if grad is None else grad for grad, state in pairs])
+    def freeze(self, gradients: Tensor | None = None) -> Trajectory:
+        """Return what was replayed, with the gradients of the loss at its states where they are known."""
         return Trajectory(
             cell=self.cell,
-            states=states,
-            drives=self.drives.detach(),
-            inputs=self.inputs.detach(),
+            states=torch.stack(self.states),
+            drives=self.drives,
+            inputs=self.inputs,
             lengths=self.lengths,
-            gradients=dense,
+            gradients=gradients,
         )
 
 
@@ -116,21 +111,21 @@ def choose(lengths: Tensor, limit: int) -> Tensor:
     return order[lengths[order] >= _SHORTEST * longest].sort().values
 
 
-def replay(module: nn.RNNBase, sequences: Sequences, name: str = "", *, grad_steps: int = 0) -> Replay:
-    """Run a fused module's equations on sequences; the last `grad_steps` of every direction can be differentiated.
+def replay(module: nn.RNNBase, sequences: Sequences, name: str = "") -> Replay:
+    """Run a fused module's equations on sequences.
 
     Dropout between layers is left out: its mask exists inside the fused kernel only.
     """
-    layers = layer_cells(module, name)
     found = Replay(output=sequences.inputs, final=[])
-    for cells in layers:
-        outputs = []
-        for direction, cell in enumerate(cells):
-            track = _run(cell, found.output, sequences, len(found.tracks), direction == 1, grad_steps)
-            found.tracks.append(track)
-            found.final.append(track.states[-1])
-            outputs.append(_output(track, direction == 1))
-        found.output = torch.cat(outputs, dim=-1)
+    with torch.no_grad():
+        for cells in layer_cells(module, name):
+            outputs = []
+            for direction, cell in enumerate(cells):
+                track = _run(cell, found.output, sequences, len(found.tracks), direction == 1)
+                found.tracks.append(track)
+                found.final.append(track.states[-1])
+                outputs.append(_output(track))
+            found.output = torch.cat(outputs, dim=-1)
     return found
 
 
@@ -145,44 +140,42 @@ def follow(cell: Cell, state: Tensor, inputs: Tensor) -> Trajectory:
     return Trajectory(cell=cell, states=torch.stack(states), drives=drives, inputs=inputs, lengths=lengths)
 
 
-def backward(found: Replay, output: Tensor | None, final: Sequence[Tensor | None]) -> list[Trajectory]:
-    """Return the trajectories with the gradient of the loss at every state, by replaying backwards.
-
-    `output` is the direct gradient at the module's output and `final` the one at each final state: exactly what hooks
-    on these tensors see. They hold no influence of one step on later ones, which is what the replay adds.
-    """
-    terms = [] if output is None else [(found.output * output.to(found.output)).sum()]
-    terms += [
-        (state * grad.to(state)).sum() for state, grad in zip(found.final, final, strict=True) if grad is not None
-    ]
-    total = torch.stack([term.to(terms[0]) for term in terms]).sum() if terms else None
-    if total is None or not total.requires_grad:
-        return [track.freeze() for track in found.tracks]
-    wanted = [state for track in found.tracks for state in track.states[1:] if state.requires_grad]
-    gradients = dict(zip(map(id, wanted), torch.autograd.grad(total, wanted, allow_unused=True), strict=True))
-    return [track.freeze([gradients.get(id(state)) for state in track.states[1:]]) for track in found.tracks]
+def own_time(values: Tensor, lengths: Tensor, reverse: bool) -> Tensor:
+    """Align sequences (B, T, I) at the end of a direction's own time."""
+    num_steps = values.shape[1]
+    if reverse:
+        return values.flip(1)
+    if bool((lengths == num_steps).all()):
+        return values
+    shift = (num_steps - lengths).unsqueeze(1)
+    return _take(values, (torch.arange(num_steps) - shift).clamp_min(0))
 
 
-def _run(cell: Cell, inputs: Tensor, sequences: Sequences, index: int, reverse: bool, grad_steps: int) -> Track:
+def input_order(values: Tensor, lengths: Tensor, reverse: bool) -> Tensor:
+    """Put what is in a direction's own time back in the order of the inputs, with zeros beyond the end."""
+    num_steps = values.shape[1]
+    if reverse:
+        values = values.flip(1)
+    elif not bool((lengths == num_steps).all()):
+        shift = (num_steps - lengths).unsqueeze(1)
+        values = _take(values, (torch.arange(num_steps) + shift).clamp_max(num_steps - 1))
+    beyond = torch.arange(num_steps) >= lengths.unsqueeze(1)
+    return values.masked_fill(beyond.unsqueeze(-1).to(values.device), 0.0) if bool(beyond.any()) else values
+
+
+def _run(cell: Cell, inputs: Tensor, sequences: Sequences, index: int, reverse: bool) -> Track:
     lengths = sequences.lengths
-    own = _own_time(inputs, lengths, reverse).transpose(0, 1)
-    num_steps = own.shape[0]
-    start = num_steps - lengths
+    own = own_time(inputs, lengths, reverse).transpose(0, 1)
+    start = own.shape[0] - lengths
     ragged = bool(start.any())
-    with torch.enable_grad() if grad_steps else torch.no_grad():
-        drives = cell.drive(own)
-        state = _initial(cell, sequences, index, drives)
-        states = [state]
-        for step in range(num_steps):
-            tracked = step >= num_steps - grad_steps
-            with torch.set_grad_enabled(tracked):
-                state = state.detach().requires_grad_() if tracked and not state.requires_grad else state
-                following = cell.step(state, drives[step])
-                if ragged:
-                    following = torch.where((step >= start).unsqueeze(1).to(following.device), following, state)
-                state = following
-                states.append(state)
-    return Track(cell=cell, states=states, drives=drives, inputs=own, lengths=lengths)
+    drives = cell.drive(own)
+    states = [_initial(cell, sequences, index, drives)]
+    for step, drive in enumerate(drives):
+        following = cell.step(states[-1], drive)
+        if ragged:
+            following = torch.where((step >= start).unsqueeze(1).to(following.device), following, states[-1])
+        states.append(following)
+    return Track(cell=cell, states=states, drives=drives, inputs=own, lengths=lengths, reverse=reverse)
 
 
 def _initial(cell: Cell, sequences: Sequences, index: int, like: Tensor) -> Tensor:
@@ -191,28 +184,9 @@ def _initial(cell: Cell, sequences: Sequences, index: int, like: Tensor) -> Tens
     return torch.cat([part[index].to(like) for part in sequences.state], dim=-1).detach()
 
 
-def _own_time(inputs: Tensor, lengths: Tensor, reverse: bool) -> Tensor:
-    """Align sequences (B, T, I) at the end of a direction's own time."""
-    num_steps = inputs.shape[1]
-    if reverse:
-        return inputs.flip(1)
-    if bool((lengths == num_steps).all()):
-        return inputs
-    shift = (num_steps - lengths).unsqueeze(1)
-    return _take(inputs, (torch.arange(num_steps) - shift).clamp_min(0))
-
-
-def _output(track: Track, reverse: bool) -> Tensor:
-    """Put the outputs back in the order of the inputs, with zeros beyond the end of a sequence."""
+def _output(track: Track) -> Tensor:
     output = torch.stack(track.states[1:], dim=1)[..., : track.cell.output_size]
-    num_steps = output.shape[1]
-    if reverse:
-        output = output.flip(1)
-    elif not bool((track.lengths == num_steps).all()):
-        shift = (num_steps - track.lengths).unsqueeze(1)
-        output = _take(output, (torch.arange(num_steps) + shift).clamp_max(num_steps - 1))
-    beyond = torch.arange(num_steps) >= track.lengths.unsqueeze(1)
-    return output.masked_fill(beyond.unsqueeze(-1).to(output.device), 0.0) if bool(beyond.any()) else output
+    return input_order(output, track.lengths, track.reverse)
 
 
 def _take(values: Tensor, positions: Tensor) -> Tensor:

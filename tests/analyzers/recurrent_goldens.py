@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gradtrack import RecurrentAnalyzer
-from gradtrack.analyzers.recurrent import RecurrentReport
+from gradtrack.diagnose.recurrent_report import RecurrentReport
 from gradtrack.measure.cells import Cell, function_cell, layer_cells
 from gradtrack.measure.dynamics import arnoldi_radius, effective_memory, jacobian, step_radius, sweep
 from gradtrack.measure.recorder import RecurrentRecorder

@@ -33,7 +33,7 @@ def rayleigh(matvec: Callable[[Tensor], Tensor], start: Tensor, **_: object) -> 
     return float((vector @ matvec(vector)).abs())
 
 
-def direct_gradients(found: Replay, output: Tensor | None, final: Any) -> list[Trajectory]:
+def direct_gradients(found: Replay, output: Tensor | None, final: Any, **_: object) -> list[Trajectory]:
     """Take output.grad for the gradient of the states."""
     assert output is not None
     trajectories = [track.freeze() for track in found.tracks]

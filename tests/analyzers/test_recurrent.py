@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from gradtrack import GradientManager, Issue, IssueSeverity, IssueType, RecurrentAnalyzer, StepReport
 from gradtrack.analyzers import recurrent
 from gradtrack.analyzers.base import Snapshot, always
-from gradtrack.analyzers.recurrent import RecurrentReport
+from gradtrack.diagnose.recurrent_report import RecurrentReport
 from gradtrack.errors import UsageError
 from tests.analyzers.recurrent_goldens import analyzed, gate, normal, orthogonal, zeroed
 
