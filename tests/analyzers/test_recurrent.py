@@ -6,10 +6,15 @@ import doctest
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reservoirpy import observables
+from reservoirpy.nodes import Reservoir
+from scipy import sparse
+from scipy.sparse import linalg
 from torch import Tensor, nn
 
 from gradtrack import GradientManager, Issue, IssueSeverity, IssueType, RecurrentAnalyzer, StepReport
@@ -404,19 +409,21 @@ def test_a_step_without_a_forward_has_no_report() -> None:
 
 def test_a_linear_reservoir_has_the_radius_of_its_matrix() -> None:
     """The radius of x' = W x + W_in u is that of a sparse W by scipy's Arnoldi method and by numpy."""
-    scipy_sparse, linalg = pytest.importorskip("scipy.sparse"), pytest.importorskip("scipy.sparse.linalg")
-    matrix = scipy_sparse.random(120, 120, density=0.1, random_state=0, format="csr")
+    matrix = sparse.random(120, 120, density=0.1, random_state=0, format="csr")
     expected = float(abs(linalg.eigs(matrix, k=1, which="LM", return_eigenvectors=False)[0]))
     weight = torch.tensor(matrix.toarray())
     _, found = RecurrentAnalyzer().analyze_step(lambda s, x: s @ weight.T + x, normal(2, 120), normal(9, 2, 120))
     assert found.spectral_radius == pytest.approx(expected, rel=1e-9)
 
 
-def test_reservoirpy_agrees_on_its_own_matrix() -> None:
-    """The radius of a linear reservoir is what ReservoirPy computes for it."""
-    observables = pytest.importorskip("reservoirpy.observables")
-    generators = pytest.importorskip("reservoirpy.mat_gen")
-    matrix = generators.normal(100, 100, sr=0.9, seed=0)
-    weight = torch.tensor(matrix.toarray() if hasattr(matrix, "toarray") else matrix)
-    _, found = RecurrentAnalyzer().analyze_step(lambda s, x: s @ weight.T + x, normal(2, 100), normal(9, 2, 100))
-    assert found.spectral_radius == pytest.approx(float(observables.spectral_radius(matrix)), rel=1e-6)
+@pytest.mark.parametrize("radius", [0.5, 0.9, 1.3])
+def test_reservoirpy_agrees_on_its_own_reservoir(radius: float) -> None:
+    """The radius of a linear reservoir is what ReservoirPy computes for its matrix, and what it was asked to make."""
+    reservoir = Reservoir(100, sr=radius, lr=1.0, activation="identity", seed=0)
+    reservoir.initialize(np.ones((1, 2)))
+    weight, inward = (torch.tensor(np.asarray(part.todense())) for part in (reservoir.W, reservoir.Win))
+    _, found = RecurrentAnalyzer().analyze_step(
+        lambda s, x: s @ weight.T + x @ inward.T, normal(2, 100), normal(9, 2, 2)
+    )
+    assert found.spectral_radius == pytest.approx(float(observables.spectral_radius(reservoir.W)), rel=1e-6)
+    assert found.spectral_radius == pytest.approx(radius, rel=1e-6)
