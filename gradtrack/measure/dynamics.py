@@ -16,9 +16,8 @@ from torch import Tensor
 
 from gradtrack.measure.cells import DENSE_LIMIT, Cell
 from gradtrack.measure.replay import Trajectory
-from gradtrack.measure.spectra import spectral_radius
+from gradtrack.measure.spectra import arnoldi_radius
 
-_KRYLOV: Final = 80
 _BLOCKS: Final = 4
 _ROWS: Final = 2048
 
@@ -81,30 +80,6 @@ def step_spectrum(cell: Cell, state: Tensor, drive: Tensor) -> Tensor:
     """Return the eigenvalues of the Jacobian at one state (S), from the whole matrix."""
     eigenvalues: Tensor = torch.linalg.eigvals(jacobian(cell, state.unsqueeze(0), drive.unsqueeze(0))[0])
     return eigenvalues
-
-
-def arnoldi_radius(matvec: Callable[[Tensor], Tensor], start: Tensor, *, num_vectors: int = _KRYLOV) -> float:
-    """Return the largest magnitude of an eigenvalue by Arnoldi's method with every vector orthogonalised twice.
-
-    Unlike the Rayleigh quotient of power iteration this is right for complex pairs and for matrices far from normal.
-    """
-    count = min(num_vectors, start.numel())
-    basis = start.new_zeros(count, start.numel())
-    basis[0] = start / start.norm()
-    hessenberg = start.new_zeros(count, count)
-    for column in range(count):
-        image = matvec(basis[column])
-        scale = float(image.norm())
-        for _ in range(2):
-            shares = basis[: column + 1] @ image
-            image = image - shares @ basis[: column + 1]
-            hessenberg[: column + 1, column] += shares
-        left = float(image.norm())
-        if column + 1 == count or left <= 1e3 * torch.finfo(start.dtype).eps * scale:
-            return spectral_radius(hessenberg[: column + 1, : column + 1])
-        hessenberg[column + 1, column] = left
-        basis[column + 1] = image / left
-    return 0.0
 
 
 def sweep(

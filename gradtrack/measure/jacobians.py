@@ -15,7 +15,7 @@ from gradtrack.measure.linear_maps import (
     leading_singular_values,
     squared_frobenius,
 )
-from gradtrack.measure.spectra import condition_number, effective_rank, spectral_radius
+from gradtrack.measure.spectra import arnoldi_radius, condition_number, effective_rank, spectral_radius
 
 EXACT_LIMIT: Final = 512
 _CAP: Final = 16.0
@@ -87,6 +87,8 @@ def _from_products(linear: LinearMap, generator: torch.Generator, num_probes: in
     values = leading_singular_values(linear, generator, count=num_values)
     sigma_max = max(largest_singular_value(linear, generator), float(values.max()))
     smaller = min(linear.num_inputs, linear.num_outputs)
+    square = linear.num_inputs == linear.num_outputs
+    start = linear.random(linear.num_outputs, generator)
     return JacobianNumbers(
         num_inputs=linear.num_inputs,
         num_outputs=linear.num_outputs,
@@ -97,7 +99,7 @@ def _from_products(linear: LinearMap, generator: torch.Generator, num_probes: in
         effective_rank=_completed_rank(values, squares, smaller),
         mean_square_gain=squares / linear.num_outputs,
         mean_square_gain_error=error / linear.num_outputs,
-        spectral_radius=None,
+        spectral_radius=arnoldi_radius(linear.pull, start) if square else None,
     )
 
 

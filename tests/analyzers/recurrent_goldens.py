@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from gradtrack import RecurrentAnalyzer
 from gradtrack.diagnose.recurrent_report import RecurrentReport
 from gradtrack.measure.cells import Cell, function_cell, layer_cells
-from gradtrack.measure.dynamics import arnoldi_radius, effective_memory, jacobian, step_radius, sweep
+from gradtrack.measure.dynamics import effective_memory, jacobian, step_radius, sweep
 from gradtrack.measure.recorder import RecurrentRecorder
 from gradtrack.measure.replay import Sequences, Trajectory, follow, replay
+from gradtrack.measure.spectra import arnoldi_radius
 
 
 def generator(seed: int = 1) -> torch.Generator:

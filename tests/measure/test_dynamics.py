@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from gradtrack.measure.cells import function_cell
 from gradtrack.measure.dynamics import (
-    arnoldi_radius,
     asymptotic_memory,
     decay_rate,
     effective_memory,
@@ -21,7 +20,7 @@ from gradtrack.measure.dynamics import (
     sweep,
 )
 from gradtrack.measure.replay import Sequences, follow, replay
-from gradtrack.measure.spectra import spectral_radius
+from gradtrack.measure.spectra import arnoldi_radius, spectral_radius
 from tests.analyzers.recurrent_goldens import GOLDENS, L4_GAINS, generator, l4_random_network, random_network_exponent
 from tests.measure.recurrent_models import Case, cases
 

@@ -89,7 +89,8 @@ def test_matrix_free_numbers_agree_with_exact_ones(decay: float) -> None:
     exact = measure_jacobian(lambda x: matrix @ x, at, generator())
     free = measure_jacobian(lambda x: matrix @ x, at, generator(), exact_limit=50)
     assert (exact.exact, free.exact) == (True, False)
-    assert (free.sigma_min, free.condition, free.spectral_radius) == (None, None, None)
+    assert (free.sigma_min, free.condition) == (None, None)
+    assert free.spectral_radius == pytest.approx(exact.spectral_radius, rel=0.02)
     assert free.sigma_max == pytest.approx(exact.sigma_max, rel=1e-3)
     assert free.effective_rank == pytest.approx(exact.effective_rank, rel=0.1)
     assert abs(free.mean_square_gain - exact.mean_square_gain) <= 4 * free.mean_square_gain_error + 1e-12
