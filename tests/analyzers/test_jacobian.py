@@ -49,11 +49,10 @@ def test_a_diagonal_matrix() -> None:
 
 @pytest.mark.parametrize(
     ("values", "rank", "ratio"),
-    [([1.0] * 7, 7.0, 7.0), ([2.0, 0.0, 0.0], 1.0, 1.0), ([1.0, 0.5], 1.5 * 2 ** (1 / 3), 25 / 17)],
+    [([1.0] * 7, 7.0, 7.0), ([2.0, 0.0, 0.0], 1.0, 1.0), ([1.0, 0.5], 1.8898816, 1.4705882)],
 )
 def test_effective_ranks(values: list[float], rank: float, ratio: float) -> None:
     """J2: the effective rank of the identity, of rank one and of (1, 0.5), and the participation ratio."""
-    assert values[-1] != 0.5 or (rank, ratio) == (pytest.approx(1.88988, abs=5e-6), pytest.approx(1.47059, abs=5e-6))
     matrix = torch.tensor(values, dtype=torch.float64).diag()
     found = only(JacobianAnalyzer().analyze(lambda: batch(1, len(values)), blocks=linear(matrix)))
     assert found.effective_rank == pytest.approx(rank, abs=1e-6)

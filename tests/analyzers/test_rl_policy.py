@@ -97,7 +97,7 @@ def test_a_known_categorical() -> None:
 def test_a_standard_gaussian() -> None:
     """Golden P1: N(0,1) has 1.418939 nats per dimension, and no share of anything without a range."""
     report = observed(td.Normal(torch.zeros(5, 2), torch.ones(5, 2)))
-    assert report.continuous_entropy_mean == pytest.approx(2 * 1.418939, abs=1e-5)
+    assert report.continuous_entropy_mean == pytest.approx(2 * 1.4189385, abs=1e-6)
     assert report.continuous_std_mean == 1
     assert report.continuous_entropy_normalized is None
 
@@ -122,8 +122,8 @@ def tanh(std: float, scale: float | None = None) -> td.Distribution:
 def test_tanh_gaussians(std: float, nats: float) -> None:
     """Golden P2: entropy per dimension, and its share exp(h)/2, which a scale after tanh does not change."""
     report, scaled = observed(tanh(std)), observed(tanh(std, 3.0))
-    assert report.continuous_entropy_mean == pytest.approx(2 * nats, abs=2e-2)
-    assert report.continuous_entropy_normalized == pytest.approx(math.exp(nats) / 2, abs=1e-2)
+    assert report.continuous_entropy_mean == pytest.approx(2 * nats, abs=1e-2)
+    assert report.continuous_entropy_normalized == pytest.approx(math.exp(nats) / 2, abs=5e-3)
     assert scaled.continuous_entropy_normalized == pytest.approx(report.continuous_entropy_normalized)
     assert report.continuous_entropy_mean is not None
     assert scaled.continuous_entropy_mean == pytest.approx(report.continuous_entropy_mean + 2 * math.log(3))

@@ -64,7 +64,7 @@ def test_squares_outside_of_float64(engine: EngineName, scale: float) -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_half_precision_does_not_overflow(engine: EngineName) -> None:
-    """Squares of 300 are beyond float16, the norm is not."""
+    """F7: squares of 300 are beyond float16, the norm is not."""
     grad = torch.full((1000,), 300.0, dtype=torch.float16)
     moments = measure([grad], engine)
     assert moments.norm == pytest.approx(300 * 1000**0.5, rel=1e-12)
@@ -74,7 +74,7 @@ def test_half_precision_does_not_overflow(engine: EngineName) -> None:
 @pytest.mark.parametrize("engine", ENGINES)
 @given(seed=st.integers(0, 100), shift=st.sampled_from([0.0, 1.0, 300.0]))
 def test_variance_is_that_of_the_concatenation(engine: EngineName, seed: int, shift: float) -> None:
-    """Tensors with different means are merged, their variances are not averaged."""
+    """F7: tensors with different means are merged, their variances are not averaged."""
     generator = torch.Generator().manual_seed(seed)
     first = torch.randn(40, 3, generator=generator)
     second = torch.randn(70, generator=generator) + shift

@@ -25,7 +25,7 @@ def copies(grads: list[Tensor]) -> list[Tensor]:
 @ENGINES
 @given(grads=gradients(special=False), share=st.floats(0.01, 3.0))
 def test_norm_leaves_what_torch_leaves(engine: Any, grads: list[Tensor], share: float) -> None:
-    """The gradients after it are those of clip_grad_norm_, within the precision of their type."""
+    """F7: the gradients after it are those of clip_grad_norm_, within the precision of their type."""
     limit = max(1e-3, share * float(np.linalg.norm(as_one_vector(grads))))
     mine, theirs = with_gradients(copies(grads)), with_gradients([grad.double() for grad in copies(grads)])
     report = GradientClipper(GradientConfig(max_grad_norm=limit, engine=engine)).clip_gradients(mine)

@@ -21,7 +21,7 @@ def test_percentile_is_numpys(values: list[float], percent: float) -> None:
 
 @given(values=NORMS, size=st.integers(1, 30), percent=st.sampled_from([50.0, 90.0, 95.0, 100.0]))
 def test_adaptive_limit_is_the_percentile_of_the_norms_before(values: list[float], size: int, percent: float) -> None:
-    """The window holds the last norms without the current one; the fixed limit applies until ten are known."""
+    """F7: the window holds the last norms without the current one; the fixed limit applies until ten are known."""
     config = GradientConfig(adaptive_window_size=size, adaptive_percentile=percent, max_grad_norm=7.0)
     strategy = AdaptiveStrategy()
     for index, norm in enumerate(values):

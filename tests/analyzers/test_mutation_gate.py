@@ -1,0 +1,71 @@
+"""The gate: each of the naive versions that people write first must fail at least one golden value."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from gradtrack.measure import attention, attention_recorder, cell_look, dynamics, fused_capture
+from gradtrack.measure.fields import FieldSamples
+from tests.analyzers import recurrent_goldens, test_transformer
+from tests.analyzers.test_mutations_attention import ln_of_all_keys, returned_weights
+from tests.analyzers.test_mutations_recurrent import direct_gradients, radius_of_the_weights, rayleigh
+from tests.analyzers.test_mutations_vector import raw_rotation, temporal_difference_golden
+from tests.measure.test_attention_recorder import heard
+
+
+def weights_before_dropout() -> None:
+    """A6: in train mode too, the entropy is that of the weights which torch returns without dropout."""
+    module, tokens = nn.MultiheadAttention(16, 4, dropout=0.5, batch_first=True), torch.randn(2, 7, 16)
+    weights = module.eval()(tokens, tokens, tokens, average_attn_weights=False)[1]
+    expected = torch.special.entr(weights).sum(-1).mean((0, 2)) / math.log(7)
+    module.train()
+    (found,) = heard(module, lambda: module(tokens, tokens, tokens, need_weights=False)).heads[""]
+    assert torch.allclose(found.entropy.double(), expected.double(), atol=1e-6)
+
+
+NAIVE: dict[str, tuple[object, str, Any, Callable[[], object]]] = {
+    "eigenvalues of weight_hh": (cell_look, "step_radius", radius_of_the_weights, recurrent_goldens.r4_gru),
+    "output.grad for dL/dh": (
+        fused_capture,
+        "backward",
+        direct_gradients,
+        recurrent_goldens.r11_gradients_through_time,
+    ),
+    "Rayleigh power iteration": (dynamics, "arnoldi_radius", rayleigh, recurrent_goldens.r10_complex_pair),
+    "ln T for ln visible": (
+        attention,
+        "normalized_entropy",
+        ln_of_all_keys,
+        test_transformer.test_uniform_causal_attention_through_the_analyzer,
+    ),
+    "need_weights=True": (
+        attention_recorder,
+        "rows_of_attention",
+        returned_weights,
+        weights_before_dropout,
+    ),
+    "raw norm of the antisymmetric part": (
+        FieldSamples,
+        "rotation",
+        property(raw_rotation),
+        temporal_difference_golden,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NAIVE)
+def test_the_naive_version_fails_its_golden(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it is the golden holds; with the naive version in place it does not."""
+    home, attribute, naive, golden = NAIVE[name]
+    torch.manual_seed(0)
+    golden()
+    monkeypatch.setattr(home, attribute, naive)
+    torch.manual_seed(0)
+    with pytest.raises(AssertionError):
+        golden()
