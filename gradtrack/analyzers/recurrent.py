@@ -9,6 +9,7 @@ from typing import Any, ClassVar, final
 import torch
 from torch import Tensor, nn
 
+from gradtrack import registry
 from gradtrack.analyzers.base import Analyzer, Snapshot
 from gradtrack.diagnose.recurrent import Criticality, judge, label, nonfinite
 from gradtrack.diagnose.recurrent_report import RecurrentReport, largest, remarks, summarise
@@ -151,7 +152,8 @@ class RecurrentAnalyzer(Analyzer):
     ) -> tuple[list[Issue], RecurrentReport]:
         """Look at the model on several batches; return the issues and the dynamics.
 
-        The model, its gradients and the random generators are as before, unless an optimizer is passed to train with.
+        The issues are those of the dynamics, then those of the gradient flow on as many batches of its own. The model,
+        its gradients and the random generators are as before, unless an optimizer is passed to train with.
         """
         model = self.model
         if model is None:
@@ -172,7 +174,9 @@ class RecurrentAnalyzer(Analyzer):
                 "cells, or a module (x, h) -> h. Give the state equation of any other with step_functions."
             )
         report = self._report(found, self.horizon)
-        return report.issues, report
+        known = {issue.key for issue in report.issues}
+        flow = registry.analyzers.load("flow")(model).analyze(input_fn, loss_fn, steps)
+        return [*report.issues, *(issue for issue in flow if issue.key not in known)], report
 
     def analyze_step(self, step: Step, state: Tensor, inputs: Tensor) -> tuple[list[Issue], RecurrentReport]:
         """Look at a state equation `step(states, inputs) -> states` from states (B, S) over inputs (T, B, I)."""

@@ -123,6 +123,16 @@ def test_default_initialisations_are_healthy(kind: Kind, options: dict[str, Any]
     assert dynamics.effective_memory_length < 10  # type: ignore[operator]
 
 
+def test_the_issues_of_the_gradient_flow_come_along() -> None:
+    """A dead layer behind the recurrent one is in the issues, which the dynamics alone cannot know."""
+    model = Tagger()
+    model.read = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))  # type: ignore[assignment]
+    nn.init.constant_(model.get_parameter("read.0.bias"), -50.0)
+    issues, dynamics = RecurrentAnalyzer(model).analyze(lambda: torch.randint(0, 11, (32, 12)), cross_entropy, steps=5)
+    assert [(issue.issue_type.value, issue.layer) for issue in issues] == [("DEAD", "read.0")]
+    assert dynamics.issues == []
+
+
 @pytest.mark.parametrize("trains", [True, False])
 def test_analysis_leaves_the_model_as_it_was(trains: bool) -> None:
     """Weights, buffers, gradients, modes, hooks and the random state come back bit by bit."""
