@@ -72,7 +72,8 @@ class GradientFlowAnalyzer(Analyzer):
 
     Gradients at the layers' outputs are compared with that of the last layer, Γ = ‖δ_l‖/‖δ_last‖; units, effective
     ranks, update ratios ‖Δw‖/‖w‖ and cosines of successive gradients are all free of the scale of the loss. The
-    absolute thresholds show their usual values and act only where they are passed.
+    absolute thresholds show their usual values and act only where they are passed. References: Glorot and Bengio 2010
+    (gradients over depth), Roy and Vetterli 2007 (effective rank), Sokar et al. 2023 (units that do not respond).
 
     Cost: on every 4th step up to 64, then on every 64th, a few reductions of each layer's output and its gradient.
 

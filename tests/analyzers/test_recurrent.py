@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import math
 from typing import Any
 
@@ -18,7 +17,6 @@ from scipy.sparse import linalg
 from torch import Tensor, nn
 
 from gradtrack import GradientManager, Issue, IssueSeverity, IssueType, RecurrentAnalyzer, StepReport
-from gradtrack.analyzers import recurrent
 from gradtrack.analyzers.base import Snapshot, always
 from gradtrack.diagnose.recurrent_report import RecurrentReport
 from gradtrack.errors import UsageError
@@ -105,12 +103,6 @@ def test_the_example_of_the_flow_document_runs(capsys: pytest.CaptureFixture[str
     assert dynamics.effective_memory_length > 0  # type: ignore[operator]
     assert 0 < dynamics.temporal_decay_rate < 1  # type: ignore[operator]
     assert "spectral radius" in capsys.readouterr().out
-
-
-def test_the_example_in_the_docstring_runs() -> None:
-    """The worked example prints what it says."""
-    failed, attempted = doctest.testmod(recurrent)
-    assert (failed, attempted > 0) == (0, True)
 
 
 @pytest.mark.parametrize("kind", FUSED)
