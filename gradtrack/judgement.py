@@ -61,6 +61,7 @@ class Judgement:
         return {
             "monitor": self._monitor.state_dict(),
             "ledger": self._ledger.state_dict(),
+            "series": self.series.state_dict(),
             "nonfinite_before": self._nonfinite_before,
             "issues": [issue.model_dump(mode="json") for issue in self.health.issues],
         }
@@ -69,6 +70,8 @@ class Judgement:
         """Take back what `state_dict` returned."""
         self._monitor.load_state_dict(state["monitor"])
         self._ledger.load_state_dict(state["ledger"])
+        if "series" in state:  # which states of older versions do not have
+            self.series.load_state_dict(state["series"])
         self._nonfinite_before = bool(state["nonfinite_before"])
         self.health = HealthReport.of([Issue.model_validate(issue) for issue in state["issues"]])
 

@@ -23,10 +23,14 @@ _EAGER = "the model is compiled: steps at which an analyzer looks inside it run 
 
 
 class LiveAnalyzers:
-    """Runs analyzers beside a training. One that fails is left out after three faults and never stops the training."""
+    """Runs analyzers beside a training. One that fails is left out after three faults and never stops the training.
 
-    def __init__(self, analyzers: Mapping[str, Analyzer]) -> None:
+    Where analyzers are chosen by themselves (`open_to_more`), one that is asked for by name joins them.
+    """
+
+    def __init__(self, analyzers: Mapping[str, Analyzer], *, open_to_more: bool = False) -> None:
         self._analyzers = dict(analyzers)
+        self.open = open_to_more
         self._faults: dict[str, int] = {}
         self._armed: set[str] = set()
         self._alert: int | None = None
@@ -35,6 +39,8 @@ class LiveAnalyzers:
         self.chosen: list[str] = []
 
     def __getitem__(self, name: str) -> Analyzer:
+        if name not in self._analyzers and self.open and name in registry.analyzers.builtin():
+            self._analyzers[name] = registry.analyzers.load(name)()
         if name not in self._analyzers:
             there = ", ".join(self._analyzers) or "none"
             raise UsageError(f"analyzer {name!r}: expected one of those configured ({there}).{_add(name)}")

@@ -31,7 +31,7 @@ class Roster:
         self._config, self._process_group, self._on_first = config, process_group, on_first
         self._measurer = Measurer(config.engine)
         self.first_components = self._components()
-        self.first_analyzers = LiveAnalyzers(build_analyzers(config.analyzers))
+        self.first_analyzers = self._analyzers(config.analyzers)
         self._pairs: dict[tuple[int, ...], Pair] = {}
         self._restored: dict[str, Any] = {}
 
@@ -111,7 +111,7 @@ class Roster:
         process_group: Any = None,
     ) -> Pair:
         first = not self._pairs
-        analyzers = self.first_analyzers if first else LiveAnalyzers(build_analyzers(self._rebuildable()))
+        analyzers = self.first_analyzers if first else self._analyzers(self._rebuildable())
         pair = Pair(
             model,
             optimizers,
@@ -161,6 +161,9 @@ class Roster:
         """Leave out analyzers that were passed as instances, which belong to the first pair."""
         specs = self._config.analyzers
         return specs if isinstance(specs, str) else [spec for spec in specs if isinstance(spec, (str, dict))]
+
+    def _analyzers(self, specs: Any) -> LiveAnalyzers:
+        return LiveAnalyzers(build_analyzers(specs), open_to_more=self._config.analyzers == "auto")
 
     def _components(self) -> Components:
         return (

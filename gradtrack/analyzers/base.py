@@ -45,6 +45,7 @@ class Series:
         self.num_steps = 0
         self.first_losses: list[float] = []
         self.losses: deque[float] = deque(maxlen=self.LAST)
+        self.first_log_norms: list[float] = []
         self.log_norms: deque[float] = deque(maxlen=self.LAST)
         self.nonfinite_steps = 0
         self.missing: Counter[str] = Counter()
@@ -57,9 +58,25 @@ class Series:
             if len(self.first_losses) < self.FIRST:
                 self.first_losses.append(loss)
         self.log_norms.append(log_norm)
+        if len(self.first_log_norms) < self.FIRST:
+            self.first_log_norms.append(log_norm)
         self.nonfinite_steps += not finite
         if missing:
             self.missing.update(missing)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything as plain data."""
+        plain = {"losses": list(self.losses), "log_norms": list(self.log_norms), "missing": dict(self.missing)}
+        first = {"first_losses": list(self.first_losses), "first_log_norms": list(self.first_log_norms)}
+        return {**vars(self), **first, **plain}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` returned."""
+        self.num_steps, self.nonfinite_steps = int(state["num_steps"]), int(state["nonfinite_steps"])
+        self.first_losses, self.first_log_norms = list(state["first_losses"]), list(state["first_log_norms"])
+        self.missing = Counter(state["missing"])
+        self.losses = deque(state["losses"], maxlen=self.LAST)
+        self.log_norms = deque(state["log_norms"], maxlen=self.LAST)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

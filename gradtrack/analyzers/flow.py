@@ -3,31 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, final
 
-import torch
 from torch import Tensor, nn
 
 from gradtrack import registry
-from gradtrack.analyzers.base import Analyzer, Schedule, Series, Snapshot, often
+from gradtrack.analyzers.base import Analyzer, Schedule, Snapshot, often
 from gradtrack.diagnose.absolute import Thresholds, judge_absolutely
 from gradtrack.diagnose.doctor import diagnose
-from gradtrack.diagnose.sample import Case, ParameterSample, Sample, median
-from gradtrack.diagnose.stale import StaleWatch
+from gradtrack.diagnose.offline import sample_offline
+from gradtrack.diagnose.sample import Case, Sample, median
+from gradtrack.diagnose.sampler import FlowSampler
 from gradtrack.errors import UsageError
-from gradtrack.measure.elements import Elements
-from gradtrack.measure.measurer import Measurer
-from gradtrack.measure.moments import finite_norm
-from gradtrack.measure.probe import Probe
-from gradtrack.measure.shards import local_part, unwrapped
-from gradtrack.measure.table import ParameterTable
-from gradtrack.measure.untouched import offline_steps, untouched
+from gradtrack.measure.untouched import untouched
 from gradtrack.records import Metric, Panel
 from gradtrack.reports import Issue, Report
 
-_KEPT = 64
+_ALL = 1000
 
 
 class FlowReport(Report):
@@ -124,60 +117,38 @@ class GradientFlowAnalyzer(Analyzer):
         self.dead_threshold = 0.9 if dead_threshold is None else dead_threshold
         self.unstable_cv_threshold = 3.0 if unstable_cv_threshold is None else unstable_cv_threshold
         self.details: dict[str, Any] = {}
-        self._start()
-
-    def _start(self) -> None:
-        self._samples: deque[Sample] = deque(maxlen=_KEPT)
-        self._series = Series()
-        self._probe: Probe | None = None
-        self._stale: StaleWatch | None = None
-        self._elements: Elements | None = None
-        self._step_hooks: list[Any] = []
-        self._watching = False
+        self._sampler = self._new_sampler()
 
     @classmethod
     def suits(cls, model: nn.Module) -> str | None:
         return "gradients flow through every model"
 
     def due(self, step: int) -> bool:
-        return often(step) or self._elements is not None
+        return step == 1 or often(step) or self._sampler.waiting
 
     def arm(self, model: nn.Module) -> None:
-        if self._elements is None:
-            self._probe = Probe(model)
-            self._stale = StaleWatch(model)
+        self._sampler.arm(model)
 
     def inspect(self, snapshot: Snapshot) -> Report | None:
-        if snapshot.series is not None:
-            self._series = snapshot.series
-        self._follow(snapshot)
-        if self._probe is None:
-            return None
-        if self._probe.fault is not None:
-            raise self._probe.fault
-        sample = self._sample(snapshot)
-        self._samples.append(sample)
-        if not snapshot.skipped and math.isfinite(sum(snapshot.norms.values())):
-            self._elements = Elements(_named(snapshot.model), snapshot.gradients)
-            self._watch_step(snapshot, sample)
-        return self._report()
+        sample = self._sampler.look(snapshot)
+        return None if sample is None or not sample.nodes else _report(self._sampler.samples)
 
     def disarm(self) -> None:
-        for watch in (self._probe, self._stale):
-            if watch is not None:
-                watch.close()
-        if not self._watching:  # disarmed for good, and not after the look that set the watch up
-            self._let_go()
-        self._watching = False
-        self._probe = self._stale = None
+        self._sampler.disarm()
 
     def issues(self) -> list[Issue]:
-        return diagnose(self.case)
+        return diagnose(self.case, _ALL)  # the manager chooses among those that nobody has muted
 
     @property
     def case(self) -> Case:
         """Return the evidence gathered so far."""
-        return Case(self._series, self._samples)
+        return self._sampler.case
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._sampler.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._sampler.load_state_dict(state)
 
     def analyze(
         self,
@@ -191,53 +162,20 @@ class GradientFlowAnalyzer(Analyzer):
         `input_fn()` gives a batch and `loss_fn(output)` the loss of the model's output.
         """
         model = self._model()
-        self._start()
+        self._sampler = self._new_sampler()
         self.details = {}
         with untouched(model, optimizer):
             try:
-                self._run(model, input_fn, loss_fn, steps, optimizer)
+                sample_offline(self._sampler, model, input_fn, loss_fn, steps, optimizer)
             finally:
-                self.disarm()
-                self._elements = None
+                self._sampler.disarm(for_good=True)
         found = diagnose(self.case)
         found += judge_absolutely(self.case, self._thresholds)
         return found + self._others(input_fn, loss_fn, steps)
 
     def print_summary(self, issues: Sequence[Issue]) -> None:
         """Print the issues, the root causes first, or that there are none."""
-        print(summary(issues, self._series.num_steps))  # noqa: T201
-
-    def _run(self, model: nn.Module, input_fn: Any, loss_fn: Any, steps: int, optimizer: Any) -> None:
-        measurer, table = Measurer(), ParameterTable(model)
-        optimizers = () if optimizer is None else (optimizer,)
-        running = offline_steps(model, input_fn, loss_fn, steps, optimizer)
-        for step in range(1, steps + 1):
-            self._probe, self._stale = Probe(unwrapped(model)), None
-            *_, loss = next(running)
-            grads = table.gradients()
-            layout = grads.layout
-            moments = measurer.measure(grads.tensors, layout.group_of, len(layout.group_names))
-            norm = moments.norm
-            log_norm = math.log(norm) if math.isfinite(norm) and norm > 0 else (-math.inf if norm == 0 else math.nan)
-            self._series.append(log_norm, float(loss.detach()), layout.missing, finite=moments.finite)
-            norms = {
-                name: finite_norm(row, moments.exponent)
-                for name, row in zip(layout.names, moments.rows.tolist(), strict=True)
-            }
-            self.inspect(
-                Snapshot(
-                    step=step,
-                    model=model,
-                    loss=float(loss.detach()),
-                    optimizers=optimizers,
-                    gradients=dict(zip(layout.names, grads.tensors, strict=True)),
-                    norms=norms,
-                    series=self._series,
-                    skipped=not moments.finite,
-                )
-            )
-            self._probe.close()
-        next(running, None)  # the optimizer step of the last sample, where there is one
+        print(summary(issues, self.case.series.num_steps))  # noqa: T201
 
     def _others(self, input_fn: Any, loss_fn: Any, steps: int) -> list[Issue]:
         """Run the analyzers that were switched on; what they return beside issues is kept in `details`."""
@@ -260,86 +198,24 @@ class GradientFlowAnalyzer(Analyzer):
             raise UsageError("GradientFlowAnalyzer has no model: expected one to analyze. Pass it to the constructor.")
         return self.model
 
-    def _follow(self, snapshot: Snapshot) -> None:
-        """Complete the last sample with what the optimizer step made of it."""
-        if self._elements is None:
-            return
-        elements, self._elements = self._elements, None
-        self._let_go()
-        params = _named(snapshot.model)
-        self._samples[-1].changes = elements.changes(params) if snapshot.optimizers else None
-        self._samples[-1].cosine = elements.cosine(params, snapshot.gradients)
+    def _new_sampler(self) -> FlowSampler:
+        return FlowSampler(with_zeros=self._thresholds.dead is not None)
 
-    def _watch_step(self, snapshot: Snapshot, sample: Sample) -> None:
-        """See what is left of the gradients when the optimizer takes them: others may clip in between."""
-        self._let_go()
-        self._watching = True
-        elements = self._elements
-        assert elements is not None
 
-        def before_step(*_: object) -> None:
-            if math.isnan(sample.clip):
-                named = _named(snapshot.model).items()
-                grads = {name: local_part(param.grad) for name, param in named if param.grad is not None}
-                sample.clip = elements.left(grads)
-
-        for optimizer in snapshot.optimizers:
-            if isinstance(optimizer, torch.optim.Optimizer):
-                self._step_hooks.append(optimizer.register_step_pre_hook(before_step))
-
-    def _let_go(self) -> None:
-        for hook in self._step_hooks:
-            hook.remove()
-        self._step_hooks = []
-
-    def _sample(self, snapshot: Snapshot) -> Sample:
-        assert self._probe is not None
-        owned = {id(param) for one in snapshot.optimizers for group in one.param_groups for param in group["params"]}
-        named = {name: param for name, param in _named(snapshot.model).items() if param.requires_grad}
-        weights = _norms(named.values())
-        params = {
-            name: ParameterSample(
-                norm=snapshot.norms.get(name, 0.0),
-                weight=weight,
-                ndim=param.ndim,
-                count=param.numel(),
-                owned=id(param) in owned if snapshot.optimizers else None,
-                has_grad=name in snapshot.norms,
-                zeros=self._zeros(snapshot.gradients.get(name)),
-                coarse=param.dtype in (torch.float16, torch.bfloat16),
-            )
-            for (name, param), weight in zip(named.items(), weights, strict=True)
-        }
-        return Sample(
-            step=snapshot.step,
-            nodes=self._probe.nodes,
-            params=params,
-            without_grad=self._probe.without_grad,
-            stale=self._stale.found if self._stale is not None else [],
-            lr=_rate(snapshot.lr),
-            skipped=snapshot.skipped,
-        )
-
-    def _zeros(self, gradient: Tensor | None) -> float:
-        """Return the share of zeros, where a threshold on it was passed."""
-        if gradient is None or self._thresholds.dead is None:
-            return 0.0
-        return float((gradient == 0).double().mean())
-
-    def _report(self) -> FlowReport:
-        graph = self._samples[-1].graph
-        gains = [gain for path in graph.paths.values() for gain in graph.gammas(path).values()]
-        before = self._samples[-2] if len(self._samples) > 1 else None
-        ratios = list(before.ratios.values()) if before is not None else []
-        changes = (before.changes or {}).values() if before is not None else ()
-        tiny = [change.subnormal for change in changes if not math.isnan(change.subnormal)]
-        return FlowReport(
-            gain_min=min(gains, default=None),
-            gain_max=max(gains, default=None),
-            update_ratio=median(ratios) if ratios else None,
-            cosine=None if before is None or math.isnan(before.cosine) else before.cosine,
-            subnormal=sum(tiny) / len(tiny) if tiny else None,
-        )
+def _report(samples: Sequence[Sample]) -> FlowReport:
+    graph = samples[-1].graph
+    gains = [gain for path in graph.paths.values() for gain in graph.gammas(path).values()]
+    before = samples[-2] if len(samples) > 1 else None
+    ratios = list(before.ratios.values()) if before is not None else []
+    changes = (before.changes or {}).values() if before is not None else ()
+    tiny = [change.subnormal for change in changes if not math.isnan(change.subnormal)]
+    return FlowReport(
+        gain_min=min(gains, default=None),
+        gain_max=max(gains, default=None),
+        update_ratio=median(ratios) if ratios else None,
+        cosine=None if before is None or math.isnan(before.cosine) else before.cosine,
+        subnormal=sum(tiny) / len(tiny) if tiny else None,
+    )
 
 
 def summary(issues: Sequence[Issue], num_steps: int) -> str:
@@ -348,21 +224,3 @@ def summary(issues: Sequence[Issue], num_steps: int) -> str:
         return f"Gradient flow over {num_steps} steps: no issues."
     lines = [f"Gradient flow over {num_steps} steps: {len(issues)} issue{'s' * (len(issues) > 1)}."]
     return "\n".join(lines + [f"  {issue}" for issue in issues])
-
-
-def _named(model: nn.Module) -> dict[str, nn.Parameter]:
-    return dict(model.named_parameters())
-
-
-def _norms(params: Iterable[Tensor]) -> list[float]:
-    """Return the norms of parameters, estimated from what this rank holds where they are spread over ranks."""
-    pairs = [(param.numel(), local_part(param.detach())) for param in params]
-    if not pairs:
-        return []
-    norms = torch.stack([torch.linalg.vector_norm(part, dtype=torch.float64) for _, part in pairs]).tolist()
-    return [norm * math.sqrt(size / max(1, part.numel())) for norm, (size, part) in zip(norms, pairs, strict=True)]
-
-
-def _rate(rates: Mapping[str, float]) -> float:
-    known = [float(rate) for rate in rates.values()]
-    return max(known) if known else math.nan

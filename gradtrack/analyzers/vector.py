@@ -9,9 +9,11 @@ from functools import partial
 from typing import Any, ClassVar, final
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 
 from gradtrack.analyzers.base import Analyzer, Schedule, Snapshot, rarely
+from gradtrack.diagnose.game import judge
 from gradtrack.errors import UsageError
 from gradtrack.measure.field_look import FieldLook, Loss, Player
 from gradtrack.measure.gradient_noise import cosine
@@ -21,7 +23,7 @@ from gradtrack.measure.samples import sample
 from gradtrack.measure.untouched import call, untouched
 from gradtrack.progress import counted
 from gradtrack.records import Metric, Panel
-from gradtrack.reports import Report
+from gradtrack.reports import Issue, Report
 
 _LIVE_SAMPLE = 4096
 
@@ -49,6 +51,7 @@ class VectorReport(Report):
     noise_scale: float | None = None
     directional_sharpness: float | None = None
     step_sharpness: float | None = None
+    issues: list[Issue] = Field(default_factory=list)
     exact: bool = False
     num_parameters: int = 0
     num_steps: int = 0
@@ -136,6 +139,7 @@ class VectorAnalyzer(Analyzer):
         self._observed: Loss | Mapping[str, Player] | None = None
         self._micro: MicroBatches | None = None
         self._before: tuple[int, dict[str, Tensor]] | None = None
+        self._found: list[Issue] = []
 
     def analyze(
         self,
@@ -173,7 +177,8 @@ class VectorAnalyzer(Analyzer):
         with self._kept(self._model), torch.enable_grad(), differentiable_twice(self._model):
             for _ in counted(range(steps), "Analyzing", total=steps):
                 look.add_game(players)
-        return VectorReport(**look.numbers())
+        report = VectorReport(**look.numbers())
+        return report.model_copy(update={"issues": judge(report.rotation)})
 
     def analyze_field(self, field: Callable[[Tensor], Tensor], at: Tensor) -> VectorReport:
         """Measure a field that is given as a function of a flat tensor, at a point."""
@@ -215,7 +220,13 @@ class VectorAnalyzer(Analyzer):
         if noise is not None:
             measured |= {"coherence": noise.coherence, "noise_scale": noise.noise_scale, "num_steps": noise.count}
         report = VectorReport(**measured)
+        norms = () if snapshot.series is None else list(snapshot.series.log_norms)
+        self._found = judge(report.rotation, norms, snapshot.step) if isinstance(self._observed, Mapping) else []
+        report = report.model_copy(update={"issues": self._found})
         return report if report.metrics() else None
+
+    def issues(self) -> list[Issue]:
+        return list(self._found)
 
     def disarm(self) -> None:
         if self._micro is not None:

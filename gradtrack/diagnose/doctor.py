@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import cache
 
 from gradtrack.diagnose import rules
-from gradtrack.diagnose.causes import order
+from gradtrack.diagnose.causes import MOST, order
 from gradtrack.diagnose.sample import Case
 from gradtrack.reports import Issue
 
@@ -24,18 +24,23 @@ def judges() -> dict[str, Callable[[Case], list[Issue]]]:
     return found
 
 
-def diagnose(case: Case) -> list[Issue]:
+def diagnose(case: Case, most: int = MOST) -> list[Issue]:
     """Return what is wrong with a run, root causes first.
 
-    A rule about a state of the model (it has `WINDOWED`) looks at every window of the last samples, so that a fault
-    which was there and has healed, or has been overtaken by its consequences, is still found.
+    A rule about a state of the model looks at every window of the last samples, so that a fault which was there and has
+    healed, or has been overtaken by its consequences, is still found.
     """
-    found: dict[str, Issue] = {}
+    found: dict[str, Issue] = {issue.key: issue for issue in case.standing}
     for window in case.windows:
-        for issue in _judge(window, windowed=True):
+        for issue in _judge(window, "windowed"):
             found[issue.key] = issue.model_copy(update={"step": found[issue.key].step}) if issue.key in found else issue
-    return order([*found.values(), *_judge(case, windowed=False)])
+    return order([*found.values(), *_judge(case, "run")], most)
 
 
-def _judge(case: Case, *, windowed: bool) -> list[Issue]:
-    return [issue for judge in judges().values() if hasattr(judge, "windowed") is windowed for issue in judge(case)]
+def judge_units(case: Case) -> list[Issue]:
+    """Return what the units of the last samples show by themselves."""
+    return _judge(case, "units")
+
+
+def _judge(case: Case, kind: str) -> list[Issue]:
+    return [issue for judge in judges().values() if getattr(judge, "kind", "run") == kind for issue in judge(case)]

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 
-from gradtrack.measure.moments import Moments
+from gradtrack.measure.moments import Moments, log_norm
 from gradtrack.measure.table import Layout
 
 
@@ -26,7 +25,4 @@ class Evidence:
     """ln of the norm: -inf for a norm of zero, NaN for one that is not finite."""
 
     def __post_init__(self) -> None:
-        if math.isfinite(self.norm):
-            self.log_norm = math.log(self.norm) if self.norm > 0 else -math.inf
-        else:
-            self.log_norm = math.nan
+        self.log_norm = log_norm(self.norm)

@@ -18,6 +18,7 @@ class FlowGraph:
     def __init__(self, nodes: Sequence[Node]) -> None:
         self.nodes = nodes
         self.delta = self._deltas()
+        self._gammas: dict[int, dict[str, float]] = {}
         self.children: list[list[int]] = [[] for _ in nodes]
         self.after: list[list[str]] = [[] for _ in nodes]
         for index, node in enumerate(nodes):
@@ -76,6 +77,12 @@ class FlowGraph:
 
     def gammas(self, path: Sequence[int]) -> dict[str, float]:
         """Return for each layer of a path the gradient at its output over that at the last layer's."""
+        known = self._gammas.get(path[0])
+        if known is None:
+            known = self._gammas[path[0]] = self._ratios(path)
+        return known
+
+    def _ratios(self, path: Sequence[int]) -> dict[str, float]:
         layers = {self.nodes[index].name: self.delta[index] for index in path if self.nodes[index].parametric}
         if not layers or not (last := list(layers.values())[-1]) > 0:
             return {}

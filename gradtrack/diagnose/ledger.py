@@ -30,18 +30,21 @@ class Ledger:
             return [], False
         opened = [issue for issue in issues if issue.key not in self._open]
         for issue in opened:
-            if issue.issue_type in _HARMFUL:
+            if issue.issue_type in _HARMFUL and issue.severity >= IssueSeverity.HIGH:
                 self._harm.setdefault(issue.issue_type, issue)
         self._open = now
         return opened, True
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the open issues, as plain data."""
-        return {key: severity.value for key, severity in self._open.items()}
+        """Return the open issues and those that did harm, as plain data."""
+        opened = {key: severity.value for key, severity in self._open.items()}
+        return {"open": opened, "harm": [issue.model_dump(mode="json") for issue in self.harm]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` returned."""
-        self._open = {key: IssueSeverity(value) for key, value in state.items()}
+        harm = [Issue.model_validate(issue) for issue in state.get("harm", ())]
+        self._open = {key: IssueSeverity(value) for key, value in state.get("open", {}).items()}
+        self._harm = {issue.issue_type: issue for issue in harm}
 
 
 def unmuted(issues: list[Issue], mute: Sequence[str]) -> list[Issue]:

@@ -16,6 +16,8 @@ _RETURNS: Final = 512
 _FIRST: Final = 16
 _ENOUGH: Final = 8
 _SIGNIFICANT: Final = 0.05
+_SURE: Final = 1e-3
+_DRIVEN: Final = 0.01
 
 
 class PolicyHistory:
@@ -101,7 +103,16 @@ class PolicyHistory:
             return None
         if level < least and not self.pays:
             return "TOO_LOW"
-        return "TOO_HIGH" if level > 0.95 and self.pays is False and self.num_returns >= _WINDOW else "ADEQUATE"
+        stagnant = self.pays is False and (self.num_returns >= _WINDOW or self.driven_up)
+        return "TOO_HIGH" if level > 0.95 and stagnant else "ADEQUATE"
+
+    @property
+    def driven_up(self) -> bool:
+        """Tell whether the level has been rising significantly, so that something makes the policy more random."""
+        if len(self.levels) < _FIRST:
+            return False
+        total, chance = mann_kendall(self.levels)
+        return total > 0 and chance <= _SURE and self.levels[-1] - self.levels[0] > _DRIVEN
 
     def state_dict(self) -> dict[str, Any]:
         """Return the past as plain data."""

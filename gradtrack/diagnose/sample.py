@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Final
+from typing import Final, TypeVar
 
 from gradtrack.analyzers.base import Series
 from gradtrack.diagnose.graph import FlowGraph
@@ -15,6 +15,8 @@ from gradtrack.diagnose.trend import Trend
 from gradtrack.measure.elements import Change
 from gradtrack.measure.probe import Node
 from gradtrack.reports import Issue
+
+Seen = TypeVar("Seen")
 
 KEPT_WINDOWS: Final = 16
 _FEWEST: Final = 2
@@ -43,7 +45,10 @@ class ParameterSample:
 
 @dataclass
 class Sample:
-    """One sampled step: the flow through the modules, the parameters, and what the optimizer step then did."""
+    """One sampled step: the flow through the modules, the parameters, and what the optimizer step then did.
+
+    `cosine` is that with the gradient of the next step, `turned` the least with the gradients of the last samples.
+    """
 
     step: int
     nodes: list[Node]
@@ -51,9 +56,11 @@ class Sample:
     without_grad: set[str] = field(default_factory=set)
     stale: list[str] = field(default_factory=list)
     lr: float = math.nan
+    loss: float = math.nan
     skipped: bool = False
     changes: dict[str, Change] | None = None
     cosine: float = math.nan
+    turned: float = math.nan
     clip: float = math.nan
 
     @cached_property
@@ -61,9 +68,12 @@ class Sample:
         """Return the way of the gradient through the modules."""
         return FlowGraph(self.nodes)
 
-    @property
+    @cached_property
     def ratios(self) -> dict[str, float]:
-        """Return ‖Δw‖/‖w‖ of every weight with a gradient and an optimizer; of vectors where there is nothing else."""
+        """Return ‖Δw‖/‖w‖ of every weight with a gradient and an optimizer; of vectors where there is nothing else.
+
+        It is asked for once the optimizer step was seen.
+        """
         flat = all(param.ndim < 2 for param in self.params.values())
         found = {}
         for name, change in (self.changes or {}).items():
@@ -72,12 +82,30 @@ class Sample:
                 found[name] = change.ratio
         return {name: ratio for name, ratio in found.items() if not math.isnan(ratio)}
 
+    @property
+    def sensitivity(self) -> float:
+        """Return ‖g‖‖w‖/|loss|: by how much of itself the loss would change if the weights did by all of theirs."""
+        return self._slope(param.weight for param in self.params.values())
+
+    @property
+    def promised(self) -> float:
+        """Return ‖g‖‖Δw‖/|loss|: which share of the loss the slope promises a step at the most."""
+        moves = self.changes or {}
+        known = [(param.weight, moves[name].ratio) for name, param in self.params.items() if name in moves]
+        return self._slope(weight * ratio for weight, ratio in known if not math.isnan(ratio))
+
+    def _slope(self, lengths: Iterable[float]) -> float:
+        if not abs(self.loss) > 0:
+            return math.nan
+        grad = math.hypot(*(param.norm for param in self.params.values()))
+        return grad * math.hypot(*lengths) / abs(self.loss)
+
 
 class Case:
-    """A run as the rules see it: the plain numbers of every step, and the samples of some."""
+    """A run as the rules see it: the plain numbers of every step, the samples of some, and verdicts given before."""
 
-    def __init__(self, series: Series, samples: Sequence[Sample]) -> None:
-        self.series, self.samples = series, list(samples)
+    def __init__(self, series: Series, samples: Sequence[Sample], standing: Sequence[Issue] = ()) -> None:
+        self.series, self.samples, self.standing = series, list(samples), standing
 
     @property
     def step(self) -> int:
@@ -104,6 +132,11 @@ class Case:
         """Return the graphs of the last samples, or nothing while there are fewer."""
         return [sample.graph for sample in self.samples[-count:]] if len(self.samples) >= count else []
 
+    @property
+    def first(self) -> Sample:
+        """Return the first sample whose forward pass was seen."""
+        return next((sample for sample in self.samples if sample.nodes), self.samples[0])
+
     @cached_property
     def moved(self) -> list[Sample]:
         """Return the samples whose optimizer step was seen, oldest first."""
@@ -126,10 +159,22 @@ def module_of(parameter: str) -> str:
     return parameter.rpartition(".")[0] or parameter
 
 
+def in_all(windows: Sequence[Mapping[str, Seen]]) -> dict[str, list[Seen]]:
+    """Return what each name stands for in every window, of those that all of them have."""
+    names = windows[-1] if windows else {}
+    return {name: [found[name] for found in windows] for name in names if all(name in found for found in windows)}
+
+
 Judge = Callable[[Case], list[Issue]]
 
 
 def windowed(judge: Judge) -> Judge:
     """Mark a rule that is about a state of the model, and so about every window of samples."""
-    judge.windowed = True  # type: ignore[attr-defined]
+    judge.kind = "windowed"  # type: ignore[attr-defined]
+    return judge
+
+
+def about_units(judge: Judge) -> Judge:
+    """Mark a rule that looks at the units of the last samples alone, and judges each window when it is there."""
+    judge.kind = "units"  # type: ignore[attr-defined]
     return judge

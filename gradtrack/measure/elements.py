@@ -19,6 +19,8 @@ _SPARSE: Final = 0.1
 _SUBNORMAL: Final = 2.0**-14
 _SEARCHED: Final = 1 << 23
 Values = NDArray[np.float64]
+Index = int | Tensor
+"""A stride through the flat tensor, or the places of single elements."""
 
 
 @dataclass(slots=True)
@@ -39,16 +41,17 @@ class Elements:
     """The sampled elements of the parameters of a model before an optimizer step."""
 
     def __init__(self, params: Mapping[str, nn.Parameter], grads: Mapping[str, Tensor]) -> None:
-        self._index: dict[str, Tensor] = {}
+        self._index: dict[str, Index] = {}
         self._weights: dict[str, Values] = {}
         self._grads: dict[str, Values] = {}
+        self._shares: dict[str, float] = {}
         for name, param in params.items():
             grad, own = grads.get(name), local_part(param)
             if own.is_floating_point() and own.numel():
                 self._add(name, own.detach(), grad if grad is not None and grad.shape == own.shape else None)
 
     def _add(self, name: str, param: Tensor, grad: Tensor | None) -> None:
-        index = torch.arange(0, param.numel(), max(1, param.numel() // _COUNT), device=param.device)[:_COUNT]
+        index: Index = max(1, param.numel() // _COUNT)
         if grad is not None and param.ndim > 1 and param.numel() <= _SEARCHED:
             taken = _take(grad, index)
             if float((taken != 0).mean()) < _SPARSE:
@@ -56,8 +59,15 @@ class Elements:
                 index = touched[:: max(1, len(touched) // _COUNT)][:_COUNT] if len(touched) else index
         self._index[name] = index
         self._weights[name] = _take(param, index)
+        self._shares[name] = param.numel() / max(1, len(self._weights[name]))
         if grad is not None:
             self._grads[name] = _take(grad, index)
+
+    def _covers(self, name: str, tensor: Tensor) -> bool:
+        """Whether a tensor still has the elements that were sampled."""
+        index = self._index[name]
+        last = (len(self._weights[name]) - 1) * index if isinstance(index, int) else int(index.max())
+        return tensor.numel() > last
 
     def changes(self, params: Mapping[str, nn.Parameter]) -> dict[str, Change]:
         """Compare with the parameters after the step."""
@@ -66,7 +76,7 @@ class Elements:
             if name not in params:
                 continue
             param = local_part(params[name])
-            if param.numel() <= int(self._index[name].max()):
+            if not self._covers(name, param):
                 continue
             moved = _take(param.detach(), self._index[name]) - before
             size = max(_norm(before), _norm(before + moved))
@@ -84,10 +94,23 @@ class Elements:
         squares = np.zeros(2)
         for name, before in self._grads.items():
             grad = grads.get(name)
-            if grad is not None and not grad.is_sparse and grad.numel() > int(self._index[name].max()):
+            if grad is not None and not grad.is_sparse and self._covers(name, grad):
                 after = _take(grad, self._index[name])
                 squares += grad.numel() / len(before) * np.array([before @ before, after @ after])
         return float(math.sqrt(squares[1] / squares[0])) if squares[0] > 0 else math.nan
+
+    def cosine_to(self, earlier: Elements) -> float:
+        """Return the cosine between these gradients and earlier ones."""
+        products = np.zeros(3)
+        for name, grad in self._grads.items():
+            before = earlier._grads.get(name)
+            if before is not None and before.shape == grad.shape and self._same_places(name, earlier):
+                products += self._shares[name] * np.array([before @ grad, before @ before, grad @ grad])
+        return _cosine(products)
+
+    def _same_places(self, name: str, other: Elements) -> bool:
+        mine, its = self._index[name], other._index[name]
+        return isinstance(mine, int) and isinstance(its, int) and mine == its
 
     def cosine(self, params: Mapping[str, nn.Parameter], grads: Mapping[str, Tensor]) -> float:
         """Return the cosine between the gradients before the step and those of the next one."""
@@ -99,12 +122,18 @@ class Elements:
             after = _take(grad, self._index[name])
             weight = param.numel() / len(before)
             products += weight * np.array([before @ after, before @ before, after @ after])
-        inner, first, second = products
-        return float(inner / math.sqrt(first) / math.sqrt(second)) if first > 0 and second > 0 else math.nan
+        return _cosine(products)
 
 
-def _take(tensor: Tensor, index: Tensor) -> Values:
-    return tensor.detach().reshape(-1)[index].double().cpu().numpy()
+def _take(tensor: Tensor, index: Index) -> Values:
+    flat = tensor.detach().reshape(-1)
+    chosen = flat[::index][:_COUNT] if isinstance(index, int) else flat[index]
+    return chosen.to("cpu", torch.float64, copy=True).numpy()
+
+
+def _cosine(products: Values) -> float:
+    inner, first, second = products.tolist()
+    return inner / math.sqrt(first) / math.sqrt(second) if first > 0 and second > 0 else math.nan
 
 
 def _norm(values: Values) -> float:

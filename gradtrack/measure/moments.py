@@ -94,6 +94,13 @@ def true_norm(row: Sequence[float], exponent: int = 0) -> float:
     return math.inf if row[POSINF] or row[NEGINF] else finite_norm(row, exponent)
 
 
+def log_norm(norm: float) -> float:
+    """Return ln of a norm: -inf for a norm of zero, NaN for one that is not finite."""
+    if not math.isfinite(norm):
+        return math.nan
+    return math.log(norm) if norm > 0 else -math.inf
+
+
 def describe(row: Sequence[float], count: int, exponent: int = 0) -> dict[str, Any]:
     """Return the statistics of a row of this many elements, over the finite ones."""
     total, squares, low, high, zeros, nan, positive, negative = row

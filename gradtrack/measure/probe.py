@@ -42,7 +42,6 @@ class Node:
     width: int
     parents: list[tuple[int, tuple[str, ...]]] = field(default_factory=list)
     delta: float | None = None
-    unit_deltas: NDArray[np.float64] | None = None
     rank: float = float("nan")
     beyond_tanh: float = float("nan")
     beyond_sigmoid: float = float("nan")
@@ -169,73 +168,70 @@ def _axis(kind: str, parametric: bool, output: Tensor, parent: Node | None) -> i
 
 
 def _look(node: Node, output: Tensor, inputs: Any) -> None:
-    node.finite = _is_finite(output)
-    if not node.finite:
+    if not _take_range(node, output):
+        node.finite = False
         node.finite_input = all(bool(torch.isfinite(value).all()) for value in _tensors(inputs))
-        return
-    _take_range(node, output)
-    if node.kind in SQUASHERS:
+    elif node.kind in SQUASHERS:
         limit = 0.97 if node.kind == "Tanh" else 0.47
-        centre = 0.0 if node.kind == "Tanh" else 0.5
-        node.beyond_tanh = float(((output - centre).abs() > limit).float().mean())
+        (node.beyond_tanh,) = _shares(node, output - (0.0 if node.kind == "Tanh" else 0.5), limit)
     elif node.kind == "RNN":
-        node.beyond_tanh = float((output.abs() > 0.97).float().mean())
-    elif node.parametric and output.numel() <= 1 << 22:
-        size = sample(output).abs_()
-        node.beyond_tanh = float((size > TANH_LIMIT).float().mean())
-        node.beyond_sigmoid = float((size > SIGMOID_LIMIT).float().mean())
+        (node.beyond_tanh,) = _shares(node, output, 0.97)
+    elif node.parametric:
+        node.beyond_tanh, node.beyond_sigmoid = _shares(node, output, TANH_LIMIT, SIGMOID_LIMIT)
 
 
-def _is_finite(values: Tensor) -> bool:
-    """Whether all elements are finite: those whose sum is finite are, and only the others have to be looked at."""
-    return math.isfinite(float(values.sum())) or bool(torch.isfinite(values).all())
+def _shares(node: Node, output: Tensor, *limits: float) -> list[float]:
+    """Return the share of the elements, of many an even sample, that are beyond each limit on either side."""
+    low, high = node.unit_min, node.unit_max
+    if node.kind not in SQUASHERS and low is not None and high is not None and max(-low.min(), high.max()) <= limits[0]:
+        return [0.0] * len(limits)
+    sizes = sample(output).abs_().float().cpu().numpy()
+    return [int(np.count_nonzero(sizes > limit)) / len(sizes) for limit in limits]
 
 
-def _take_range(node: Node, output: Tensor) -> None:
-    """Note the largest value of every unit, and whether anything at all depends on the batch."""
+def _take_range(node: Node, output: Tensor) -> bool:
+    """Note the range of every unit, and whether anything depends on the batch; return whether all of it is finite."""
     if output.ndim < 2:
-        return
+        return bool(torch.isfinite(output).all())
     others = [dim for dim in range(output.ndim) if dim != node.axis % output.ndim]
-    high, low = torch.amax(output, dim=others), torch.amin(output, dim=others)
-    node.unit_max, node.unit_min = high.double().cpu().numpy(), low.double().cpu().numpy()
+    found = torch.stack([torch.amin(output, dim=others), torch.amax(output, dim=others)])
+    low, high = found.double().cpu().numpy()
+    if not (np.isfinite(low).all() and np.isfinite(high).all()):
+        return False
+    node.unit_min, node.unit_max = low, high
     node.rows = output.numel() // len(high)
-    node.varies = output.numel() == len(high) or bool(((high - low) > 1e-6 * torch.maximum(high, -low)).any())
+    node.varies = output.numel() == len(high) or bool((high - low > 1e-6 * np.maximum(high, -low)).any())
+    return True
 
 
 def _take(node: Node, gradient: Tensor) -> None:
     """Take in the gradient at a call's output; several arrive where a backward pass runs more than once."""
     gradient = gradient.detach()
-    if gradient.ndim < 2:
-        units = torch.linalg.vector_norm(gradient, dtype=torch.float64).reshape(1)
-    else:
-        units = _unit_norms(gradient, node.axis)
-    found = units.cpu().numpy()
-    if node.unit_deltas is not None and node.unit_deltas.shape == found.shape:
-        found = np.sqrt(node.unit_deltas**2 + found**2)
-    node.unit_deltas = found
-    node.delta = float(np.sqrt((found**2).sum()))
-    if node.kind not in ("Embedding", "EmbeddingBag"):
-        node.rank = _effective_rank(gradient, node.axis)
+    units = gradient.movedim(node.axis, -1) if gradient.ndim > 1 else gradient
+    rows = units.reshape(-1, units.shape[-1] if units.ndim else 1)
+    squares = _row_squares(rows)
+    size = math.sqrt(squares.sum())
+    node.delta = size if node.delta is None else math.hypot(node.delta, size)
+    if gradient.ndim > 1 and node.kind not in ("Embedding", "EmbeddingBag"):
+        node.rank = _effective_rank(rows, np.sqrt(squares))
 
 
-def _unit_norms(gradient: Tensor, axis: int) -> Tensor:
-    """Return the norm of each unit's gradient in float64, several times faster than torch takes norms of columns."""
-    rows = gradient.movedim(axis, -1).reshape(-1, gradient.shape[axis])
+def _row_squares(rows: Tensor) -> NDArray[np.float64]:
+    """Return the sum of squares of each row in float64, several times faster than torch takes norms of rows."""
     parts = torch.split(rows, max(1, _MAX_WIDE // max(rows.shape[1], 1)))
-    return torch.stack([part.to(torch.float64, copy=True).square_().sum(0) for part in parts]).sum(0).sqrt()
+    found: NDArray[np.float64] = (
+        torch.cat([part.to(torch.float64, copy=True).square_().sum(1) for part in parts]).cpu().numpy()
+    )
+    return found
 
 
-def _effective_rank(gradient: Tensor, axis: int) -> float:
+def _effective_rank(rows: Tensor, sizes: NDArray[np.float64]) -> float:
     """Return exp(entropy) of the normalised singular values of a gradient, rows by units."""
-    if gradient.ndim < 2:
+    alive = np.flatnonzero(sizes)
+    if len(alive) < 8 or not np.isfinite(sizes).all():
         return float("nan")
-    rows = gradient.movedim(axis, -1).reshape(-1, gradient.shape[axis])
-    sizes = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
-    alive = torch.nonzero(sizes)[:, 0]
-    if len(alive) < 8 or not bool(torch.isfinite(sizes).all()):
-        return float("nan")
-    chosen = alive[:: -(-len(alive) // _MAX_ROWS)]
-    part = rows[chosen, :: -(-rows.shape[1] // _MAX_COLUMNS)].double() / float(sizes.max())
-    values = torch.linalg.eigvalsh(part @ part.T).clamp_min(0).sqrt()
+    chosen = torch.from_numpy(alive[:: -(-len(alive) // _MAX_ROWS)]).to(rows.device)
+    part = rows[chosen, :: -(-rows.shape[1] // _MAX_COLUMNS)].double().cpu().numpy() / sizes.max()
+    values = np.sqrt(np.linalg.eigvalsh(part @ part.T).clip(min=0))
     shares = values[values > 0] / values.sum()
-    return float(torch.exp(-(shares * shares.log()).sum()))
+    return float(np.exp(-(shares * np.log(shares)).sum()))

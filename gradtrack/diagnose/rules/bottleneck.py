@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Final
 
 from gradtrack.diagnose.graph import FlowGraph
-from gradtrack.diagnose.sample import Case, median, windowed
+from gradtrack.diagnose.sample import Case, Sample, about_units, in_all, median, module_of
 from gradtrack.reports import Issue, IssueSeverity, IssueType
 
 _SHARE: Final = 0.3
@@ -19,27 +19,38 @@ _WIDE: Final = 8
 @dataclass(slots=True)
 class _Neck:
     layer: str
+    width: int
     rank: float
     last: float
 
 
-@windowed
+@about_units
 def judge(case: Case) -> list[Issue]:
     """Open where one layer that everything passes lets under 0.3 of the rank through that arrives from the loss.
 
     A narrow layer of more than one unit is a choice of the design, as in an autoencoder; one unit, or a wide layer
-    that passes as little as a narrow one, is not.
+    that passes as little as a narrow one, is not. Nor is one unit that takes in no more than one, as a normalisation
+    of a single channel does.
     """
-    if not case.recent:
-        return []
-    necks = [
-        {neck.layer: neck for path in graph.paths.values() for neck in _necks(graph, path)} for graph in case.graphs
-    ]
-    names = [name for name in necks[-1] if all(name in found for found in necks)]
+    necks = in_all([dict(_all_necks(sample)) for sample in case.recent])
     return [
-        _issue(case, name, median(found[name].rank for found in necks), median(found[name].last for found in necks))
-        for name in names[-1:]
+        _issue(case, name, median(neck.rank for neck in found), median(neck.last for neck in found))
+        for name, found in list(necks.items())[-1:]
     ]
+
+
+def _all_necks(sample: Sample) -> Iterator[tuple[str, _Neck]]:
+    graph = sample.graph
+    for path in graph.paths.values():
+        for neck in _necks(graph, path):
+            if neck.width > 1 or _takes_in(sample, neck.layer) > 1:
+                yield neck.layer, neck
+
+
+def _takes_in(sample: Sample, layer: str) -> float:
+    """Return how many inputs each unit of a layer sums up: one where it has no matrix."""
+    matrices = [param.count for name, param in sample.params.items() if module_of(name) == layer and param.ndim > 1]
+    return max(matrices, default=1)
 
 
 def _necks(graph: FlowGraph, path: Sequence[int]) -> Iterator[_Neck]:
@@ -54,7 +65,7 @@ def _necks(graph: FlowGraph, path: Sequence[int]) -> Iterator[_Neck]:
             continue
         neck = layer if before.width == 1 else after
         if before.rank < _SHARE * min(last, after.rank) and graph.separates(neck.name, path):
-            yield _Neck(neck.name, before.rank, last)
+            yield _Neck(neck.name, neck.width, before.rank, last)
 
 
 def _issue(case: Case, layer: str, rank: float, last: float) -> Issue:

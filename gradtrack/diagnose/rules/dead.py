@@ -11,14 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradtrack.diagnose.graph import FlowGraph
-from gradtrack.diagnose.sample import Case, windowed
+from gradtrack.diagnose.sample import Case, about_units, in_all
 from gradtrack.measure.probe import Node
 from gradtrack.reports import Issue, IssueSeverity, IssueType
 
 _SHARE: Final = 0.5
 _ROWS: Final = 32
-_LUCK: Final = 1.85
-_CROSSING: Final = 0.2
+_LUCK: Final = 3.7
 _FAR: Final = 3.0
 _FEW: Final = 8
 _OFF: Final = {
@@ -54,23 +53,20 @@ class _Range:
         return self.high <= self.limit
 
 
-@windowed
+@about_units
 def judge(case: Case) -> list[Issue]:
-    """Open where over half of a layer's units stay off for every input of the last samples.
+    """Open where over half of a layer's units, and more than luck explains, are off for all inputs of the last samples.
 
     A layer that is off because what feeds it is constant already is a consequence and not named. Where the input hardly
-    varies, units are on or off by the luck of their weights, and only far more than half are a fault.
+    varies, or in few directions as behind a narrow code, few units are on for one input and off for another; the rest
+    is on or off by the luck of its weights, and only far more than half of it are a fault.
     """
-    if not case.recent:
-        return []
-    windows = [dict(_ranges(graph)) for graph in case.graphs]
     found = []
-    for name, whole in windows[-1].items():
-        if all(name in window for window in windows):
-            for window in windows[:-1]:
-                whole.join(window[name])
-            if _is_dead(whole):
-                found.append(_issue(case, name, whole.off))
+    for name, (whole, *others) in in_all([dict(_ranges(graph)) for graph in case.graphs]).items():
+        for other in others:
+            whole.join(other)
+        if _is_dead(whole):
+            found.append(_issue(case, name, whole.off))
     return found
 
 
@@ -78,14 +74,24 @@ def _is_dead(units: _Range) -> bool:
     off, count = units.off, len(units.off)
     if units.rows < _ROWS or count < 2 or not off.mean() > _SHARE:
         return False
-    alive = ~off
-    crossing = alive & (units.low < units.limit)
-    if count >= _FEW and crossing.sum() >= max(1, _CROSSING * alive.sum()):
-        return True
-    if count >= _FEW and off.sum() > 0.5 * count + _LUCK * math.sqrt(count):
+    by_luck = _chance(units)
+    if count >= _FEW and off.sum() > by_luck * count + _LUCK * math.sqrt(by_luck * (1 - by_luck) * count):
         return True
     far = units.high - units.limit < -_FAR * (units.high - units.low)
     return bool(off.all() and far.mean() > _SHARE)
+
+
+def _chance(units: _Range) -> float:
+    """Return how likely a sound unit is off for all inputs, by how many of the others are on for all of them.
+
+    Being off and being on for all inputs are as likely, so with c of the sound units crossing over, (1 - c) / 2 are
+    off; and of those that are not off, (1 - c) / (1 + c) do not cross over.
+    """
+    on = ~units.off
+    if not on.any():
+        return 0.5
+    always = float((units.low[on] >= units.limit).mean())
+    return always / (1 + always)
 
 
 def _ranges(graph: FlowGraph) -> Iterator[tuple[str, _Range]]:

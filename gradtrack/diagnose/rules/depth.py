@@ -38,11 +38,12 @@ def judge(case: Case) -> list[Issue]:
 
 
 def _entry(case: Case, entry: str) -> list[Issue]:
-    series = [graph.gammas(graph.paths[entry]) for graph in case.last_graphs(_SAMPLES)]
+    graphs = case.last_graphs(_SAMPLES)
+    series = [graph.gammas(graph.paths[entry]) for graph in graphs]
     if any(len(gammas) < 2 for gammas in series):
         return []
     depth = len(series[-1])
-    first = [gammas[entry] for gammas in series]
+    first = [gammas[entry] * _fewer_rows(graph, entry) for gammas, graph in zip(series, graphs, strict=True)]
     ratio = median(first)
     if ratio > 0 and max(first) < _SMALL and not _begins_at_zero(case, series[-1]):
         return [_issue(case, IssueType.VANISHING, entry, ratio, depth)]
@@ -53,9 +54,16 @@ def _entry(case: Case, entry: str) -> list[Issue]:
     return []
 
 
+def _fewer_rows(graph: FlowGraph, entry: str) -> float:
+    """Return by what to multiply the gradient of a layer that only a part of the batch is sent to, as an expert is."""
+    path = graph.paths[entry]
+    first, last = graph.nodes[path[0]].rows, graph.nodes[path[-1]].rows
+    return math.sqrt(last / first) if 0 < first < last else 1.0
+
+
 def _is_learned(case: Case, entry: str) -> bool:
     """Whether the gain was ordinary at first and the loss has come down since."""
-    graph = FlowGraph(case.samples[0].nodes)
+    graph = case.first.graph
     before = graph.gammas(graph.paths[entry]) if entry in graph.paths else {}
     return case.trend.learned and max(before.values(), default=math.inf) < _LARGE
 

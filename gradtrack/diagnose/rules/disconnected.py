@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Final
 
+from gradtrack.diagnose.graph import FlowGraph
 from gradtrack.diagnose.sample import Case, module_of
 from gradtrack.reports import Issue, IssueSeverity, IssueType
 
 _STEPS: Final = 4
+_FLAT: Final = frozenset(f"{name}Backward0" for name in ("Round", "Sign", "Sgn", "Floor", "Ceil", "Trunc", "Heaviside"))
 
 
 def judge(case: Case) -> list[Issue]:
@@ -33,7 +36,7 @@ def judge(case: Case) -> list[Issue]:
         or (last.params[name].owned is None and module_of(name) not in last.without_grad)
         or (module_of(name) in ran and last.params[name].owned is False)
     ]
-    wanted += _starved(case)
+    wanted += _starved(case) + _behind_steps(case)
     moved = {name for sample in case.moved for name, change in (sample.changes or {}).items() if change.ratio > 0}
     wanted = [name for name in wanted if name not in moved]
     return [_issue(case, names) for names in _by_module(wanted).values()][:2]
@@ -56,6 +59,26 @@ def _starved(case: Case) -> list[str]:
             for sample in case.samples
         )
     ]
+
+
+def _behind_steps(case: Case) -> list[str]:
+    """Return the weights behind a function whose derivative is zero everywhere, as rounding is."""
+    seen = [sample for sample in case.samples if sample.nodes]
+    if len(seen) < _STEPS or any(not any(_is_stepped(sample.graph)) for sample in seen):
+        return []
+    reached = {node.name for sample in seen for node in sample.nodes if node.delta}
+    return [
+        name
+        for name, param in case.samples[-1].params.items()
+        if param.owned is not False and param.has_grad and not param.norm and module_of(name) not in reached
+    ]
+
+
+def _is_stepped(graph: FlowGraph) -> Iterator[bool]:
+    """Tell for each edge that a gradient comes to whether a step function lets none of it through."""
+    for node in graph.nodes:
+        for parent, ops in node.parents if node.delta else ():
+            yield graph.nodes[parent].delta == 0 and not _FLAT.isdisjoint(ops)
 
 
 def _by_module(names: list[str]) -> dict[str, list[str]]:

@@ -13,22 +13,21 @@ _COSINE: Final = -0.3
 _EXACT: Final = -0.8
 _SHARE: Final = 0.8
 _SAMPLES: Final = 4
+_PARTS: Final = 4
 
 
 def judge(case: Case) -> list[Issue]:
     """Open where the gradient turns round from step to step while its norm and the loss go up.
 
-    Full-batch training at the edge of stability turns round as well, but its loss falls; small batches of two classes
-    turn round by chance, but their loss does not rise.
+    Full-batch training at the edge of stability turns round as well, but its norm goes up and down again; small batches
+    of two classes turn round by chance, but their loss does not rise.
     """
     cosines = [sample.cosine for sample in case.moved if not math.isnan(sample.cosine)]
     cosines = cosines[-max(_SAMPLES, len(cosines) // 2) :]
     if len(cosines) < _SAMPLES or sum(cosine < _COSINE for cosine in cosines) < _SHARE * len(cosines):
         return []
     norms = [norm for norm in case.series.log_norms if math.isfinite(norm)]
-    third = len(norms) // 3
-    grows = third >= 4 and median(norms[-third:]) > median(norms[-2 * third : -third])
-    if not grows or not (case.trend.turning or (max(cosines) < _EXACT and _is_steady(norms[len(norms) // 2 :]))):
+    if not _grows(norms) or not (case.trend.turning or max(cosines) < _EXACT):
         return []
     lr = case.moved[-1].lr
     return [
@@ -50,7 +49,9 @@ def judge(case: Case) -> list[Issue]:
     ]
 
 
-def _is_steady(norms: list[float]) -> bool:
-    """Whether the norm grows step by step, and not by a jump or two."""
-    rises = sum(after > before for before, after in pairwise(norms))
-    return rises >= _SHARE * (len(norms) - 1)
+def _grows(norms: list[float]) -> bool:
+    """Whether the norm grows all through the last half of the run, and not up and down."""
+    half = norms[len(norms) // 2 :]
+    width = len(half) // _PARTS
+    middles = [median(half[width * part : width * (part + 1)]) for part in range(_PARTS)] if width >= 2 else []
+    return len(middles) == _PARTS and all(after > before for before, after in pairwise([*middles, norms[-1]]))

@@ -7,29 +7,20 @@ from collections.abc import Iterator
 from typing import Final
 
 from gradtrack.diagnose.graph import FlowGraph
-from gradtrack.diagnose.sample import Case, median, windowed
+from gradtrack.diagnose.sample import Case, about_units, in_all, median
 from gradtrack.reports import Issue, IssueSeverity, IssueType
 
 _SHARE: Final = 0.5
 
 
-@windowed
+@about_units
 def judge(case: Case) -> list[Issue]:
     """Open where over half of the outputs of tanh or sigmoid are at the ends of their range, sample after sample.
 
     The last function before the loss may saturate: that is certainty, and what training is for.
     """
-    if not case.recent:
-        return []
-    shares: dict[str, list[float]] = {}
-    for graph in case.graphs:
-        for name, share in _shares(graph):
-            shares.setdefault(name, []).append(share)
-    return [
-        _issue(case, name, median(values))
-        for name, values in shares.items()
-        if len(values) >= len(case.recent) and min(values) > _SHARE
-    ]
+    shares = in_all([dict(_shares(graph)) for graph in case.graphs])
+    return [_issue(case, name, median(values)) for name, values in shares.items() if min(values) > _SHARE]
 
 
 def _shares(graph: FlowGraph) -> Iterator[tuple[str, float]]:

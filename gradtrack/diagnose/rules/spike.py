@@ -7,6 +7,7 @@ from typing import Final, final
 
 from gradtrack.config import GradientConfig
 from gradtrack.diagnose.evidence import Evidence
+from gradtrack.diagnose.limits import beyond_limit
 from gradtrack.diagnose.rule import Rule
 from gradtrack.diagnose.window import RollingMedian
 from gradtrack.reports import Issue, IssueSeverity, IssueType
@@ -15,29 +16,40 @@ _WINDOW: Final = 50
 _WARMUP: Final = 8
 _DEVIATIONS: Final = 6.0
 _JUMP: Final = math.log(10.0)
+_BEYOND: Final = math.log(3.0)
+_TWICE: Final = math.log(2.0)
+_BUILT_UP: Final = 0.4
 _LARGEST: Final = 700.0
 """Where exp() ends."""
 
 
 @final
 class SpikeRule(Rule):
-    """Opens when ln of the norm is both six robust deviations and a factor of ten above the window's median.
+    """Opens when ln of the norm is six robust deviations and a factor of ten above the window's median.
 
-    A spike does not enter the window, so that a run of them is one issue; a new level that lasts for a whole window is
-    accepted as the new normal.
+    It must be beyond the largest of the window as well: a jump that happens again and again is no jump any more. A
+    spike does not enter the window, so that a run of them is one issue; a new level that lasts for a whole window is
+    accepted as the new normal. What has grown over several steps is the training's own doing, of which it may recover,
+    and weighs less than the jump of a single batch.
     """
 
     def __init__(self) -> None:
         self.window = RollingMedian(_WINDOW)
         self.streak = 0
+        self.last = math.nan
+        self.grown = False
 
     def judge(self, evidence: Evidence, config: GradientConfig) -> list[Issue]:
-        found = self._absolute(evidence, config.exploding_threshold)
+        found = beyond_limit(evidence, IssueType.EXPLODING, config.exploding_threshold)
         log_norm = evidence.log_norm
         if not math.isfinite(log_norm):
             return found
         height = log_norm - self.window.median if len(self.window) >= _WARMUP else 0.0
-        spike = height >= _JUMP and height > _DEVIATIONS * self.window.deviation
+        spike = height >= _JUMP and self._is_new(height)
+        if spike and not self.streak:
+            before = self.last - self.window.median
+            self.grown = before > max(_TWICE, _BUILT_UP * height)
+        self.last = log_norm
         self.streak = self.streak + 1 if spike else 0
         if spike and self.streak <= _WINDOW:
             return found or [self._relative(evidence, height)]
@@ -47,14 +59,18 @@ class SpikeRule(Rule):
         self.window.push(log_norm)
         return found
 
+    def _is_new(self, height: float) -> bool:
+        largest = max(self.window.values) - self.window.median
+        return height > max(_DEVIATIONS * self.window.deviation, largest + _BEYOND)
+
     def _relative(self, evidence: Evidence, height: float) -> Issue:
         median, jump = math.exp(self.window.median), math.exp(min(height, _LARGEST))
         clipped = " Clipping bounded this update." if evidence.clipped else ""
         return Issue(
             issue_type=IssueType.EXPLODING,
-            severity=IssueSeverity.HIGH,
+            severity=IssueSeverity.MEDIUM if self.grown else IssueSeverity.HIGH,
             message=(
-                f"The gradient norm jumped to {evidence.norm:.3g}, {jump:.3g} times "
+                f"The gradient norm {'has grown' if self.grown else 'jumped'} to {evidence.norm:.3g}, {jump:.3g} times "
                 f"the median {median:.3g} of the last {len(self.window)} steps."
             ),
             statistic="norm_over_median",
@@ -64,19 +80,3 @@ class SpikeRule(Rule):
             step=evidence.step,
             recommendation=f"Look at this batch; if it keeps happening, reduce the learning rate or clip.{clipped}",
         )
-
-    def _absolute(self, evidence: Evidence, limit: float | None) -> list[Issue]:
-        if limit is None or not evidence.norm > limit:
-            return []
-        return [
-            Issue(
-                issue_type=IssueType.EXPLODING,
-                severity=IssueSeverity.HIGH,
-                message=f"The gradient norm {evidence.norm:.3g} is above exploding_threshold={limit:g}.",
-                statistic="norm",
-                value=evidence.norm,
-                threshold=limit,
-                step=evidence.step,
-                recommendation="Reduce the learning rate or clip; a limit in absolute terms moves with the loss scale.",
-            )
-        ]

@@ -13,42 +13,54 @@ from gradtrack.reports import Issue, IssueSeverity, IssueType
 
 _WINDOW: Final = 20
 _CHANGE: Final = math.log(10.0)
+_LARGE: Final = math.log(1e3)
+_SHARED: Final = 0.5
 
 
 @final
 class UnstableRule(Rule):
-    """Opens when at least half of the last twenty steps changed the norm by more than a factor of ten."""
+    """Opens when half of the last twenty steps changed the norm more than tenfold, or a third more than a thousandfold.
+
+    A tenfold change that the loss hardly shares does not count: where most batches have nothing to teach, as with
+    rewards that are rare, the norm goes up and down with nothing being wrong.
+    """
 
     def __init__(self) -> None:
-        self.last = math.nan
-        self.jumps: deque[bool] = deque(maxlen=_WINDOW)
-        self.count = 0
+        self.last = self.last_loss = math.nan
+        self.jumps: deque[int] = deque(maxlen=_WINDOW)
 
     def judge(self, evidence: Evidence, config: GradientConfig) -> list[Issue]:
         log_norm = evidence.log_norm
         if not math.isfinite(log_norm):
             return []
         if not math.isnan(self.last):
-            self._push(abs(log_norm - self.last) > _CHANGE)
-        self.last = log_norm
-        if len(self.jumps) < _WINDOW or self.count * 2 < _WINDOW:
+            self.jumps.append(self._grade(abs(log_norm - self.last), evidence.loss))
+        self.last, self.last_loss = log_norm, math.nan if evidence.loss is None else evidence.loss
+        if len(self.jumps) < _WINDOW or not any(self.jumps):
             return []
-        return [
-            Issue(
-                issue_type=IssueType.UNSTABLE,
-                severity=IssueSeverity.MEDIUM,
-                message=f"The gradient norm changed more than tenfold on {self.count} of the last {_WINDOW} steps.",
-                statistic="tenfold_change_share",
-                value=self.count / _WINDOW,
-                threshold=0.5,
-                window=_WINDOW,
-                step=evidence.step,
-                recommendation="Reduce the learning rate, use larger batches, or look for batches that differ in kind.",
-            )
-        ]
+        large, all_ = self.jumps.count(2), _WINDOW - self.jumps.count(0)
+        if all_ * 2 < _WINDOW and large * 3 < _WINDOW:
+            return []
+        return [_issue(evidence, all_)]
 
-    def _push(self, jumped: bool) -> None:
-        if len(self.jumps) == _WINDOW:
-            self.count -= self.jumps[0]
-        self.jumps.append(jumped)
-        self.count += jumped
+    def _grade(self, change: float, loss: float | None) -> int:
+        """Return 2 for a thousandfold change, 1 for a tenfold one that the loss shares or may share, else 0."""
+        if change <= _CHANGE or change > _LARGE:
+            return 2 if change > _LARGE else 0
+        if loss is None or not math.isfinite(loss - self.last_loss):
+            return 1
+        return int(abs(loss - self.last_loss) > _SHARED * max(abs(loss), abs(self.last_loss)))
+
+
+def _issue(evidence: Evidence, count: int) -> Issue:
+    return Issue(
+        issue_type=IssueType.UNSTABLE,
+        severity=IssueSeverity.MEDIUM,
+        message=f"The gradient norm changed more than tenfold on {count} of the last {_WINDOW} steps.",
+        statistic="tenfold_change_share",
+        value=count / _WINDOW,
+        threshold=0.5,
+        window=_WINDOW,
+        step=evidence.step,
+        recommendation="Reduce the learning rate, use larger batches, or look for batches that differ in kind.",
+    )

@@ -7,6 +7,7 @@ from typing import Final, final
 
 from gradtrack.config import GradientConfig
 from gradtrack.diagnose.evidence import Evidence
+from gradtrack.diagnose.limits import beyond_limit
 from gradtrack.diagnose.rule import Rule
 from gradtrack.reports import Issue, IssueSeverity, IssueType
 
@@ -30,7 +31,7 @@ class VanishingRule(Rule):
         self.streak = 0
 
     def judge(self, evidence: Evidence, config: GradientConfig) -> list[Issue]:
-        found = self._absolute(evidence, config.vanishing_threshold)
+        found = beyond_limit(evidence, IssueType.VANISHING, config.vanishing_threshold)
         log_norm = evidence.log_norm
         if math.isnan(log_norm) or not evidence.layout.names:
             return found
@@ -80,19 +81,3 @@ class VanishingRule(Rule):
                 else "Pass the loss to step(), so that convergence and vanishing gradients can be told apart."
             ),
         )
-
-    def _absolute(self, evidence: Evidence, limit: float | None) -> list[Issue]:
-        if limit is None or not evidence.norm < limit:
-            return []
-        return [
-            Issue(
-                issue_type=IssueType.VANISHING,
-                severity=IssueSeverity.HIGH,
-                message=f"The gradient norm {evidence.norm:.3g} is below vanishing_threshold={limit:g}.",
-                statistic="norm",
-                value=evidence.norm,
-                threshold=limit,
-                step=evidence.step,
-                recommendation="Increase the learning rate or the loss scale, or look for saturated units.",
-            )
-        ]

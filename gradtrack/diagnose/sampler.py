@@ -1,0 +1,196 @@
+"""Takes samples of a training as it goes: what a probe saw, and what the optimizer then made of the gradients."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from gradtrack.analyzers.base import Series, Snapshot
+from gradtrack.diagnose.packing import pack, unpack
+from gradtrack.diagnose.sample import Case, ParameterSample, Sample
+from gradtrack.diagnose.stale import StaleWatch
+from gradtrack.diagnose.standing import Standing
+from gradtrack.measure.elements import Elements
+from gradtrack.measure.probe import Probe
+from gradtrack.measure.shards import local_part
+
+_KEPT: Final = 32
+_PAST: Final = 8
+
+
+class FlowSampler:
+    """The first and the last samples of a run, and the hooks that the next one needs.
+
+    `arm` places hooks for one forward and backward pass and `disarm` takes them off. The step after a sample completes
+    it, which `waiting` tells. Of the first step, whose forward pass may be over, at least the parameters are seen.
+    """
+
+    def __init__(self, *, with_zeros: bool = False) -> None:
+        self.samples: list[Sample] = []
+        self.series = Series()
+        self._with_zeros = with_zeros
+        self._standing = Standing()
+        self._past: deque[Elements] = deque(maxlen=_PAST)
+        self._probe: Probe | None = None
+        self._stale: StaleWatch | None = None
+        self._elements: Elements | None = None
+        self._step_hooks: list[Any] = []
+        self._watching = False
+
+    @property
+    def waiting(self) -> bool:
+        """Whether the last sample still lacks what the optimizer step did."""
+        return self._elements is not None
+
+    @property
+    def case(self) -> Case:
+        """Return the evidence gathered so far."""
+        return Case(self.series, self.samples, self._standing.issues())
+
+    def arm(self, model: nn.Module, *, stale: bool = True) -> None:
+        """Hook a model for the coming step."""
+        if self._elements is None or not stale:
+            self._probe = Probe(model)
+            self._stale = StaleWatch(model) if stale else None
+
+    def look(self, snapshot: Snapshot) -> Sample | None:
+        """Complete the last sample, and return a new one where the model was hooked."""
+        if snapshot.series is not None:
+            self.series = snapshot.series
+        self._follow(snapshot)
+        if self._probe is None and snapshot.step > 1:
+            return None
+        if self._probe is not None and self._probe.fault is not None:
+            raise self._probe.fault
+        sample = self._sample(snapshot)
+        self._keep(sample)
+        if not snapshot.skipped and math.isfinite(sum(snapshot.norms.values())):
+            self._elements = Elements(_named(snapshot.model), snapshot.gradients)
+            sample.turned = min((self._elements.cosine_to(one) for one in self._past), default=math.nan)
+            self._past.append(self._elements)
+            self._watch_step(snapshot, sample)
+        return sample
+
+    def disarm(self, *, for_good: bool = False) -> None:
+        """Take the hooks off the model; those on the optimizers stay for the step that follows a sample."""
+        for watch in (self._probe, self._stale):
+            if watch is not None:
+                watch.close()
+        self._probe = self._stale = None
+        if for_good or not self._watching:
+            self._let_go()
+        if for_good:
+            self._elements = None
+        self._watching = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the samples, the series and the standing verdicts as plain data."""
+        return {
+            "samples": [pack(sample) for sample in self.samples],
+            "series": self.series.state_dict(),
+            "standing": self._standing.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` returned."""
+        self.samples = [unpack(sample) for sample in state["samples"]]
+        self.series.load_state_dict(state["series"])
+        self._standing.load_state_dict(state["standing"])
+        self._elements = None
+
+    def _keep(self, sample: Sample) -> None:
+        """Add a sample; between the first one and the last ones the oldest gives way."""
+        self.samples.append(sample)
+        if len(self.samples) > _KEPT:
+            del self.samples[1]
+        self._standing.add(self.case)
+
+    def _follow(self, snapshot: Snapshot) -> None:
+        """Complete the last sample with what the optimizer step made of it."""
+        if self._elements is None:
+            return
+        elements, self._elements = self._elements, None
+        self._let_go()
+        params = _named(snapshot.model)
+        self.samples[-1].changes = elements.changes(params) if snapshot.optimizers else None
+        self.samples[-1].cosine = elements.cosine(params, snapshot.gradients)
+
+    def _watch_step(self, snapshot: Snapshot, sample: Sample) -> None:
+        """See what is left of the gradients when the optimizer takes them: others may clip in between."""
+        self._let_go()
+        self._watching = True
+        for optimizer in snapshot.optimizers:
+            if isinstance(optimizer, torch.optim.Optimizer):
+                hook = self._before_step(snapshot.model, sample)
+                self._step_hooks.append(optimizer.register_step_pre_hook(hook))
+
+    def _before_step(self, model: nn.Module, sample: Sample) -> Callable[..., None]:
+        elements = self._elements
+        assert elements is not None
+
+        def before_step(*_: object) -> None:
+            if math.isnan(sample.clip):
+                named = _named(model).items()
+                grads = {name: local_part(param.grad) for name, param in named if param.grad is not None}
+                sample.clip = elements.left(grads)
+
+        return before_step
+
+    def _let_go(self) -> None:
+        for hook in self._step_hooks:
+            hook.remove()
+        self._step_hooks = []
+
+    def _sample(self, snapshot: Snapshot) -> Sample:
+        probe, stale = self._probe, self._stale
+        return Sample(
+            step=snapshot.step,
+            nodes=[] if probe is None else probe.nodes,
+            params=self._parameters(snapshot),
+            without_grad=set() if probe is None else probe.without_grad,
+            stale=[] if stale is None else stale.found,
+            lr=max((float(rate) for rate in snapshot.lr.values()), default=math.nan),
+            loss=math.nan if snapshot.loss is None else snapshot.loss,
+            skipped=snapshot.skipped,
+        )
+
+    def _parameters(self, snapshot: Snapshot) -> dict[str, ParameterSample]:
+        owned = {id(param) for one in snapshot.optimizers for group in one.param_groups for param in group["params"]}
+        named = {name: param for name, param in _named(snapshot.model).items() if param.requires_grad}
+        return {
+            name: ParameterSample(
+                norm=snapshot.norms.get(name, 0.0),
+                weight=weight,
+                ndim=param.ndim,
+                count=param.numel(),
+                owned=id(param) in owned if snapshot.optimizers else None,
+                has_grad=name in snapshot.norms,
+                zeros=self._zeros(snapshot.gradients.get(name)),
+                coarse=param.dtype in (torch.float16, torch.bfloat16),
+            )
+            for (name, param), weight in zip(named.items(), _norms(named.values()), strict=True)
+        }
+
+    def _zeros(self, gradient: Tensor | None) -> float:
+        """Return the share of zeros, where somebody asks for it."""
+        if gradient is None or not self._with_zeros:
+            return 0.0
+        return float((gradient == 0).double().mean())
+
+
+def _named(model: nn.Module) -> dict[str, nn.Parameter]:
+    return dict(model.named_parameters())
+
+
+def _norms(params: Iterable[Tensor]) -> list[float]:
+    """Return the norms of parameters, estimated from what this rank holds where they are spread over ranks."""
+    pairs = [(param.numel(), local_part(param.detach())) for param in params]
+    if not pairs:
+        return []
+    norms = torch.stack([torch.linalg.vector_norm(part, dtype=torch.float64) for _, part in pairs]).tolist()
+    return [norm * math.sqrt(size / max(1, part.numel())) for norm, (size, part) in zip(norms, pairs, strict=True)]
