@@ -23,6 +23,7 @@ class Judgement:
     def __init__(self, config: GradientConfig, monitor: GradientMonitor) -> None:
         self._config, self._monitor = config, monitor
         self._ledger = Ledger()
+        self._of_rules: list[Issue] = []
         self._of_analyzers: list[Issue] = []
         self._nonfinite_before = False
         self.series = Series()
@@ -39,7 +40,8 @@ class Judgement:
             return
         evidence = _evidence(moments, outcome.report.step, facts, critical=critical)
         self.series.append(evidence.log_norm, facts.loss, facts.layout.missing, finite=moments.finite)
-        outcome.issues = self._monitor.judge(evidence)
+        outcome.issues = self._of_rules = self._monitor.judge(evidence)
+        self._ledger.remember(self._of_rules)
         if self._of_analyzers:
             known = {issue.key for issue in outcome.issues}
             outcome.issues = [*outcome.issues, *(issue for issue in self._of_analyzers if issue.key not in known)]
@@ -52,8 +54,11 @@ class Judgement:
         self._of_analyzers = order(unmuted(list(issues), self._config.mute))
 
     def diagnose(self, issues: Sequence[Issue]) -> list[Issue]:
-        """Return what is open or did harm, with these issues of the analyzers."""
-        found = [*self.health.issues, *self._ledger.harm, *issues]
+        """Return what of the rules is open or did harm, with these issues of the analyzers.
+
+        What the analyzers said on an earlier step does not count beside what they say now.
+        """
+        found = [*self._of_rules, *self._ledger.harm, *issues]
         return order(unmuted(found, self._config.mute))
 
     def state_dict(self) -> dict[str, Any]:
@@ -64,6 +69,7 @@ class Judgement:
             "series": self.series.state_dict(),
             "nonfinite_before": self._nonfinite_before,
             "issues": [issue.model_dump(mode="json") for issue in self.health.issues],
+            "of_rules": [issue.model_dump(mode="json") for issue in self._of_rules],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -74,6 +80,7 @@ class Judgement:
             self.series.load_state_dict(state["series"])
         self._nonfinite_before = bool(state["nonfinite_before"])
         self.health = HealthReport.of([Issue.model_validate(issue) for issue in state["issues"]])
+        self._of_rules = [Issue.model_validate(issue) for issue in state.get("of_rules", ())]
 
 
 def _evidence(moments: Moments, step: int, facts: StepFacts, *, critical: bool) -> Evidence:

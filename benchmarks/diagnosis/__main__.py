@@ -16,14 +16,14 @@ from benchmarks.diagnosis.naive import alarms
 from benchmarks.diagnosis.table import Result, render
 
 
-def judge(task: tuple[str, float, bool]) -> Result:
-    name, scale, with_naive = task
+def judge(task: tuple[str, float, bool, bool]) -> Result:
+    name, scale, with_naive, clipped = task
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     scenario = scenarios.load()[name]
     start = time.perf_counter()
     try:
-        issues = diagnose(scenario, scale)
+        issues = diagnose(scenario, scale, clipped=clipped)
         seconds = time.perf_counter() - start
         naive = alarms(scenario, scale) if with_naive else []
     except Exception as fault:
@@ -49,12 +49,13 @@ def main() -> int:
     parser.add_argument("--half", choices=("tuned", "held", "fresh", "blind", "all"), default="held")
     parser.add_argument("--only", default="")
     parser.add_argument("--scale", type=float, default=1.0)
+    parser.add_argument("--clipped", action="store_true", help="with the clipping that a manager does by itself")
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--quick", action="store_true", help="leave out the baseline")
     parser.add_argument("--wrong", action="store_true", help="list what is not right")
     options = parser.parse_args()
     chosen = [
-        (name, options.scale, options.scale == 1.0 and not options.quick)
+        (name, options.scale, options.scale == 1.0 and not options.quick, options.clipped)
         for name, scenario in scenarios.load().items()
         if name.startswith(options.only)
         and (options.half == "all" or scenario.part == options.half)

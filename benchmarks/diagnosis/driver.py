@@ -16,12 +16,15 @@ READ = 3
 _STATE = {"momentum_buffer": 1, "exp_avg": 1, "exp_avg_sq": 2, "square_avg": 2, "sum": 2}
 
 
-def diagnose(scenario: Scenario, scale: float = 1.0, seed: int | None = None) -> list[Issue]:
-    """Return the diagnosis of a run whose loss is multiplied by a scale and whose optimizer makes up for it."""
+def diagnose(scenario: Scenario, scale: float = 1.0, seed: int | None = None, *, clipped: bool = False) -> list[Issue]:
+    """Return the diagnosis of a run whose loss is multiplied by a scale and whose optimizer makes up for it.
+
+    `clipped` leaves the clipping on that a manager has where nobody sets anything, which changes many a run.
+    """
     torch.manual_seed(scenario.seed if seed is None else seed)
     run = scenario.build()
     compensate(run, scale)
-    settings = {"enable_gradient_clipping": False, "analyzers": "auto", **run.settings}
+    settings = {"enable_gradient_clipping": clipped, "analyzers": "auto", **run.settings}
     with GradientManager(**settings) as manager:
         manager.attach(run.model, run.optimizer, horizon=run.horizon)
         for step in range(run.steps):

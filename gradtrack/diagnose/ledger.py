@@ -23,15 +23,18 @@ class Ledger:
         """Return the first issue of each type that does harm even where it is over."""
         return list(self._harm.values())
 
+    def remember(self, issues: Sequence[Issue]) -> None:
+        """Keep what does harm of the issues that the rules find on one step."""
+        for issue in issues:
+            if issue.issue_type in _HARMFUL and issue.severity >= IssueSeverity.HIGH:
+                self._harm.setdefault(issue.issue_type, issue)
+
     def update(self, issues: Sequence[Issue]) -> tuple[list[Issue], bool]:
         """Take the issues of one step; return those that have opened, and whether anything changed at all."""
         now = {issue.key: issue.severity for issue in issues}
         if now == self._open:
             return [], False
         opened = [issue for issue in issues if issue.key not in self._open]
-        for issue in opened:
-            if issue.issue_type in _HARMFUL and issue.severity >= IssueSeverity.HIGH:
-                self._harm.setdefault(issue.issue_type, issue)
         self._open = now
         return opened, True
 

@@ -31,11 +31,13 @@ class PolicyHistory:
         self.returns: deque[float] = deque(maxlen=_RETURNS)
         self.first: list[float] = []
         self.num_returns = 0
+        self.highest = 0.0
 
     def add(self, level: float | None, episode_return: float | None = None) -> None:
         """Take in one observation; what is not finite is left out."""
         if level is not None and math.isfinite(level):
             self.levels.append(level)
+            self.highest = max(self.highest, level)
         if episode_return is not None and math.isfinite(episode_return):
             self.num_returns += 1
             self.returns.append(episode_return)
@@ -91,6 +93,8 @@ class PolicyHistory:
         if self.pays:
             return "LOW"
         if level < FLOOR:
+            if self.came_sure:
+                return "LOW"
             return "MEDIUM" if informed and self.pays is None else "HIGH"
         falling_in = self.falling_in
         if falling_in < _WINDOW / 2:
@@ -101,10 +105,23 @@ class PolicyHistory:
         """Judge exploration against a least level; too much of it needs returns that stagnate after a warm-up."""
         if level is None or not math.isfinite(level):
             return None
-        if level < least and not self.pays:
+        if level < least and not self.pays and not self.came_sure:
             return "TOO_LOW"
         stagnant = self.pays is False and (self.num_returns >= _WINDOW or self.driven_up)
         return "TOO_HIGH" if level > 0.95 and stagnant else "ADEQUATE"
+
+    @property
+    def came_sure(self) -> bool:
+        """Tell whether a level this low was there from the first, while returns stay at their best.
+
+        A policy that comes trained is as sure of itself as one that has collapsed, but it has lost nothing.
+        """
+        if len(self.levels) < _ENOUGH or self.highest >= 2 * FLOOR or len(self.returns) < _ENOUGH:
+            return False
+        values = list(self.returns)
+        quarter = max(len(values) // 4, 2)
+        best = max(_average(values[at : at + quarter]) for at in range(len(values) - quarter + 1))
+        return _average(values[-quarter:]) >= best - 0.1 * abs(best)
 
     @property
     def driven_up(self) -> bool:
@@ -123,6 +140,7 @@ class PolicyHistory:
         self.levels = deque(state["levels"], maxlen=_WINDOW)
         self.returns = deque(state["returns"], maxlen=_RETURNS)
         self.first, self.num_returns = list(state["first"]), int(state["num_returns"])
+        self.highest = float(state.get("highest", 1.0))
 
 
 def _average(values: list[float]) -> float:

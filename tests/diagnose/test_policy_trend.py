@@ -84,3 +84,18 @@ def test_the_past_survives_a_checkpoint() -> None:
     restored.load_state_dict(past.state_dict())
     assert restored.state_dict() == past.state_dict()
     assert restored.risk(0.3) == past.risk(0.3)
+
+
+def test_a_policy_that_comes_trained_may_be_sure_of_itself() -> None:
+    """A level that was low from the first is no collapse while returns stay at their best."""
+    sure = history([0.05] * 20, [0.95, 1.0, 0.97, 1.0, 0.98] * 4)
+    assert (sure.risk(0.05), sure.adequacy(0.05, 0.5)) == ("LOW", "ADEQUATE")
+    lost = history([0.9, 0.5, *[0.05] * 18], [0.95, 1.0, 0.97, 1.0, 0.98] * 4)
+    assert (lost.risk(0.05), lost.adequacy(0.05, 0.5)) == ("HIGH", "TOO_LOW")
+
+
+def test_exploration_that_is_driven_up_is_too_much() -> None:
+    """A level that rises to its largest while returns stagnate is told long before fifty returns are known."""
+    levels = [0.9 + 0.099 * (1 - 0.8**step) for step in range(30)]
+    assert history(levels, [0.1, 0.2] * 15).adequacy(levels[-1], 0.5) == "TOO_HIGH"
+    assert history([0.999] * 30, [0.1, 0.2] * 15).adequacy(0.999, 0.5) == "ADEQUATE"
