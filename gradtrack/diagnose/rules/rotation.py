@@ -46,7 +46,7 @@ def _issue(case: Case, sample: Sample, window: int) -> Issue:
         value=sample.turned,
         threshold=_BACK,
         window=window,
-        step=case.step,
+        step=case.samples[0].step,
         confidence=0.8,
         recommendation="Let the players step in turn, use extragradient or averaging, or add a penalty on both.",
     )
