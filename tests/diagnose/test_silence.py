@@ -76,8 +76,9 @@ def players(rate: float, pull: float) -> list[str]:
 
     def loss_of(_: int) -> Tensor:
         x, y = model
-        calm: Tensor = pull * (x.square().sum() + y.square().sum())
-        return (x * y.detach()).sum() - (x.detach() * y).sum() + calm
+        calm = pull * (x.square().sum() + y.square().sum())
+        total: Tensor = (x * y.detach()).sum() - (x.detach() * y).sum() + calm
+        return total
 
     return diagnosed(model, loss_of, rate)
 
