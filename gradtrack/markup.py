@@ -22,6 +22,11 @@ def grid(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     return f"<table>{f'<thead><tr>{head}</tr></thead>' if head else ''}<tbody>{body}</tbody></table>"
 
 
+def text(lines: str) -> str:
+    """Return text whose columns stand below each other."""
+    return f'<pre style="white-space: pre-wrap">{escape(lines)}</pre>'
+
+
 def show(value: object) -> str:
     """Write a value in a few digits."""
     if value is None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
 
-from gradtrack import GradientMonitor
+from gradtrack import GradientGainMonitor, GradientMonitor
+from gradtrack.analyzers.updates import GroupUpdates, UpdatesReport
 from gradtrack.reports import GroupStatistics, HealthReport, StepReport, TrainingSummary
 from tests.view.pages import Page
 from tests.view.runs import HOSTILE, issue, report, unhealthy
@@ -47,3 +49,20 @@ def test_monitor_shows_its_last_steps() -> None:
     monitor.update_statistics([torch.tensor([3.0, 4.0])])
     page = Page(monitor._repr_html_())
     assert {"total_norm", "5", "3.5"} <= set(page.texts)
+
+
+def test_a_report_of_an_analyzer_shows_its_numbers_and_its_parts() -> None:
+    """What has no display of its own shows its plain fields, and a table of the reports within it."""
+    parts = {HOSTILE: GroupUpdates(ratio=0.125, num_elements=7)}
+    page = Page(UpdatesReport(step=4, ratio=0.25, groups=parts)._repr_html_())
+    assert page.texts[0] == "UpdatesReport"
+    assert {"ratio", "0.25", HOSTILE, "0.125", "7"} <= set(page.texts)
+
+
+def test_what_prints_well_is_shown_as_it_prints() -> None:
+    """A report or a monitor that writes itself for a person looks the same in a notebook."""
+    assert "EXPLODING at layer" in Page(issue("layer")._repr_html_()).text
+    blocks = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    with GradientGainMonitor(blocks) as monitor:
+        torch.autograd.backward(blocks(torch.ones(2, 3)).sum())
+    assert Page(monitor._repr_html_()).texts == [monitor.report()]

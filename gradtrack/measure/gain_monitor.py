@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import unserializable_hook
 
+from gradtrack import markup
 from gradtrack.errors import InputTypeError, SecondBackwardError, UsageError
 from gradtrack.measure.edges import Origin, inside_backward
 from gradtrack.measure.gain_text import write_report
@@ -155,6 +156,9 @@ class GradientGainMonitor:
     def report(self) -> str:
         """Write norms, gains and their summary for a person to read."""
         return write_report(self.profile(), self.norm_type, self.sample_spread(), num_forwards=self.num_forwards)
+
+    def _repr_html_(self) -> str:
+        return markup.text(self.report())
 
     def _see(self, index: int, inputs: Any, output: Any) -> None:
         """Look at a block's forward pass, and wait at its output for the gradient."""

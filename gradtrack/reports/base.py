@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict
 
+from gradtrack import markup
 from gradtrack.records import Metric
 
 
@@ -36,6 +37,13 @@ class Report(BaseModel):
         """Return one field, or the default where there is no such field."""
         return getattr(self, key) if key in self else default
 
+    def _repr_html_(self) -> str:
+        if type(self).__str__ is not BaseModel.__str__:
+            return markup.text(str(self))
+        rows = [(name, self[name]) for name in self.keys() if _is_plain(self[name])]
+        tables = "".join(_table(name, self[name]) for name in self.keys())
+        return markup.card(type(self).__name__, rows, table=tables)
+
     def metrics(self) -> dict[str, float]:
         """Return what the trackers plot, under its full names."""
         return {}
@@ -45,3 +53,21 @@ class LateReport(Report):
     """A report on an earlier step, whose numbers exist only after the optimizer has stepped; recorded under `step`."""
 
     step: int
+
+
+def _is_plain(value: object) -> bool:
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+def _table(name: str, values: Any) -> str:
+    """Return the reports in a field, or nothing where it holds no reports."""
+    entries = list(values.items()) if isinstance(values, dict) else list(enumerate(values)) if _is_list(values) else []
+    if not entries or not all(isinstance(entry, Report) for _, entry in entries):
+        return ""
+    fields = type(entries[0][1]).__pydantic_fields__
+    columns = [field for field in fields if all(_is_plain(entry.get(field)) for _, entry in entries)]
+    return markup.grid([name, *columns], ([key, *(entry.get(field) for field in columns)] for key, entry in entries))
+
+
+def _is_list(values: object) -> bool:
+    return isinstance(values, (list, tuple))
