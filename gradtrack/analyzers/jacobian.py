@@ -22,6 +22,7 @@ from gradtrack.measure.untouched import call, untouched
 from gradtrack.progress import counted
 from gradtrack.records import Metric, Panel
 from gradtrack.reports import Report
+from gradtrack.reports.base import finite_only
 
 _NO_CHAIN = "jacobian: the model has no chain of three or more blocks of one type; name them with blocks=."
 _COMPILED = "jacobian: the model is compiled around its blocks, where no hook can look at them."
@@ -103,7 +104,7 @@ class JacobianReport(Report):
         for name, block in self.blocks.items():
             found[f"jacobian/sigma_max/{name}"] = block.sigma_max
             found[f"jacobian/mean_square_gain/{name}"] = block.mean_square_gain
-        return {name: value for name, value in found.items() if value is not None and math.isfinite(value)}
+        return finite_only(found)
 
 
 @final

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, final
@@ -18,6 +17,7 @@ from gradtrack.measure.untouched import offline_steps, untouched
 from gradtrack.measure.update_sums import OptimizerMoments, UpdateSums, WeightSample
 from gradtrack.records import Metric, Panel
 from gradtrack.reports import LateReport, Report
+from gradtrack.reports.base import finite_only
 
 _NUMBERS = ("ratio", "unchanged_fraction", "gradient_cosine", "momentum_cosine", "moment_ratio")
 
@@ -74,7 +74,7 @@ class UpdatesReport(LateReport):
         for group, one in self.groups.items():
             found[f"updates/ratio/{group}"] = one.ratio
             found[f"updates/unchanged_fraction/{group}"] = one.unchanged_fraction
-        return {name: value for name, value in found.items() if value is not None and math.isfinite(value)}
+        return finite_only(found)
 
 
 @final

@@ -24,6 +24,7 @@ from gradtrack.measure.untouched import call, untouched
 from gradtrack.progress import counted
 from gradtrack.records import Metric, Panel
 from gradtrack.reports import Issue, Report
+from gradtrack.reports.base import finite_only
 
 _LIVE_SAMPLE = 4096
 
@@ -85,7 +86,7 @@ class VectorReport(Report):
             *("noise_scale", "directional_sharpness", "step_sharpness"),
         )
         found = {f"vector/{name}": getattr(self, name) for name in names}
-        return {name: value for name, value in found.items() if value is not None and math.isfinite(value)}
+        return finite_only(found)
 
 
 @final

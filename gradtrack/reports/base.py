@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import KeysView
+import math
+from collections.abc import KeysView, Mapping
 from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict
@@ -53,6 +54,11 @@ class LateReport(Report):
     """A report on an earlier step, whose numbers exist only after the optimizer has stepped; recorded under `step`."""
 
     step: int
+
+
+def finite_only(values: Mapping[str, float | None]) -> dict[str, float]:
+    """Return the metrics that are known and that a chart can show."""
+    return {name: value for name, value in values.items() if value is not None and math.isfinite(value)}
 
 
 def _is_plain(value: object) -> bool:
