@@ -14,7 +14,7 @@ from gradtrack.measure import attention, attention_recorder, cell_look, dynamics
 from gradtrack.measure.fields import FieldSamples
 from tests.analyzers import recurrent_goldens, test_transformer
 from tests.analyzers.test_mutations_attention import ln_of_all_keys, returned_weights
-from tests.analyzers.test_mutations_recurrent import direct_gradients, radius_of_the_weights, rayleigh
+from tests.analyzers.test_mutations_recurrent import direct_gradients, rayleigh, spectrum_of_the_weights
 from tests.analyzers.test_mutations_vector import raw_rotation, temporal_difference_golden
 from tests.measure.test_attention_recorder import heard
 
@@ -30,7 +30,7 @@ def weights_before_dropout() -> None:
 
 
 NAIVE: dict[str, tuple[object, str, Any, Callable[[], object]]] = {
-    "eigenvalues of weight_hh": (cell_look, "step_radius", radius_of_the_weights, recurrent_goldens.r4_gru),
+    "eigenvalues of weight_hh": (cell_look, "step_spectrum", spectrum_of_the_weights, recurrent_goldens.r4_gru),
     "output.grad for dL/dh": (
         fused_capture,
         "backward",
