@@ -1,6 +1,7 @@
 """Draw how the gradient of a transformer's last layer depends on its depth, with the norm before and after each block.
 
-Xiong et al. 2020 (arXiv 2002.04745): at initialisation it falls like 1/√L with Pre-LN, and does not fall with Post-LN.
+Xiong et al. 2020 (arXiv 2002.04745): at initialisation it falls like 1/√(1 + cL) with Pre-LN, where c is the variance
+that a layer adds to the residual stream, and it does not fall with Post-LN.
 
     python examples/preln_postln_gain.py preln_postln_gain.png
 """
@@ -19,7 +20,8 @@ from gradtrack import GradientGainMonitor
 mpl.use("Agg")
 from matplotlib import pyplot as plt
 
-WIDTH, CLASSES = 64, 50
+WIDTH, CLASSES, TOKENS = 64, 50, 16
+ADDED = 1 / TOKENS + 0.4 * 0.5 * 1.6  # a mean over the tokens, and ReLU between Xavier weights 64 to 256 to 64
 
 
 def layers(depth: int, pre_norm: bool) -> nn.ModuleList:
@@ -44,7 +46,7 @@ def last_gradient(depth: int, pre_norm: bool, *, seed: int) -> tuple[float, Grad
     torch.manual_seed(seed)
     blocks, final = layers(depth, pre_norm), nn.LayerNorm(WIDTH) if pre_norm else nn.Identity()
     head = torch.randn(WIDTH, CLASSES) * (2 / (WIDTH + CLASSES)) ** 0.5
-    h, targets = torch.randn(8, 16, WIDTH), torch.randint(CLASSES, (128,))
+    h, targets = torch.randn(8, TOKENS, WIDTH), torch.randint(CLASSES, (8 * TOKENS,))
     with GradientGainMonitor(blocks) as monitor:
         for block in blocks:
             h = block(h)
@@ -61,14 +63,17 @@ def decay(pre_norm: bool, *, shallow: int = 2, deep: int = 16, seeds: int = 6) -
     return sum(first / second for first, second in pairs) / seeds
 
 
-def main(path: Path, depths: tuple[int, ...] = (2, 4, 8, 16), seeds: int = 4) -> None:
+def main(path: Path, depths: tuple[int, ...] = (2, 4, 8, 16), seeds: int = 12) -> None:
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 4), layout="constrained")
     for pre_norm, name in ((True, "Pre-LN"), (False, "Post-LN")):
         norms = [sum(last_gradient(depth, pre_norm, seed=seed)[0] for seed in range(seeds)) / seeds for depth in depths]
         left.loglog(depths, [norm / norms[0] for norm in norms], "o-", label=name)
         right.semilogy(last_gradient(depths[-1], pre_norm, seed=0)[1].cumulative_gains(), ".-", label=name)
         print(f"{name}: {', '.join(f'L={depth}: {norm:.4f}' for depth, norm in zip(depths, norms, strict=True))}")
-    left.loglog(depths, [(depths[0] / depth) ** 0.5 for depth in depths], "k--", label="theory for Pre-LN: 1/√L")
+    theory = [((1 + ADDED * depths[0]) / (1 + ADDED * depth)) ** 0.5 for depth in depths]
+    left.loglog(depths, theory, "k--", label="theory for Pre-LN: 1/√(1 + cL)")
+    left.set_xticks(depths, [str(depth) for depth in depths])
+    left.set_xticks([], minor=True)
     left.set(xlabel="layers L", ylabel="gradient of the last W₂, relative", title="Last layer over depth")
     right.set(xlabel="block", ylabel="gradient, relative to the last block", title=f"Along {depths[-1]} layers")
     left.legend()
