@@ -20,6 +20,7 @@ from gradtrack import GradientManager, Issue, IssueSeverity, IssueType, Recurren
 from gradtrack.analyzers.base import Snapshot, always
 from gradtrack.diagnose.recurrent_report import RecurrentReport
 from gradtrack.errors import UsageError
+from gradtrack.measure import cell_look
 from tests.analyzers.recurrent_goldens import analyzed, gate, normal, orthogonal, zeroed
 
 Kind = type[nn.RNN] | type[nn.LSTM] | type[nn.GRU]
@@ -407,6 +408,14 @@ def test_a_step_without_a_forward_has_no_report() -> None:
     assert analyzer.inspect(snapshot) is None
     analyzer.disarm()
     analyzer.disarm()
+
+
+def test_beyond_512_dimensions_eigenvalues_come_from_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The radius of 600 units is that of numpy to 1 %, and no Jacobian is built for it."""
+    monkeypatch.setattr(cell_look, "step_spectrum", lambda *_: pytest.fail("a whole Jacobian was built"))
+    weight = normal(600, 600) / 600**0.5
+    found = analyzed(zeroed(nn.RNN(1, 600), weight_hh_l0=weight), 6)
+    assert found.spectral_radius == pytest.approx(float(abs(np.linalg.eigvals(weight.numpy())).max()), rel=0.01)
 
 
 def test_a_linear_reservoir_has_the_radius_of_its_matrix() -> None:

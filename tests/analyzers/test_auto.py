@@ -1,0 +1,32 @@
+"""`analyzers: auto` looks at the model, picks, and says what it picked and why."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from gradtrack import GradientManager
+from tests.analyzers.watched_trainings import TRAININGS
+from tests.training import optimizer_of
+
+PICKED = {
+    "CNN": {"flow": "every model", "gain": "blocks", "updates": "every training"},
+    "LSTM": {"flow": "every model", "gain": "blocks", "recurrent": "LSTM", "updates": "every training"},
+    "GPT": {"flow": "every model", "gain": "blocks", "transformer": "Attention", "updates": "every training"},
+    "policy": {"flow": "every model", "gain": "blocks", "rl_policy": "PolicyNetwork", "updates": "every training"},
+}
+
+
+@pytest.mark.parametrize("name", sorted(TRAININGS))
+def test_the_first_report_says_what_was_picked_and_why(name: str) -> None:
+    """Each kind of model gets its analyzers and no others, with the reason, in the first report only."""
+    torch.manual_seed(0)
+    model, losses = TRAININGS[name]()
+    manager, optimizer = GradientManager(analyzers="auto"), optimizer_of(model)
+    first, second = (manager.step(model, optimizer, next(losses(step, None))) for step in range(2))
+    said = dict(re.findall(r"analyzer (\w+) was chosen: (.*)", "\n".join(first.notes)))
+    assert said.keys() == PICKED[name].keys()
+    assert all(reason in said[analyzer] for analyzer, reason in PICKED[name].items()), said
+    assert not any("was chosen" in note for note in second.notes)
