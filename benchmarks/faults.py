@@ -193,7 +193,7 @@ def _nothing() -> None:
 
 
 def _kill_core() -> None:
-    import psutil  # comes with wandb's own tests of a process
+    import psutil
 
     for child in psutil.Process().children(recursive=True):
         if "wandb-core" in child.name():
