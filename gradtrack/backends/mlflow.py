@@ -19,6 +19,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 from gradtrack.backends.base import Backend
 from gradtrack.errors import BackendError, ClosedError, MissingExtraError, PermanentBackendError, UsageError
+from gradtrack.record.leavings import files_to_show
 from gradtrack.record.naming import HASH_LENGTH, digest_of, valid_name
 from gradtrack.records import Panel, Record, RunInfo
 from gradtrack.redact import redact
@@ -106,7 +107,7 @@ class MlflowBackend(Backend):
         if self._closed:
             return
         self._closed = True
-        files = self._artifacts()
+        files = files_to_show(self._run, self._files)
         if self._run_id is None or not (self._owned or files):
             return
         self._check_alive()
@@ -182,14 +183,6 @@ class MlflowBackend(Backend):
                         if (metric.step, metric.timestamp) in stored:
                             there.add(key)
         return there
-
-    def _artifacts(self) -> list[Path]:
-        """Return the files that the records named, and the pictures and the report in the run directory."""
-        found = {Path(path): None for path in self._files}
-        if self._run is not None and self._run.run_dir is not None:
-            there = sorted(Path(self._run.run_dir).iterdir()) if Path(self._run.run_dir).is_dir() else []
-            found.update((path, None) for path in there if path.suffix in (".png", ".html"))
-        return [path for path in found if path.is_file()]
 
     @property
     def _client(self) -> Any:
