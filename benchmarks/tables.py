@@ -15,8 +15,9 @@ DOCS = ROOT / "docs"
 BEGIN, END = "<!-- written by python -m benchmarks --write -->", "<!-- end of what was written -->"
 HEAD = """# What it costs
 
-Made by `make bench` on two shared CPU cores: all candidates run interleaved in one process, each figure is a ratio of
-medians. A bar is what we promise; a figure above its bar is in bold.
+Made by `make bench` on two shared CPU cores: all candidates run interleaved in one process, but for the faults, where
+each run is a process of its own; each figure is a ratio of medians. A bar is what we promise; a figure above its bar is
+in bold.
 """
 
 

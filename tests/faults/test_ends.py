@@ -47,6 +47,7 @@ def test_case_07_killed_training_is_complete_after_a_replay(tmp_path: Path, trac
     end(tmp_path, tracker, "test_case_07")
 
 
+@slow
 @pytest.mark.parametrize("tracker", SOME)
 def test_case_08_terminated_training_is_complete_after_a_replay(tmp_path: Path, tracker: str) -> None:
     """SIGTERM, soon after the start, costs no row of any tracker, and doubles none."""

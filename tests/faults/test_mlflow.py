@@ -99,6 +99,7 @@ def test_case_12_server_that_never_answers(tmp_path: Path) -> None:
     assert journaled(tmp_path) == list(STEPS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("passing", [False, pytest.param(True, marks=slow)])
 def test_case_13_server_that_answers_with_faults(mlflow_server: str, tmp_path: Path, passing: bool) -> None:
     """Answers 500, 503 and 429, with the rows taken or not, cost a training no row and double none."""
@@ -118,6 +119,7 @@ def test_case_13_server_that_answers_with_faults(mlflow_server: str, tmp_path: P
     assert Counter(point.step for point in client.get_metric_history(found.info.run_id, NORM)) == once(STEPS)
 
 
+@pytest.mark.slow
 def test_case_23_training_stays_with_the_run_it_began_in(tmp_path: Path) -> None:
     """The user's run takes every row, whatever becomes of the tracking address, and no other run appears."""
     shutil.copy(empty_store(), tmp_path / "store.db")
@@ -140,6 +142,7 @@ def test_case_23_training_stays_with_the_run_it_began_in(tmp_path: Path) -> None
     assert held(tmp_path, "mlflow") == once(STEPS)
 
 
+@pytest.mark.slow
 def test_case_14_store_without_room_is_told(tmp_path: Path) -> None:
     """A store that cannot grow costs neither the loop nor the close; after there is room a replay completes it."""
     shutil.copy(empty_store(), tmp_path / "store.db")

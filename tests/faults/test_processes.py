@@ -41,6 +41,7 @@ def test_case_20_fork_leaves_the_series_of_its_parent_alone(tmp_path: Path, trac
     assert held(tmp_path, "tensorboard" if tracker == "user's writer" else tracker) == once(STEPS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tracker", ["user's writer", pytest.param("attached wandb", marks=slow)])
 def test_case_20_workers_of_a_data_loader(tmp_path: Path, tracker: str) -> None:
     """Workers that are forked from the middle of a training do it no harm."""

@@ -24,6 +24,7 @@ TRAIN = """
 """
 
 
+@pytest.mark.slow
 def test_case_14_disk_without_room_for_event_files(tmp_path: Path) -> None:
     """Where no file can grow the training goes on, what is missing is told, and a replay brings what is journaled."""
     program = TRAIN.format(
@@ -52,6 +53,7 @@ def test_case_15_removed_directory(tmp_path: Path) -> None:
     assert held(tmp_path, "tensorboard") == once(STEPS)
 
 
+@pytest.mark.slow
 def test_case_15_directory_that_cannot_be_written(tmp_path: Path) -> None:
     """What cannot be written is told at the close, and comes by a replay when it can be."""
     fault = 'shutil.rmtree(directory / "logs"); (directory / "logs").write_text("in the way")'

@@ -44,6 +44,7 @@ def test_case_06_run_that_the_user_finished_first(tmp_path: Path, mode: str) -> 
     assert held(tmp_path, "attached wandb") == once(STEPS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tracker", ["attached wandb", pytest.param("wandb", marks=slow)])
 def test_case_09_killed_core_does_not_reach_the_training(tmp_path: Path, tracker: str) -> None:
     """After W&B's own process was killed the training goes on, one warning tells, and a replay completes the run."""
@@ -111,6 +112,7 @@ ATTACHED = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["online", "shared"])
 def test_case_10_run_of_the_user_whose_server_goes_away(tmp_path: Path, mode: str) -> None:
     """An online or a shared run whose server stops answering costs no step an exception; its own file has all rows."""
@@ -122,6 +124,7 @@ def test_case_10_run_of_the_user_whose_server_goes_away(tmp_path: Path, mode: st
     assert held(tmp_path, "attached wandb") == once(STEPS)
 
 
+@pytest.mark.slow
 def test_disabled_mode_keeps_the_journal(tmp_path: Path) -> None:
     """With WANDB_MODE=disabled a training runs as ever, and its rows are in the journal."""
     program = """
@@ -168,6 +171,7 @@ FULL = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tracker", ["wandb", "attached wandb"])
 def test_case_14_full_disk_under_a_wandb_run_is_told(tmp_path: Path, small_disk: Path, tracker: str) -> None:
     """W&B itself says nothing when its file is cut short; our summary does not claim what is not there."""
