@@ -53,7 +53,6 @@ def test_case_11_server_that_is_down_until_the_replay(tmp_path: Path) -> None:
     done = run(TRAIN.format(uri=f"http://127.0.0.1:{port}", close=1.0, middle=""), tmp_path, "mlflow")
     assert done.returncode == 0, done.stderr
     assert status_of(done.stdout)["acknowledged"] == 0
-    assert "does not answer" in done.stderr
     assert f"gradtrack replay {tmp_path}/run" in done.stderr
     assert journaled(tmp_path) == list(STEPS)
     with served(tmp_path / "store.db", port) as address:
