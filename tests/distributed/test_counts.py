@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,8 +15,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from gradtrack import GradientManager
 from tests.distributed.communication import Counted
+from tests.processes import ROOT
 
-BLOCKS_OF_70B, TENSORS_OF_70B = 80, 80 * 9 + 3
+TENSORS_OF_70B = 80 * 9 + 3
 
 
 @pytest.fixture
@@ -66,11 +68,25 @@ def test_between_reports_there_is_one_collective(pretend: Any, num_ranks: int, s
 
 
 def test_a_model_of_70_billion_parameters_on_1024_ranks(pretend: Any) -> None:
-    """The projection of docs/scale.md: 723 tensors make 57,856 bytes a report, and 46,288 a step in between."""
-    model = sharded(pretend(1024), TENSORS_OF_70B)
-    assert sum(sent(model)) == 57_856
-    assert sum(sent(model, check_frequency=10)) == 46_288
-    assert 128 * TENSORS_OF_70B >= 57_856
+    """The table of docs/scale.md: what 723 tensors make a report and a step in between, and what a ring moves of it."""
+    model, text = sharded(pretend(1024), TENSORS_OF_70B), (ROOT / "docs" / "scale.md").read_text()
+    report, between = sum(sent(model)), sum(sent(model, check_frequency=10))
+    assert report <= 128 * TENSORS_OF_70B
+    for num_ranks in (8, 1024):
+        moved = 2 * (num_ranks - 1) / num_ranks * report
+        assert f"| {num_ranks:,} | 2 | {report:,} | {between:,} | {moved:,.0f} |" in text
+
+
+def test_what_takes_more(pretend: Any) -> None:
+    """Clipping by value sums up once more when it engages, replacing measures again, and histograms are a sum."""
+    model, report = sharded(pretend(8), 5), [64 * 5 + 16, 16 * 5]
+    assert sent(model, clip_type="value", max_grad_norm=2.0) == report
+    assert sent(model, clip_type="value", max_grad_norm=0.1) == [*report, 64 * 5 + 16]
+    assert sent(model, log_histograms=True, grad_log_every_n_steps=1) == [*report, 3080 * 5]
+    grad: Any = model.get_parameter("weight0").grad
+    grad.to_local().fill_(math.nan)
+    assert sent(model, nonfinite_action="report", check_frequency=10) == report
+    assert sent(model, nonfinite_action="replace") == [*report, *report]
 
 
 def test_the_spread_of_ranks_takes_six_numbers_more(pretend: Any) -> None:
