@@ -96,6 +96,7 @@ def test_gradient_checkpointing_in_both_modes(reentrant: bool, analyzers: list[s
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         torch.manual_seed(1)
         with GradientManager(analyzers=analyzers, max_grad_norm=0.05) as manager:
+            manager.attach(model, optimizer)
             for _ in range(9):
                 optimizer.zero_grad()
                 manager.step(model, optimizer, model(torch.ones(3, 6, requires_grad=True)).square().mean())
