@@ -14,14 +14,15 @@ _REST: Final = 8
 
 
 def judge(case: Case) -> list[Issue]:
-    """Open where the norm of a first step was a thousand times that of the steps after, and nothing has been learned.
+    """Open where the norm of a first step was a thousand times that of the steps after, and the loss has not halved.
 
-    What such a step leaves behind, dead or saturated units, is then only its consequence. Large targets are learned.
+    What such a step leaves behind, dead or saturated units, is then only its consequence. Where targets are large, the
+    norm falls because the loss does.
     """
     norms = case.series.first_log_norms
     rest = [norm for norm in norms[_FIRST:] if math.isfinite(norm)]
     begun = [norm for norm in norms[:_FIRST] if math.isfinite(norm)]
-    if not begun or len(rest) < _REST or case.trend.learned:
+    if not begun or len(rest) < _REST or _has_halved(case):
         return []
     jump = math.exp(min(max(begun) - median(rest), 700.0))
     if not jump > _LARGE:
@@ -42,6 +43,11 @@ def judge(case: Case) -> list[Issue]:
             recommendation="Initialise for a gain near 1, clip the gradient norm, or begin with a small learning rate.",
         )
     ]
+
+
+def _has_halved(case: Case) -> bool:
+    first, last = case.series.first_losses[:1], median(list(case.series.losses)[-_REST:])
+    return last < 0.5 * first[0] if first and first[0] > 0 else case.trend.learned
 
 
 def _largest(case: Case) -> str:
