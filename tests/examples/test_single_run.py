@@ -33,7 +33,7 @@ def example() -> ModuleType:
 
 def shown_by(tracker: str) -> dict[int, float]:
     """Run the script as a person would, with one word of the YAML replaced, and read the norms back."""
-    text = CONFIG.read_text(encoding="utf-8").replace("steps: 600", "steps: 40")
+    text = CONFIG.read_text(encoding="utf-8").replace("steps: 600", "steps: 40") + "close_timeout_seconds: 90\n"
     Path("mts.yaml").write_text(text.replace("[json, tensorboard]", f"[json, {tracker}]"), encoding="utf-8")
     result = python(str(ROOT / "examples" / "single_run.py"), "--config", "mts.yaml")
     assert result.returncode == 0, result.stderr
