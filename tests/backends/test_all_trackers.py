@@ -20,7 +20,8 @@ from tests.training import batch_loss, optimizer_of, small_model
 for needed in ("mlflow", "tensorboard", "wandb"):
     pytest.importorskip(needed)
 
-from gradtrack.backends.mlflow import MlflowBackend, metric_name  # noqa: E402
+from gradtrack.backends.mlflow import MlflowBackend  # noqa: E402
+from gradtrack.backends.mlflow.names import metric_name  # noqa: E402
 from gradtrack.backends.wandb.names import metric_name as wandb_name  # noqa: E402
 
 Series = dict[str, list[tuple[int, float]]]

@@ -25,7 +25,9 @@ from hypothesis import strategies as st
 
 mlflow: Any = pytest.importorskip("mlflow")
 
-from gradtrack.backends.mlflow import MlflowBackend, metric_name, saved_view  # noqa: E402
+from gradtrack.backends.mlflow import MlflowBackend  # noqa: E402
+from gradtrack.backends.mlflow.names import metric_name  # noqa: E402
+from gradtrack.backends.mlflow.views import saved_view  # noqa: E402
 from gradtrack.errors import BackendError, ClosedError, PermanentBackendError, UsageError  # noqa: E402
 from gradtrack.record.delivery import Delivery  # noqa: E402
 from gradtrack.record.panels import CORE_PANELS  # noqa: E402
@@ -331,7 +333,7 @@ def test_case_24_store_errors_are_redacted(monkeypatch: pytest.MonkeyPatch) -> N
         def log_batch(self, *_: object, **__: object) -> None:
             raise RuntimeError("API request to http://user:s3cr3t@host/api failed")
 
-    monkeypatch.setattr(backend, "_known_client", Client())
+    monkeypatch.setattr(backend._store, "_known_client", Client())
     with pytest.raises(BackendError, match=r"http://\*\*\*@host/api"):
         backend.write(make_records(1))
 
@@ -391,7 +393,7 @@ def test_saved_view_failure_costs_only_the_view(server: str, monkeypatch: pytest
     """Where the view cannot be written the rows arrive all the same."""
     with mlflow.start_run() as run:
         backend = MlflowBackend(saved_view=True)
-        monkeypatch.setattr(type(backend._client), "set_experiment_tag", lambda *_: 1 / 0)
+        monkeypatch.setattr(type(backend._store.client), "set_experiment_tag", lambda *_: 1 / 0)
         backend.write(make_records(2, panels=CORE_PANELS))
     assert len(history(server, run.info.run_id)) == 2
 
@@ -521,7 +523,7 @@ def test_case_14_full_disk_is_contained(tmp_path: Path) -> None:
 def test_lost_answer_to_the_creation_makes_no_second_run(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that was made although the answer was lost is found again, and is ours to end."""
     backend = MlflowBackend(experiment="lost answer")
-    client = backend._client
+    client = backend._store.client
     create = client.create_run
 
     def losing(*arguments: Any, **keywords: Any) -> None:

@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gradtrack.backends.mlflow import MlflowBackend, saved_view
+from gradtrack.backends.mlflow import MlflowBackend
+from gradtrack.backends.mlflow.views import saved_view
 from gradtrack.backends.tensorboard import TensorBoardBackend
 from gradtrack.record.panels import CORE_PANELS
 from gradtrack.records import Record, RunInfo

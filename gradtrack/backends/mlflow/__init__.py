@@ -1,0 +1,279 @@
+"""Records as MLflow metrics, in the user's active run or in a run of their own."""
+
+from __future__ import annotations
+
+import html
+import importlib
+import math
+import os
+import re
+import uuid
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, Literal, final
+
+from gradtrack.backends.base import Backend
+from gradtrack.backends.mlflow.names import metric_name
+from gradtrack.backends.mlflow.store import MOST_METRICS, Store, absolute, batches
+from gradtrack.backends.mlflow.views import saved_view
+from gradtrack.errors import ClosedError, MissingExtraError, UsageError
+from gradtrack.record.leavings import files_to_show
+from gradtrack.record.naming import HASH_LENGTH, digest_of
+from gradtrack.records import Panel, Record, RunInfo
+from gradtrack.redact import redact
+
+Nonfinite = Literal["keep", "count"]
+NONFINITE: Final = "gradtrack/nonfinite"
+_RUN_TAG: Final = "gradtrack.run_id"
+_OWNER_TAG: Final = "gradtrack.owner"
+_VIEWS_SINCE: Final = (3, 15)
+
+
+@final
+class MlflowBackend(Backend):
+    """A backend for MLflow that sends many steps in one call and each of them once.
+
+    It writes to the run `run_id`, else to the run that is active where it is made, else to a run of its own in
+    `experiment`, which it makes at the first record and ends. Writing a row again changes nothing, because time, step
+    and value are part of its identity. `nonfinite="count"` is for servers before 3.16, which cannot show NaN: it leaves
+    such values out and counts them. `saved_view=True` adds the panels to the experiment's saved views. In a training a
+    process of its own does the work, unless `own_process=False`; `owner` is how it knows the run that it made itself.
+    """
+
+    def __init__(
+        self,
+        *,
+        run_id: str | None = None,
+        tracking_uri: str | None = None,
+        experiment: str | None = None,
+        run_name: str | None = None,
+        nonfinite: Nonfinite = "keep",
+        saved_view: bool = False,
+        timeout_seconds: float = 5.0,
+        own_process: bool = True,
+        owner: str | None = None,
+    ) -> None:
+        if nonfinite not in ("keep", "count"):
+            raise UsageError(f"mlflow: nonfinite {nonfinite!r}: expected 'keep' or 'count'.")
+        self._mlflow = _import_mlflow()
+        active = self._mlflow.active_run() if run_id is None and experiment is None else None
+        self._store = Store(
+            self._mlflow,
+            absolute(tracking_uri or self._mlflow.get_tracking_uri()),
+            run_id=active.info.run_id if active is not None else run_id,
+            timeout_seconds=timeout_seconds,
+        )
+        # What MLflow itself would take for the next run; asking it for the number would call the server.
+        self._experiment = experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME")
+        self._experiment_id = None if self._experiment else os.environ.get("MLFLOW_EXPERIMENT_ID", "0")
+        self._run_name, self._nonfinite, self._saved_view = run_name, nonfinite, saved_view
+        self._timeout_seconds = timeout_seconds
+        self._own_process = own_process
+        self._owner = owner or uuid.uuid4().hex
+        self._owned = self._closed = False
+        self._run: RunInfo | None = None
+        self._panels: list[Panel] = []
+        self._files: dict[str, None] = {}
+        self._names: dict[str, str] = {}
+
+    @property
+    def run_id(self) -> str | None:
+        """Return the identity of the MLflow run, or None before a run of our own is made."""
+        return self._store.run_id
+
+    def write(self, records: Sequence[Record]) -> None:
+        if self._closed:
+            raise ClosedError("mlflow backend: it is closed. Make a new one for another run.")
+        if not records:
+            return
+        for record in records:
+            self._run = record.run or self._run
+            self._panels += [panel for panel in record.panels if panel not in self._panels]
+            self._files.update(dict.fromkeys(record.files))
+        self._store.check_alive()
+        run_id = self._ensure_run()
+        known = len(self._names)
+        for metrics in batches(self._metrics(record) for record in records):
+            self._store.log(run_id, metrics)
+        if len(self._names) > known:
+            self._after_new_names(run_id, dict(list(self._names.items())[known:]))
+
+    def close(self, *, failed: bool = False) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        files = files_to_show(self._run, self._files)
+        if self._store.run_id is None or not (self._owned or files):
+            return
+        self._store.check_alive()
+        try:
+            for path in files:
+                self._store.call(self._store.client.log_artifact, self._store.run_id, str(path), "gradtrack")
+        finally:
+            if self._owned:
+                self._store.call(
+                    self._store.client.set_terminated, self._store.run_id, "FAILED" if failed else "FINISHED"
+                )
+
+    def address(self) -> dict[str, Any]:
+        found: dict[str, Any] = {"tracking_uri": self._store.address}
+        if self._store.run_id is not None:
+            found["run_id"] = self._store.run_id
+        elif self._experiment is not None:
+            found["experiment"] = self._experiment
+        if self._nonfinite != "keep":
+            found["nonfinite"] = self._nonfinite
+        return found
+
+    def prepare(self) -> None:
+        self._store.check_alive()
+        self._store.call(self._store.client.search_experiments, max_results=1)  # a new store gets its tables now
+
+    def portable(self) -> Mapping[str, Any] | None:
+        if not self._own_process:
+            return None
+        return {
+            "run_id": self._store.run_id,
+            "tracking_uri": self._store.uri,
+            "experiment": self._experiment,
+            "run_name": self._run_name,
+            "nonfinite": self._nonfinite,
+            "saved_view": self._saved_view,
+            "timeout_seconds": self._timeout_seconds,
+            "owner": self._owner,
+        }
+
+    def moved(self, address: Mapping[str, Any]) -> None:
+        self._store.run_id = address.get("run_id", self._store.run_id)
+
+    @classmethod
+    def probe(cls, **options: Any) -> str:
+        store = cls(**options)._store
+        store.check_alive()
+        if store.run_id is None:
+            return f"a new run at {store.address}"
+        run = store.call(store.client.get_run, store.run_id)
+        return f"run {store.run_id} ({run.info.status.lower()}) at {store.address}"
+
+    def present(self, records: Sequence[Record]) -> set[tuple[str, int]] | None:
+        self._run = next((record.run for record in records if record.run is not None), self._run)
+        self._store.check_alive()
+        if self._store.run_id is None:
+            found = self._find_run()
+            if found is None:
+                return set()
+            self._adopt(found)
+        # A row of so many metrics goes in several calls, so none of its metrics stands for all of them.
+        waiting = {_key(record): self._metrics(record) for record in records}
+        waiting = {key: metrics for key, metrics in waiting.items() if 0 < len(metrics) <= MOST_METRICS}
+        there: set[tuple[str, int]] = set()
+        while waiting:
+            names = Counter(metric.key for metrics in waiting.values() for metric in metrics)
+            name = names.most_common(1)[0][0]
+            history = self._store.call(self._store.client.get_metric_history, self._store.run_id, name)
+            stored = {(point.step, point.timestamp) for point in history}
+            for key, metrics in list(waiting.items()):
+                for metric in metrics:
+                    if metric.key == name:
+                        del waiting[key]
+                        if (metric.step, metric.timestamp) in stored:
+                            there.add(key)
+        return there
+
+    def _metrics(self, record: Record) -> list[Any]:
+        """Return the metrics of a record as MLflow takes them."""
+        values = dict(record.metrics)
+        if self._nonfinite == "count":
+            finite = {name: value for name, value in values.items() if math.isfinite(value)}
+            dropped = len(values) - len(finite)
+            values = {**finite, NONFINITE: float(dropped)} if dropped else finite
+        timestamp = round(record.time * 1000)
+        metric = self._mlflow.entities.Metric
+        return [metric(self._name(name), value, timestamp, record.step) for name, value in values.items()]
+
+    def _name(self, name: str) -> str:
+        if name not in self._names:
+            self._names[name] = metric_name(name)
+        return self._names[name]
+
+    def _ensure_run(self) -> str:
+        if self._store.run_id is None:
+            found = self._find_run()
+            self._adopt(found if found is not None else self._create_run())
+        assert self._store.run_id is not None
+        return self._store.run_id
+
+    def _adopt(self, run: Any) -> None:
+        self._store.run_id, self._experiment_id = run.info.run_id, run.info.experiment_id
+        # A run whose creation succeeded although its answer was lost is ours as well.
+        self._owned = run.data.tags.get(_OWNER_TAG) == self._owner
+
+    def _find_run(self) -> Any:
+        """Find our run of this training, which another process, or a call without an answer, may have made."""
+        if self._run is None:
+            return None
+        query = f"tags.`{_RUN_TAG}` = '{_tag_of(self._run)}'"
+        found = self._store.call(self._store.client.search_runs, [self._ensure_experiment()], query, max_results=1)
+        return found[0] if found else None
+
+    def _create_run(self) -> Any:
+        identity = "" if self._run is None else self._run.run_id
+        note = f"Gradients of a training, recorded by gradtrack as run `{html.escape(identity)}`."
+        tags = {_RUN_TAG: _tag_of(self._run), _OWNER_TAG: self._owner, "mlflow.note.content": note}
+        name = self._run_name or f"gradtrack-{identity}"
+        run = self._store.call(self._store.client.create_run, self._ensure_experiment(), run_name=name, tags=tags)
+        if self._run is not None:
+            param = self._mlflow.entities.Param
+            params = [param(f"gradtrack/{key}", redact(str(value))) for key, value in self._run.config.items()]
+            self._store.call(self._store.client.log_batch, run.info.run_id, params=params, synchronous=True)
+        return run
+
+    def _ensure_experiment(self) -> str:
+        if self._experiment_id is None:
+            found = self._store.call(self._store.client.get_experiment_by_name, self._experiment)
+            if found is not None:
+                self._experiment_id = found.experiment_id
+            else:
+                self._experiment_id = self._store.call(self._store.client.create_experiment, self._experiment)
+        assert self._experiment_id is not None
+        return self._experiment_id
+
+    def _after_new_names(self, run_id: str, names: dict[str, str]) -> None:
+        """Keep the names that MLflow cannot hold as tags, and show the new metrics in the saved view."""
+        tag = self._mlflow.entities.RunTag
+        tags = [
+            tag(f"gradtrack.name.{mapped[-HASH_LENGTH:]}", name) for name, mapped in names.items() if mapped != name
+        ]
+        for start in range(0, len(tags), 100):
+            self._store.call(self._store.client.log_batch, run_id, tags=tags[start : start + 100], synchronous=True)
+        if self._saved_view and self._panels:
+            self._save_view(run_id)
+
+    def _save_view(self, run_id: str) -> None:
+        """Save the panels as a view of the experiment; the format is MLflow's own, so a failure only costs the view."""
+        try:
+            version = tuple(int(part) for part in self._mlflow.__version__.split(".")[:2])
+            if version < _VIEWS_SINCE:
+                return
+            experiment_id = self._store.client.get_run(run_id).info.experiment_id
+            key, value = saved_view(self._panels, self._names, round((self._run.created if self._run else 0) * 1000))
+            self._store.client.set_experiment_tag(experiment_id, key, value)
+        except Exception as fault:
+            self._store.tell(f"the saved view could not be written: {redact(str(fault))}")
+
+
+def _tag_of(run: RunInfo | None) -> str:
+    """Return the identity of a training as a text that can stand in a query."""
+    identity = "" if run is None else run.run_id
+    return identity if re.fullmatch(r"[\w.\-]*", identity) is not None else digest_of(identity)
+
+
+def _import_mlflow() -> Any:
+    try:
+        return importlib.import_module("mlflow")
+    except ImportError as fault:
+        raise MissingExtraError('pip install "gradtrack[mlflow]"') from fault
+
+
+def _key(record: Record) -> tuple[str, int]:
+    return record.source, record.step

@@ -1,0 +1,135 @@
+"""A store of MLflow as the backend calls it: soon to fail, and with errors of ours that hold no secret."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, Final, TypeVar
+from urllib.parse import urlsplit, urlunsplit
+
+from gradtrack.errors import BackendError, PermanentBackendError
+from gradtrack.redact import redact
+
+MOST_METRICS: Final = 1000
+_MOST_BYTES: Final = 800_000
+_logger = logging.getLogger("gradtrack")
+_T = TypeVar("_T")
+
+
+class Store:
+    """MLflow's client for one tracking address; `run_id` is the run that is written to, where it is known."""
+
+    def __init__(self, mlflow: Any, uri: str, *, run_id: str | None, timeout_seconds: float) -> None:
+        self.uri, self.run_id = uri, run_id
+        self.address = without_secrets(uri)
+        self._mlflow, self._timeout_seconds = mlflow, timeout_seconds
+        self._known_client: Any = None
+        self._told: set[str] = set()
+
+    @property
+    def client(self) -> Any:
+        """Return MLflow's own client, made when it is first needed."""
+        if self._known_client is None:
+            self._known_client = self._mlflow.MlflowClient(tracking_uri=self.uri)
+        return self._known_client
+
+    def check_alive(self) -> None:
+        """Fail soon where the server does not answer: MLflow's client would retry for minutes."""
+        parts = urlsplit(self.uri)
+        if parts.scheme not in ("http", "https"):
+            return
+        requests = importlib.import_module("requests")
+        address = f"{self.address.rstrip('/')}/health"
+        try:
+            requests.head(address, timeout=self._timeout_seconds, allow_redirects=False)
+        except requests.exceptions.SSLError:
+            return  # it answers; whether its certificate is accepted is for MLflow's own settings to say
+        except requests.exceptions.RequestException as fault:
+            raise BackendError(
+                f"mlflow: {redact(address)} does not answer ({type(fault).__name__}). "
+                "The journal keeps the records until it does."
+            ) from None
+
+    def call(self, function: Callable[..., _T], *arguments: Any, **keywords: Any) -> _T:
+        """Call MLflow; its errors show the address with its password, so they are replaced by ours."""
+        try:
+            return function(*arguments, **keywords)
+        except Exception as fault:
+            raise _error_of(fault, self.run_id) from None
+
+    def tell(self, text: str) -> None:
+        """Warn of something once."""
+        if text not in self._told:
+            self._told.add(text)
+            _logger.warning("mlflow: %s", text)
+
+    def log(self, run_id: str, metrics: list[Any]) -> None:
+        """Send metrics in one call; where the server refuses one of them, send all the others."""
+        try:
+            self.call(self.client.log_batch, run_id, metrics=metrics, synchronous=True)
+        except _RefusedError as fault:
+            self._check_run(run_id)
+            if len(metrics) == 1:
+                self.tell(f"metric {metrics[0].key!r} is left out: {fault}")
+                return
+            middle = len(metrics) // 2
+            self.log(run_id, metrics[:middle])
+            self.log(run_id, metrics[middle:])
+
+    def _check_run(self, run_id: str) -> None:
+        run = self.call(self.client.get_run, run_id)
+        if run.info.lifecycle_stage == "deleted":
+            raise PermanentBackendError(
+                f"mlflow: run {run_id} was deleted: expected it to take metrics. Restore it with "
+                f"`mlflow runs restore --run-id {run_id}`; `gradtrack replay` then delivers the rest."
+            )
+
+
+class _RefusedError(BackendError):
+    """Something in a call was not valid."""
+
+
+def _error_of(fault: Exception, run_id: str | None) -> BackendError:
+    code = str(getattr(fault, "error_code", ""))
+    text = redact(str(fault)) or type(fault).__name__
+    if code == "RESOURCE_DOES_NOT_EXIST":
+        return PermanentBackendError(
+            f"mlflow: {text} (run {run_id}): expected a run that exists. Check tracking_uri and run_id."
+        )
+    if code in ("INVALID_PARAMETER_VALUE", "BAD_REQUEST"):
+        return _RefusedError(f"mlflow: {text}")
+    return BackendError(f"mlflow: {text}")
+
+
+def batches(rows: Iterable[list[Any]]) -> Iterator[list[Any]]:
+    """Group metrics into calls of a size that MLflow takes; a row stays whole unless it is larger than a call."""
+    batch: list[Any] = []
+    size = 0
+    for row in rows:
+        for start in range(0, len(row), MOST_METRICS):
+            part = row[start : start + MOST_METRICS]
+            # A letter beyond ASCII is sent as six characters.
+            weight = sum(120 + len(metric.key.encode("ascii", "backslashreplace")) for metric in part)
+            if batch and (len(batch) + len(part) > MOST_METRICS or size + weight > _MOST_BYTES):
+                yield batch
+                batch, size = [], 0
+            batch, size = batch + part, size + weight
+    if batch:
+        yield batch
+
+
+def absolute(uri: str) -> str:
+    """Return an address that means the same after the working directory has changed."""
+    if uri.startswith("sqlite:///") and not uri.startswith("sqlite:////") and ":memory:" not in uri:
+        return f"sqlite:///{Path(uri.removeprefix('sqlite:///')).absolute()}"
+    return uri
+
+
+def without_secrets(uri: str) -> str:
+    """Return an address without what may be secret in it."""
+    parts = urlsplit(uri)
+    if "@" not in parts.netloc and not parts.query:
+        return uri
+    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
