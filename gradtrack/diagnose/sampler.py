@@ -21,6 +21,7 @@ from gradtrack.measure.shards import local_part
 
 _KEPT: Final = 32
 _PAST: Final = 8
+Params = dict[str, nn.Parameter]
 
 
 class FlowSampler:
@@ -67,13 +68,14 @@ class FlowSampler:
             return None
         if self._probe is not None and self._probe.fault is not None:
             raise self._probe.fault
-        sample = self._sample(snapshot)
+        params = _named(snapshot.model)
+        sample = self._sample(snapshot, params)
         self._keep(sample)
         if not snapshot.skipped and math.isfinite(sum(snapshot.norms.values())):
-            self._elements = Elements(_named(snapshot.model), snapshot.gradients)
+            self._elements = Elements(params, snapshot.gradients)
             sample.turned = min((self._elements.cosine_to(one) for one in self._past), default=math.nan)
             self._past.append(self._elements)
-            self._watch_step(snapshot, sample)
+            self._watch_step(snapshot, sample, params)
         return sample
 
     def disarm(self, *, for_good: bool = False) -> None:
@@ -120,23 +122,22 @@ class FlowSampler:
         self.samples[-1].changes = elements.changes(params) if snapshot.optimizers else None
         self.samples[-1].cosine = elements.cosine(params, snapshot.gradients)
 
-    def _watch_step(self, snapshot: Snapshot, sample: Sample) -> None:
+    def _watch_step(self, snapshot: Snapshot, sample: Sample, params: Params) -> None:
         """See what is left of the gradients when the optimizer takes them: others may clip in between."""
         self._let_go()
         self._watching = True
         for optimizer in snapshot.optimizers:
             if isinstance(optimizer, torch.optim.Optimizer):
-                hook = self._before_step(snapshot.model, sample)
+                hook = self._before_step(params, sample)
                 self._step_hooks.append(optimizer.register_step_pre_hook(hook))
 
-    def _before_step(self, model: nn.Module, sample: Sample) -> Callable[..., None]:
+    def _before_step(self, params: Params, sample: Sample) -> Callable[..., None]:
         elements = self._elements
         assert elements is not None
 
         def before_step(*_: object) -> None:
             if math.isnan(sample.clip):
-                named = _named(model).items()
-                grads = {name: local_part(param.grad) for name, param in named if param.grad is not None}
+                grads = {name: local_part(param.grad) for name, param in params.items() if param.grad is not None}
                 sample.clip = elements.left(grads)
 
         return before_step
@@ -146,12 +147,12 @@ class FlowSampler:
             hook.remove()
         self._step_hooks = []
 
-    def _sample(self, snapshot: Snapshot) -> Sample:
+    def _sample(self, snapshot: Snapshot, params: Params) -> Sample:
         probe, stale = self._probe, self._stale
         return Sample(
             step=snapshot.step,
             nodes=[] if probe is None else probe.nodes,
-            params=self._parameters(snapshot),
+            params=self._parameters(snapshot, params),
             without_grad=set() if probe is None else probe.without_grad,
             stale=[] if stale is None else stale.found,
             lr=max((float(rate) for rate in snapshot.lr.values()), default=math.nan),
@@ -159,9 +160,9 @@ class FlowSampler:
             skipped=snapshot.skipped,
         )
 
-    def _parameters(self, snapshot: Snapshot) -> dict[str, ParameterSample]:
+    def _parameters(self, snapshot: Snapshot, params: Params) -> dict[str, ParameterSample]:
         owned = {id(param) for one in snapshot.optimizers for group in one.param_groups for param in group["params"]}
-        named = {name: param for name, param in _named(snapshot.model).items() if param.requires_grad}
+        named = {name: param for name, param in params.items() if param.requires_grad}
         return {
             name: ParameterSample(
                 norm=snapshot.norms.get(name, 0.0),
@@ -183,7 +184,7 @@ class FlowSampler:
         return float((gradient == 0).double().mean())
 
 
-def _named(model: nn.Module) -> dict[str, nn.Parameter]:
+def _named(model: nn.Module) -> Params:
     return dict(model.named_parameters())
 
 

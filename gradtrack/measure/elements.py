@@ -45,6 +45,7 @@ class Elements:
         self._weights: dict[str, Values] = {}
         self._grads: dict[str, Values] = {}
         self._shares: dict[str, float] = {}
+        self._squares: dict[str, float] = {}
         for name, param in params.items():
             grad, own = grads.get(name), local_part(param)
             if own.is_floating_point() and own.numel():
@@ -61,7 +62,8 @@ class Elements:
         self._weights[name] = _take(param, index)
         self._shares[name] = param.numel() / max(1, len(self._weights[name]))
         if grad is not None:
-            self._grads[name] = _take(grad, index)
+            kept = self._grads[name] = _take(grad, index)
+            self._squares[name] = float(kept @ kept)
 
     def _covers(self, name: str, tensor: Tensor) -> bool:
         """Whether a tensor still has the elements that were sampled."""
@@ -105,7 +107,7 @@ class Elements:
         for name, grad in self._grads.items():
             before = earlier._grads.get(name)
             if before is not None and before.shape == grad.shape and self._same_places(name, earlier):
-                products += self._shares[name] * np.array([before @ grad, before @ before, grad @ grad])
+                products += self._shares[name] * np.array([before @ grad, earlier._squares[name], self._squares[name]])
         return _cosine(products)
 
     def _same_places(self, name: str, other: Elements) -> bool:
