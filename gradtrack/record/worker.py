@@ -23,6 +23,11 @@ _LONGEST_DELAY_SECONDS: Final = 30.0
 _CLOSING_DELAY_SECONDS: Final = 0.5
 _IDLE_SECONDS: Final = 1.0
 _GATHER_SECONDS: Final = 0.05
+_POLL_SECONDS: Final = 0.05
+_REST: Final = 3.0
+"""How long a worker rests after a write, in times of its duration, while training goes on and few rows wait."""
+_LONGEST_REST_SECONDS: Final = 5.0
+_MANY_ROWS: Final = 1000
 
 
 @dataclass(slots=True)
@@ -109,13 +114,14 @@ class Worker:
     def _work(self) -> None:
         while not self._out_of_time():
             rows = self.feed.take(BATCH_ROWS, _IDLE_SECONDS)
+            begin = time.monotonic()
             if rows:
                 self._deliver(rows)
             self._flush_due()
             if self._end is not None and self.feed.position >= self.feed.accepted:
                 break
-            if 0 < len(rows) < BATCH_ROWS:
-                self._gather()
+            if rows:
+                self._rest(time.monotonic() - begin)
         self._close()
 
     def _deliver(self, rows: list[Row]) -> None:
@@ -147,11 +153,15 @@ class Worker:
         self._hurry.wait(delay_seconds)
         self._hurry.clear()
 
-    def _gather(self) -> None:
-        """Let some rows come together, so that quick steps do not wake this thread one by one."""
-        if self._end is None and not self._flushes:
-            self._hurry.wait(_GATHER_SECONDS)
-            self._hurry.clear()
+    def _rest(self, taken_seconds: float) -> None:
+        """Leave the machine to the training and let rows come together, unless somebody or many rows wait."""
+        end = time.monotonic() + max(min(_REST * taken_seconds, _LONGEST_REST_SECONDS), _GATHER_SECONDS)
+        while self._end is None and not self._flushes and self.feed.accepted - self.feed.position < _MANY_ROWS:
+            remaining = end - time.monotonic()
+            if remaining <= 0:
+                break
+            self._hurry.wait(min(remaining, _POLL_SECONDS))
+        self._hurry.clear()
 
     def _out_of_time(self) -> bool:
         return self._end is not None and time.monotonic() >= self._end

@@ -89,6 +89,41 @@ def test_many_steps_travel_together(tmp_path: Path) -> None:
     assert len(recorder.batches) <= 6
 
 
+@pytest.fixture
+def resting(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[Recorder, Delivery]:
+    """Give a backend that has one row, and whose worker rests as long as nobody needs it."""
+    monkeypatch.setattr(worker_module, "_GATHER_SECONDS", 3600.0)
+    monkeypatch.setattr(worker_module, "_LONGEST_REST_SECONDS", 3600.0)
+    monkeypatch.setattr(worker_module, "_POLL_SECONDS", 0.001)
+    monkeypatch.setattr(worker_module, "_MANY_ROWS", 10)
+    recorder = Recorder()
+    delivery = deliver(tmp_path, recorder)
+    delivery.write(row(0))
+    recorder.wait_for(1)
+    for step in range(1, 9):
+        delivery.write(row(step))
+    return recorder, delivery
+
+
+def test_flush_and_close_end_a_rest(resting: tuple[Recorder, Delivery]) -> None:
+    """Rows that came while a worker rested go together as soon as somebody waits for them."""
+    recorder, delivery = resting
+    delivery.flush()
+    assert recorder.batches == [1, 8]
+    delivery.write(row(9))
+    delivery.close()
+    assert recorder.batches == [1, 8, 1]
+
+
+def test_many_waiting_rows_end_a_rest(resting: tuple[Recorder, Delivery]) -> None:
+    """A worker does not rest while rows heap up."""
+    recorder, delivery = resting
+    for step in range(9, 12):
+        delivery.write(row(step))
+    recorder.wait_for(11)
+    delivery.close()
+
+
 @given(st.integers(1, 8), st.integers(1, 60))
 def test_full_queue_neither_blocks_nor_drops(limit: int, count: int) -> None:
     """Whatever does not fit into the queue comes from the journal, in its place."""
