@@ -21,7 +21,7 @@ ROUNDS = {"gpt": 40, "mlp": 1500}
 def run(quick: bool = False) -> Iterator[Row]:
     """Time all candidates of each model in one process, relative to the plain step."""
     for name in ("gpt", "mlp"):
-        with ExitStack() as stack, tempfile.TemporaryDirectory() as directory:
+        with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
             candidates = _candidates(name, Path(directory), stack)
             found = interleaved(candidates, rounds=ROUNDS[name] // (5 if quick else 1), warm=5)
         plain, clip = found["plain"], found["clip_grad_norm_"] - found["plain"]

@@ -36,6 +36,7 @@ from gradtrack.records import Record, RunInfo  # noqa: E402
 from tests.backends.conftest import free_port, served  # noqa: E402
 from tests.backends.rows import make_records  # noqa: E402
 from tests.backends.stores import empty_store  # noqa: E402
+from tests.processes import ROOT  # noqa: E402
 
 NORM = "train/grad_norm"
 
@@ -545,3 +546,18 @@ def test_run_identity_is_no_query(server: str) -> None:
     backend = MlflowBackend(experiment="quotes")
     backend.write([Record(step=1, time=1.0, metrics={"a": 1.0}, run=RunInfo(run_id="x' or '1' = '1"))])
     assert len(history(server, backend.run_id, "a")) == 1
+
+
+OPENING = """
+import sys, mlflow
+from gradtrack.backends.mlflow.store import Store
+Store(mlflow, sys.argv[1], run_id=None, timeout_seconds=5.0).open()
+"""
+
+
+def test_trainings_that_begin_together_make_one_store(tmp_path: Path) -> None:
+    """Several processes that meet at a new sqlite file do not lay out its tables on top of each other."""
+    command = [sys.executable, "-c", OPENING, f"sqlite:///{tmp_path}/new.db"]
+    started = [subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) for _ in range(3)]
+    ended = [(process.communicate(timeout=120)[1], process.returncode) for process in started]
+    assert [code for _, code in ended] == [0, 0, 0], ended

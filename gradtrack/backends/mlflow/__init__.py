@@ -127,7 +127,7 @@ class MlflowBackend(Backend):
 
     def prepare(self) -> None:
         self._store.check_alive()
-        self._store.call(self._store.client.search_experiments, max_results=1)  # a new store gets its tables now
+        self._store.open()
 
     def portable(self) -> Mapping[str, Any] | None:
         if not self._own_process:

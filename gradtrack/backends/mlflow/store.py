@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
+import sys
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
 from gradtrack.errors import BackendError, PermanentBackendError
+from gradtrack.record.naming import digest_of
 from gradtrack.redact import redact
+
+if sys.platform != "win32":
+    import fcntl
 
 MOST_METRICS: Final = 1000
 _MOST_BYTES: Final = 800_000
@@ -31,8 +38,16 @@ class Store:
     @property
     def client(self) -> Any:
         """Return MLflow's own client, made when it is first needed."""
+        return self.open()
+
+    def open(self) -> Any:
+        """Return the client; where it is new, a new store gets its tables now."""
         if self._known_client is None:
-            self._known_client = self._mlflow.MlflowClient(tracking_uri=self.uri)
+            with _alone_with(self.uri):  # MLflow makes the tables of a new store without a lock
+                client = self.call(self._mlflow.MlflowClient, tracking_uri=self.uri)
+                if self.uri.startswith("sqlite:"):
+                    self.call(client.search_experiments, max_results=1)
+            self._known_client = client
         return self._known_client
 
     def check_alive(self) -> None:
@@ -85,6 +100,18 @@ class Store:
                 f"mlflow: run {run_id} was deleted: expected it to take metrics. Restore it with "
                 f"`mlflow runs restore --run-id {run_id}`; `gradtrack replay` then delivers the rest."
             )
+
+
+@contextlib.contextmanager
+def _alone_with(uri: str) -> Iterator[None]:
+    """Keep other processes of gradtrack out of a store meanwhile, where the platform has locks."""
+    with contextlib.ExitStack() as stack:
+        if sys.platform != "win32":
+            path = Path(tempfile.gettempdir()) / f"gradtrack-{digest_of(uri)}.lock"
+            with contextlib.suppress(OSError):  # somebody else's file
+                lock = stack.enter_context(path.open("w"))
+                fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 class _RefusedError(BackendError):
