@@ -238,7 +238,7 @@ class GradientManager:
 
     def close(self, *, failed: bool = False) -> None:
         """Deliver what is left and take every hook off; a second call does nothing."""
-        if self._closed:
+        if self._closed or self._sink.forked:
             return
         self._catch_up()
         self._closed = True
@@ -247,8 +247,10 @@ class GradientManager:
             hook.remove()
         self._roster.close()
         self._sink.tell_if_empty(self._history.num_steps)
-        self._leave_files(failed=failed)
-        self._sink.close(failed=failed)
+        try:
+            self._leave_files(failed=failed)
+        finally:  # whoever has no patience for the pictures keeps the rows
+            self._sink.close(failed=failed)
 
     def __enter__(self) -> Self:
         return self
@@ -302,7 +304,9 @@ class GradientManager:
             flight_recorder=self._flight,
         )
         at_close.save_run_end(directory, end)
+        left: list[Path] = []
         if config.save_gradient_plots and config.run_dir is not None:
-            at_close.save_pictures(directory, self.reports, self.monitor.history)
+            left += at_close.save_pictures(directory, self.reports, self.monitor.history)
         if config.save_html_report:
-            at_close.save_page(directory)
+            left += at_close.save_page(directory)
+        at_close.save_names(directory, self._sink.run_id, left)

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from gradtrack.errors import InputTypeError, UsageError
 
@@ -53,6 +53,13 @@ class Panel:
     metrics: tuple[str, ...]
     kind: PanelKind = "line"
     log_scale: bool = False
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(PanelKind):
+            known = ", ".join(get_args(PanelKind))
+            raise UsageError(
+                f"panel {self.title!r} of kind {self.kind!r}: expected one of {known}. Choose one of them."
+            )
 
     def pick(self, known: Iterable[str]) -> list[str]:
         """Name the metrics of the panel in its order, with those that its stars stand for among the known ones."""

@@ -2,6 +2,7 @@
 
 import logging
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -548,6 +549,45 @@ class TestLife:
         """The state of another version is refused."""
         with pytest.raises(UsageError, match="version 7"):
             GradientManager().load_state_dict({"version": 7})
+
+
+def test_interrupted_pictures_do_not_cost_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever has no patience for the pictures keeps the rows."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("gradtrack.view.at_close.save_pictures", interrupt)
+    manager = GradientManager(backends=["json"], run_dir=tmp_path / "run", grad_log_every_n_steps=1)
+    train(manager, 3)
+    with pytest.raises(KeyboardInterrupt):
+        manager.close()
+    assert manager.status()["backends"]["json"]["acknowledged"] == 3
+
+
+def test_flush_after_the_close_waits_for_nobody(tmp_path: Path) -> None:
+    """A flush that comes too late returns, although no worker is there to answer."""
+    manager = GradientManager(backends=["json"], run_dir=tmp_path / "run", close_timeout_seconds=3600.0)
+    train(manager, 3)
+    manager.close()
+    manager.flush()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the platform has no fork")
+def test_copy_of_a_training_leaves_no_files(tmp_path: Path) -> None:
+    """A forked child that closes its copy of a manager does not end the run of its parent."""
+    manager = GradientManager(backends=["json"], run_dir=tmp_path / "run", grad_log_every_n_steps=1)
+    train(manager, 3)
+    child = os.fork()
+    if child == 0:
+        try:
+            manager.close()
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    assert not (tmp_path / "run" / "run_end.json").exists()
+    manager.close()
+    assert (tmp_path / "run" / "run_end.json").exists()
 
 
 def test_verbose_and_debug_logging(caplog: pytest.LogCaptureFixture) -> None:

@@ -28,6 +28,7 @@ _START: Final = (
 _END_SECONDS: Final = 5.0
 _FAULTS: Final = {fault.__name__: fault for fault in (BackendError, ClosedError, PermanentBackendError)}
 _LAST_WORDS: Final = 300
+_READ_BACK: Final = 16_384
 _logger = logging.getLogger("gradtrack")
 
 
@@ -105,6 +106,8 @@ class ProcessBackend(Backend):
             return
         self._closed = True
         try:
+            if self._process is not None and self._process.poll() is not None:
+                self._end()
             if self._last is not None and self._process is None:
                 self.present([self._last])  # a new process finds the run that the old one left open
             if self._process is not None:
@@ -164,8 +167,9 @@ class ProcessBackend(Backend):
     def _start(self) -> None:
         """Start the process; secrets among the options go through the pipe, where no list of processes shows them."""
         self._knows_us = False
-        self._words = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as the process
+        paths = [path for path in list[object](sys.path) if isinstance(path, str)]
         try:
+            self._words = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as the process
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _START],
                 stdin=subprocess.PIPE,
@@ -175,20 +179,16 @@ class ProcessBackend(Backend):
                 start_new_session=True,  # an interrupt from the keyboard is for the training alone
             )
             assert self._process.stdin is not None
-            self._process.stdin.write(_encode(sys.path) + to_line(self._greeting))
+            self._process.stdin.write(f"{json.dumps(paths)}\n".encode("ascii") + to_line(self._greeting))
             self._process.stdin.flush()
-        except OSError as fault:
+        except Exception as fault:  # whatever it is must not reach the training, which has begun here
             raise self._died(fault) from None
 
     def _died(self, fault: Exception) -> BackendError:
         """Say how the process ended, with its last words."""
         process, words = self._process, self._words
         code = None if process is None else _end(process)
-        said = ""
-        if words is not None:
-            with contextlib.suppress(OSError, ValueError):
-                words.seek(max(words.seek(0, os.SEEK_END) - _LAST_WORDS, 0))
-                said = " ".join(redact(words.read().decode(errors="replace")).split())
+        said = "" if words is None else last_words(words)
         self._end()
         how = redact(str(fault)) if code is None else f"it ended with {code}"
         return BackendError(f"the process that writes to the tracker is gone ({how}). {said}".rstrip())
@@ -216,5 +216,12 @@ def _end(process: subprocess.Popen[bytes]) -> int | None:
         process.stdout.close()
 
 
-def _encode(values: Sequence[str]) -> bytes:
-    return f"{json.dumps(list(values))}\n".encode("ascii")
+def last_words(stream: BinaryIO) -> str:
+    """Return the end of what was written, its secrets hidden before it is cut: half an address is not known as one."""
+    try:
+        size = stream.seek(0, os.SEEK_END)
+        stream.seek(max(size - _READ_BACK, 0))
+        words = stream.read().decode(errors="replace").split()
+    except (OSError, ValueError):
+        return ""
+    return redact(" ".join(words[1:] if size > _READ_BACK else words))[-_LAST_WORDS:]

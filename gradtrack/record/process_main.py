@@ -36,6 +36,8 @@ def main() -> None:
     threading.Thread(target=_receive, args=(sys.stdin.buffer, requests), daemon=True).start()
     threading.Thread(target=_watch, args=(os.getppid(),), daemon=True).start()
     serve(greeting, iter(requests.get, None), answers)
+    sys.stderr.flush()
+    os._exit(0)  # an orderly end would wait for the thread that reads, which a copy of the training may keep waiting
 
 
 def serve(greeting: Mapping[str, Any], requests: Iterator[Request], answers: BinaryIO) -> None:
@@ -57,6 +59,8 @@ def serve(greeting: Mapping[str, Any], requests: Iterator[Request], answers: Bin
                 answer["address"] = dict(backend.address())
         answers.write(to_line({**answer, "log": log.take()}))
         answers.flush()
+        if request["do"] == "close":  # a forked copy of the training may hold the pipe open for long
+            return
 
 
 def _make(greeting: Mapping[str, Any]) -> Backend:

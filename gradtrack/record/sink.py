@@ -52,6 +52,11 @@ class Sink:
         self._closed = False
 
     @property
+    def forked(self) -> bool:
+        """Whether this process is a copy of the one that records."""
+        return self._guard.forked
+
+    @property
     def keeps_files(self) -> bool:
         """Whether the run has a directory: it was named, or a backend needs one."""
         return self._config.run_dir is not None or any(not backend.inline for backend in self.backends.values())

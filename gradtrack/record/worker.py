@@ -87,6 +87,9 @@ class Worker:
     def ask_flush(self) -> threading.Event:
         """Flush the backend once everything that was offered so far is delivered."""
         flush = _Flush(self.feed.accepted, threading.Event())
+        if self._end is not None:  # nobody is there any more to flush
+            flush.done.set()
+            return flush.done
         self._flushes.append(flush)
         self._hurry.set()
         self.feed.wake()

@@ -8,6 +8,7 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
+from gradtrack.record.leavings import note_files
 from gradtrack.record.run_end import RUN_END, RunEnd
 from gradtrack.reports import GradientStatistics, StepReport
 
@@ -27,7 +28,11 @@ def save_pictures(
         return []
     from gradtrack.view.gallery import pictures_of
 
-    pictures = pictures_of(reports, statistics, directory=directory)
+    try:
+        pictures = pictures_of(reports, statistics, directory=directory)
+    except Exception:
+        _logger.warning("no picture could be drawn; the training is not affected", exc_info=True)
+        return []
     return [path for name, draw in pictures.items() for path in _contained(name, partial(draw, directory / name))]
 
 
@@ -39,6 +44,11 @@ def save_page(directory: Path) -> list[Path]:
     if not any(directory.glob("journal-*.jsonl")):
         return []  # nothing was recorded, which the run has said by itself
     return _contained("the report", lambda: write_html_report(load_run(directory)))
+
+
+def save_names(directory: Path, run_id: str, paths: Sequence[Path]) -> list[Path]:
+    """Write down which of the files are the run's, for the trackers that show them."""
+    return _contained("the list of files", lambda: note_files(directory, run_id, paths))
 
 
 def _contained(what: str, write: Callable[[], Path]) -> list[Path]:

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
+from gradtrack.record.leavings import note_files
 from gradtrack.record.panels import CORE_PANELS
 from gradtrack.records import Panel, Record, RunInfo
 
@@ -50,9 +51,11 @@ def make_records(
 
 
 def finished_run(directory: Path, count: int = 30) -> list[Record]:
-    """Return the records of a run that has left a picture, a report and other files in its directory."""
+    """Return the records of a run that has left a picture and a report beside other people's files."""
     directory.mkdir(exist_ok=True)
+    (directory / "passport.png").write_bytes(PICTURE)
     (directory / "training_curves.png").write_bytes(PICTURE)
     (directory / "report.html").write_text("<p>the report</p>")
     (directory / "journal-000.jsonl").write_text("{}")
+    note_files(directory, "a-run", [directory / "training_curves.png", directory / "report.html"])
     return make_records(count, run_dir=directory, panels=CORE_PANELS)

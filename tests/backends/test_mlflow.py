@@ -30,6 +30,7 @@ from gradtrack.backends.mlflow.names import metric_name  # noqa: E402
 from gradtrack.backends.mlflow.views import saved_view  # noqa: E402
 from gradtrack.errors import BackendError, ClosedError, PermanentBackendError, UsageError  # noqa: E402
 from gradtrack.record.delivery import Delivery  # noqa: E402
+from gradtrack.record.leavings import note_files  # noqa: E402
 from gradtrack.record.panels import CORE_PANELS  # noqa: E402
 from gradtrack.record.process import ProcessBackend, outsourced  # noqa: E402
 from gradtrack.records import Record, RunInfo  # noqa: E402
@@ -101,6 +102,12 @@ def test_process_that_dies_leaves_one_run(server: str) -> None:
     experiment = mlflow.get_experiment_by_name("killed")
     (run,) = mlflow.MlflowClient().search_runs([experiment.experiment_id])
     assert run.info.status == "FINISHED"
+
+
+def test_store_in_memory_is_not_sent_away() -> None:
+    """Another process would have another store of that name."""
+    backend = MlflowBackend(tracking_uri="sqlite:///:memory:", experiment="x")
+    assert outsourced(backend) is backend
 
 
 def test_work_stays_here_when_asked(server: str) -> None:
@@ -263,7 +270,7 @@ def test_own_run_is_found_again(server: str) -> None:
 
 
 def test_files_are_artifacts_at_close(server: str, tmp_path: Path) -> None:
-    """The files that records name and the pictures of the run directory are in the run after close."""
+    """The files that records name and those that the run has left are in the run after close, and no others."""
     (tmp_path / "report.html").write_text("<p>report</p>")
     files = (str(tmp_path / "report.html"), str(tmp_path / "gone.png"))
     with mlflow.start_run() as run:
@@ -272,7 +279,8 @@ def test_files_are_artifacts_at_close(server: str, tmp_path: Path) -> None:
         backend.write([Record(step=1, time=1.0, metrics={"a": 1.0}, files=files, run=info)])
         (tmp_path / "run").mkdir()
         (tmp_path / "run" / "training_curves.png").write_bytes(b"picture")
-        (tmp_path / "run" / "journal.jsonl").write_text("{}")
+        (tmp_path / "run" / "passport.png").write_bytes(b"somebody's own")
+        note_files(tmp_path / "run", "x", [tmp_path / "run" / "training_curves.png"])
         backend.close()
     found = mlflow.MlflowClient().list_artifacts(run.info.run_id, "gradtrack")
     assert [entry.path for entry in found] == ["gradtrack/report.html", "gradtrack/training_curves.png"]

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from gradtrack.backends.tensorboard import TensorBoardBackend
 from gradtrack.errors import BackendError, ClosedError, PermanentBackendError, UsageError
+from gradtrack.record.leavings import note_files
 from gradtrack.record.panels import CORE_PANELS
 from gradtrack.records import Histogram, Panel, Record, RunInfo
 from tests.backends.rows import PICTURE, finished_run, make_records
@@ -433,6 +434,7 @@ def test_broken_picture_is_left_out(tmp_path: Path) -> None:
     """What only looks like a picture costs neither the others nor the close."""
     records = finished_run(tmp_path / "run")
     (tmp_path / "run" / "a.png").write_bytes(b"not a picture")
+    note_files(tmp_path / "run", "a-run", [tmp_path / "run" / "a.png", tmp_path / "run" / "training_curves.png"])
     backend = TensorBoardBackend(log_dir=tmp_path / "logs")
     backend.write(records)
     backend.close()
@@ -458,3 +460,12 @@ def test_backend_without_rows_shows_nothing(tmp_path: Path) -> None:
     assert backend.present(records) == set()
     backend.close()
     assert not (tmp_path / "logs").exists()
+
+
+def test_withheld_metrics_do_not_hide_a_row(tmp_path: Path) -> None:
+    """A row is there although a metric of it was left out, so a replay does not write it again."""
+    records = make_records(5)
+    backend = TensorBoardBackend(log_dir=tmp_path, withhold=["train/grad_norm"])
+    backend.write(records)
+    again = TensorBoardBackend(log_dir=tmp_path, withhold=["train/grad_norm"])
+    assert again.present(records) == {("", record.step) for record in records}

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +20,7 @@ from hypothesis import strategies as st
 from gradtrack import GradientManager
 from gradtrack.errors import BackendError, PermanentBackendError
 from gradtrack.record.delivery import Delivery
-from gradtrack.record.process import ProcessBackend, outsourced
+from gradtrack.record.process import ProcessBackend, last_words, outsourced
 from gradtrack.records import Record
 from tests.record import strategies
 from tests.record.doubles import ROOT, RUN, WAIT_SECONDS, Recorder, row
@@ -131,6 +133,41 @@ def test_killed_process_is_replaced(tmp_path: Path) -> None:
     assert told_in(tmp_path) == ["prepare", "run run-1 None", "prepare", "run run-1 None", "close False"]
 
 
+@pytest.mark.parametrize("trouble", ["path", "files"])
+def test_process_that_cannot_start_does_not_reach_the_training(
+    trouble: str, backend: ProcessBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A path that is no text is left out; whatever else fails is told by the first write, as a tracker's error."""
+    if trouble == "path":
+        monkeypatch.setattr(sys, "path", [*sys.path, Path("x")])
+        backend.prepare()
+        backend.write([row(1)])
+    else:
+        monkeypatch.setattr(tempfile, "tempdir", "/nonexistent")
+        backend.prepare()
+        with pytest.raises(BackendError, match="No such file"):
+            backend.write([row(1)])
+
+
+@given(before=st.integers(0, 40_000), after=st.integers(0, 400))
+def test_secret_is_hidden_wherever_the_words_are_cut(before: int, after: int) -> None:
+    """What a process said last is cut after its secrets are hidden, not before."""
+    said = last_words(io.BytesIO(b"y" * before + b" http://user:hunter2secret@host/ " + b"x" * after))
+    assert "hunter2secret" not in said
+    assert len(said) <= 300
+
+
+def test_run_is_ended_although_its_idle_process_died(backend: ProcessBackend, tmp_path: Path) -> None:
+    """A process that died after the last row, unseen, is replaced as well."""
+    backend.write([dataclasses.replace(row(1), run=RUN)])
+    assert backend.pid is not None
+    os.kill(backend.pid, signal.SIGKILL)
+    assert backend._process is not None
+    backend._process.wait()
+    backend.close()
+    assert told_in(tmp_path)[-1] == "close False"
+
+
 def test_run_is_ended_although_its_process_died(backend: ProcessBackend, tmp_path: Path) -> None:
     """A process that died between the last row and the close is replaced by one that finds the run and ends it."""
     backend.write([dataclasses.replace(row(1), run=RUN)])
@@ -194,6 +231,33 @@ if sys.argv[2] == "fork" and os.fork() == 0:
 print(backend.pid, flush=True)
 time.sleep(60)
 """
+
+
+CLOSING = """
+import os, sys, time
+from gradtrack.record.process import ProcessBackend
+from tests.record.doubles import row
+from tests.record.elsewhere import FolderBackend
+backend = ProcessBackend(FolderBackend(sys.argv[1]), {"folder": sys.argv[1], "portable": False})
+backend.write([row(1)])
+if os.fork() == 0:
+    time.sleep(60)
+    os._exit(0)
+process = backend._process
+backend.close()
+print(process.returncode, flush=True)
+"""
+
+
+def test_process_leaves_after_the_close_although_a_copy_holds_its_pipe(tmp_path: Path) -> None:
+    """A worker of a data loader that lives on keeps neither the process nor the close."""
+    command = [sys.executable, "-c", CLOSING, str(tmp_path)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True) as training:
+        assert training.stdout is not None
+        code = training.stdout.readline()
+        os.killpg(training.pid, signal.SIGKILL)
+    assert code == "0\n"  # it was not killed for its silence
+    assert told_in(tmp_path)[-1] == "close False"
 
 
 @pytest.mark.parametrize("copies", ["alone", pytest.param("fork", marks=pytest.mark.slow)])

@@ -130,7 +130,7 @@ class MlflowBackend(Backend):
         self._store.open()
 
     def portable(self) -> Mapping[str, Any] | None:
-        if not self._own_process:
+        if not self._own_process or ":memory:" in self._store.uri:
             return None
         return {
             "run_id": self._store.run_id,

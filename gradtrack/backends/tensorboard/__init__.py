@@ -119,7 +119,7 @@ class TensorBoardBackend(Backend):
         return {
             (record.source, record.step)
             for record in records
-            if there.get((record.source, record.step, record.time), set()) > set(record.metrics)
+            if there.get((record.source, record.step, record.time), set()) > set(record.metrics) - self._withheld
         }
 
     def _open(self, run: RunInfo) -> None:

@@ -124,6 +124,7 @@ class WandbBackend(Backend):
             "project": self._run.project,
             "entity": self._run.entity,
             "directory": str(Path(self._run.dir).absolute().parents[2]),
+            "withhold": self._columns.withheld,
         }
         return {key: value for key, value in found.items() if value}
 

@@ -22,6 +22,11 @@ class Columns:
         self._known: set[str] = set()
         self._originals: dict[str, str] = {}
 
+    @property
+    def withheld(self) -> list[str]:
+        """Name the metrics that are left out."""
+        return sorted(self._withheld)
+
     def named(self, record: Record) -> dict[str, float]:
         """Return the metrics of a record that are not withheld, by their names in W&B."""
         return {metric_name(name): value for name, value in record.metrics.items() if name not in self._withheld}
