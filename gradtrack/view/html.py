@@ -9,6 +9,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
+
 from gradtrack._version import __version__
 from gradtrack.record.files import write_atomically
 from gradtrack.reports import IssueSeverity
@@ -87,10 +89,12 @@ def _tiles(run: RunData) -> list[tuple[str, str, str]]:
     tiles = [("Steps", f"{run.total_steps:,}", f"{sum(len(track.steps) for track in tracks):,} recorded")]
     for track in tracks:
         name = f" ({track.name})" if track.name else ""
-        loss = track.loss[~_isnan(track.loss)]
-        if len(loss):
-            tiles.append((f"Loss{name}", number(loss[-1]), f"from {number(loss[0])}"))
-        tiles.append((f"Gradient norm{name}", number(track.last("train/grad_norm")), "last recorded, before clipping"))
+        loss, step = track.end_of(track.loss)
+        if loss == loss:
+            first = track.loss[~np.isnan(track.loss)][0]
+            tiles.append((f"Loss{name}", number(loss), f"from {number(first)}{_age(step)}"))
+        norm, step = track.end_of(track.over_finite("train/grad_norm"))
+        tiles.append((f"Gradient norm{name}", number(norm), f"last recorded, before clipping{_age(step)}"))
         rate = track.last("train/grad_clip_rate")
         if rate == rate:
             tiles.append((f"Clipped{name}", f"{rate:.1%}", "of the last steps"))
@@ -101,8 +105,9 @@ def _tiles(run: RunData) -> list[tuple[str, str, str]]:
     return tiles
 
 
-def _isnan(values: Any) -> Any:
-    return values != values
+def _age(step: int | None) -> str:
+    """Say of a number that is not from the last row which step it is from."""
+    return "" if step is None else f"; of step {step}, no number since"
 
 
 def issue_card(issue: IssueHistory) -> dict[str, str]:

@@ -93,6 +93,14 @@ class Track:
         """Return the last norm of a group that was over a finite gradient."""
         return _last_known(self.over_finite(f"{_GROUP_NORM}{group}"))
 
+    def end_of(self, values: NDArray[np.float64]) -> tuple[float, int | None]:
+        """Return the last number of a column, and its step where a later row has none."""
+        known = np.flatnonzero(~np.isnan(values))
+        if not len(known):
+            return math.nan, None
+        row = int(known[-1])
+        return float(values[row]), None if row + 1 == len(values) else int(self.steps[row])
+
     def _in_order(self, column: array[float]) -> NDArray[np.float64]:
         values = np.full(len(self._rows), math.nan)
         values[: len(column)] = column

@@ -111,10 +111,16 @@ def _curves(track: Track) -> RenderableType:
         finite = values[np.isfinite(values)]
         if len(finite):
             drawn = sparkline(values, log_scale=log_scale)
-            table.add_row(name, drawn, number(finite[-1]), number(finite.min()), number(finite.max()))
+            last, step = track.end_of(values)
+            table.add_row(name, drawn, f"{number(last)}{_age(step)}", number(finite.min()), number(finite.max()))
         elif name == "gradient norm" and len(values):
             table.add_row(name, "never finite", "–", "–", "–", style="red")
     return table
+
+
+def _age(step: int | None) -> str:
+    """Say of a number that is not from the last row which step it is from."""
+    return "" if step is None else f" (step {step})"
 
 
 def _groups(track: Track) -> Iterator[RenderableType]:
@@ -132,7 +138,8 @@ def _groups(track: Track) -> Iterator[RenderableType]:
     for layer in layers:
         name = _short(layer.name)
         space = " " * (width - cell_len(name) + 2)
-        yield Text(f"{name}{space}|{'█' * layer.bar_cells:<12}| norm: {number(layer.norm)}")
+        _, step = track.end_of(track.over_finite(f"train/grad_norm/{layer.name}"))
+        yield Text(f"{name}{space}|{'█' * layer.bar_cells:<12}| norm: {number(layer.norm)}{_age(step)}")
     if len(known) > _GROUPS:
         yield Text(f"and {len(known) - _GROUPS} more: see gradtrack report", style="dim")
 

@@ -122,3 +122,12 @@ def test_page_of_a_long_run_is_small(tmp_path: Path) -> None:
 def test_page_goes_into_the_directory_of_the_run(tmp_path: Path) -> None:
     """Without another path the page is the report of the directory."""
     assert html.write_html_report(gather(row(1), directory=tmp_path)) == tmp_path / "report.html"
+
+
+def test_numbers_that_are_not_of_the_last_row_name_their_step() -> None:
+    """Where loss and norm end as NaN, the tiles say how old their numbers are; where they do not, they say nothing."""
+    nan = float("nan")
+    text = Page(html.render(gather(row(1), row(2, norm=4.0), row(3, loss=nan, norm=nan)))).text
+    assert "from 1; of step 2, no number since" in text
+    assert "before clipping; of step 2, no number since" in text
+    assert "no number since" not in Page(html.render(gather(row(1, loss=nan, norm=nan), row(2)))).text

@@ -55,6 +55,17 @@ def test_norms_that_are_never_finite_are_told() -> None:
     assert "gradient norm  never finite" in shown(gather(row(1, norm=math.nan), row(2, norm=math.nan)))
 
 
+def test_numbers_that_are_not_of_the_last_row_name_their_step() -> None:
+    """A loss, a norm and a group that end as NaN tell how old their number is, and an infinity is no gap."""
+    old = "(step 2)"
+    lines = shown(gather(row(1), row(2, norm=4.0), row(3, norm=math.nan, loss=math.nan))).splitlines()
+    for name in ("loss", "gradient norm", "W_in", "W_out"):
+        assert [old in line for line in lines if line.startswith(f"{name} ")] == [True]
+    fresh = shown(gather(row(1, loss=math.nan), row(2, norm=math.inf)))
+    assert "(step" not in fresh
+    assert " inf " in next(line for line in fresh.splitlines() if line.startswith("gradient norm "))
+
+
 def test_plain_output_has_no_control_characters() -> None:
     """Where nobody is looking there is no colour, and a name cannot send commands to the terminal."""
     text = shown(gather(row(1, issues=[issue("\x1b[2Jlayer\r\n")])))
