@@ -10,7 +10,6 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from gradtrack.records import Panel
 from gradtrack.view.heat import HeatMap, heat_of
 from gradtrack.view.run_data import RunData, Track
 from gradtrack.view.thinning import thin_out
@@ -128,23 +127,25 @@ def _charts(track: Track, run: RunData) -> Iterator[Chart | HeatMap]:
     heat = heat_of(track, section=section, events=events)
     if heat is not None:
         yield heat
-    yield from _analyzer_charts(track, run.panels, events)
+    yield from _analyzer_charts(track, events)
 
 
-def _analyzer_charts(track: Track, panels: Sequence[Panel], events: Sequence[tuple[int, str, int]]) -> Iterator[Chart]:
+def _analyzer_charts(track: Track, events: Sequence[tuple[int, str, int]]) -> Iterator[Chart]:
     """Draw the panels that analyzers declared, then the metrics that none of them names."""
     rest = [name for name in track.names if not _is_own(name)]
-    for panel in panels:
+    tail = f": {track.name}" if track.name else ""
+    for panel in track.panels:
         if all(map(_is_own, panel.metrics)):
             continue
         names = [name for wanted in panel.metrics for name in _matching(wanted, track.names)]
         rest = [name for name in rest if name not in names]
-        lines = [_line(track, name, _short(name, panel.section)) for name in names[:_LINES_PER_CHART]]
+        section = panel.section.removesuffix(tail)
+        lines = [_line(track, name, _short(name, section)) for name in names[:_LINES_PER_CHART]]
         yield Chart(title=panel.title, lines=lines, section=panel.section, log_scale=panel.log_scale, events=events)
     for section, names in _by_section(rest).items():
         for name in names[:_CHARTS_PER_SECTION]:
             line = _line(track, name, _short(name, section))
-            yield Chart(title=_short(name, section), lines=[line], section=section, events=events)
+            yield Chart(title=_short(name, section), lines=[line], section=f"{section}{tail}", events=events)
 
 
 def _is_own(metric: str) -> bool:

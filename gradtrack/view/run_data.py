@@ -6,7 +6,7 @@ import math
 import re
 from array import array
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,8 +29,9 @@ _OVER_FINITE: Final = re.compile(r"train/grad_(?:norm(?=/)|variance)(|/.*)$", re
 class Track:
     """The recorded steps of one (model, optimizer) pair as columns of numbers; what a row lacks is NaN.
 
-    The columns are called as the metrics are, without the name of the pair. A step that was recorded twice, as some
-    findings are known one step late and as a resumed run repeats steps, is one row with what came last.
+    The columns and the metrics of its panels are called without the name of the pair. A step that was
+    recorded twice, as some findings are known one step late and as a resumed run repeats steps, is one row with what
+    came last.
     """
 
     def __init__(self, name: str) -> None:
@@ -38,6 +39,7 @@ class Track:
         self._rows: dict[int, int] = {}
         self._loss = array("d")
         self._columns: dict[str, array[float]] = {}
+        self._panels: dict[Panel, None] = {}
 
     def add(self, record: Record) -> None:
         """Take in one row."""
@@ -50,6 +52,9 @@ class Track:
             if column is None:
                 column = self._columns[own] = array("d")
             _set(column, row, value)
+        for panel in record.panels:
+            own_metrics = tuple(map(self._without_source, panel.metrics))
+            self._panels[replace(panel, metrics=own_metrics)] = None
 
     @property
     def steps(self) -> NDArray[np.int64]:
@@ -65,6 +70,11 @@ class Track:
     def names(self) -> list[str]:
         """Name the metrics, in the order in which they appeared."""
         return list(self._columns)
+
+    @property
+    def panels(self) -> tuple[Panel, ...]:
+        """Return the panels that the pair declared, in a section of its own where it has a name."""
+        return tuple(self._panels)
 
     @property
     def groups(self) -> list[str]:
@@ -168,7 +178,6 @@ class RunData:
     directory: Path
     tracks: dict[str, Track]
     issues: list[IssueHistory]
-    panels: tuple[Panel, ...] = ()
     end: RunEnd | None = None
     is_running: bool = False
     damaged: list[str] = field(default_factory=list)
@@ -202,18 +211,15 @@ class RunData:
         """Gather the rows of a run, with what its directory says about its end."""
         tracks: dict[str, Track] = {}
         issues = _Issues()
-        panels: dict[Panel, None] = {}
         for record in records:
             tracks.setdefault(record.source, Track(record.source)).add(record)
             issues.add(record)
-            panels.update(dict.fromkeys(record.panels))
         end = RunEnd.load(directory / RUN_END)
         return cls(
             run=run,
             directory=directory,
             tracks=tracks,
             issues=issues.ordered(),
-            panels=tuple(panels),
             end=end if end is not None and end.run_id == run.run_id else None,
         )
 

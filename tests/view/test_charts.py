@@ -6,6 +6,7 @@ import json
 import math
 from typing import Any
 
+from gradtrack.record.panels import panels_of
 from gradtrack.records import Panel
 from gradtrack.view.charts import charts_of, to_plain
 from tests.view.runs import gather, issue, row
@@ -94,3 +95,31 @@ def test_each_pair_has_a_section() -> None:
     """A GAN's discriminator and generator do not share their charts."""
     charts = to_plain(charts_of(gather(row(1, source="D"), row(1, source="G"))))
     assert {chart["section"] for chart in charts} == {"Training: D", "Training: G"}
+
+
+def test_each_pair_has_its_panels() -> None:
+    """A panel of a named pair draws that pair's metrics together, and its section tells whose they are."""
+    panels = (
+        Panel(
+            title="Gain", section="flow", metrics=("flow/gain", "flow/low", "flow/high"), kind="band", log_scale=True
+        ),
+        Panel(title="Ratio", section="flow", metrics=("flow/ratio/*",), kind="multi-line"),
+    )
+    rows = []
+    for source in ("gen", "disc"):
+        values = {"flow/gain": 1.0, "flow/low": 0.5, "flow/high": 2.0, "flow/rank": 3.0}
+        metrics = {f"{name}/{source}": value for name, value in values.items()}
+        metrics |= {f"flow/ratio/{source}/{group}": 0.1 for group in ("W_in", "W_out")}
+        rows.append(row(1, source=source, metrics=metrics, panels=panels_of(panels, source)))
+    charts = [chart for chart in to_plain(charts_of(gather(*rows))) if chart["title"] != "Loss"]
+    found = [(chart["section"], chart["title"], [line["name"] for line in chart["lines"]]) for chart in charts]
+    assert found == [
+        (f"flow: {source}", title, names)
+        for source in ("gen", "disc")
+        for title, names in (
+            ("Gain", ["gain", "low", "high"]),
+            ("Ratio", ["ratio/W_in", "ratio/W_out"]),
+            ("rank", ["rank"]),
+        )
+    ]
+    assert [chart["log"] for chart in charts] == [True, False, False] * 2

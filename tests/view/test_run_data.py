@@ -101,9 +101,9 @@ def test_open_and_severe_issues_come_first() -> None:
 
 
 def test_panels_are_gathered_from_the_rows() -> None:
-    """A panel that a row declares belongs to the run."""
+    """A panel that a row declares belongs to the pair of the row."""
     panel = Panel(title="Radius", section="rnn", metrics=("rnn/radius",))
-    assert gather(row(1), row(2, panels=(panel,)), row(3, panels=(panel,))).panels == (panel,)
+    assert gather(row(1), row(2, panels=(panel,)), row(3, panels=(panel,))).tracks[""].panels == (panel,)
 
 
 def test_the_newest_run_of_a_directory_is_read(tmp_path: Path) -> None:
