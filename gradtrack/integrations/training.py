@@ -54,7 +54,10 @@ class EarlyStoppingConfig(_Settings):
 
 
 class LRSchedulerConfig(_Settings):
-    """Which of torch's schedules to follow, once per epoch; `cosine` and `linear` end with the last epoch."""
+    """Which of torch's schedules to follow, once per epoch; `cosine` and `linear` end with the last epoch.
+
+    `plateau` judges what early stopping monitors, by its `mode`.
+    """
 
     scheduler_type: Literal["none", "cosine", "linear", "step", "exponential", "plateau"] = "cosine"
     min_lr: float = Field(0.0, ge=0)
@@ -145,7 +148,7 @@ class TrainingOptimizer:
         if self.manager.status()["closed"]:
             self.manager = GradientManager(self._gradients)
         run = _Run(model, self.optimizer, self.manager, self._stopping or EarlyStoppingConfig(patience=max_epochs))
-        scheduler = _scheduler(self._schedule, self.optimizer, max_epochs)
+        scheduler = _scheduler(self._schedule, self.optimizer, max_epochs, mode=run.rule.mode)
         with self.manager:
             for epoch in range(max_epochs):
                 value = await run.epoch(epoch, train_func, val_func)
@@ -256,7 +259,9 @@ def _effective(given: GradientConfig | Mapping[str, Any] | None) -> GradientConf
     return config
 
 
-def _scheduler(config: LRSchedulerConfig | None, optimizer: torch.optim.Optimizer, epochs: int) -> Any:
+def _scheduler(
+    config: LRSchedulerConfig | None, optimizer: torch.optim.Optimizer, epochs: int, *, mode: Literal["min", "max"]
+) -> Any:
     if config is None or config.scheduler_type == "none":
         return None
     if config.scheduler_type == "cosine":
@@ -268,7 +273,7 @@ def _scheduler(config: LRSchedulerConfig | None, optimizer: torch.optim.Optimize
     if config.scheduler_type == "exponential":
         return lr_scheduler.ExponentialLR(optimizer, gamma=config.gamma)
     return lr_scheduler.ReduceLROnPlateau(
-        optimizer, factor=config.gamma, patience=config.patience, min_lr=config.min_lr
+        optimizer, mode=mode, factor=config.gamma, patience=config.patience, min_lr=config.min_lr
     )
 
 

@@ -135,6 +135,17 @@ def test_schedules_are_those_of_torch(kind: Any) -> None:
     assert [epoch.lr[0] for epoch in history.epochs] == pytest.approx(expected[kind])
 
 
+@pytest.mark.parametrize(("values", "rates"), [([0.1, 0.2, 0.3], [0.1, 0.1, 0.1]), ([0.3, 0.2, 0.1], [0.1, 0.1, 0.05])])
+def test_a_plateau_is_one_of_what_is_maximised(values: list[float], rates: list[float]) -> None:
+    """With mode max a growing metric keeps the rate, and a falling one halves it."""
+    history, _ = run(
+        val_func=replay(values),
+        early_stopping_config=EarlyStoppingConfig(mode="max"),
+        lr_scheduler_config=LRSchedulerConfig(scheduler_type="plateau", gamma=0.5, patience=0),
+    )
+    assert [epoch.lr[0] for epoch in history.epochs] == pytest.approx(rates)
+
+
 def test_validation_runs_in_evaluation_mode_without_gradients() -> None:
     """The model is back in training mode in the next epoch."""
     modes: list[tuple[bool, bool]] = []
