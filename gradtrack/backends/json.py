@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
-import re
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -15,6 +13,7 @@ from typing import Any, Final, final
 
 from gradtrack.backends.base import Backend
 from gradtrack.errors import BackendError, ClosedError
+from gradtrack.record.files import file_part
 from gradtrack.records import Record
 
 _GLOBAL: Final = ("variance", "mean", "norm", "max", "min")
@@ -92,7 +91,7 @@ class _Series:
     """The columns of one pair and the two files that they go to; what the files hold already is kept."""
 
     def __init__(self, directory: Path, source: str) -> None:
-        tail = f".{_file_part(source)}" if source else ""
+        tail = f".{file_part(source)}" if source else ""
         self._path = directory / f"gradient_statistics{tail}.json"
         self._matrix_path = directory / f"gradient_statistics_weight_matrices{tail}.json"
         self._suffix = f"/{source}" if source else ""
@@ -159,12 +158,6 @@ class _Series:
 def _has_statistics(record: Record) -> bool:
     suffix = f"/{record.source}" if record.source else ""
     return any(f"train/grad_{name}{suffix}" in record.metrics for name in _GLOBAL)
-
-
-def _file_part(source: str) -> str:
-    """Turn any name of a pair into a part of a file's name; two names never become one."""
-    safe = re.sub(r"[^A-Za-z0-9_-]", "_", source)[:80]
-    return safe if safe == source else f"{safe}-{hashlib.sha256(source.encode()).hexdigest()[:8]}"
 
 
 def _read(path: Path) -> dict[str, Any]:

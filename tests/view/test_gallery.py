@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from gradtrack import GradientManager, RLPolicyAnalyzer, StepReport
+from gradtrack.record.files import file_part
 from gradtrack.view import panels
 from gradtrack.view.gallery import flow_of, pictures_of
 from tests.view.runs import issue, report, unhealthy
@@ -62,11 +63,13 @@ def test_the_flow_is_that_of_the_groups() -> None:
 
 
 def test_pairs_have_pictures_of_their_own(tmp_path: Path) -> None:
-    """Two pairs share their curves, and each has its statistics and flow in files named after it."""
-    reports = [report(step, source=name) for step in (1, 2, 3) for name in ("a/b", "critic")]
+    """Pairs share their curves, and each has its statistics and flow in files named after it and no other."""
+    reports = [report(step, source=name) for step in (1, 2, 3) for name in ("net/a", "net a", "critic")]
     pictures = pictures_of(reports, [])
-    owned = {name.replace(".png", f".{pair}.png") for name in OWN for pair in ("a_b", "critic")}
+    pairs = (file_part("net/a"), file_part("net a"), "critic")
+    owned = {name.replace(".png", f".{pair}.png") for name in OWN for pair in pairs}
     assert set(pictures) == {"training_curves.png", *owned}
+    assert len(owned) == 3 * len(OWN)
     assert all(draw(tmp_path / name).is_file() for name, draw in pictures.items())
 
 
