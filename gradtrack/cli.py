@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -148,10 +150,14 @@ def report(
     ] = None,
 ) -> None:
     """Write a run as one HTML page that needs no network, and print where it is."""
-    from gradtrack.view.html import write_html_report
+    from gradtrack.view.html import REPORT, write_html_report
     from gradtrack.view.run_data import load_run
 
-    typer.echo(write_html_report(load_run(_directory(run), watched=True), out))
+    found = load_run(_directory(run), watched=True)
+    path = found.directory / REPORT if out is None else out
+    with _writing(path, "--out"):
+        write_html_report(found, path)
+    typer.echo(path)
 
 
 @app.command(epilog=_epilog("diff"))
@@ -170,7 +176,8 @@ def diff(
 
     found = Comparison(load_run(first, watched=True), load_run(second, watched=True))
     if html is not None:
-        found.write_html(html)
+        with _writing(html, "--html"):
+            found.write_html(html)
     if as_json:
         typer.echo(json.dumps(found.to_plain(), indent=1, default=str))
     else:
@@ -268,6 +275,18 @@ def _directory(run: Path | None) -> Path:
             )
         raise UsageError(f"no RUN: expected a run's directory, since there is none in {_HERE}. Try: gradtrack demo")
     return max(runs, key=lambda path: path.stat().st_mtime).parent
+
+
+@contextmanager
+def _writing(path: Path, option: str) -> Iterator[None]:
+    """Say on one line why a file that an option names could not be written."""
+    try:
+        yield
+    except OSError as fault:
+        raise UsageError(
+            f"{str(path)!r}: expected a file that can be written ({fault.strerror or fault}). "
+            f"Choose another with {option}."
+        ) from fault
 
 
 def _backend_names() -> list[str]:

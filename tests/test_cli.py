@@ -271,6 +271,20 @@ def test_an_input_that_cannot_be_used_has_code_2(tmp_path: Path, well: Path) -> 
         assert len(result.stderr.splitlines()) == 1
 
 
+def test_a_page_that_cannot_be_written_has_code_2(tmp_path: Path, well: Path) -> None:
+    """A path below a file or one that is a directory is told on one line, with the option that chooses another."""
+    (tmp_path / "file").touch()
+    (tmp_path / "directory").mkdir()
+    for page in (tmp_path / "file" / "page.html", tmp_path / "directory"):
+        for arguments, option in ((["report", str(well)], "--out"), (["diff", str(well), str(well)], "--html")):
+            result = python("-m", "gradtrack.cli", *arguments, option, str(page))
+            assert (result.returncode, result.stdout) == (2, ""), arguments
+            assert result.stderr.startswith(f"gradtrack: {str(page)!r}: expected a file that can be written (")
+            assert result.stderr.endswith(f"Choose another with {option}.\n")
+            assert len(result.stderr.splitlines()) == 1
+    assert not list((tmp_path / "directory").iterdir())
+
+
 def test_lines_are_folded_for_a_person_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a terminal long lines break between words, below where they began; a pipe gets them whole."""
     text = "Found:\n  one two three four\n"
