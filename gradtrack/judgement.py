@@ -70,6 +70,7 @@ class Judgement:
             "nonfinite_before": self._nonfinite_before,
             "issues": [issue.model_dump(mode="json") for issue in self.health.issues],
             "of_rules": [issue.model_dump(mode="json") for issue in self._of_rules],
+            "of_analyzers": [issue.model_dump(mode="json") for issue in self._of_analyzers],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -81,6 +82,7 @@ class Judgement:
         self._nonfinite_before = bool(state["nonfinite_before"])
         self.health = HealthReport.of([Issue.model_validate(issue) for issue in state["issues"]])
         self._of_rules = [Issue.model_validate(issue) for issue in state.get("of_rules", ())]
+        self._of_analyzers = [Issue.model_validate(issue) for issue in state.get("of_analyzers", ())]
 
 
 def _evidence(moments: Moments, step: int, facts: StepFacts, *, critical: bool) -> Evidence:
