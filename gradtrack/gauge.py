@@ -19,7 +19,7 @@ from gradtrack.measure.weights import norms_from_squares, weight_norms, weight_s
 
 _LOCAL_PARTS = (
     "the parameters are spread over ranks: analyzers look at the parts that this rank holds, "
-    "so their numbers are those of this rank."
+    "so their numbers are those of this rank, and what they find is told by manager.diagnose() only."
 )
 _NO_RANKS = (
     "per_rank has nothing to compare: the gradients are plain tensors, which DDP makes the same on every rank. "

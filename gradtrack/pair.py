@@ -233,7 +233,8 @@ class Pair:
             reports, notes = self.analyzers.inspect(self._snapshot(grads, outcome))
             facts.analyzers = reports
             facts.notes = facts.notes + notes
-            if rarely(step):  # judging a window costs more than looking at a step
+            # Judging a window costs more than looking at a step; what one rank sees of its part is no verdict of all.
+            if rarely(step) and not self.gauge.has_shards:
                 self.judgement.hear(self.analyzers.issues())
             outcome.late = [one for one in reports.values() if isinstance(one, LateReport) and one.step != step]
             outcome.event = outcome.event or len(reports) > len(outcome.late)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from gradtrack import GradientManager, registry
 from gradtrack.analyzers.base import always
@@ -124,6 +125,26 @@ def analyzed(mesh: Any) -> dict[str, Any]:
     return {"names": names, "notes": [list(one.notes) for one in reports], "calls": calls}
 
 
+def dead_on_one_rank(mesh: Any) -> list[bool]:
+    """Tell whether the steps of a network are healthy whose hidden units are dead where rank 0 has them."""
+    torch.manual_seed(0)
+    hidden = nn.Linear(8, 64)
+    with torch.no_grad():
+        hidden.bias[:32] = -50.0
+    plain = nn.Sequential(hidden, nn.ReLU(), nn.Linear(64, 1))
+    model = parallelize_module(plain, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    manager = GradientManager(analyzers=["flow"])
+    manager.attach(model, optimizer)
+    healthy = []
+    for _ in range(14):
+        optimizer.zero_grad()
+        report = manager.step(model, optimizer, model(torch.randn(16, 8)).square().mean())
+        healthy.append(report.health.healthy)
+        optimizer.step()
+    return healthy
+
+
 def main() -> None:
     """Report each case, and write what this rank has found."""
     dist.init_process_group("gloo")
@@ -159,6 +180,7 @@ def main() -> None:
     report = manager.step(model, optimizer, model(torch.ones(2, 4, dtype=torch.float64)).mul(1.0).sum())
     found["accumulated"] = accumulated()
     found["analyzed"] = analyzed(mesh)
+    found["dead_on_one_rank"] = dead_on_one_rank(mesh)
     found["root_only"] = report.model_dump(mode="json", exclude={"time"})
 
     Path(sys.argv[1]).with_suffix(f".{rank}.json").write_text(json.dumps(found))

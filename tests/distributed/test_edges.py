@@ -106,6 +106,11 @@ def test_analyzers_see_local_parts_and_say_so(ranks: list[Found]) -> None:
     assert any("jacobian and recurrent and updates: left out" in note for note in found["notes"][0])
 
 
+def test_verdict_on_a_part_is_no_verdict_of_all(ranks: list[Found]) -> None:
+    """What an analyzer finds in the part of one rank opens no issue there: a callback would stop that rank only."""
+    assert [found["dead_on_one_rank"] for found in ranks] == [[True] * 14] * 2
+
+
 def test_micro_batches_that_are_not_reduced(ranks: list[Found]) -> None:
     """Under no_sync nothing is measured, and the report is of all micro-batches of all ranks."""
     found = ranks[0]["accumulated"]
