@@ -17,11 +17,13 @@ class AfterBackward:
     they were. The call is queued twice, because distributed training reduces the gradients in the first round.
 
     A checkpointed part of a model may run backward passes of its own within the pass, whose ends look the same from
-    here. Where the outer pass can be embraced by `at_the_end`, they are passed over.
+    here. Where the outer pass can be embraced by `at_the_end`, they are passed over. While `listening` is false,
+    only embraced passes count: the user may run others of their own.
     """
 
     def __init__(self, params: Iterable[nn.Parameter], call: Callable[[], object]) -> None:
         self._call = call
+        self.listening = True
         self._queued = self._embraced = self._ended = False
         self._hooks = [
             param.register_post_accumulate_grad_hook(self._reached)  # type: ignore[no-untyped-call]
@@ -51,7 +53,7 @@ class AfterBackward:
         self._hooks = []
 
     def _reached(self, _: Tensor) -> None:
-        if not self._queued:
+        if not self._queued and (self.listening or self._embraced):
             self._queued = True
             _queue(lambda: _queue(self._finish))
 

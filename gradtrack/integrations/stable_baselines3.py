@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, final
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar, Final, final
 
 import torch
 from torch import nn
@@ -13,7 +14,7 @@ from gradtrack.config import GradientConfig
 from gradtrack.errors import MissingExtraError, UsageError
 from gradtrack.integrations.after_backward import AfterBackward
 from gradtrack.integrations.roles import Source, only_measuring, wants_clipping
-from gradtrack.integrations.stand_in import stand_in
+from gradtrack.integrations.stand_in import embrace, stand_in
 from gradtrack.manager import GradientManager, IssueCallback
 from gradtrack.records import Record
 from gradtrack.reports import StepReport
@@ -24,6 +25,8 @@ except ImportError as fault:
     raise MissingExtraError('pip install "gradtrack[sb3]"') from fault
 
 _POLICY = "rl_policy"
+# What `learn` calls; an exception out of one ends the training without a word to the callbacks.
+_PARTS: Final = ("collect_rollouts", "train", "dump_logs")
 
 
 class GradtrackCallback(BaseCallback):  # type: ignore[misc]
@@ -64,17 +67,19 @@ class GradtrackCallback(BaseCallback):  # type: ignore[misc]
             manager.on_issue(self._on_issue)
         if before is not None:
             manager.load_state_dict(before)
-        for name, module, optimizer in _pairs(self.model):
-            manager.attach(module, optimizer, name=name or None)
-            self._watch(module, optimizer, clips=clips)
-            if clips:
-                manager.note(
-                    f"{type(self.model).__name__} clips at max_grad_norm {self.model.max_grad_norm}; gradtrack only "
-                    "measures, before it clips.",
-                    name=name,
-                )
-        if _watched_call(self.model.policy) is not None and self._has_policy_analyzer():
-            self._watch_policy(self.model.policy)
+        with self._in_training():
+            for name, module, optimizer in _pairs(self.model):
+                manager.attach(module, optimizer, name=name or None)
+                self._watch(module, optimizer, clips=clips)
+                if clips:
+                    manager.note(
+                        f"{type(self.model).__name__} clips at max_grad_norm {self.model.max_grad_norm}; gradtrack "
+                        "only measures, before it clips.",
+                        name=name,
+                    )
+            if _watched_call(self.model.policy) is not None and self._has_policy_analyzer():
+                self._watch_policy(self.model.policy)
+            self._watch_algorithm(self.model)
 
     def _on_step(self) -> bool:
         return True
@@ -93,6 +98,26 @@ class GradtrackCallback(BaseCallback):  # type: ignore[misc]
         if "analyzers" not in given and _watched_call(self.model.policy) is not None:
             defaults["analyzers"] = [_POLICY]
         return GradientConfig.load(config, **defaults)
+
+    def _watch_algorithm(self, model: Any) -> None:
+        """See the exceptions that end the training."""
+        parts = [name for name in _PARTS if hasattr(model, name)]
+        self._undo += [embrace(model, name, self._in_training) for name in parts]
+        excluded = model._excluded_save_params
+
+        # A model is saved with everything that is set on it, and ours is nothing to save.
+        def excluded_and_ours() -> list[str]:
+            return [*excluded(), *parts, "_excluded_save_params"]
+
+        self._undo.append(stand_in(model, "_excluded_save_params", excluded_and_ours))
+
+    @contextmanager
+    def _in_training(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self._stop(failed=True)
+            raise
 
     def _watch(self, module: nn.Module, optimizer: Any, *, clips: bool) -> None:
         manager = self.manager

@@ -1,8 +1,10 @@
-"""A function in the place of an object's own method, for as long as a training lasts."""
+"""A function in the place of an object's own method, or around it, for as long as a training lasts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import wraps
 from typing import Any
 
 
@@ -20,3 +22,15 @@ def stand_in(owner: Any, name: str, function: Callable[..., Any]) -> Callable[[]
             setattr(owner, name, there)
 
     return undo
+
+
+def embrace(owner: Any, name: str, context: Callable[[], AbstractContextManager[object]]) -> Callable[[], None]:
+    """Run a method of one object within a context, and return what puts back what was there."""
+    method = getattr(owner, name)
+
+    @wraps(method)
+    def embraced(*arguments: Any, **keywords: Any) -> Any:
+        with context():
+            return method(*arguments, **keywords)
+
+    return stand_in(owner, name, embraced)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Final
 
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from gradtrack.config import GradientConfig
 from gradtrack.errors import MissingExtraError, UsageError
 from gradtrack.integrations.after_backward import AfterBackward
 from gradtrack.integrations.roles import Source, joined, only_measuring
-from gradtrack.integrations.stand_in import stand_in
+from gradtrack.integrations.stand_in import embrace, stand_in
 from gradtrack.manager import GradientManager, IssueCallback
 from gradtrack.reports import StepReport
 
@@ -27,6 +28,8 @@ except ImportError as fault:
 
 _NORM: Final = "train/grad_norm"
 _TRACKERS: Final = ("wandb", "mlflow", "tensorboard")
+# What the Trainer's loop calls; an exception out of one ends the training without a word to the callbacks.
+_PARTS: Final = ("_run_epoch", "get_batch_samples", "_maybe_log_save_evaluate", "_evaluate", "_finalize_training")
 _logger = logging.getLogger("gradtrack")
 
 
@@ -80,8 +83,9 @@ class GradtrackCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         restored = self._restored or (saved.get("attributes", {}).get("_restored") if isinstance(saved, dict) else None)
         if restored and state.global_step:
             self._manager.load_state_dict(restored)
-        self._watch(model, optimizer, state)
-        self._watch_backward(_caller(Trainer))
+        with self._in_training():
+            self._watch(model, optimizer, state)
+            self._watch_trainer(_caller(Trainer))
         if clips:
             self._manager.note(
                 f"the Trainer clips at max_grad_norm {args.max_grad_norm}; gradtrack only measures, before it clips. "
@@ -96,14 +100,14 @@ class GradtrackCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Measure here where an engine of its own has kept its backward pass to itself."""
-        if self._manager is not None and self._measured_step != state.global_step:
-            self._manager.note("these gradients were seen after the Trainer's clipping only.")
+        if self._undo and self._measured_step != state.global_step:
+            self.manager.note("these gradients were seen after the Trainer's clipping only.")
             self._look()
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Deliver what is there while the Trainer's own writers are still open."""
-        if self._manager is not None and control.should_training_stop:
-            self._manager.flush()
+        if self._undo and control.should_training_stop:
+            self.manager.flush()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Deliver what is left."""
@@ -150,10 +154,38 @@ class GradtrackCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
             self._after = AfterBackward(model.parameters(), lambda: look() if GradientState().sync_gradients else None)
             self._undo.append(self._after.close)
 
-    def _watch_backward(self, trainer: Any) -> None:
-        """Add up the losses that the Trainer runs backward from, which it has scaled for their sum."""
+    def _watch_trainer(self, trainer: Any) -> None:
+        """See the Trainer's own backward passes only, and the exceptions that end its training."""
         if trainer is None:
             return
+        if self._after is not None:
+            self._after.listening = False
+        self._undo.append(embrace(trainer, "training_step", self._in_a_step))
+        self._undo += [embrace(trainer, name, self._in_training) for name in _PARTS if hasattr(trainer, name)]
+        self._watch_backward(trainer)
+
+    @contextmanager
+    def _in_training(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self._stop(failed=True)
+            raise
+
+    @contextmanager
+    def _in_a_step(self) -> Iterator[None]:
+        after = self._after
+        if after is not None:
+            after.listening = True
+        try:
+            with self._in_training():
+                yield
+        finally:
+            if after is not None:
+                after.listening = False
+
+    def _watch_backward(self, trainer: Any) -> None:
+        """Add up the losses that the Trainer runs backward from, which it has scaled for their sum."""
         backward = trainer.accelerator.backward
 
         def add_and_backward(loss: Tensor, **keywords: Any) -> None:

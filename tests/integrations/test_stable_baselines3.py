@@ -11,6 +11,7 @@ from gradtrack.errors import UsageError
 
 pytest.importorskip("stable_baselines3")
 import stable_baselines3
+from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.logger import configure
 
 from gradtrack.integrations.stable_baselines3 import GradtrackCallback
@@ -161,6 +162,55 @@ def test_nothing_stays_hooked_where_an_issue_ends_the_training(name: str) -> Non
     assert callback.manager.backend("memory").failed  # type: ignore[attr-defined]
     assert not any(param._post_accumulate_grad_hooks for param in model.policy.parameters())
     assert not {"_get_action_dist_from_latent", "action_log_prob"} & (vars(model.policy).keys() | vars(part).keys())
+
+
+class Saving(BaseCallback):  # type: ignore[misc]
+    """Saves the model in the middle of its training."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path = path
+
+    def _on_step(self) -> bool:
+        if self.n_calls == 70:
+            self.model.save(self.path)
+        return True
+
+
+def test_what_is_saved_while_learning_is_the_models_own(tmp_path: Path) -> None:
+    """A checkpoint from within a watched training has nothing of ours, and learns on."""
+    saving, path = Saving(tmp_path / "watched.zip"), tmp_path / "plain.zip"
+    algorithm("PPO").learn(100, callback=[GradtrackCallback(), saving])
+    algorithm("PPO").learn(100, callback=Saving(path))
+    watched, plain = (stable_baselines3.PPO.load(file, env=algorithm("PPO").env) for file in (saving.path, path))
+    assert vars(watched).keys() == vars(plain).keys()
+    assert watched.learn(64).num_timesteps == 64
+
+
+@pytest.mark.parametrize("kind", [ZeroDivisionError, KeyboardInterrupt])
+@pytest.mark.parametrize("place", ["env", "policy"])
+@pytest.mark.parametrize("name", ["PPO", "SAC"])
+def test_a_crash_leaves_nothing_behind(name: str, place: str, kind: type[BaseException]) -> None:
+    """Where the world or an update breaks, the training ends as failed, and the model is as it was."""
+    model, callback = algorithm(name), GradtrackCallback(backends=["memory"])
+    owner = model.env if place == "env" else model.policy
+    method = "step" if place == "env" else "set_training_mode"
+    call, world = getattr(owner, method), place == "env"
+
+    def crash(*arguments: Any) -> Any:
+        if callback.reports and (world or arguments == (True,)):
+            raise kind
+        return call(*arguments)
+
+    setattr(owner, method, crash)
+    with pytest.raises(kind):
+        model.learn(300, callback=callback)
+    assert callback.manager.backend("memory").failed  # type: ignore[attr-defined]
+    assert not {"train", "collect_rollouts", "dump_logs", "_excluded_save_params"} & vars(model).keys()
+    assert not any(param._post_accumulate_grad_hooks for param in model.policy.parameters())
+    optimizers = [part.optimizer for part in model.policy.modules() if hasattr(part, "optimizer")]
+    assert optimizers
+    assert not any(optimizer._optimizer_step_pre_hooks for optimizer in optimizers)
 
 
 def test_the_manager_begins_with_the_training() -> None:

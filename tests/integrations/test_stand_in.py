@@ -1,6 +1,9 @@
 """A function in the place of a method, and back."""
 
-from gradtrack.integrations.stand_in import stand_in
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from gradtrack.integrations.stand_in import embrace, stand_in
 
 
 class Greeter:
@@ -32,3 +35,20 @@ def test_what_somebody_else_has_put_there_stays() -> None:
     assert greeter.greet() == "second"
     undo_second()
     assert greeter.greet() == "first"
+
+
+def test_a_method_runs_within_a_context() -> None:
+    """The context surrounds each call; afterwards nothing is left on the object."""
+    greeter, seen = Greeter(), list[str]()
+
+    @contextmanager
+    def context() -> Iterator[None]:
+        seen.append("in")
+        yield
+        seen.append("out")
+
+    undo = embrace(greeter, "greet", context)
+    assert greeter.greet() == "hello"
+    assert seen == ["in", "out"]
+    undo()
+    assert vars(greeter) == {}

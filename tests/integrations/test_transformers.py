@@ -158,6 +158,52 @@ def test_nothing_stays_hooked(tmp_path: Path) -> None:
         assert not any(param._post_accumulate_grad_hooks for param in model.parameters())
 
 
+PARTS = ["training_step", "get_batch_samples", "_maybe_log_save_evaluate"]
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("kind", [ZeroDivisionError, KeyboardInterrupt])
+def test_a_crash_leaves_nothing_behind(part: str, kind: type[BaseException], tmp_path: Path) -> None:
+    """Wherever the training ends, it ends as failed, and later gradients of the model are the user's own."""
+    kept: list[Any] = []
+
+    def crash(trainer: Any, *arguments: Any, **keywords: Any) -> Any:
+        if trainer.state.global_step == 2:
+            kept.append(trainer)
+            raise kind
+        return getattr(transformers.Trainer, part)(trainer, *arguments, **keywords)
+
+    crashing = type("Crashing", (transformers.Trainer,), {part: crash})
+    callback, model = GradtrackCallback(max_grad_norm=1e-3, backends=["memory"]), tiny_model()
+    with pytest.raises(kind):
+        train(callback, tmp_path, model=model, kind=crashing, max_grad_norm=0)
+    assert callback.manager.backend("memory").failed  # type: ignore[attr-defined]
+    assert [report.step for report in callback.reports] == [1, 2]
+    assert not {*PARTS, "_run_epoch", "_evaluate", "_finalize_training"} & vars(kept[0]).keys()
+    assert "backward" not in vars(kept[0].accelerator)
+    assert not any(param._post_accumulate_grad_hooks for param in model.parameters())
+
+
+def test_backward_passes_between_the_steps_are_the_users_own(tmp_path: Path) -> None:
+    """What another callback runs backward is no step, and keeps its gradients as they are."""
+    found: list[float] = []
+
+    class Curious(transformers.TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, *arguments: Any, model: Any, **keywords: Any) -> None:
+            (1e4 * model.lm_head.weight.sum()).backward()
+            found.append(float(model.lm_head.weight.grad.max()))
+            model.zero_grad()
+
+    class Asked(transformers.Trainer):  # type: ignore[misc]
+        def __init__(self, *, callbacks: Any, **keywords: Any) -> None:
+            super().__init__(callbacks=[*callbacks, Curious()], **keywords)
+
+    callback = GradtrackCallback(max_grad_norm=1e-3)
+    train(callback, tmp_path, kind=Asked, max_grad_norm=0)
+    assert found == [1e4] * 6
+    assert [report.step for report in callback.reports] == [1, 2, 3, 4, 5, 6]
+
+
 def test_watching_changes_nothing(tmp_path: Path) -> None:
     """The weights after a training that was watched are bitwise those of one that was not."""
     watched = train(GradtrackCallback(analyzers="auto"), tmp_path / "a", max_grad_norm=0.5).model
