@@ -28,8 +28,9 @@ class GradientStatisticsCallback(Callback):  # type: ignore[misc]
 
     Rows go to the runs of the trainer's own loggers and to two JSON files in its directory, where a picture of four
     panels follows at the end. The steps are the trainer's `global_step`; of several optimizers each has its own count
-    and the name of the module that it steps. While the trainer clips, gradtrack only measures; it clips by itself only
-    where a setting asks for that. What rolls is in every checkpoint. `config` and more keywords are `GradientConfig`.
+    and the name of the module that it steps, numbered where that is taken. While the trainer clips, gradtrack only
+    measures; it clips by itself only where a setting asks for that. What rolls is in every checkpoint. `config` and
+    more keywords are `GradientConfig`.
     """
 
     def __init__(
@@ -128,9 +129,12 @@ class GradientStatisticsCallback(Callback):  # type: ignore[misc]
         optimizers = trainer.optimizers
         self._restored, self._loss, self._modules = None, None, {}
         for index, optimizer in enumerate(optimizers):
-            found = (pl_module, "") if len(optimizers) == 1 else _owned_by(optimizer, pl_module, index)
-            self._modules[id(optimizer)] = found
-            manager.attach(found[0], optimizer, name=found[1] or None)
+            module, name = (pl_module, "") if len(optimizers) == 1 else _owned_by(optimizer, pl_module, index)
+            # Optimizers may share a module, each with a part of its parameters.
+            while name in {taken for _, taken in self._modules.values()}:
+                name += f"_{index}"
+            self._modules[id(optimizer)] = (module, name)
+            manager.attach(module, optimizer, name=name or None)
         if len(optimizers) == 1:
             self._last_step = trainer.global_step
             manager.continue_from(trainer.global_step)

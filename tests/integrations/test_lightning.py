@@ -292,6 +292,35 @@ def test_several_optimizers_have_names_of_their_own(tmp_path: Path) -> None:
     assert found == {(name, step) for name in ("generator", "discriminator") for step in (1, 2, 3)}
 
 
+class Halves(Game):
+    """One network whose weights and biases have optimizers of their own, beside another."""
+
+    def configure_optimizers(self) -> Any:
+        """Return two optimizers for the generator and one for the discriminator."""
+        one, other = self.generator, self.discriminator
+        parts = ([one.weight], [one.bias], other.parameters())
+        return [torch.optim.SGD(part, lr=0.01) for part in parts]
+
+    def training_step(self, batch: Any, index: int) -> None:
+        """Step all."""
+        self.manual_backward(self.discriminator(self.generator(batch[0][:, 0])).square().mean())
+        for optimizer in self.optimizers():
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_optimizers_of_one_module_have_names_of_their_own(tmp_path: Path) -> None:
+    """Where a module's name is taken, the optimizer's number follows it, and a resume finds each pair again."""
+    first, second = GradientStatisticsCallback(), GradientStatisticsCallback()
+    _, trainer = fit(first, tmp_path, module=Halves(), max_steps=6, data=same_batches())
+    trainer.save_checkpoint(tmp_path / "at6.ckpt")
+    fit(second, tmp_path, module=Halves(), max_steps=12, data=same_batches(), ckpt_path=str(tmp_path / "at6.ckpt"))
+    for callback, steps in ((first, (1, 2)), (second, (3, 4))):
+        assert [(report.source, report.step) for report in callback.reports] == [
+            (name, step) for step in steps for name in ("generator", "generator_1", "discriminator")
+        ]
+
+
 def test_lbfgs_has_one_report_per_step(tmp_path: Path) -> None:
     """A closure that is called several times is one step."""
 
