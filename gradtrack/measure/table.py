@@ -189,8 +189,10 @@ class ParameterTable:
     def __init__(self, model: nn.Module, patterns: Mapping[str, str] | None = None, process_group: Any = None) -> None:
         wrapped, model = list(model.modules()), unwrapped(model)
         self._modules = list(model.modules())
-        self._module_dicts = [module._modules for module in self._modules]
-        self._param_dicts = [module._parameters for module in self._modules]
+        # A ScriptModule has wrappers in their place, made anew on every call, and cannot change its parts.
+        plain = [module for module in self._modules if isinstance(module._modules, dict)]
+        self._module_dicts = [module._modules for module in plain]
+        self._param_dicts = [module._parameters for module in plain]
         self._fingerprint = self._take_fingerprint()
         by_id: dict[int, str] = {}
         self.aliases: dict[str, list[str]] = {}

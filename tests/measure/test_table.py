@@ -39,6 +39,19 @@ def test_frozen_parameters_are_left_out() -> None:
     assert "0.weight" not in table.gradients().layout.missing
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_scripted_part_is_measured_like_any_other() -> None:
+    """The parameters of a ScriptModule have their rows, and freezing one of them makes the table stale."""
+    scripted = torch.jit.script(small_model())  # type: ignore[no-untyped-call]
+    model = nn.Sequential(scripted, nn.Flatten())
+    table = ParameterTable(model)
+    torch.autograd.backward(batch_loss(model))
+    assert table.gradients().layout.names == ["0.0.weight", "0.0.bias", "0.2.weight", "0.2.bias"]
+    assert not table.stale()
+    next(model.parameters()).requires_grad_(False)
+    assert table.stale()
+
+
 class TestStale:
     """Changes of the model that the table notices."""
 
