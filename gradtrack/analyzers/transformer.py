@@ -249,5 +249,6 @@ def _is_compiled(model: nn.Module) -> bool:
 
 def _calls_attention(kind: type[nn.Module]) -> bool:
     """Whether the forward pass of a class, or a function that it names, is attention."""
-    code = getattr(kind.forward, "__code__", None)
+    forward = getattr(kind, "forward", None)  # that of a ScriptModule cannot be had from its class
+    code = getattr(forward, "__code__", None)
     return code is not None and "scaled_dot_product_attention" in code.co_names

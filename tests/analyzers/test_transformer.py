@@ -432,3 +432,10 @@ def test_suits_a_model_that_calls_attention_itself() -> None:
 
     assert "Mixer" not in (TransformerAnalyzer.suits(nn.Sequential(nn.Linear(4, 4))) or "")
     assert "scaled_dot_product_attention" in (TransformerAnalyzer.suits(nn.Sequential(nn.Linear(4, 4), Mixer())) or "")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_scripted_module_can_be_looked_at() -> None:
+    """A ScriptModule, whose class has no forward pass to read, is not chosen and does no harm."""
+    scripted = torch.jit.script(nn.Sequential(nn.Linear(4, 4)))  # type: ignore[no-untyped-call]
+    assert TransformerAnalyzer.suits(nn.Sequential(scripted, nn.Linear(4, 4))) is None
