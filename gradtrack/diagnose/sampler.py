@@ -17,7 +17,7 @@ from gradtrack.diagnose.stale import StaleWatch
 from gradtrack.diagnose.standing import Standing
 from gradtrack.measure.elements import Elements
 from gradtrack.measure.probe import Probe
-from gradtrack.measure.shards import local_part
+from gradtrack.measure.shards import local_numbers, local_part
 
 _KEPT: Final = 32
 _PAST: Final = 8
@@ -137,7 +137,8 @@ class FlowSampler:
 
         def before_step(*_: object) -> None:
             if math.isnan(sample.clip):
-                grads = {name: local_part(param.grad) for name, param in params.items() if param.grad is not None}
+                there = {name: param.grad for name, param in params.items() if param.grad is not None}
+                grads = {name: local_numbers(grad) for name, grad in there.items() if not grad.is_sparse}
                 sample.clip = elements.left(grads)
 
         return before_step
@@ -193,5 +194,6 @@ def _norms(params: Iterable[Tensor]) -> list[float]:
     pairs = [(param.numel(), local_part(param.detach())) for param in params]
     if not pairs:
         return []
-    norms = torch.stack([torch.linalg.vector_norm(part, dtype=torch.float64) for _, part in pairs]).tolist()
+    numbers = (local_numbers(part) for _, part in pairs)
+    norms = torch.stack([torch.linalg.vector_norm(part, dtype=torch.float64) for part in numbers]).tolist()
     return [norm * math.sqrt(size / max(1, part.numel())) for norm, (size, part) in zip(norms, pairs, strict=True)]

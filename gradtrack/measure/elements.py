@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from gradtrack.measure.shards import local_part
+from gradtrack.measure.shards import local_numbers
 
 _COUNT: Final = 256
 _SPARSE: Final = 0.1
@@ -47,9 +47,9 @@ class Elements:
         self._shares: dict[str, float] = {}
         self._squares: dict[str, float] = {}
         for name, param in params.items():
-            grad, own = grads.get(name), local_part(param)
+            grad, own = grads.get(name), local_numbers(param.detach())
             if own.is_floating_point() and own.numel():
-                self._add(name, own.detach(), grad if grad is not None and grad.shape == own.shape else None)
+                self._add(name, own, grad if grad is not None and grad.shape == own.shape else None)
 
     def _add(self, name: str, param: Tensor, grad: Tensor | None) -> None:
         index: Index = max(1, param.numel() // _COUNT)
@@ -77,10 +77,10 @@ class Elements:
         for name, before in self._weights.items():
             if name not in params:
                 continue
-            param = local_part(params[name])
+            param = local_numbers(params[name].detach())
             if not self._covers(name, param):
                 continue
-            moved = _take(param.detach(), self._index[name]) - before
+            moved = _take(param, self._index[name]) - before
             size = max(_norm(before), _norm(before + moved))
             grad = self._grads.get(name)
             live = grad != 0 if grad is not None else np.zeros(0, dtype=bool)
@@ -119,10 +119,10 @@ class Elements:
         products = np.zeros(3)
         for name, before in self._grads.items():
             grad, param = grads.get(name), params.get(name)
-            if grad is None or param is None or grad.shape != local_part(param).shape:
+            if grad is None or param is None or grad.shape != local_numbers(param.detach()).shape:
                 continue
             after = _take(grad, self._index[name])
-            weight = param.numel() / len(before)
+            weight = param.numel() * (2 if param.is_complex() else 1) / len(before)
             products += weight * np.array([before @ after, before @ before, after @ after])
         return _cosine(products)
 

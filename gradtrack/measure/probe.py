@@ -144,7 +144,7 @@ def _observed(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def _tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
-        if value.is_floating_point():
+        if value.is_floating_point() or value.is_complex():
             yield value
     elif isinstance(value, dict):
         for part in value.values():
@@ -171,6 +171,8 @@ def _look(node: Node, output: Tensor, inputs: Any) -> None:
     if not _take_range(node, output):
         node.finite = False
         node.finite_input = all(bool(torch.isfinite(value).all()) for value in _tensors(inputs))
+    elif output.is_complex():
+        return  # what is dead or saturated is defined for real numbers
     elif node.kind in SQUASHERS:
         limit = 0.97 if node.kind == "Tanh" else 0.47
         (node.beyond_tanh,) = _shares(node, output - (0.0 if node.kind == "Tanh" else 0.5), limit)
@@ -191,7 +193,8 @@ def _shares(node: Node, output: Tensor, *limits: float) -> list[float]:
 
 def _take_range(node: Node, output: Tensor) -> bool:
     """Note the range of every unit, and whether anything depends on the batch; return whether all of it is finite."""
-    if output.ndim < 2:
+    if output.ndim < 2 or output.is_complex():
+        node.rows = output.numel() // node.width if output.ndim > 1 else 0
         return bool(torch.isfinite(output).all())
     others = [dim for dim in range(output.ndim) if dim != node.axis % output.ndim]
     found = torch.stack([torch.amin(output, dim=others), torch.amax(output, dim=others)])
@@ -209,10 +212,10 @@ def _take(node: Node, gradient: Tensor) -> None:
     gradient = gradient.detach()
     units = gradient.movedim(node.axis, -1) if gradient.ndim > 1 else gradient
     rows = units.reshape(-1, units.shape[-1] if units.ndim else 1)
-    squares = _row_squares(rows)
+    squares = _row_squares(torch.view_as_real(rows.resolve_conj()).flatten(1) if rows.is_complex() else rows)
     size = math.sqrt(squares.sum())
     node.delta = size if node.delta is None else math.hypot(node.delta, size)
-    if gradient.ndim > 1 and node.kind not in ("Embedding", "EmbeddingBag"):
+    if gradient.ndim > 1 and not rows.is_complex() and node.kind not in ("Embedding", "EmbeddingBag"):
         node.rank = _effective_rank(rows, np.sqrt(squares))
 
 

@@ -48,6 +48,12 @@ def local_part(tensor: Any) -> Tensor:
     return local
 
 
+def local_numbers(tensor: Any) -> Tensor:
+    """Return what this rank holds of a tensor as real numbers, which are two for each element of a complex one."""
+    local = local_part(tensor)
+    return torch.view_as_real(local.resolve_conj()) if local.is_complex() else local
+
+
 def local_gradient(param: nn.Parameter) -> Tensor:
     """Return what this rank holds of the gradient of a parameter, nothing where there is none.
 

@@ -437,5 +437,5 @@ def test_suits_a_model_that_calls_attention_itself() -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_scripted_module_can_be_looked_at() -> None:
     """A ScriptModule, whose class has no forward pass to read, is not chosen and does no harm."""
-    scripted = torch.jit.script(nn.Sequential(nn.Linear(4, 4)))  # type: ignore[no-untyped-call]
+    scripted = torch.jit.script(nn.Sequential(nn.Linear(4, 4)))
     assert TransformerAnalyzer.suits(nn.Sequential(scripted, nn.Linear(4, 4))) is None

@@ -105,3 +105,49 @@ def test_few_samples_are_kept() -> None:
     assert len(samples) <= 32
     assert samples[0].step == 1
     assert sum(any(node.unit_max is not None for node in sample.nodes) for sample in samples) <= 3
+
+
+class Spectral(nn.Module):
+    """A complex layer before a rectified head."""
+
+    def __init__(self, bias: float = 0.0) -> None:
+        super().__init__()
+        self.head = perceptron(bias)
+        self.first = nn.Linear(8, 8, dtype=torch.cfloat)
+        self.gradients: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Run both, and keep the gradient that comes to the complex part."""
+        inner: Tensor = self.first(x.to(torch.cfloat))
+        inner.register_hook(self.gradients.append)  # type: ignore[no-untyped-call]
+        head: Tensor = self.head(inner.abs())
+        return head
+
+
+def test_the_dead_head_of_a_complex_layer_is_found() -> None:
+    """A complex layer hides no fault of the others, and is not said to be cut off itself."""
+    model = Spectral(-50.0)
+    with GradientManager(analyzers=["flow"]) as manager:
+        go(manager, model, torch.optim.SGD(model.parameters(), 0.1), 1, 40)
+        found = {issue.key for issue in manager.diagnose()}
+    assert found == {"DEAD:head.2"}
+
+
+def test_the_steps_of_a_complex_layer_are_followed() -> None:
+    """Its norm, its change and its gradients are those of its real and imaginary parts."""
+    model = Spectral()
+    weight = model.first.weight
+    before = weight.detach().clone()
+    with GradientManager(analyzers=["flow"], enable_gradient_clipping=False) as manager:
+        go(manager, model, torch.optim.SGD(model.parameters(), 0.1), 1, 1)
+        after = weight.detach().clone()
+        go(manager, model, torch.optim.SGD(model.parameters(), 0.1), 2, 12)
+        analyzer: Any = manager.analyzer("flow")
+    sample = analyzer.case.samples[0]
+    assert sample.params["first.weight"].weight == pytest.approx(float(before.abs().square().sum().sqrt()))
+    moved = float((after - before).abs().square().sum().sqrt())
+    assert sample.changes["first.weight"].ratio * float(after.abs().square().sum().sqrt()) == pytest.approx(moved, 0.05)
+    assert sample.clip == pytest.approx(1.0)
+    assert -1.0 <= sample.cosine <= 1.0
+    node = next(node for node in sample.nodes if node.name == "first")
+    assert node.delta == pytest.approx(float(model.gradients[0].abs().square().sum().sqrt()))

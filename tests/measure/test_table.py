@@ -42,7 +42,7 @@ def test_frozen_parameters_are_left_out() -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_scripted_part_is_measured_like_any_other() -> None:
     """The parameters of a ScriptModule have their rows, and freezing one of them makes the table stale."""
-    scripted = torch.jit.script(small_model())  # type: ignore[no-untyped-call]
+    scripted = torch.jit.script(small_model())
     model = nn.Sequential(scripted, nn.Flatten())
     table = ParameterTable(model)
     torch.autograd.backward(batch_loss(model))
