@@ -8,19 +8,26 @@ from torch import Tensor, nn
 
 
 class StaleWatch:
-    """Hooks on the parameters for one backward pass, that see what a gradient is added to.
+    """Hooks on the parameters for the backward passes of one step, that see what a gradient is added to.
 
-    Adding to a gradient is accumulation, and legal, unless the parameter has changed since the gradient was there.
+    Adding to a gradient is accumulation, and legal, unless the parameter has changed since the gradient was there. A
+    parameter is innocent once a pass starts it afresh: the generator of a GAN and the actor of DDPG go back through
+    another model, whose own old gradients are cleared only before its own pass.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.found: list[str] = []
-        self._seen: set[str] = set()
+        self._stale: dict[str, None] = {}
+        self._fresh: set[str] = set()
         self._handles = [
             param.register_hook(self._hook(name, param))  # type: ignore[no-untyped-call]
             for name, param in model.named_parameters()
             if param.requires_grad
         ]
+
+    @property
+    def found(self) -> list[str]:
+        """Name the parameters whose old gradients were added to and never cleared."""
+        return list(self._stale)
 
     def close(self) -> None:
         """Remove the hooks."""
@@ -32,13 +39,16 @@ class StaleWatch:
         version = param._version
 
         def hook(_: Tensor) -> None:
-            if name in self._seen:
+            if name in self._fresh:
                 return
-            self._seen.add(name)
-            grad = param.grad
-            if grad is None or param._version == version:
-                return
-            if bool((grad.coalesce().values() if grad.is_sparse else grad).any()):
-                self.found.append(name)
+            if _is_empty(param.grad):
+                self._fresh.add(name)
+                self._stale.pop(name, None)
+            elif param._version != version:
+                self._stale[name] = None
 
         return hook
+
+
+def _is_empty(grad: Tensor | None) -> bool:
+    return grad is None or not bool((grad.coalesce().values() if grad.is_sparse else grad).any())

@@ -167,6 +167,25 @@ def test_stale_gradients() -> None:
     assert ("STALE_GRAD", "") in found(train(model, torch.optim.SGD(model.parameters(), 0.01), zero=False))
 
 
+def test_a_pass_through_another_model_is_legal() -> None:
+    """A generator's pass adds to what the discriminator's last step has used, until that clears it before its own."""
+    torch.manual_seed(0)
+    maker, judge = nn.Linear(4, 2), nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1))
+    maker_steps, judge_steps = (torch.optim.SGD(one.parameters(), 1e-3) for one in (maker, judge))
+    with GradientManager(analyzers=["flow"], enable_gradient_clipping=False) as manager:
+        for model, optimizer, name in ((maker, maker_steps, "maker"), (judge, judge_steps, "judge")):
+            manager.attach(model, optimizer, name=name)
+        for _ in range(20):
+            fake = maker(torch.randn(16, 4))
+            judge_steps.zero_grad()
+            manager.step(judge, judge_steps, F.softplus(judge(fake.detach()) - judge(torch.randn(16, 2))).mean())
+            judge_steps.step()
+            maker_steps.zero_grad()
+            manager.step(maker, maker_steps, F.softplus(-judge(fake)).mean())
+            maker_steps.step()
+        assert "STALE_GRAD" not in {kind for kind, _ in found(manager.diagnose())}
+
+
 def test_accumulation_is_legal() -> None:
     """Micro-batches that add up before one step open nothing."""
     model = network()
