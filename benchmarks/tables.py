@@ -32,10 +32,12 @@ def terminal(rows: Sequence[Row]) -> Table:
 
 
 def write(rows: Sequence[Row]) -> list[Path]:
-    """Write `docs/benchmarks.md` with its picture, and the table of the README."""
+    """Write `docs/benchmarks.md` with its picture, and the table of the README; what was not run stays as it is."""
     DOCS.joinpath("images").mkdir(parents=True, exist_ok=True)
     text, picture = DOCS / "benchmarks.md", DOCS / "images" / "step_cost.png"
-    text.write_text(f"{HEAD}\n![The cost of a step](images/step_cost.png)\n{_sections(rows)}", encoding="utf-8")
+    sections = {**_written(text), **_sections(rows)}
+    shown = "".join(sections.values())
+    text.write_text(f"{HEAD}\n![The cost of a step](images/step_cost.png)\n{shown}", encoding="utf-8")
     steps = [row for row in rows if row.benchmark == "step (native)"]
     if not steps:
         return [text]
@@ -56,16 +58,23 @@ def summary(ratios: Mapping[str, str]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def _sections(rows: Sequence[Row]) -> str:
-    parts = []
+def _written(path: Path) -> dict[str, str]:
+    """Return the sections that are there, by their headings."""
+    _, *parts = path.read_text(encoding="utf-8").split("\n## ") if path.exists() else [""]
+    return {part.partition("\n")[0]: f"\n## {part}" for part in parts}
+
+
+def _sections(rows: Sequence[Row]) -> dict[str, str]:
+    """Return a section with a table for each benchmark, by its heading."""
+    sections = {}
     for name in dict.fromkeys(row.benchmark for row in rows):
         lines = [f"\n## {name.capitalize()}\n", "| case | what | ratio | bar | |", "| --- | --- | ---: | ---: | --- |"]
         for row in rows:
             if row.benchmark == name:
                 bar = "" if row.bar is None else f"{row.bar:g}{row.unit}"
                 lines.append(f"| {row.case} | {row.what} | {_shown(row)} | {bar} | {row.note} |")
-        parts.append("\n".join(lines) + "\n")
-    return "".join(parts)
+        sections[name.capitalize()] = "\n".join(lines) + "\n"
+    return sections
 
 
 def _shown(row: Row) -> str:

@@ -64,3 +64,14 @@ def test_configuration_is_what_the_loop_reads() -> None:
     with open("gradtrack.yaml", "w", encoding="utf-8") as file:
         file.write(shown.text)
     assert GradientConfig.load("gradtrack.yaml").max_grad_norm == 1.0
+
+
+def test_what_was_not_run_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Running one benchmark replaces its own table and no other."""
+    monkeypatch.setattr(tables, "DOCS", tmp_path)
+    for name, ratio in (("memory", 1.0), ("growth", 2.0), ("memory", 3.0)):
+        tables.write([Row(benchmark=name, case="case", what="what", ratio=ratio)])
+    written = (tmp_path / "benchmarks.md").read_text(encoding="utf-8")
+    assert written.count("## ") == 2
+    assert written.index("3.00x") < written.index("2.00x")
+    assert "1.00x" not in written
