@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gradtrack.errors import UsageError
+from gradtrack.measure.hooks import Unshared
 from gradtrack.measure.trees import first_floating, replace, tensors
 
 _SAMPLES: Final = 1
@@ -74,8 +75,8 @@ class BlockInputs:
         self.calls = {}
 
 
-class _Keep:
-    """A forward pre-hook that a copy or a pickle of the block loses."""
+class _Keep(Unshared):
+    """A forward pre-hook that keeps the arguments of a block for its owner."""
 
     def __init__(self, owner: BlockInputs, name: str, num_samples: int) -> None:
         self._owner, self._name, self._num_samples = weakref.ref(owner), name, num_samples
@@ -85,16 +86,6 @@ class _Keep:
         if owner is None or torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
         owner.calls[self._name] = BlockCall(args, kwargs, self._num_samples)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (_Nothing, ())
-
-
-class _Nothing:
-    """What a pickled hook becomes."""
-
-    def __call__(self, *_: object) -> None:
-        return None
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from gradtrack.errors import InputTypeError, SecondBackwardError, UsageError
 from gradtrack.measure.edges import Origin, inside_backward
 from gradtrack.measure.gain_text import write_report
 from gradtrack.measure.gains import Discontinuity, GainFit, GainProfile, SampleSpread, spread, summarise
+from gradtrack.measure.hooks import Unshared
 from gradtrack.measure.trees import first_floating, tensors
 
 NormType = Literal["l2", "l1", "linf", "mean"]
@@ -210,8 +211,8 @@ class GradientGainMonitor:
         self._num_passes += 1
 
 
-class _Watch:
-    """A forward hook that does not keep its monitor alive, and that a copy or a pickle of the block loses."""
+class _Watch(Unshared):
+    """A forward hook that does not keep its monitor alive."""
 
     def __init__(self, monitor: GradientGainMonitor, index: int) -> None:
         self._monitor, self._index = weakref.ref(monitor), index
@@ -222,16 +223,6 @@ class _Watch:
         monitor = self._monitor()
         if monitor is not None and not monitor.closed:
             monitor._see(self._index, (args, kwargs), output)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (_Nothing, ())
-
-
-class _Nothing:
-    """What a pickled hook becomes."""
-
-    def __call__(self, *_: object) -> None:
-        return None
 
 
 def _watch_compiled(block: nn.Module, watch: _Watch) -> Callable[[], None] | None:

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from gradtrack.measure.hooks import ModuleHook
 from gradtrack.measure.samples import sample
 
 _MAX_CALLS: Final = 256
@@ -65,22 +66,28 @@ class Probe:
         self.fault: Exception | None = None
         self._calls: dict[str, int] = {}
         self._functions: dict[Any, int] = {}
+        self._closed = False
         self._handles = [
-            module.register_forward_hook(self._hook(name, module)) for name, module in _observed(model) if name
+            module.register_forward_hook(ModuleHook(module, self._seeing(name, module)))
+            for name, module in _observed(model)
+            if name
         ]
 
     def close(self) -> None:
         """Remove the hooks and let go of the graph."""
         for handle in self._handles:
             handle.remove()
+        self._closed = True
         self._handles = []
         self._functions = {}
 
-    def _hook(self, name: str, module: nn.Module) -> Callable[..., None]:
+    def _seeing(self, name: str, module: nn.Module) -> Callable[..., None]:
         kind = type(module).__name__
         parametric = any(True for _ in module.parameters(recurse=False))
 
-        def hook(_: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        def see(_: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+            if self._closed:
+                return
             if not torch.is_grad_enabled():
                 self.without_grad.add(name)
                 return
@@ -89,7 +96,7 @@ class Probe:
             if found is not None and calls <= _MAX_CALLS and not torch.compiler.is_compiling():
                 self._guard(lambda: self._record(name, kind, parametric, inputs, found))
 
-        return hook
+        return see
 
     def _guard(self, call: Callable[[], None]) -> None:
         if self.fault is None:

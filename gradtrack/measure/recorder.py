@@ -14,6 +14,7 @@ from gradtrack.measure.captures import Capture, FunctionCapture
 from gradtrack.measure.cell_capture import SINGLE_CELLS, CellCapture
 from gradtrack.measure.cells import Step
 from gradtrack.measure.fused_capture import FusedCapture
+from gradtrack.measure.hooks import ModuleHook
 from gradtrack.measure.replay import Trajectory
 
 
@@ -54,7 +55,7 @@ class RecurrentRecorder:
             capture = _capture(module, name, functions.get(name), max_sequences, max_steps)
             if capture is not None:
                 self._captures[name] = capture
-                self._handles.append(module.register_forward_hook(capture, with_kwargs=True))
+                self._handles.append(module.register_forward_hook(ModuleHook(module, capture), with_kwargs=True))
 
     def recorded(self) -> list[Recorded]:
         """Replay what was seen, the parts of a custom cell left out where the whole of it was followed."""

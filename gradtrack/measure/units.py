@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from torch import Tensor, nn
 
+from gradtrack.measure.hooks import ModuleHook
 from gradtrack.measure.policy import dormant_share
 
 _ACTIVATIONS: Final = (
@@ -37,7 +38,8 @@ class DormantUnits:
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Watch the forward passes of a `with` block."""
-        handles = [module.register_forward_hook(self._hook(name)) for name, module in self._modules.items()]
+        hooked = [(module, ModuleHook(module, self._hook(name))) for name, module in self._modules.items()]
+        handles = [module.register_forward_hook(hook) for module, hook in hooked]
         try:
             yield
         finally:

@@ -1,0 +1,97 @@
+"""Hooks on the modules of a model: copies and pickles of the model have none of them."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gradtrack import GradientManager
+from gradtrack.measure.block_inputs import BlockInputs
+from gradtrack.measure.gain_monitor import GradientGainMonitor
+from gradtrack.measure.probe import Probe
+from gradtrack.measure.recorder import RecurrentRecorder
+
+Copying = Callable[[nn.Module], nn.Module]
+
+
+def pickled(model: nn.Module) -> nn.Module:
+    """Save a whole model, and load it."""
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    loaded: nn.Module = torch.load(file, weights_only=False)
+    return loaded
+
+
+def perceptron() -> nn.Sequential:
+    """Return a rectified network."""
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+
+
+@pytest.mark.parametrize("copying", [copy.deepcopy, pickled])
+def test_a_probe_sees_nothing_of_a_copy(copying: Copying) -> None:
+    """Neither while the probe looks at the model nor when it is closed, and the model itself is seen."""
+    model = perceptron()
+    probe = Probe(model)
+    other = copying(model)
+    other(torch.randn(4, 8))
+    assert not probe.nodes
+    model(torch.randn(4, 8))
+    assert [node.name for node in probe.nodes] == ["0", "1", "2"]
+    probe.close()
+    other(torch.randn(4, 8))
+    assert len(probe.nodes) == 3
+
+
+def test_a_probe_sees_nothing_of_a_shallow_copy() -> None:
+    """A copy that shares the hooks of a module is another module."""
+    model = perceptron()
+    probe = Probe(model)
+    copy.copy(model[0])(torch.randn(4, 8))
+    assert not probe.nodes
+    probe.close()
+
+
+@pytest.mark.parametrize("copying", [copy.deepcopy, pickled])
+def test_a_recurrent_recorder_keeps_nothing_of_a_copy(copying: Copying) -> None:
+    """A model is copied between its forward and backward pass, and the copy is not followed."""
+    model = nn.Sequential(nn.LSTM(4, 4))
+    recorder = RecurrentRecorder(model)
+    output: Tensor = model(torch.randn(5, 2, 4))[0]
+    other = copying(model)
+    other(torch.randn(7, 2, 4))
+    torch.autograd.backward(output.sum())
+    assert [one.trajectory.window for one in recorder.recorded()] == [5]
+    recorder.close()
+
+
+@pytest.mark.parametrize("owner", [BlockInputs, GradientGainMonitor])
+@pytest.mark.parametrize("copying", [copy.deepcopy, pickled])
+def test_watches_of_blocks_see_nothing_of_a_copy(owner: Any, copying: Copying) -> None:
+    """The copy of a block that is watched runs unseen."""
+    model = perceptron()
+    watch = owner({"0": model[0]} if owner is BlockInputs else model)
+    copying(model)(torch.randn(4, 8))
+    assert not (watch.calls if owner is BlockInputs else watch.num_forwards)
+    watch.close()
+
+
+@pytest.mark.parametrize("copying", [copy.deepcopy, pickled])
+def test_a_model_can_be_copied_at_any_step(copying: Copying) -> None:
+    """The copies of every step of a watched training give what the model gives."""
+    model = perceptron()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    x = torch.randn(4, 8)
+    with GradientManager(analyzers="auto") as manager:
+        manager.attach(model, optimizer)
+        for _ in range(12):
+            assert torch.equal(copying(model)(x), model(x))
+            optimizer.zero_grad()
+            manager.step(model, optimizer, model(x).square().mean())
+            optimizer.step()
