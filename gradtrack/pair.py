@@ -79,6 +79,14 @@ class Pair:
     def bind(self, optimizers: Sequence[Any]) -> None:
         """Take the optimizers that step the model; each must own at least one of its parameters."""
         self._stepping.bind(optimizers, self.table)
+        if self.analyzers:
+            self._stepping.watch()
+
+    def arm(self) -> None:
+        """Arm the analyzers for the coming step, and watch what the optimizers take."""
+        if self.analyzers:
+            self._stepping.watch()
+        self.analyzers.arm(self.model, self.step_count + 1)
 
     def continue_from(self, step: int) -> None:
         """Count the next step as the one after `step`, and arm what is due there."""
@@ -255,6 +263,7 @@ class Pair:
             horizon=self.horizon,
             skipped=facts.skipped,
             series=self.judgement.series,
+            call_before_step=self._stepping.call_before_step,
         )
 
     def diagnose(self) -> list[Issue]:

@@ -126,7 +126,7 @@ class Roster:
         if self._config.analyzers == "auto":
             analyzers.choose(model)
         self._restore(pair)
-        analyzers.arm(model, pair.step_count + 1)
+        pair.arm()
         self._pairs[(id(model), *map(id, optimizers))] = pair
         if first:
             self._on_first()

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gradtrack.checks import check_optimizer, needs_closure
+from gradtrack.checks import check_optimizer, hookable, needs_closure
 from gradtrack.measure.shards import is_distributed
+from gradtrack.measure.step_watch import StepWatch
 from gradtrack.measure.table import ParameterTable
 from gradtrack.scaling import take_over_scale
 
 
 class Stepping:
-    """The optimizers that step one model, watched only where one of them calls a closure several times a step."""
+    """The optimizers that step one model, watched only for closures and for who asks."""
 
     def __init__(self) -> None:
         self.optimizers: tuple[Any, ...] = ()
         self.may_hold_found_inf = False
         self._closure_calls: int | None = None
-        self._hooks: list[Any] = []
+        self._watch = StepWatch()
 
     def bind(self, optimizers: Sequence[Any], table: ParameterTable) -> None:
         """Take other optimizers; each must own at least one parameter of the table."""
@@ -29,9 +31,19 @@ class Stepping:
             # Between its passes FSDP2 has whole parameters in the place of the shards that the optimizer owns.
             if table.has_dtensors or not _owns_shards(optimizer):
                 check_optimizer(optimizer, table.params)
-        self._unhook()
+        self._watch.close()
         self.optimizers = tuple(optimizers)
-        self._hooks = [hook for optimizer in optimizers for hook in self._watch_closures(optimizer)]
+        self._watch_closures()
+
+    def call_before_step(self, look: Callable[[], None]) -> None:
+        """Call a function once, when one of the optimizers takes the gradients, if its steps can be watched."""
+        self._watch.call_before_step(look)
+
+    def watch(self) -> None:
+        """Watch every step from now on, so that `call_before_step` has something to go by."""
+        for optimizer in map(hookable, self.optimizers):
+            if hasattr(optimizer, "_optimizer_step_pre_hooks"):
+                self._watch.add(optimizer, running=True)
 
     def params(self) -> Iterator[nn.Parameter]:
         """Yield what the optimizers own."""
@@ -62,23 +74,23 @@ class Stepping:
 
     def close(self) -> None:
         """Leave the optimizers as they were found."""
-        self._unhook()
+        self._watch.close()
         self.forget_found_inf()
 
-    def _watch_closures(self, optimizer: Any) -> list[Any]:
+    def _watch_closures(self) -> None:
         """Notice the several closure calls of one step, for optimizers like LBFGS that need a closure."""
-        if not (isinstance(optimizer, torch.optim.Optimizer) and needs_closure(optimizer)):
-            return []
-        self._closure_calls = 0  # the first step() of a pair comes from within the closure
-        return [
-            optimizer.register_step_pre_hook(lambda *_: setattr(self, "_closure_calls", 0)),
-            optimizer.register_step_post_hook(lambda *_: setattr(self, "_closure_calls", None)),
-        ]
+        found = [one for one in self.optimizers if isinstance(one, torch.optim.Optimizer) and needs_closure(one)]
+        # The first step() of a pair may come from within the closure.
+        self._closure_calls = 0 if found else None
+        if found:
+            self._watch = StepWatch(partial(self._count_calls, 0), partial(self._count_calls, None))
+            for optimizer in found:
+                self._watch.add(optimizer)
+        else:
+            self._watch = StepWatch()
 
-    def _unhook(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+    def _count_calls(self, calls: int | None) -> None:
+        self._closure_calls = calls
 
 
 def look_before_steps(optimizer: Any, look: Callable[..., None]) -> Any:

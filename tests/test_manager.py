@@ -3,6 +3,7 @@
 import logging
 import math
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,13 @@ def rows(manager: GradientManager) -> list[Any]:
     """Return what the memory backend was given."""
     records: list[Any] = manager.backend("memory").records  # type: ignore[attr-defined]
     return records
+
+
+def shrink(model: nn.Module, factor: float, *_: object) -> None:
+    """Clip as somebody else would, when an optimizer begins its step."""
+    for param in model.parameters():
+        assert param.grad is not None
+        param.grad.mul_(factor)
 
 
 class TestStep:
@@ -373,6 +381,27 @@ class TestLoops:
         torch.autograd.backward(batch_loss(model))
         optimizer.step()
         assert len(manager.reports) == 2
+
+    @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
+    def test_watch_with_analyzers(self, kind: type[torch.optim.Optimizer]) -> None:
+        """A look from within the optimizer's hooks works at every step, sees who clips, and leaves nothing."""
+        for left in (1.0, 1e-3):
+            model = small_model()
+            optimizer = kind(model.parameters(), lr=1e-3)  # type: ignore[call-arg]
+            manager = gradtrack.watch(model, optimizer, analyzers="auto", enable_gradient_clipping=False)
+            foreign = optimizer.register_step_pre_hook(partial(shrink, model, left))
+            for step in range(70):
+                optimizer.zero_grad()
+                torch.autograd.backward(batch_loss(model, step))
+                optimizer.step()
+            assert [report.step for report in manager.reports] == list(range(1, 71))
+            flow: Any = manager.analyzer("flow")
+            clips = [sample.clip for sample in flow.case.samples]
+            assert clips[1:] == pytest.approx([left] * (len(clips) - 1), rel=1e-4)
+            foreign.remove()
+            manager.close()
+            assert not optimizer._optimizer_step_pre_hooks
+            assert not optimizer._optimizer_step_post_hooks
 
     def test_watch_needs_hooks(self) -> None:
         """What cannot be hooked is refused with the alternative."""

@@ -50,6 +50,31 @@ def test_a_closure_is_one_step() -> None:
         assert all(again[1:])
 
 
+def test_another_optimizer_ends_the_counting_of_calls() -> None:
+    """After an optimizer with a closure, one without makes a step of every look."""
+    model = nn.Linear(2, 1)
+    made = stepping(model, optimizer_of(model, torch.optim.LBFGS))
+    assert not made.calls_again()
+    assert made.calls_again()
+    made.bind([optimizer_of(model)], ParameterTable(model))
+    assert [made.calls_again() for _ in range(3)] == [False] * 3
+
+
+def test_a_closure_that_raises_ends_its_step() -> None:
+    """The look after a closure that failed begins a step of its own."""
+    model = nn.Linear(2, 1)
+    optimizer = optimizer_of(model, torch.optim.LBFGS)
+    made = stepping(model, optimizer)
+
+    def closure() -> Tensor:
+        made.calls_again()
+        raise ArithmeticError
+
+    with pytest.raises(ArithmeticError):
+        optimizer.step(closure)
+    assert not made.calls_again()
+
+
 def test_flags_are_taken_back_once() -> None:
     """An optimizer loses the flag of a late step, and keeps one that somebody else has set."""
     model = nn.Linear(2, 2)

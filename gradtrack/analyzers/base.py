@@ -84,7 +84,7 @@ class Snapshot:
     """One training step after its backward pass, to be read and never changed.
 
     `gradients` are those that the optimizer will see, by parameter name; `norms` are the pre-clip norms, and `groups`
-    the group of each.
+    the group of each. `call_before_step(look)` calls `look()` once, just before an optimizer takes its gradients.
     """
 
     step: int
@@ -99,6 +99,7 @@ class Snapshot:
     horizon: int | None = None
     skipped: bool = False
     series: Series | None = None
+    call_before_step: Callable[[Callable[[], None]], None] | None = None
 
 
 class Suggested(float):

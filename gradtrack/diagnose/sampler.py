@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 import torch
@@ -40,8 +40,6 @@ class FlowSampler:
         self._probe: Probe | None = None
         self._stale: StaleWatch | None = None
         self._elements: Elements | None = None
-        self._step_hooks: list[Any] = []
-        self._watching = False
 
     @property
     def waiting(self) -> bool:
@@ -79,16 +77,13 @@ class FlowSampler:
         return sample
 
     def disarm(self, *, for_good: bool = False) -> None:
-        """Take the hooks off the model; those on the optimizers stay for the step that follows a sample."""
+        """Take the hooks off the model; the last sample still waits for its step, unless it is `for_good`."""
         for watch in (self._probe, self._stale):
             if watch is not None:
                 watch.close()
         self._probe = self._stale = None
-        if for_good or not self._watching:
-            self._let_go()
         if for_good:
             self._elements = None
-        self._watching = False
 
     def state_dict(self) -> dict[str, Any]:
         """Return the samples, the series and the standing verdicts as plain data."""
@@ -117,36 +112,23 @@ class FlowSampler:
         if self._elements is None:
             return
         elements, self._elements = self._elements, None
-        self._let_go()
         params = _named(snapshot.model)
         self.samples[-1].changes = elements.changes(params) if snapshot.optimizers else None
         self.samples[-1].cosine = elements.cosine(params, snapshot.gradients)
 
     def _watch_step(self, snapshot: Snapshot, sample: Sample, params: Params) -> None:
         """See what is left of the gradients when the optimizer takes them: others may clip in between."""
-        self._let_go()
-        self._watching = True
-        for optimizer in snapshot.optimizers:
-            if isinstance(optimizer, torch.optim.Optimizer):
-                hook = self._before_step(params, sample)
-                self._step_hooks.append(optimizer.register_step_pre_hook(hook))
-
-    def _before_step(self, params: Params, sample: Sample) -> Callable[..., None]:
         elements = self._elements
-        assert elements is not None
+        if elements is None or snapshot.call_before_step is None:
+            return
 
-        def before_step(*_: object) -> None:
-            if math.isnan(sample.clip):
+        def before_step() -> None:
+            if self._elements is elements:
                 there = {name: param.grad for name, param in params.items() if param.grad is not None}
                 grads = {name: local_numbers(grad) for name, grad in there.items() if not grad.is_sparse}
                 sample.clip = elements.left(grads)
 
-        return before_step
-
-    def _let_go(self) -> None:
-        for hook in self._step_hooks:
-            hook.remove()
-        self._step_hooks = []
+        snapshot.call_before_step(before_step)
 
     def _sample(self, snapshot: Snapshot, params: Params) -> Sample:
         probe, stale = self._probe, self._stale

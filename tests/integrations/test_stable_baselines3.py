@@ -42,8 +42,9 @@ def algorithm(name: str, **options: Any) -> Any:
         "A2C": {"n_steps": 8},
         "DQN": {"learning_starts": 20, "buffer_size": 200, "batch_size": 8},
         "SAC": {"learning_starts": 20, "buffer_size": 200, "batch_size": 8},
+        "TD3": {"learning_starts": 20, "buffer_size": 200, "batch_size": 8},
     }
-    world = options.pop("world", "Pendulum-v1" if name == "SAC" else "CartPole-v1")
+    world = options.pop("world", "Pendulum-v1" if name in ("SAC", "TD3") else "CartPole-v1")
     kind = getattr(stable_baselines3, name)
     return kind("MlpPolicy", world, seed=0, device="cpu", **{**sizes[name], **options})
 
@@ -56,6 +57,14 @@ def test_the_norm_is_the_one_that_the_algorithm_throws_away(name: str, clipped: 
     assert len(clipped) == len(callback.reports) > 3
     assert [report.clipping.norm_before for report in callback.reports] == pytest.approx(clipped, rel=1e-5)
     assert f"{name} clips at max_grad_norm" in callback.reports[0].notes[0]
+
+
+@pytest.mark.parametrize("name", ["SAC", "TD3"])
+def test_analyzers_look_from_within_the_steps(name: str) -> None:
+    """The flow of actor and critic is looked at in hooks of their optimizers, which stay as they are meanwhile."""
+    callback = GradtrackCallback(analyzers="auto", backends=["memory"])
+    algorithm(name).learn(60, callback=callback)
+    assert sum(report.source == "critic" for report in callback.reports) > 30
 
 
 def test_actor_and_critic_have_their_own_reports() -> None:
