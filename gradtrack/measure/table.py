@@ -190,7 +190,7 @@ class ParameterTable:
         wrapped, model = list(model.modules()), unwrapped(model)
         self._modules = list(model.modules())
         # A ScriptModule has wrappers in their place, made anew on every call, and cannot change its parts.
-        plain = [module for module in self._modules if isinstance(module._modules, dict)]
+        plain = [module for module in self._modules if not isinstance(module, torch.jit.ScriptModule)]
         self._module_dicts = [module._modules for module in plain]
         self._param_dicts = [module._parameters for module in plain]
         self._fingerprint = self._take_fingerprint()
