@@ -63,6 +63,7 @@ class LateStep:
         self._action = "off" if not config.enable_nan_inf_check else "scaler" if scaled else config.nonfinite_action
         if self._action == "replace":
             self._handler.replace(grads.tensors)
+            grads.install()
         if self._action == "skip":
             for optimizer in optimizers:
                 optimizer.found_inf = (self._bad > 0).float()
@@ -73,6 +74,7 @@ class LateStep:
             if self._action != "replace":
                 coefficient = torch.where(self._bad > 0, 1.0, coefficient)
             torch._foreach_mul_(list(grads.tensors), coefficient.float())
+            grads.install()
         self._start_copy()
 
     @property

@@ -65,19 +65,33 @@ class Layout:
 class Gradients:
     """The gradients of one step: the tensors to measure and their layout.
 
-    A sparse gradient is measured by its coalesced values, a complex one by its real and imaginary parts.
+    A sparse gradient is measured by its coalesced values, a complex one by its real and imaginary parts. Coalescing
+    changes how an optimizer rounds, so whoever changes the tensors calls `install`.
     """
 
-    __slots__ = ("batch", "layout", "tensors", "touched_rows")
+    __slots__ = ("batch", "layout", "sparse", "tensors", "touched_rows")
 
-    def __init__(self, tensors: list[Tensor], layout: Layout, touched_rows: dict[str, int]) -> None:
+    def __init__(
+        self,
+        tensors: list[Tensor],
+        layout: Layout,
+        touched_rows: dict[str, int],
+        sparse: Mapping[int, Tensor] | None = None,
+    ) -> None:
         self.tensors, self.layout, self.touched_rows = tensors, layout, touched_rows
+        self.sparse: Mapping[int, Tensor] = sparse or {}
+        """The coalesced sparse gradients by their position, whose values are among the tensors."""
         self.batch: Batch | Sequence[Tensor] = tensors
         """The tensors as the measurer has prepared them, or as they are."""
 
     def measure(self, measurer: Measurer) -> Moments:
         """Return the sums of the gradients as they are now."""
         return measurer.measure(self.batch, self.layout.group_of, len(self.layout.group_names))
+
+    def install(self) -> None:
+        """Put what was measured of sparse gradients in their place, since its values have changed."""
+        for index, grad in self.sparse.items():
+            self.layout.params[index].grad = grad
 
     def count(self) -> Rows:
         """Return for each group how many elements are in each bucket of a histogram."""
@@ -270,15 +284,17 @@ class ParameterTable:
     def _unusual(self, tensors: Sequence[Tensor], layout: Layout) -> Gradients:
         touched: dict[str, int] = {}
         dense: list[Tensor] = []
+        sparse: dict[int, Tensor] = {}
         for index, grad in enumerate(tensors):
             if grad.layout is not torch.strided:
-                grad = _coalesced(grad, layout.params[index])
+                sparse[index] = _coalesced(grad)
+                grad = sparse[index]._values()
                 touched[layout.names[index]] = grad.shape[0]
             dense.append(torch.view_as_real(grad) if grad.is_complex() else grad)
         counts = [grad.numel() for grad in dense]
         if counts != layout.counts:
             layout = Layout(layout.names, layout.params, counts, layout.group_of, layout.group_names, layout.missing)
-        return Gradients(dense, layout, touched)
+        return Gradients(dense, layout, touched, sparse)
 
     def _take_fingerprint(self) -> list[int]:
         modules = chain.from_iterable(map(_values, self._module_dicts))
@@ -290,13 +306,10 @@ def _count(param: Tensor) -> int:
     return param.numel() * (2 if param.is_complex() else 1)
 
 
-def _coalesced(grad: Tensor, param: nn.Parameter) -> Tensor:
-    """Return the values of a sparse gradient, one for each touched place; changing them changes the gradient."""
+def _coalesced(grad: Tensor) -> Tensor:
+    """Return a sparse gradient with one value for each touched place."""
     if grad.layout is not torch.sparse_coo:
         raise UsageError(
             f"gradient layout {grad.layout}: expected strided or sparse_coo. Make the gradient dense first."
         )
-    if not grad.is_coalesced():
-        grad = grad.coalesce()
-        param.grad = grad
-    return grad._values()
+    return grad.coalesce()

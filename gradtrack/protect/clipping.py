@@ -110,6 +110,7 @@ class GradientClipper:
         found = coefficient_for(norm, self.limit(), self.epsilon)
         if found["clipped"]:
             self._measurer.scale(grads.batch, found["coefficient"])
+            grads.install()
         return found
 
     def _clip_values(self, grads: Gradients, moments: Moments, norm: float) -> dict[str, Any]:
@@ -127,7 +128,8 @@ class GradientClipper:
                 "clip_type 'agc' with sharded parameters: expected each unit of a parameter on one rank. "
                 "Use clip_type 'norm', 'adaptive', 'zscore' or 'value'."
             )
-        found = [_limit_units(*pair, factor) for pair in zip(grads.tensors, grads.layout.params, strict=True)]
+        pairs = enumerate(zip(grads.tensors, grads.layout.params, strict=True))
+        found = [_limit_units(*pair, factor, grads.sparse.get(index)) for index, pair in pairs]
         clipped, units = sum(pair[0] for pair in found), sum(pair[1] for pair in found)
         share = clipped / max(1, units)
         return {**self._elementwise(grads, norm, factor, clipped > 0, ()), "clipped_fraction": share}
@@ -136,6 +138,8 @@ class GradientClipper:
         self, grads: Gradients, norm: float, threshold: float, clipped: bool, counts: Sequence[int]
     ) -> dict[str, Any]:
         after, count = norm, float(sum(counts))
+        if clipped:
+            grads.install()
         if clipped and isinstance(grads, SharedGradients):
             sent = grads.spread(counts or [0.0] * len(grads.tensors))
             after = grads.measure(self._measurer, extra=sent, ends=False).norm
@@ -165,14 +169,13 @@ def _clamp(grad: Tensor, limit: float) -> int:
     return beyond
 
 
-def _limit_units(grad: Tensor, param: nn.Parameter, factor: float) -> tuple[int, int]:
+def _limit_units(grad: Tensor, param: nn.Parameter, factor: float, sparse: Tensor | None) -> tuple[int, int]:
     """Scale down the units whose gradient is too large for their weights; return how many, of how many."""
     grad, weight = grad.detach(), local_part(param.detach())
     if weight.is_complex():
         weight = torch.view_as_real(weight)
-    if grad.shape != weight.shape:  # the touched rows of a sparse gradient
-        assert param.grad is not None
-        weight = weight[tuple(param.grad._indices())]
+    if sparse is not None:
+        weight = weight[tuple(sparse._indices())]
     dims = _unit_dims(grad)
     limit = _norms(weight, dims).clamp_min(_AGC_SMALLEST_WEIGHT) * factor
     norms = _norms(grad, dims)

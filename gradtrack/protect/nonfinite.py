@@ -61,6 +61,7 @@ class NaNInfHandler:
                 param.grad = None
         elif action == "replace":
             self.replace(grads.tensors[index] for index in moments.nonfinite_rows())
+            grads.install()
             return {**found, "action": action, "replaced_count": moments.nonfinite_count}
         return {**found, "action": action}
 

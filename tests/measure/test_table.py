@@ -102,11 +102,14 @@ class TestUnusualGradients:
         assert grads.layout.total_count == 8
         assert torch.equal(grads.tensors[0].flatten().sort().values, dense[[3, 7]].flatten().sort().values)
 
-    def test_changing_the_values_changes_the_gradient(self) -> None:
-        """What is done to the measured tensor is done to the gradient."""
+    def test_changing_the_values_changes_the_gradient_when_installed(self) -> None:
+        """What is done to the measured tensor is done to the gradient with `install`, and not before."""
         model, dense = self.embedding(3, 3, 7)
-        ParameterTable(model).gradients().tensors[0].mul_(0.5)
+        grads = ParameterTable(model).gradients()
+        grads.tensors[0].mul_(0.5)
         assert model.weight.grad is not None
+        assert torch.equal(model.weight.grad.to_dense(), dense)
+        grads.install()
         assert torch.allclose(model.weight.grad.to_dense(), dense * 0.5)
 
     def test_complex(self) -> None:

@@ -146,6 +146,46 @@ class TestAgc:
         assert torch.allclose(norms[[3, 7]], limit[[3, 7]])
 
 
+@pytest.mark.parametrize("clip_type", ["norm", "value", "agc"])
+def test_sparse_gradients_stay_as_they_are_unless_clipped(clip_type: Any) -> None:
+    """Where nothing is clipped, repeated tokens round in the optimizer as without a watch, bit by bit."""
+
+    def trained(*, watched: bool) -> Tensor:
+        torch.manual_seed(0)
+        model = torch.nn.Embedding(20, 8, sparse=True)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        manager = GradientManager(clip_type=clip_type, max_grad_norm=1e6, agc_clip_factor=1e6)
+        for _ in range(20):
+            optimizer.zero_grad()
+            loss = model(torch.randint(0, 20, (16, 8))).square().mean()
+            if watched:
+                manager.step(model, optimizer, loss)
+            else:
+                torch.autograd.backward(loss)
+            optimizer.step()
+        return model.weight.detach()
+
+    assert torch.equal(trained(watched=True), trained(watched=False))
+
+
+def test_repeated_tokens_are_clipped_by_value() -> None:
+    """The sum of the gradients of one token is what is clamped."""
+    model = torch.nn.Embedding(20, 4, sparse=True)
+    torch.autograd.backward(model(torch.tensor([3, 7, 7])).sum())
+    look(model, clip_type="value", max_grad_norm=1.5)
+    assert model.weight.grad is not None
+    assert model.weight.grad.to_dense()[[3, 7], 0].tolist() == [1.0, 1.5]
+
+
+def test_repeated_tokens_are_made_finite() -> None:
+    """The gradient that the optimizer takes has none of the values that were replaced."""
+    model = torch.nn.Embedding(20, 4, sparse=True)
+    torch.autograd.backward(model(torch.tensor([3, 7, 7])).sum() * torch.nan)
+    look(model, nonfinite_action="replace", enable_gradient_clipping=False)
+    assert model.weight.grad is not None
+    assert not model.weight.grad.to_dense().any()
+
+
 def test_zscore_clips_a_spike() -> None:
     """A sudden norm is brought down to a few standard deviations above the mean."""
     manager = GradientManager(clip_type="zscore", max_grad_norm=1e9)
