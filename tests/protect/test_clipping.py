@@ -177,6 +177,15 @@ def test_repeated_tokens_are_clipped_by_value() -> None:
     assert model.weight.grad.to_dense()[[3, 7], 0].tolist() == [1.0, 1.5]
 
 
+def test_repeated_tokens_are_clipped_by_norm() -> None:
+    """The gradient that the optimizer takes has the norm that it was clipped to."""
+    model = torch.nn.Embedding(20, 4, sparse=True)
+    torch.autograd.backward(model(torch.tensor([3, 7, 7])).sum())
+    look(model, clip_type="norm", max_grad_norm=1.5)
+    assert model.weight.grad is not None
+    assert float(model.weight.grad.to_dense().norm()) == pytest.approx(1.5, rel=1e-5)
+
+
 def test_repeated_tokens_are_made_finite() -> None:
     """The gradient that the optimizer takes has none of the values that were replaced."""
     model = torch.nn.Embedding(20, 4, sparse=True)
