@@ -160,3 +160,28 @@ def test_operations_do_not_grow_faster_than_the_parameters() -> None:
         assert reads.reads == 0
     assert counts[1] <= 2 * counts[0]
     assert counts[1] <= 16 * 40
+
+
+@pytest.mark.parametrize(
+    "settings", [{"max_grad_norm": 0.3, "nonfinite_action": "report"}, {"nonfinite_action": "replace"}]
+)
+def test_repeated_tokens_are_changed_on_the_device(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sparse gradient with repeated tokens is clipped and made finite as where the numbers are read at once."""
+
+    def gradients(*, late: bool) -> list[Tensor]:
+        monkeypatch.setattr(pair, "on_device", lambda grads: late)
+        model = nn.Embedding(20, 4, sparse=True)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        clips = "max_grad_norm" in settings
+        manager = GradientManager(engine="torch", enable_gradient_clipping=clips, **settings)
+        found = []
+        for factor in (1.0, 2.0, 1.0 if clips else math.inf, 1.0):
+            model.zero_grad()
+            manager.step(model, optimizer, factor * model(torch.tensor([3, 7, 7])).sum())
+            assert model.weight.grad is not None
+            found.append(model.weight.grad.to_dense())
+        manager.flush()
+        return found
+
+    for mine, theirs in zip(gradients(late=True), gradients(late=False), strict=True):
+        torch.testing.assert_close(mine, theirs)
