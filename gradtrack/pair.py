@@ -79,13 +79,16 @@ class Pair:
     def bind(self, optimizers: Sequence[Any]) -> None:
         """Take the optimizers that step the model; each must own at least one of its parameters."""
         self._stepping.bind(optimizers, self.table)
+        self.watch()
+
+    def watch(self, *, running: bool = True) -> None:
+        """Watch what the optimizers take where an analyzer may ask; one of them may be `running` a step now."""
         if self.analyzers:
-            self._stepping.watch()
+            self._stepping.watch(running=running)
 
     def arm(self) -> None:
         """Arm the analyzers for the coming step, and watch what the optimizers take."""
-        if self.analyzers:
-            self._stepping.watch()
+        self.watch()
         self.analyzers.arm(self.model, self.step_count + 1)
 
     def continue_from(self, step: int) -> None:

@@ -61,9 +61,13 @@ class Roster:
             if pair.model is model and pair.name == name:
                 if process_group is not None:
                     pair.gauge.share(process_group)
-                return self._rebind(pair, optimizers, horizon)
-        self._check_name(name)
-        return self._add(model, optimizers, name=name, horizon=horizon, process_group=process_group)
+                found = self._rebind(pair, optimizers, horizon)
+                break
+        else:
+            self._check_name(name)
+            found = self._add(model, optimizers, name=name, horizon=horizon, process_group=process_group)
+        found.watch(running=False)
+        return found
 
     def named(self, name: str) -> Pair:
         """Return the pair of a name; the first one's may be empty."""

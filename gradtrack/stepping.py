@@ -39,11 +39,11 @@ class Stepping:
         """Call a function once, when one of the optimizers takes the gradients, if its steps can be watched."""
         self._watch.call_before_step(look)
 
-    def watch(self) -> None:
-        """Watch every step from now on, so that `call_before_step` has something to go by."""
+    def watch(self, *, running: bool = True) -> None:
+        """Watch every step from now on, for `call_before_step`; while a step may be running, from the next one on."""
         for optimizer in map(hookable, self.optimizers):
             if hasattr(optimizer, "_optimizer_step_pre_hooks"):
-                self._watch.add(optimizer, running=True)
+                self._watch.add(optimizer, running=running)
 
     def params(self) -> Iterator[nn.Parameter]:
         """Yield what the optimizers own."""

@@ -30,25 +30,17 @@ class StepWatch:
         self._state = _State.IDLE
         self._waiting: Look | None = None
         self._hooks: list[Any] = []
+        self._begins: dict[int, Any] = {}
         self._hooked: set[int] = set()
+        self._last: set[int] = set()
 
     def add(self, optimizer: Any, *, running: bool = False) -> None:
-        """Hook an optimizer, once; one that may be running its other hooks now is seen from its next step on."""
-        if id(optimizer) in self._hooked:
-            return
-        self._hooked.add(id(optimizer))
-        begun = not running
-        if begun:
+        """Hook an optimizer; one that may be running its other hooks now is seen from its next step on."""
+        if id(optimizer) not in self._hooked:
+            self._hooked.add(id(optimizer))
+            self._hooks.append(optimizer.register_step_post_hook(self._after_step))
+        if not running and id(optimizer) not in self._begins:
             self._hook_begin(optimizer)
-
-        def after_step(*_: object) -> None:
-            nonlocal begun
-            self._end()
-            if not begun:
-                begun = True
-                self._hook_begin(optimizer)
-
-        self._hooks.append(optimizer.register_step_post_hook(after_step))
 
     def call_before_step(self, look: Look) -> None:
         """Call a function once, when gradients are next taken: that is now where a running step has none to come."""
@@ -59,13 +51,22 @@ class StepWatch:
 
     def close(self) -> None:
         """Remove every hook, and forget who waits."""
-        for hook in self._hooks:
+        for hook in (*self._hooks, *self._begins.values()):
             hook.remove()
         self._hooks, self._waiting, self._state = [], None, _State.IDLE
-        self._hooked.clear()
+        for known in (self._begins, self._hooked, self._last):
+            known.clear()
 
     def _hook_begin(self, optimizer: Any) -> None:
-        self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
+        self._begins[id(optimizer)] = optimizer.register_step_pre_hook(self._before_step)
+
+    def _after_step(self, optimizer: Any, *_: object) -> None:
+        self._end()
+        if id(optimizer) not in self._last:  # go behind the hooks that are there by now, which may look or clip
+            self._last.add(id(optimizer))
+            if id(optimizer) in self._begins:
+                self._begins[id(optimizer)].remove()
+            self._hook_begin(optimizer)
 
     def _before_step(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._began()

@@ -90,3 +90,16 @@ def test_a_closure_that_raises_ends_its_step() -> None:
     watch.close()
     optimizer.step()
     assert told == ["began", "ended"]
+
+
+def test_a_watch_goes_behind_the_other_hooks() -> None:
+    """After the first step who waits is called when the hooks that were there are done, and still just once a step."""
+    watch, optimizer, _ = watched()
+    order: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: order.append("other"))
+    for _ in range(3):
+        watch.call_before_step(lambda: order.append("look"))
+        optimizer.step()
+    assert order == ["look", "other", "other", "look", "other", "look"]
+    watch.close()
+    assert len(optimizer._optimizer_step_pre_hooks) == 1
