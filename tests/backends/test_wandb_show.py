@@ -16,6 +16,7 @@ wandb: Any = pytest.importorskip("wandb")
 
 from gradtrack.backends.wandb import WandbBackend  # noqa: E402
 from gradtrack.backends.wandb.charts import Charts  # noqa: E402
+from gradtrack.record.leavings import note_files  # noqa: E402
 from gradtrack.records import Panel, Record  # noqa: E402
 from tests.backends.history import messages_of, rows_of  # noqa: E402
 from tests.backends.rows import PICTURE, finished_run  # noqa: E402
@@ -153,6 +154,7 @@ def test_file_that_cannot_be_shown_costs_no_row(tmp_path: Path, caplog: pytest.L
     """A broken picture is told, and everything else is there."""
     records = finished_run(tmp_path / "run")
     (tmp_path / "run" / "broken.html").write_bytes(b"\xff\xfe\xff")
+    note_files(tmp_path / "run", "a-run", [tmp_path / "run" / name for name in ("broken.html", "report.html")])
     backend = WandbBackend()
     backend.write(records)
     backend.close()
