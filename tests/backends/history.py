@@ -21,15 +21,19 @@ def rows_of(run_directory: Path, *, ended: bool = True) -> list[dict[str, Any]]:
 
 
 def messages_of(run_directory: Path, *, ended: bool = True) -> list[Any]:
-    """Read everything in a run's file; W&B closes the file of a run a moment after `finish` has returned."""
-    (file,) = run_directory.glob("*.wandb")
-    end = time.monotonic() + 20
+    """Read everything in a run's file, which W&B's own process writes to a moment longer than the training lasts.
+
+    One that does not end is read when nothing has come for a while.
+    """
+    end, quiet, last = time.monotonic() + 60, 0.0, -1
     while True:
-        messages = list(_parse(file.read_bytes()))
-        if not ended or any(message.HasField("exit") for message in messages):
+        files = list(run_directory.glob("*.wandb"))
+        messages = list(_parse(files[0].read_bytes())) if files else []
+        quiet, last = (quiet + 0.05 if files and len(messages) == last else 0.0), len(messages)
+        if any(message.HasField("exit") for message in messages) or (not ended and quiet > 1.0):
             return messages
-        assert time.monotonic() < end, f"{file} never ends"
-        time.sleep(0.02)
+        assert time.monotonic() < end, f"the file in {run_directory} never ends"
+        time.sleep(0.05)
 
 
 def _normal(rows: list[dict[str, Any]]) -> str:
