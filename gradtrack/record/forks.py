@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Final
 
+_LONGEST_HOLD_SECONDS: Final = 5.0
 _logger = logging.getLogger("gradtrack")
 
 
@@ -37,13 +41,36 @@ class ForkGuard:
             self._release()
 
 
+@contextlib.contextmanager
+def unforked() -> Iterator[None]:
+    """Let no copy be made meanwhile: for what a copy would inherit half done, with its locks and temporary files.
+
+    A fork in another thread waits for the end of it, though not longer than five seconds.
+    """
+    with _unforked:
+        yield
+
+
 _guards: weakref.WeakSet[ForkGuard] = weakref.WeakSet()
+_unforked = threading.RLock()
+_fork = threading.local()
 
 
-def _after_fork() -> None:
+def _before_fork() -> None:
+    _fork.waited_out = _unforked.acquire(timeout=_LONGEST_HOLD_SECONDS)
+
+
+def _after_fork_in_parent() -> None:
+    if _fork.waited_out:
+        _unforked.release()
+
+
+def _after_fork_in_child() -> None:
+    global _unforked
+    _unforked = threading.RLock()
     for guard in list(_guards):
         guard.enter_child()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)

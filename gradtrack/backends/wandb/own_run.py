@@ -10,6 +10,7 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
+from gradtrack.record.forks import unforked
 from gradtrack.records import RunInfo
 from gradtrack.redact import redact
 
@@ -32,6 +33,8 @@ def open_run(package: Any, given: Mapping[str, Any], info: RunInfo | None, tell:
         if info.run_dir is not None and "dir" not in options:
             Path(info.run_dir).mkdir(parents=True, exist_ok=True)
             options["dir"] = info.run_dir
+    with unforked():  # a copy made meanwhile would remove, when it exits, the directory in which W&B starts its process
+        package.setup()
     settings, reason = _settings(package), _out_of_reach(package)
     if reason is None:
         try:
