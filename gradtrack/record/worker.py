@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 from collections.abc import Mapping
@@ -21,6 +22,8 @@ BATCH_ROWS: Final = 256
 _FIRST_DELAY_SECONDS: Final = 0.25
 _LONGEST_DELAY_SECONDS: Final = 30.0
 _CLOSING_DELAY_SECONDS: Final = 0.5
+_ENDING_SHARE: Final = 0.25
+"""The part of the time for a close in which no failed write is tried again: the backend may need it to end well."""
 _IDLE_SECONDS: Final = 1.0
 _GATHER_SECONDS: Final = 0.05
 _POLL_SECONDS: Final = 0.05
@@ -51,8 +54,9 @@ class Worker:
         self._writer = Writer(backend, run, on_refusal=self._note_refusal)
         self._flushes: list[_Flush] = []
         self._hurry = threading.Event()
-        self._failed = False
+        self._failed = self._gave_up = False
         self._end: float | None = None
+        self._last_retry = math.inf
         self._thread = threading.Thread(target=self._work, name=f"gradtrack-{name}", daemon=True)
 
     @property
@@ -97,7 +101,9 @@ class Worker:
 
     def ask_close(self, *, failed: bool, end: float) -> None:
         """Deliver what is left, begin no write after `end` (of the monotonic clock), and let the backend go."""
-        self._failed, self._end = failed, end
+        now = time.monotonic()
+        self._failed, self._last_retry = failed, now + (1 - _ENDING_SHARE) * (end - now)
+        self._end = end
         self._hurry.set()
         self.feed.wake()
 
@@ -150,8 +156,11 @@ class Worker:
     def _pause(self, delay_seconds: float) -> None:
         """Wait before the next attempt, less long while somebody waits for this thread."""
         if self._end is not None:
-            remaining = self._end - time.monotonic()
-            time.sleep(max(min(delay_seconds, _CLOSING_DELAY_SECONDS, remaining), 0.0))
+            delay_seconds = min(delay_seconds, _CLOSING_DELAY_SECONDS)
+            if time.monotonic() + delay_seconds < self._last_retry:
+                time.sleep(delay_seconds)
+            else:
+                self._gave_up = True
             return
         self._hurry.wait(delay_seconds)
         self._hurry.clear()
@@ -167,7 +176,7 @@ class Worker:
         self._hurry.clear()
 
     def _out_of_time(self) -> bool:
-        return self._end is not None and time.monotonic() >= self._end
+        return self._gave_up or (self._end is not None and time.monotonic() >= self._end)
 
     def _flush_due(self) -> None:
         due = [flush for flush in self._flushes if flush.target <= self.feed.position]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -192,6 +193,23 @@ def test_rows_are_tried_again(tmp_path: Path, fault: BaseException, caplog: pyte
     assert recorder.steps == list(range(10))
     assert recorder.records[0].run == RUN
     assert len([entry for entry in caplog.records if "kept until it is back" in entry.message]) == 1
+
+
+def test_tracker_that_stays_away_still_ends_in_time(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The last of the time is not spent on attempts, so that what a backend has is settled and told as it is."""
+
+    class Slow(Recorder):
+        def close(self, *, failed: bool = False) -> None:
+            time.sleep(0.2)
+            super().close(failed=failed)
+
+    recorder = Slow(Failing(1000, OSError("gone")))
+    delivery = deliver(tmp_path, recorder, close_timeout_seconds=2.0)
+    delivery.write(row(1))
+    delivery.close()
+    assert recorder.closed
+    assert status(delivery)["unsettled"] is None
+    assert "recorder has 0 of 1 rows (1 pending: OSError: gone)" in caplog.text
 
 
 def test_distinct_failures_are_each_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
