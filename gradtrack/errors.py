@@ -10,7 +10,7 @@ GradtrackError
 ├── NonFiniteGradientError  (ArithmeticError) raised by `nonfinite_action="raise"`
 ├── PluginError                              a backend or analyzer that cannot be used
 │   ├── UnknownPluginError  (ValueError)     no plugin of that name
-│   └── MissingExtraError   (ImportError)    a plugin whose packages are not installed
+│   └── MissingExtraError   (ImportError)    a part whose package is not installed
 ├── BackendError                             a tracker that did not take a record
 │   └── PermanentBackendError                trying again cannot help
 ├── RunDirectoryError       (OSError)        a run directory that cannot be made or written
@@ -56,7 +56,11 @@ class UnknownPluginError(PluginError, ValueError):
 
 
 class MissingExtraError(PluginError, ImportError):
-    """A plugin whose packages are not installed; the text is the command that installs them."""
+    """A part of gradtrack whose package is not installed; `command` installs it."""
+
+    def __init__(self, part: str, package: str, extra: str) -> None:
+        self.command = f'pip install "gradtrack[{extra}]"'
+        super().__init__(f"{part}: expected the package {package}, which is not installed. Run: {self.command}")
 
 
 class BackendError(GradtrackError):

@@ -18,7 +18,7 @@ try:
     from lightning.pytorch.callbacks import Callback
     from lightning.pytorch.loggers import MLFlowLogger, TensorBoardLogger, WandbLogger
 except ImportError as fault:
-    raise MissingExtraError('pip install "gradtrack[lightning]"') from fault
+    raise MissingExtraError("the callback for Lightning", "lightning", "lightning") from fault
 
 Config = dict[str, Any] | str | None
 

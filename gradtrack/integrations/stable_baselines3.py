@@ -22,7 +22,7 @@ from gradtrack.reports import StepReport
 try:
     from stable_baselines3.common.callbacks import BaseCallback
 except ImportError as fault:
-    raise MissingExtraError('pip install "gradtrack[sb3]"') from fault
+    raise MissingExtraError("the callback for Stable-Baselines3", "stable-baselines3", "sb3") from fault
 
 _POLICY = "rl_policy"
 # What `learn` calls; an exception out of one ends the training without a word to the callbacks.

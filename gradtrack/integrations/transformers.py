@@ -24,7 +24,7 @@ try:
     from transformers import Trainer
     from transformers.trainer_callback import CallbackHandler, ExportableState, TrainerCallback
 except ImportError as fault:
-    raise MissingExtraError('pip install "gradtrack[transformers]"') from fault
+    raise MissingExtraError("the callback for the Trainer", "transformers", "transformers") from fault
 
 _NORM: Final = "train/grad_norm"
 _TRACKERS: Final = ("wandb", "mlflow", "tensorboard")

@@ -126,8 +126,6 @@ def _native(*, required: bool) -> object:
         from gradtrack.measure.native import NativeEngine
     except ImportError as fault:
         if required:
-            raise MissingExtraError(
-                "engine 'native': expected the package numba. Run: pip install \"gradtrack[native]\""
-            ) from fault
+            raise MissingExtraError("engine 'native'", "numba", "native") from fault
         return None
     return NativeEngine()

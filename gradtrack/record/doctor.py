@@ -110,7 +110,7 @@ def _ask(name: str, options: Mapping[str, Any]) -> tuple[State, str]:
         inspect.signature(backend).bind(**options)
         return "ready", str(backend.probe(**options))
     except MissingExtraError as fault:
-        return "not installed", redact(str(fault))
+        return "not installed", fault.command
     except TypeError as fault:
         return "broken", describe(fault)
     except GradtrackError as fault:

@@ -35,9 +35,7 @@ def new_figure(width: float = 11.0, height: float = 7.5) -> Any:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as fault:
-        raise MissingExtraError(
-            'pictures need matplotlib, which is not installed. Install it: pip install "gradtrack[plots]"'
-        ) from fault
+        raise MissingExtraError("pictures", "matplotlib", "plots") from fault
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure

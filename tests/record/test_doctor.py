@@ -58,7 +58,7 @@ def test_options_are_shown_without_secrets(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(
     ("outcome", "state", "reason"),
     [
-        (MissingExtraError('pip install "gradtrack[probed]"'), "not installed", 'pip install "gradtrack[probed]"'),
+        (MissingExtraError("probed backend", "probed", "probed"), "not installed", 'pip install "gradtrack[probed]"'),
         (BackendError("http://u:s3cr3t@h is down"), "unreachable", "BackendError: http://***@h is down"),
         (SystemExit(3), "broken", "SystemExit: 3"),
     ],

@@ -272,7 +272,7 @@ def _import_mlflow() -> Any:
     try:
         return importlib.import_module("mlflow")
     except ImportError as fault:
-        raise MissingExtraError('pip install "gradtrack[mlflow]"') from fault
+        raise MissingExtraError("mlflow backend", "mlflow", "mlflow") from fault
 
 
 def _key(record: Record) -> tuple[str, int]:

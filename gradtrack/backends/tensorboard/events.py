@@ -34,7 +34,7 @@ class Events:
             from tensorboard.plugins.custom_scalar import layout_pb2
             from tensorboard.summary.writer.record_writer import RecordWriter
         except ImportError as fault:
-            raise MissingExtraError('pip install "gradtrack[tensorboard]"') from fault
+            raise MissingExtraError("tensorboard backend", "tensorboard", "tensorboard") from fault
         self.event, self.origin, self.value, self.histogram_type = Event, SourceMetadata, Summary.Value, HistogramProto
         self.summary, self.metadata, self.tensor, self.shapes = Summary, SummaryMetadata, TensorProto, layout_pb2
         self.record_writer = RecordWriter

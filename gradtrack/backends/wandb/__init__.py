@@ -174,7 +174,7 @@ def _import_wandb() -> Any:
     try:
         return importlib.import_module("wandb")
     except ImportError as fault:
-        raise MissingExtraError('pip install "gradtrack[wandb]"') from fault
+        raise MissingExtraError("wandb backend", "wandb", "wandb") from fault
 
 
 def _identity(record: Record) -> _Identity:
