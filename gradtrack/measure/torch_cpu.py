@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from gradtrack.measure.moments import Rows, empty_row
+from gradtrack.measure.moments import MIN, SQUARES, SUM, ZEROS, Rows, empty_row, merge
 
 _PIECE: Final = 1 << 20
 _LINE: Final = 1 << 12
@@ -21,18 +22,21 @@ _LARGEST, _SMALLEST = 1e18, 1e-12
 
 def measure(grads: Sequence[Tensor], exponent: int = 0) -> Rows:
     """Return a row of sums for each tensor."""
-    rows = np.empty((len(grads), 8))
+    rows = np.tile(np.array(empty_row()), (len(grads), 1))
     small: dict[tuple[torch.dtype, int], list[int]] = {}
+    large: list[int] = []
     for index, grad in enumerate(grads):
         if 0 < grad.numel() <= _SMALL and not exponent:
             small.setdefault((grad.dtype, grad.numel()), []).append(index)
         else:
-            rows[index] = _measure_large(grad.detach(), exponent)
+            large.append(index)
     for (_, size), indices in small.items():
         step = max(1, _PIECE // size)
         for start in range(0, len(indices), step):
             part = indices[start : start + step]
             rows[part] = _measure_small([grads[index].detach() for index in part])
+    if large:
+        rows[large] = _measure_large([flat(grads[index].detach()) for index in large], exponent)
     return rows
 
 
@@ -52,41 +56,71 @@ def _measure_small(grads: Sequence[Tensor]) -> Rows:
     return rows
 
 
-def _measure_large(grad: Tensor, exponent: int) -> list[float]:
-    row = empty_row()
-    wide = torch.float64 if grad.dtype == torch.float64 else torch.float32
-    line = flat(grad)
-    for start in range(0, line.numel(), _PIECE):
-        piece = line[start : start + _PIECE]
-        _add(row, _carefully(piece, exponent) if exponent else _quickly(piece.to(wide)))
-    return row
+def _measure_large(lines: Sequence[Tensor], exponent: int) -> Rows:
+    pieces = [
+        (index, line[start : start + _PIECE])
+        for index, line in enumerate(lines)
+        for start in range(0, line.numel(), _PIECE)
+    ]
+    table = _measure_pieces([piece for _, piece in pieces], careful=bool(exponent))
+    for position in np.flatnonzero(_doubtful(table, np.array([piece.numel() for _, piece in pieces]))):
+        table[position] = _carefully(pieces[position][1], exponent)
+    return merge(table, np.array([index for index, _ in pieces], dtype=np.int64), len(lines))[0]
 
 
-def _quickly(values: Tensor) -> Sequence[float]:
-    """Measure a piece in its own precision, a line at a time, and again with care where that may be wrong."""
-    size = values.numel()
-    whole = size - size % _LINE if size > _LINE else size
-    lines = values[:whole].view(-1, min(_LINE, whole))
-    norms = torch.linalg.vector_norm(lines, dim=1).double()
-    sums = lines.sum(dim=1).double()
-    low, high = torch.aminmax(values)
-    zeros = size - int(torch.count_nonzero(values))
-    row = [float(sums.sum()), float(torch.dot(norms, norms)), float(low), float(high), float(zeros)]
-    if whole < size:
-        rest = values[whole:].double()
-        row[0] += float(rest.sum())
-        row[1] += float(torch.dot(rest, rest))
-    found = np.array([[*row, 0.0, 0.0, 0.0]])
-    return _carefully(values, 0) if _doubtful(found, size)[0] else found[0].tolist()
+def _measure_pieces(pieces: Sequence[Tensor], *, careful: bool) -> Rows:
+    """Measure pieces in their own precision, a line at a time; read what the lines hold at the end, all together."""
+    table = np.zeros((len(pieces), 8))
+    if careful or not pieces:
+        table[:, SQUARES] = math.nan
+        return table
+    norms: list[Rows] = []
+    sums: list[Rows] = []
+    starts, marks = [], _Marks()
+    for position, piece in enumerate(pieces):
+        values = piece if piece.dtype == torch.float64 else piece.float()
+        starts.append(len(norms))
+        for part in _lines(values):
+            norms.append(torch.linalg.vector_norm(part, dim=1).numpy())
+            sums.append(part.sum(dim=1).numpy())
+        low, high = torch.aminmax(values)
+        table[position, MIN : ZEROS + 1] = low, high, marks.count_zeros(values)
+    firsts = np.cumsum([0, *map(len, norms)])[starts]
+    table[:, SUM] = np.add.reduceat(np.concatenate(sums, dtype=np.float64), firsts)
+    table[:, SQUARES] = np.add.reduceat(np.concatenate(norms, dtype=np.float64) ** 2, firsts)
+    return table
 
 
-def _doubtful(rows: Rows, size: int) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+def _lines(values: Tensor) -> Iterator[Tensor]:
+    """Yield the elements as lines of a matrix, and the rest that fills no line as one of its own."""
+    whole = values.numel() - values.numel() % _LINE
+    if whole:
+        yield values[:whole].view(-1, _LINE)
+    if whole < values.numel():
+        yield values[whole:].view(1, -1)
+
+
+class _Marks:
+    """Memory that is written for every piece and read at once, so that it stays in the cache."""
+
+    def __init__(self) -> None:
+        self._memory: dict[torch.dtype, Tensor] = {}
+
+    def count_zeros(self, values: Tensor) -> float:
+        """Count zeros by adding up marks of the same type, which is faster than `count_nonzero`."""
+        size, memory = values.numel(), self._memory.get(values.dtype)
+        if memory is None or memory.numel() < size:
+            memory = self._memory[values.dtype] = torch.empty(size, dtype=values.dtype)
+        return float(torch.eq(values, 0, out=memory[:size]).sum())
+
+
+def _doubtful(rows: Rows, size: int | NDArray[np.int64]) -> NDArray[np.bool_]:
     """Say which rows have non-finite elements, squares out of range, or a mean that hides the variance."""
     largest = np.maximum(np.abs(rows[:, 2]), np.abs(rows[:, 3]))
     with np.errstate(invalid="ignore", over="ignore"):
         cancels = rows[:, 0] ** 2 > 0.5 * size * rows[:, 1]
         inside = (largest < _LARGEST) & ((largest > _SMALLEST) | (largest == 0.0))
-        found: np.ndarray[tuple[int], np.dtype[np.bool_]] = ~inside | cancels | ~np.isfinite(rows[:, 1])
+        found: NDArray[np.bool_] = ~inside | cancels | ~np.isfinite(rows[:, 1])
     return found
 
 
@@ -108,16 +142,6 @@ def _carefully(piece: Tensor, exponent: int) -> list[float]:
         row[0], row[1] = float(values.sum()), float(torch.dot(values, values))
         row[2], row[3] = float(values.amin()), float(values.amax())
     return row
-
-
-def _add(row: list[float], more: Sequence[float]) -> None:
-    for index, value in enumerate(more):
-        if index == 2:
-            row[2] = min(row[2], value)
-        elif index == 3:
-            row[3] = max(row[3], value)
-        else:
-            row[index] += value
 
 
 def flat(grad: Tensor) -> Tensor:
