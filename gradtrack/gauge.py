@@ -108,8 +108,11 @@ class Gauge:
 
     def notes(self, *, analyzed: bool) -> list[str]:
         """Tell what to know of the numbers where parameters are spread over ranks, or are not; each thing once."""
+        alone = self.table.ranks is None
+        if alone and not (self.coming_notes or self._config.per_rank):
+            return []
         found = [_LOCAL_PARTS] if analyzed and self.has_shards else []
-        if self._config.per_rank and self.table.ranks is None:
+        if self._config.per_rank and alone:
             found.append(_NO_RANKS)
         found += self.coming_notes
         self.coming_notes = []

@@ -77,11 +77,8 @@ class NativeEngine:
         table = np.empty((5, num_grads + 1), np.int64)
         table[kernels.ADDRESS, :num_grads] = np.fromiter(map(torch.Tensor.data_ptr, grads), np.int64, num_grads)
         table[kernels.SIZE, :num_grads] = np.fromiter(map(torch.Tensor.numel, grads), np.int64, num_grads)
-        dtypes = list(map(_dtype, grads))
-        if num_grads and dtypes.count(dtypes[0]) == num_grads:
-            table[kernels.CODE] = _CODES[dtypes[0]]
-        else:
-            table[kernels.CODE, :num_grads] = [_CODES[dtype] for dtype in dtypes]
+        codes = list(map(_CODES.__getitem__, map(_dtype, grads)))
+        table[kernels.CODE, :num_grads] = codes
         return table
 
     def measure(
@@ -104,7 +101,7 @@ class NativeEngine:
         table[kernels.GROUP, :num_grads] = group_of
         results = np.empty((num_grads + num_groups + 1, kernels.COLUMNS))
         heads = np.empty((kernels.SHORT_LINE // kernels.ITEM_ELEMENTS, kernels.COLUMNS))
-        factors = math.ldexp(1.0, -(exponent // 2)), math.ldexp(1.0, exponent // 2 - exponent)
+        factors = _halves(exponent) if exponent else (1.0, 1.0)
         length = kernels.measure(_ALL_PHASES, table, results, heads, progress, *factors)
         if not 0 <= length <= kernels.SHORT_LINE:
             num_items = _count_items(length)
@@ -124,6 +121,11 @@ class NativeEngine:
         if not 0 <= length <= kernels.SHORT_LINE:
             rest = table, progress, coefficient
             _work_together(lambda phases: kernels.scale(phases, *rest), grads, progress, _count_items(length))
+
+
+def _halves(exponent: int) -> tuple[float, float]:
+    """Return two factors that divide by 2**exponent together, since one alone may be out of range."""
+    return math.ldexp(1.0, -(exponent // 2)), math.ldexp(1.0, exponent // 2 - exponent)
 
 
 def _count_items(length: int) -> int:
