@@ -14,7 +14,7 @@ from gradtrack.measure.histograms import histograms_of
 from gradtrack.measure.measurer import Measurer
 from gradtrack.measure.moments import Moments
 from gradtrack.measure.passing import Passing, may_step_in_backward, step_in_backward
-from gradtrack.measure.table import Gradients, ParameterTable, SharedGradients
+from gradtrack.measure.table import Foresight, Gradients, ParameterTable, SharedGradients
 from gradtrack.measure.weights import norms_from_squares, weight_norms, weight_squares
 
 _LOCAL_PARTS = (
@@ -81,18 +81,41 @@ class Gauge:
             self._watch_passing()
         return self.table.gradients(only)
 
-    def read(self, grads: Gradients, facts: StepFacts, loss: Tensor | float | None, *, row_due: bool) -> Moments:
+    def read(
+        self,
+        grads: Gradients,
+        facts: StepFacts,
+        loss: Tensor | float | None,
+        *,
+        row_due: bool,
+        first_nonfinite: bool = False,
+        limited: Foresight | None = None,
+    ) -> Moments:
         """Measure gradients and the loss; over ranks, where a row is due, the weights with them.
 
-        What is asked for must follow from the step and the settings alone, so that all ranks send the same.
+        Over ranks what clipping will do (`limited`) goes along, and where an element that is not finite makes a row
+        (`first_nonfinite`) what only a row shows. What is asked for must follow from the step and the settings alone,
+        so that all ranks send the same.
         """
         grads.batch = self._measurer.prepare(grads.tensors)
+        tally = row_due and self._config.log_histograms
         if isinstance(grads, SharedGradients):
-            moments, facts.loss = self._read_shared(grads, facts, _number(loss), weigh=row_due and facts.with_groups)
+            weigh, config = row_due and facts.with_groups, self._config
+            moments = grads.measure(
+                self._measurer,
+                extra=weight_squares(self.table, self._measurer) if weigh else None,
+                loss=_number(loss),
+                ends=facts.full,
+                ends_if_nonfinite=first_nonfinite and config.enable_gradient_monitoring,
+                spread=facts.full and config.per_rank,
+                limited=limited,
+                tally=tally,
+            )
+            self._take_shared(grads, facts, weighed=weigh)
         else:
             moments, facts.loss = grads.measure(self._measurer), _number(loss)
         facts.take(moments)
-        if row_due and self._config.log_histograms:
+        if tally:
             facts.histograms = histograms_of(grads.count(), grads.layout.group_names if facts.with_groups else ())
         return moments
 
@@ -120,18 +143,12 @@ class Gauge:
         self._told.update(new)
         return new
 
-    def _read_shared(
-        self, grads: SharedGradients, facts: StepFacts, loss: float | None, *, weigh: bool
-    ) -> tuple[Moments, float | None]:
-        config = self._config
-        extra = weight_squares(self.table, self._measurer) if weigh else None
-        by_value = config.enable_gradient_clipping and config.effective_clip_type == "value"
-        ends, spread = facts.full or by_value, facts.full and config.per_rank
-        moments = grads.measure(self._measurer, extra=extra, loss=loss, ends=ends, spread=spread)
-        facts.layout, facts.ranks = grads.layout, grads.merged.spread
-        if weigh:
-            facts.weight_norms = norms_from_squares(self.table, grads.merged.extra)
-        return moments, grads.merged.loss
+    def _take_shared(self, grads: SharedGradients, facts: StepFacts, *, weighed: bool) -> None:
+        """Take in what came along with the sums of all ranks."""
+        merged = grads.merged
+        facts.layout, facts.ranks, facts.loss = grads.layout, merged.spread, merged.loss
+        if weighed:
+            facts.weight_norms = norms_from_squares(self.table, merged.extra)
 
 
 def _number(loss: Tensor | float | None) -> float | None:

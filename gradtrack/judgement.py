@@ -25,15 +25,16 @@ class Judgement:
         self._ledger = Ledger()
         self._of_rules: list[Issue] = []
         self._of_analyzers: list[Issue] = []
-        self._nonfinite_before = False
+        self.nonfinite_before = False
+        """Whether the last step had an element that is not finite, so that another one makes no row."""
         self.series = Series()
         self.health: HealthReport = HEALTHY
 
     def judge(self, moments: Moments, outcome: Outcome, *, critical: bool) -> None:
         """Judge a step that was measured and protected; a change of what is open makes it an event."""
         facts = outcome.facts
-        first_nonfinite = not moments.finite and not self._nonfinite_before
-        self._nonfinite_before = not moments.finite
+        first_nonfinite = not moments.finite and not self.nonfinite_before
+        self.nonfinite_before = not moments.finite
         outcome.event = outcome.event or first_nonfinite
         if not self._config.enable_gradient_monitoring:
             facts.health = HEALTHY
@@ -67,7 +68,7 @@ class Judgement:
             "monitor": self._monitor.state_dict(),
             "ledger": self._ledger.state_dict(),
             "series": self.series.state_dict(),
-            "nonfinite_before": self._nonfinite_before,
+            "nonfinite_before": self.nonfinite_before,
             "issues": [issue.model_dump(mode="json") for issue in self.health.issues],
             "of_rules": [issue.model_dump(mode="json") for issue in self._of_rules],
             "of_analyzers": [issue.model_dump(mode="json") for issue in self._of_analyzers],
@@ -79,7 +80,7 @@ class Judgement:
         self._ledger.load_state_dict(state["ledger"])
         if "series" in state:  # which states of older versions do not have
             self.series.load_state_dict(state["series"])
-        self._nonfinite_before = bool(state["nonfinite_before"])
+        self.nonfinite_before = bool(state["nonfinite_before"])
         self.health = HealthReport.of([Issue.model_validate(issue) for issue in state["issues"]])
         self._of_rules = [Issue.model_validate(issue) for issue in state.get("of_rules", ())]
         self._of_analyzers = [Issue.model_validate(issue) for issue in state.get("of_analyzers", ())]

@@ -53,7 +53,7 @@ class Pair:
         self.model, self.name, self.horizon = model, name, horizon
         self.config, self.analyzers = config, analyzers
         self.monitor, self.clipper, self.handler = components
-        self.guard = Guard(self.handler, self.clipper, measurer)
+        self.guard = Guard(self.handler, self.clipper)
         self.gauge = Gauge(model, config, measurer, process_group)
         self.judgement = Judgement(config, self.monitor)
         self.scaler_log = ScalerLog()
@@ -197,8 +197,15 @@ class Pair:
         """Measure, protect, judge and keep a step here and now."""
         facts = outcome.facts
         self._stepping.forget_found_inf()
-        moments = self.gauge.read(grads, facts, loss, row_due=outcome.event and facts.full)
         scaled, shared = outcome.scale is not None, self.table.ranks is not None
+        moments = self.gauge.read(
+            grads,
+            facts,
+            loss,
+            row_due=outcome.event and facts.full,
+            first_nonfinite=not (self.judgement.nonfinite_before or outcome.repeated),
+            limited=self.guard.foresight(scaled=scaled),
+        )
         made = self.guard.protect(grads, moments, self._owned(), scaled=scaled, remember=not outcome.repeated)
         facts.nan_inf, facts.clipping, facts.skipped = made.nan_inf, made.clipping, made.skipped
         outcome.error = made.error

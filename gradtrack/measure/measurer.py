@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gradtrack.errors import MissingExtraError
-from gradtrack.measure.moments import MAX, MIN, WIDTH, Moments, Rows, merge
+from gradtrack.measure.moments import MAX, MIN, WIDTH, Moments, merge
 from gradtrack.measure.torch_engine import TorchEngine
 
 EngineName = Literal["auto", "torch", "native"]
@@ -61,25 +61,14 @@ class Measurer:
         table = self._native.tabulate([tensors[index] for index in native]) if native else None
         return Batch(tensors, native, others, table)
 
-    def measure(
-        self,
-        tensors: Sequence[Tensor] | Batch,
-        group_of: NDArray[np.int64],
-        num_groups: int,
-        *,
-        reduce: Callable[[Rows, int], Rows] | None = None,
-    ) -> Moments:
-        """Return the sums of the gradients; measured again, rescaled, where squares leave the float64 range.
-
-        `reduce` turns the rows of this process, divided by a power of two, into those of all; it is called as often in
-        each of them.
-        """
+    def measure(self, tensors: Sequence[Tensor] | Batch, group_of: NDArray[np.int64], num_groups: int) -> Moments:
+        """Return the sums of the gradients; measured again, rescaled, where squares leave the float64 range."""
         batch = tensors if isinstance(tensors, Batch) else self.prepare(tensors)
-        moments = self._reduced(batch, group_of, num_groups, 0, reduce)
+        moments = Moments(*self._once(batch, group_of, num_groups, 0))
         if moments.out_of_range():
             low, high = moments.total[MIN], moments.total[MAX]
             exponent = math.frexp(max(abs(low), abs(high)))[1]
-            moments = self._reduced(batch, group_of, num_groups, exponent, reduce)
+            moments = Moments(*self._once(batch, group_of, num_groups, exponent), exponent)
         return moments
 
     def scale(self, tensors: Sequence[Tensor] | Batch, coefficient: float) -> None:
@@ -89,20 +78,6 @@ class Measurer:
             self._native.scale(batch.native_tensors, coefficient, table=batch.table)
         if batch.others:
             self._torch.scale(batch.other_tensors, coefficient)
-
-    def _reduced(
-        self,
-        batch: Batch,
-        group_of: NDArray[np.int64],
-        num_groups: int,
-        exponent: int,
-        reduce: Callable[[Rows, int], Rows] | None,
-    ) -> Moments:
-        found = self._once(batch, group_of, num_groups, exponent)
-        if reduce is None:
-            return Moments(*found, exponent)
-        rows = reduce(found[0], exponent)
-        return Moments(rows, *merge(rows, group_of, num_groups), exponent)
 
     def _once(
         self, batch: Batch, group_of: NDArray[np.int64], num_groups: int, exponent: int

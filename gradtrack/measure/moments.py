@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 SUM, SQUARES, MIN, MAX, ZEROS, NAN, POSINF, NEGINF = range(8)
 WIDTH: Final = 8
+_LARGEST_POWER: Final = 400
 Rows = NDArray[np.float64]
 
 
@@ -56,6 +57,29 @@ class Moments:
         low, high = self.total[MIN], self.total[MAX]
         largest = max(abs(low), abs(high)) if low <= high else 0.0
         return largest > 0 and not in_range(self.total[SQUARES])
+
+
+def replaced(moments: Moments, nan: Rows, infinity: Rows, group_of: NDArray[np.int64], num_groups: int) -> Moments:
+    """Return the sums once NaN and Inf are replaced by these values of each tensor, which their counts tell."""
+    rows, exponent = moments.rows.copy(), moments.exponent
+    kinds = ((NAN, nan), (POSINF, infinity), (NEGINF, -infinity))
+    largest = max(float(abs(values[rows[:, kind] > 0]).max(initial=0.0)) for kind, values in kinds)
+    power = math.frexp(largest)[1] - exponent
+    if largest and power > _LARGEST_POWER:
+        exponent += power
+        for column in (SUM, SQUARES, SQUARES, MIN, MAX):
+            rows[:, column] = np.ldexp(rows[:, column], -power)
+    for kind, values in kinds:
+        counts, scaled = rows[:, kind].copy(), np.ldexp(values, -exponent)
+        rows[:, SUM] += counts * scaled
+        rows[:, SQUARES] += counts * scaled * scaled
+        rows[:, ZEROS] += counts * (values == 0)
+        rows[:, kind] = 0.0
+        if moments.has_ends:
+            there = counts > 0
+            rows[there, MIN] = np.minimum(rows[there, MIN], scaled[there])
+            rows[there, MAX] = np.maximum(rows[there, MAX], scaled[there])
+    return Moments(rows, *merge(rows, group_of, num_groups), exponent, has_ends=moments.has_ends)
 
 
 def in_range(squares: float) -> bool:

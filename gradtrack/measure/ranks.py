@@ -14,13 +14,14 @@ from numpy.typing import NDArray
 from torch import nn
 
 from gradtrack.errors import UsageError
-from gradtrack.measure.moments import MAX, MIN, NAN, POSINF, SQUARES, SUM, WIDTH, ZEROS, Rows, empty_row, in_range
+from gradtrack.measure import wide
+from gradtrack.measure.moments import MAX, MIN, NAN, POSINF, SQUARES, SUM, WIDTH, ZEROS, Rows, empty_row
 from gradtrack.measure.shards import is_distributed, local_part, num_shards, widest_mesh
 from gradtrack.measure.spread import Spread
 
 _SUMMED: Final = (SUM, SQUARES, ZEROS, NAN, POSINF, POSINF + 1)
 _NONFINITE: Final = slice(_SUMMED.index(NAN), len(_SUMMED))
-_PRESENT, _EXTRA, _COUNT = range(len(_SUMMED), len(_SUMMED) + 3)
+_PRESENT, _EXTRA, _MORE = range(len(_SUMMED), len(_SUMMED) + 3)
 _groups: dict[tuple[int, ...], Any] = {}
 
 
@@ -28,16 +29,22 @@ _groups: dict[tuple[int, ...], Any] = {}
 class Share:
     """What one rank brings to a merge: rows and element counts of the parameters that have a gradient there, and more.
 
-    `ends` asks for the smallest and largest elements and `spread` for the differences between ranks, which only come
-    with them. Both are the same on every rank, or the ranks would wait for each other.
+    `limited` has for each of these parameters what an elementwise clipping would limit and the sum of squares that it
+    would leave, `tallies` are counts to be added up. `ends` asks for the smallest and largest elements,
+    `ends_if_nonfinite` only where any element is not finite, and `spread` for the differences between ranks, which
+    come with them. What is there and what is asked for is the same on every rank, or the ranks would wait for each
+    other.
     """
 
     rows: Rows
     present: NDArray[np.int64]
     counts: NDArray[np.int64]
     extra: NDArray[np.float64]
+    limited: NDArray[np.float64] | None = None
+    tallies: NDArray[np.float64] | None = None
     loss: float | None = None
     ends: bool = True
+    ends_if_nonfinite: bool = False
     spread: bool = False
     exponent: int = 0
 
@@ -46,10 +53,13 @@ class Merged(NamedTuple):
     """What all ranks together have, for each parameter and for all of them."""
 
     rows: Rows
+    exponent: int
     present: NDArray[np.bool_]
     extra: NDArray[np.float64]
     counts: NDArray[np.int64] | None
     """The numbers of elements, where those of a parameter cannot tell."""
+    limited: NDArray[np.float64] | None
+    tallies: NDArray[np.float64]
     loss: float | None
     spread: dict[str, Any] | None
     has_ends: bool
@@ -59,9 +69,10 @@ class Ranks:
     """The ranks that share the parameters of a model, and how often each element of a parameter is there among them.
 
     What is sent has a place for every parameter, whatever a rank has of it, so that no rank waits for another in vain:
-    one sum of eight float64 numbers for each parameter and two for the loss, and where the ends are asked for, or
-    cannot be done without, one maximum of two for each parameter. An explicit group without a DTensor among the
-    parameters says that plain tensors are shards, which takes a ninth number, but for `replicas`, known by their ids.
+    one sum of eight float64 numbers for each parameter and two for the loss, and where the ends are asked for one
+    maximum of two for each parameter. An explicit group without a DTensor among the parameters says that plain tensors
+    are shards, which takes a number more, but for `replicas`, known by their ids. So do parameters of float64, since
+    the squares of what two ranks have may not fit into one number.
     """
 
     def __init__(self, params: Sequence[nn.Parameter], group: Any = None, *, replicas: Container[int] = ()) -> None:
@@ -78,6 +89,7 @@ class Ranks:
             len(self._ranks) if is_shard else num_shards(one) for one, is_shard in zip(params, plain, strict=True)
         ]
         self._plain_shards = any(plain)
+        self._wide = any(map(wide.is_wide, params))
         self._shards = np.array(shards, dtype=np.float64)
 
     @property
@@ -86,45 +98,56 @@ class Ranks:
         found: NDArray[np.bool_] = self._shards > 1
         return found
 
-    def total(self, counts: Rows, positions: NDArray[np.int64], group_of: NDArray[np.int64], num_groups: int) -> Rows:
-        """Add up what every rank has counted of the parameters at these positions, by group and each element once."""
-        groups = np.zeros((num_groups, counts.shape[1]))
-        np.add.at(groups, group_of, counts * (self._shards[positions] / len(self._ranks))[:, None])
-        return np.rint(self._reduce(groups.ravel(), torch.distributed.ReduceOp.SUM).reshape(groups.shape))
+    def once(self, counts: Rows, positions: NDArray[np.int64]) -> Rows:
+        """Weigh what this rank has counted of the parameters at these positions so that a sum has each element once."""
+        found: Rows = counts * (self._shards[positions] / len(self._ranks))[:, None]
+        return found
 
     def merge(self, share: Share) -> Merged:
         """Merge what this rank has measured with what all others have."""
         sums, loss, more = self._add_up(share)
-        # Nobody can do without the ends where the sums do not tell how large the elements are, or that they are finite.
-        clean = sums[:, _NONFINITE].sum() == 0 and in_range(float(sums[:, SQUARES].sum()))
-        wanted = share.ends or not clean
+        nonfinite = bool(sums[:, _NONFINITE].any())
+        wanted = share.ends or (share.ends_if_nonfinite and nonfinite)
         highs, tail = self._find_ends(share) if wanted else (np.full((len(sums), 2), -math.inf), None)
         spread = Spread.read(more, tail, len(self._ranks)) if share.spread and tail is not None else None
         copies = len(self._ranks) / self._shards
         there = np.where(self._shards == 1, np.maximum(sums[:, _PRESENT], 1.0), copies)
         rows = _count_once(sums, highs, there)
-        counts = np.rint(sums[:, _COUNT] / there).astype(np.int64) if self._plain_shards else None
+        exponent = wide.join(rows, sums[:, _MORE] / there) if self._wide else 0
+        rest = sums[:, _MORE + self._wide :] / there[:, None]
+        counts = np.rint(rest[:, 0]).astype(np.int64) if self._plain_shards else None
+        limited = None if share.limited is None else rest[:, self._plain_shards :]
+        tallies = np.rint(more[3 * share.spread :])
         mean = float(loss[0] / loss[1]) if loss[1] else None
-        return Merged(rows, sums[:, _PRESENT] > 0, sums[:, _EXTRA] / copies, counts, mean, spread, wanted)
+        present, extra = sums[:, _PRESENT] > 0, sums[:, _EXTRA] / copies
+        return Merged(rows, exponent, present, extra, counts, limited, tallies, mean, spread, wanted)
 
     def _add_up(self, share: Share) -> tuple[Rows, NDArray[np.float64], NDArray[np.float64]]:
-        """Return the sums over all ranks: those of the parameters, of the loss, and of what tells of their spread."""
-        sums = np.zeros((len(self._shards), _COUNT + self._plain_shards))
-        sums[share.present, : len(_SUMMED)] = share.rows[:, _SUMMED]
-        sums[share.present, _PRESENT] = 1.0
-        sums[:, _EXTRA] = share.extra
+        """Return the sums over all ranks: those of the parameters, of the loss, and of what is not by parameter."""
+        columns = [share.rows[:, _SUMMED], np.ones((len(share.rows), 1)), share.extra[share.present, None]]
+        if self._wide:
+            columns[0], high = wide.split(columns[0], share.exponent)
+            columns.append(high)
         if self._plain_shards:
-            sums[share.present, _COUNT] = share.counts
+            columns.append(share.counts[:, None].astype(np.float64))
+        if share.limited is not None:
+            columns.append(share.limited)
+        found = np.concatenate(columns, axis=1)
+        sums = np.zeros((len(self._shards), found.shape[1]))
+        sums[:, _EXTRA] = share.extra  # of parameters without a gradient, too
+        sums[share.present] = found
         loss = [0.0 if share.loss is None else share.loss, float(share.loss is not None)]
         tail = Spread.sums(share.rows, share.exponent) if share.spread else []
-        found = self._reduce(np.concatenate([sums.ravel(), loss, tail]), torch.distributed.ReduceOp.SUM)
+        tallies = np.zeros(0) if share.tallies is None else share.tallies.ravel()
+        found = self._reduce(np.concatenate([sums.ravel(), loss, tail, tallies]), torch.distributed.ReduceOp.SUM)
         size = sums.size
         return found[:size].reshape(sums.shape), found[size : size + 2], found[size + 2 :]
 
     def _find_ends(self, share: Share) -> tuple[Rows, NDArray[np.float64]]:
         """Return the negated smallest and the largest elements over all ranks, and what tells of their spread."""
         ends = np.full((len(self._shards), 2), -math.inf)
-        ends[share.present, 0], ends[share.present, 1] = -share.rows[:, MIN], share.rows[:, MAX]
+        ends[share.present, 0] = -np.ldexp(share.rows[:, MIN], share.exponent)
+        ends[share.present, 1] = np.ldexp(share.rows[:, MAX], share.exponent)
         tail = Spread.highs(share.rows, share.exponent) if share.spread else []
         found = self._reduce(np.concatenate([ends.ravel(), tail]), torch.distributed.ReduceOp.MAX)
         return found[: ends.size].reshape(ends.shape), found[ends.size :]

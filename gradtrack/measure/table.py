@@ -16,7 +16,7 @@ from gradtrack.errors import UsageError
 from gradtrack.measure import grouping
 from gradtrack.measure.histograms import count_elements
 from gradtrack.measure.measurer import Batch, Measurer
-from gradtrack.measure.moments import Moments, Rows
+from gradtrack.measure.moments import Moments, Rows, merge
 from gradtrack.measure.ranks import Merged, Ranks, Share
 from gradtrack.measure.shards import group_of_modules, is_distributed, local_gradient, replicated_params, unwrapped
 
@@ -98,6 +98,11 @@ class Gradients:
         return count_elements(self.tensors, self.layout.group_of.tolist(), len(self.layout.group_names))
 
 
+Foresight = Callable[["SharedGradients", Moments], NDArray[np.float64]]
+"""Tells from what this rank has measured, for each tensor, how much an elementwise clipping would limit, and what
+sum of squares it would leave."""
+
+
 class SharedGradients(Gradients):
     """The parts of the gradients that this rank has, whose sums are those of all ranks.
 
@@ -128,40 +133,50 @@ class SharedGradients(Gradients):
         extra: NDArray[np.float64] | None = None,
         loss: float | None = None,
         ends: bool = True,
+        ends_if_nonfinite: bool = False,
         spread: bool = False,
+        limited: Foresight | None = None,
+        tally: bool = False,
     ) -> Moments:
-        """Return the sums over all ranks, and leave those of an extra number per parameter and the loss in `merged`.
+        """Return the sums over all ranks, and leave what else was asked for in `merged`.
 
-        Without `ends` the smallest and largest elements stay unknown, which saves a collective.
+        That are the sums of an extra number per parameter, the loss, how the ranks differ, what an elementwise
+        clipping is going to do and, with `tally`, the counts of a histogram for each group. Without `ends` the smallest
+        and largest elements stay unknown, which saves a collective, unless some element is not finite.
         """
-        positions = self._positions
-        sent = np.zeros(len(self._has_gradient)) if extra is None else extra
+        positions, layout = self._positions, self.layout
+        here = measurer.measure(self.batch, layout.group_of, len(layout.group_names))
         there = self._has_gradient[positions]
-        counts = np.array([tensor.numel() for tensor in self.tensors])[there]
-
-        def reduce(rows: Rows, exponent: int) -> Rows:
-            share = Share(
-                rows=rows[there],
-                present=positions[there],
-                counts=counts,
-                extra=sent,
-                loss=loss,
-                ends=ends,
-                spread=spread,
-                exponent=exponent,
-            )
-            self.merged = self.ranks.merge(share)
-            return self.merged.rows[positions]
-
-        layout = self.layout
-        moments = measurer.measure(self.batch, layout.group_of, len(layout.group_names), reduce=reduce)
-        moments.has_ends = self.merged.has_ends
-        if not self.merged.present[positions].all():
-            kept = np.flatnonzero(self.merged.present[positions])
+        share = Share(
+            rows=here.rows[there],
+            present=positions[there],
+            counts=np.array([tensor.numel() for tensor in self.tensors])[there],
+            extra=np.zeros(len(self._has_gradient)) if extra is None else extra,
+            limited=None if limited is None else limited(self, here)[there],
+            tallies=self._tally() if tally else None,
+            loss=loss,
+            ends=ends,
+            ends_if_nonfinite=ends_if_nonfinite,
+            spread=spread,
+            exponent=here.exponent,
+        )
+        self.merged = merged = self.ranks.merge(share)
+        rows = merged.rows[positions]
+        found = merge(rows, layout.group_of, len(layout.group_names))
+        moments = Moments(rows, *found, merged.exponent, has_ends=merged.has_ends)
+        if not merged.present[positions].all():
+            kept = np.flatnonzero(merged.present[positions])
             self._narrow(kept)
             moments = moments.of(kept)
         self._recount()
         return moments
+
+    @property
+    def limited(self) -> NDArray[np.float64]:
+        """Return what an elementwise clipping does over all ranks: how much it limits, and the squares it leaves."""
+        assert self.merged.limited is not None, "nobody has asked what a clipping would do"
+        found: NDArray[np.float64] = self.merged.limited[self._positions].sum(axis=0)
+        return found
 
     @property
     def has_shards(self) -> bool:
@@ -169,15 +184,16 @@ class SharedGradients(Gradients):
         return bool(self.ranks.sharded[self._positions].any())
 
     def count(self) -> Rows:
-        """Return the same over all ranks, each element counted once."""
-        counts = count_elements(self.tensors, range(len(self.tensors)), len(self.tensors))
-        return self.ranks.total(counts, self._positions, self.layout.group_of, len(self.layout.group_names))
+        """Return the same over all ranks, as it was counted while they were measured."""
+        return self.merged.tallies.reshape(len(self.layout.group_names), -1)
 
-    def spread(self, values: Sequence[float]) -> NDArray[np.float64]:
-        """Return a number for every parameter from one for each tensor."""
-        found = np.zeros(len(self._has_gradient))
-        found[self._positions] = values
-        return found
+    def _tally(self) -> Rows:
+        """Count what this rank has for each group, so that a sum over the ranks has each element once."""
+        counts = count_elements(self.tensors, range(len(self.tensors)), len(self.tensors))
+        counts[~self._has_gradient[self._positions]] = 0.0
+        groups = np.zeros((len(self.layout.group_names), counts.shape[1]))
+        np.add.at(groups, self.layout.group_of, self.ranks.once(counts, self._positions))
+        return groups
 
     def _narrow(self, kept: NDArray[np.int64]) -> None:
         """Leave out the parameters that have a gradient on no rank."""

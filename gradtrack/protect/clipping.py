@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from gradtrack.config import ClipType, GradientConfig
 from gradtrack.errors import UsageError
 from gradtrack.measure.measurer import Measurer
-from gradtrack.measure.moments import MAX, MIN, Moments
+from gradtrack.measure.moments import MAX, MIN, SQUARES, Moments, Rows
 from gradtrack.measure.shards import local_part
 from gradtrack.measure.table import Gradients, ParameterTable, SharedGradients
 from gradtrack.protect.strategies import AdaptiveStrategy, FixedStrategy, Strategy, ZScoreStrategy
@@ -51,7 +53,10 @@ class GradientClipper:
     def clip_gradients(self, model: nn.Module) -> ClippingReport:
         """Measure and clip the gradients that a model has now."""
         grads = ParameterTable(model).gradients()
-        moments = grads.measure(self._measurer)
+        if isinstance(grads, SharedGradients) and self.is_elementwise:
+            moments = grads.measure(self._measurer, limited=partial(self.foresee, replace=None))
+        else:
+            moments = grads.measure(self._measurer)
         return ClippingReport(**self.clip(grads, moments))
 
     def clip(self, grads: Gradients, moments: Moments, *, remember: bool = True) -> dict[str, Any]:
@@ -62,10 +67,8 @@ class GradientClipper:
             return {"enabled": False, "clip_type": clip_type, "norm_before": norm, "norm_after": norm}
         if not math.isfinite(norm):
             return self._left_alone(clip_type, norm)
-        if clip_type == "value":
-            found = self._clip_values(grads, moments, norm)
-        elif clip_type == "agc":
-            found = self._clip_units(grads, norm)
+        if self.is_elementwise:
+            found = self._clip_elements(grads, moments, norm)
         else:
             found = self._clip_norm(grads, norm)
         if remember:
@@ -113,46 +116,76 @@ class GradientClipper:
             grads.install()
         return found
 
-    def _clip_values(self, grads: Gradients, moments: Moments, norm: float) -> dict[str, Any]:
-        limit = self.config.max_grad_norm
-        scale = math.ldexp(1.0, moments.exponent)
-        beyond = [row[MAX] * scale > limit or row[MIN] * scale < -limit for row in moments.rows]
-        counts = [_clamp(grad, limit) if far else 0 for grad, far in zip(grads.tensors, beyond, strict=True)]
-        found = self._elementwise(grads, norm, limit, any(beyond), counts)
-        return {**found, "clipped_fraction": found["clipped_fraction"] / max(1, grads.layout.total_count)}
+    @property
+    def is_elementwise(self) -> bool:
+        """Whether gradients are limited one element or one unit at a time, and not all by the same factor."""
+        return self.config.enable_gradient_clipping and self.config.effective_clip_type in ("value", "agc")
 
-    def _clip_units(self, grads: Gradients, norm: float) -> dict[str, Any]:
-        factor = self.config.agc_clip_factor
-        if isinstance(grads, SharedGradients) and grads.has_shards:
+    def foresee(self, grads: Gradients, here: Moments, replace: Callable[[Iterable[Tensor]], None] | None) -> Rows:
+        """Return for each tensor how much clipping would limit in it, and the sum of squares that it would leave.
+
+        Nothing is changed yet. Where NaN and Inf are replaced first, `replace` does so in place.
+        """
+        found = np.zeros((len(grads.tensors), 2))
+        with np.errstate(over="ignore"):  # what is beyond the range is beyond the limit
+            found[:, 1] = np.ldexp(here.rows[:, SQUARES], 2 * here.exponent)
+        bad = set(here.nonfinite_rows()) if replace is not None else set()
+        for index in sorted(bad.union(self._beyond(here))):
+            copy = grads.tensors[index].detach().clone()
+            if replace is not None:
+                replace([copy])
+            count = self._limit(copy, grads, index)
+            norm = self._measurer.measure([copy], np.zeros(1, dtype=np.int64), 1).norm
+            found[index] = count, norm * norm
+        return found
+
+    def _clip_elements(self, grads: Gradients, moments: Moments, norm: float) -> dict[str, Any]:
+        """Limit elements or units; what all ranks do together has been foreseen."""
+        by_value = self.config.effective_clip_type == "value"
+        count: float
+        if isinstance(grads, SharedGradients):
+            count, after = self._clip_together(grads, norm)
+        else:
+            count = sum(self._limit(grads.tensors[index], grads, index) for index in self._beyond(moments))
+            after = grads.measure(self._measurer).norm if count else norm
+        if count:
+            grads.install()
+        return {
+            "clipped": count > 0,
+            "threshold": self.config.max_grad_norm if by_value else self.config.agc_clip_factor,
+            "coefficient": after / norm if norm else 1.0,
+            "norm_after": after,
+            "clipped_fraction": count / max(1, grads.layout.total_count if by_value else _num_units(grads)),
+        }
+
+    def _clip_together(self, grads: SharedGradients, norm: float) -> tuple[float, float]:
+        """Limit what this rank has; return how much all of them limit, and the norm that is left."""
+        if grads.has_shards and self.config.effective_clip_type == "agc":
             raise UsageError(
                 "clip_type 'agc' with sharded parameters: expected each unit of a parameter on one rank. "
                 "Use clip_type 'norm', 'adaptive', 'zscore' or 'value'."
             )
-        pairs = enumerate(zip(grads.tensors, grads.layout.params, strict=True))
-        found = [_limit_units(*pair, factor, grads.sparse.get(index)) for index, pair in pairs]
-        clipped, units = sum(pair[0] for pair in found), sum(pair[1] for pair in found)
-        share = clipped / max(1, units)
-        return {**self._elementwise(grads, norm, factor, clipped > 0, ()), "clipped_fraction": share}
+        count, squares = grads.limited.tolist()
+        if not count:
+            return 0.0, norm
+        for index, tensor in enumerate(grads.tensors):
+            self._limit(tensor, grads, index)
+        return count, math.sqrt(squares)
 
-    def _elementwise(
-        self, grads: Gradients, norm: float, threshold: float, clipped: bool, counts: Sequence[int]
-    ) -> dict[str, Any]:
-        after, count = norm, float(sum(counts))
-        if clipped:
-            grads.install()
-        if clipped and isinstance(grads, SharedGradients):
-            sent = grads.spread(counts or [0.0] * len(grads.tensors))
-            after = grads.measure(self._measurer, extra=sent, ends=False).norm
-            count = float(grads.merged.extra.sum())
-        elif clipped:
-            after = grads.measure(self._measurer).norm
-        return {
-            "clipped": clipped,
-            "threshold": threshold,
-            "coefficient": after / norm if norm else 1.0,
-            "norm_after": after,
-            "clipped_fraction": count,
-        }
+    def _beyond(self, moments: Moments) -> Sequence[int]:
+        """Return the tensors in which there may be something to limit."""
+        if self.config.effective_clip_type == "agc":
+            return range(len(moments.rows))
+        ends = np.maximum(moments.rows[:, MAX], -moments.rows[:, MIN])
+        with np.errstate(over="ignore"):
+            beyond = np.flatnonzero(np.ldexp(ends, moments.exponent) > self.config.max_grad_norm)
+        return [int(index) for index in beyond]
+
+    def _limit(self, tensor: Tensor, grads: Gradients, index: int) -> int:
+        """Limit the elements or units of a tensor in place; return how many were beyond their limit."""
+        if self.config.effective_clip_type == "value":
+            return _clamp(tensor, self.config.max_grad_norm)
+        return _limit_units(tensor, grads.layout.params[index], self.config.agc_clip_factor, grads.sparse.get(index))
 
 
 def coefficient_for(norm: float, threshold: float, epsilon: float) -> dict[str, Any]:
@@ -169,9 +202,11 @@ def _clamp(grad: Tensor, limit: float) -> int:
     return beyond
 
 
-def _limit_units(grad: Tensor, param: nn.Parameter, factor: float, sparse: Tensor | None) -> tuple[int, int]:
-    """Scale down the units whose gradient is too large for their weights; return how many, of how many."""
+def _limit_units(grad: Tensor, param: nn.Parameter, factor: float, sparse: Tensor | None) -> int:
+    """Scale down the units whose gradient is too large for their weights; return how many."""
     grad, weight = grad.detach(), local_part(param.detach())
+    if not grad.numel():
+        return 0
     if weight.is_complex():
         weight = torch.view_as_real(weight)
     if sparse is not None:
@@ -183,7 +218,13 @@ def _limit_units(grad: Tensor, param: nn.Parameter, factor: float, sparse: Tenso
     count = int(beyond.sum())
     if count:
         grad.mul_(torch.where(beyond, limit / norms.clamp_min(torch.finfo(norms.dtype).tiny), 1.0).to(grad.dtype))
-    return count, beyond.numel()
+    return count
+
+
+def _num_units(grads: Gradients) -> int:
+    """Return how many units there are; a rank without a gradient has none of its own, but the weights."""
+    tensors = grads.layout.params if isinstance(grads, SharedGradients) else grads.tensors
+    return sum(tensor.shape[0] if tensor.ndim + tensor.is_complex() > 1 else 1 for tensor in tensors)
 
 
 def _unit_dims(grad: Tensor) -> Sequence[int]:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from gradtrack.errors import NonFiniteGradientError
-from gradtrack.measure.measurer import Measurer
 from gradtrack.measure.moments import Moments, true_norm
 from gradtrack.measure.passing import PassedGradients
-from gradtrack.measure.table import Gradients
+from gradtrack.measure.table import Foresight, Gradients
 from gradtrack.protect.clipping import GradientClipper
 from gradtrack.protect.nonfinite import NaNInfHandler, count_nonfinite
 
@@ -30,8 +30,16 @@ class Protection:
 class Guard:
     """Makes measured gradients safe to step with, as the handler's and the clipper's configuration says."""
 
-    def __init__(self, handler: NaNInfHandler, clipper: GradientClipper, measurer: Measurer) -> None:
-        self._handler, self._clipper, self._measurer = handler, clipper, measurer
+    def __init__(self, handler: NaNInfHandler, clipper: GradientClipper) -> None:
+        self._handler, self._clipper = handler, clipper
+
+    def foresight(self, *, scaled: bool) -> Foresight | None:
+        """Return what tells how clipping is going to limit the gradients that are here, unless the norm is enough."""
+        if not self._clipper.is_elementwise:
+            return None
+        config = self._handler.config
+        replaces = config.enable_nan_inf_check and config.nonfinite_action == "replace" and not scaled
+        return partial(self._clipper.foresee, replace=self._handler.replace if replaces else None)
 
     def protect(
         self, grads: Gradients, moments: Moments, owned: Iterable[Tensor], *, scaled: bool, remember: bool
@@ -50,7 +58,7 @@ class Guard:
         found = self._handle(grads, moments, owned, scaled=scaled)
         action = found["action"]
         error = self._handler.error(found) if action == "raise" else None
-        now = grads.measure(self._measurer) if action == "replace" else moments
+        now = self._handler.replaced(grads, moments) if action == "replace" else moments
         clipping = _with_true_norm(self._clipper.clip(grads, now, remember=remember), moments)
         if action == "skip":
             clipping["norm_after"] = None

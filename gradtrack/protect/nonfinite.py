@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from gradtrack.config import GradientConfig
 from gradtrack.errors import NonFiniteGradientError
 from gradtrack.measure.measurer import Measurer
-from gradtrack.measure.moments import NAN, NEGINF, POSINF, Moments
+from gradtrack.measure.moments import NAN, NEGINF, POSINF, Moments, replaced
 from gradtrack.measure.table import Gradients, ParameterTable
 from gradtrack.reports import NanInfReport, NonFiniteParameter
 
@@ -69,10 +69,14 @@ class NaNInfHandler:
         """Replace NaN and Inf in place; an infinity keeps its sign and stays within the range of its type."""
         for tensor in tensors:
             limit = self.limit_of(tensor)
-            values = tensor.detach()
-            edge = torch.finfo(tensor.dtype).max
-            nan = min(max(self.config.replace_nan_with, -edge), edge)
-            torch.nan_to_num_(values, nan=nan, posinf=limit, neginf=-limit)
+            torch.nan_to_num_(tensor.detach(), nan=self._nan_of(tensor), posinf=limit, neginf=-limit)
+
+    def replaced(self, grads: Gradients, moments: Moments) -> Moments:
+        """Return the sums of gradients once `replace` has been at them, without another look at them."""
+        pairs = [(self._nan_of(tensor), self.limit_of(tensor)) for tensor in grads.tensors]
+        values = [torch.tensor(pair, dtype=one.dtype) for pair, one in zip(pairs, grads.tensors, strict=True)]
+        nan, infinity = torch.stack([rounded.double() for rounded in values], dim=1).numpy()
+        return replaced(moments, nan, infinity, grads.layout.group_of, len(grads.layout.group_names))
 
     @staticmethod
     def error(found: Mapping[str, Any]) -> NonFiniteGradientError:
@@ -90,6 +94,11 @@ class NaNInfHandler:
     def limit_of(self, tensor: Tensor) -> float:
         """Return what replaces an infinity: the value of the configuration, within the range of the type."""
         return min(self.config.replace_inf_with, torch.finfo(tensor.dtype).max)
+
+    def _nan_of(self, tensor: Tensor) -> float:
+        """Return what replaces a NaN, within the range of the type."""
+        edge = torch.finfo(tensor.dtype).max
+        return min(max(self.config.replace_nan_with, -edge), edge)
 
     def is_critical(self, moments: Moments, count: int) -> bool:
         """Whether the share of non-finite elements is above `nan_inf_threshold`."""

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from gradtrack import GradientManager
 from tests.distributed.communication import Counted
@@ -34,24 +34,40 @@ def pretend() -> Iterator[Any]:
         dist.destroy_process_group()
 
 
-def sharded(mesh: Any, num_tensors: int) -> nn.Module:
-    """Return a model of small sharded parameters that have gradients."""
-    model = nn.Module()
+def sharded(mesh: Any, num_tensors: int, value: float = 1.0, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """Return a model of small sharded parameters whose gradients have this value; the other half of each has ones."""
+    return spread(mesh, num_tensors, Shard(0), value, dtype)
+
+
+def spread(mesh: Any, num_tensors: int, kind: Any, value: float, dtype: torch.dtype) -> nn.Module:
+    """Return the same for another placement."""
+    model, size = nn.Module(), 2 * mesh.size()
     for index in range(num_tensors):
-        param = nn.Parameter(distribute_tensor(torch.ones(mesh.size()), mesh, [Shard(0)]))
-        param.grad = distribute_tensor(torch.ones(mesh.size()), mesh, [Shard(0)])
+        param = nn.Parameter(distribute_tensor(torch.ones(size, dtype=dtype), mesh, [kind]))
+        param.grad = distribute_tensor(torch.ones(size, dtype=dtype), mesh, [kind])
+        local: Any = param.grad
+        local.to_local()[0] = value
         model.register_parameter(f"weight{index}", param)
     return model
 
 
+def sent_each(model: nn.Module, num_steps: int, **settings: Any) -> list[list[int]]:
+    """Return the sizes in bytes of what a rank sends in each of some steps with the same gradients."""
+    manager, sizes = GradientManager(settings), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    grads = [(param, param.grad) for param in model.parameters()]
+    for _ in range(num_steps):
+        for param, grad in grads:
+            param.grad = None if grad is None else grad.clone()
+        with Counted() as counted:
+            manager.step(model, optimizer, 1.0, backward=False)
+        sizes.append(counted.sizes)
+    return sizes
+
+
 def sent(model: nn.Module, **settings: Any) -> list[int]:
     """Return the sizes in bytes of what a rank sends in one step."""
-    manager = GradientManager(settings)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Counted() as counted:
-        manager.step(model, optimizer, 1.0, backward=False)
-    sizes: list[int] = counted.sizes
-    return sizes
+    return sent_each(model, 1, **settings)[0]
 
 
 @pytest.mark.parametrize("num_ranks", [2, 8, 1024])
@@ -77,16 +93,66 @@ def test_a_model_of_70_billion_parameters_on_1024_ranks(pretend: Any) -> None:
         assert f"| {num_ranks:,} | 2 | {report:,} | {between:,} | {moved:,.0f} |" in text
 
 
-def test_what_takes_more(pretend: Any) -> None:
-    """Clipping by value sums up once more when it engages, replacing measures again, and histograms are a sum."""
-    model, report = sharded(pretend(8), 5), [64 * 5 + 16, 16 * 5]
-    assert sent(model, clip_type="value", max_grad_norm=2.0) == report
-    assert sent(model, clip_type="value", max_grad_norm=0.1) == [*report, 64 * 5 + 16]
-    assert sent(model, log_histograms=True, grad_log_every_n_steps=1) == [*report, 3080 * 5]
-    grad: Any = model.get_parameter("weight0").grad
-    grad.to_local().fill_(math.nan)
-    assert sent(model, nonfinite_action="report", check_frequency=10) == report
-    assert sent(model, nonfinite_action="replace") == [*report, *report]
+ORDINARY: list[dict[str, Any]] = [
+    {},
+    {"enable_gradient_clipping": False},
+    {"adaptive_clipping": True},
+    {"clip_type": "zscore"},
+    {"enable_nan_inf_check": False},
+    {"nonfinite_action": "report"},
+    {"nonfinite_action": "replace", "max_grad_norm": 0.1},
+    {"track_parameters": True, "groups": {"all": ".*"}},
+]
+ELEMENTWISE: list[dict[str, Any]] = [
+    {"clip_type": "value", "max_grad_norm": 10.0},
+    {"clip_type": "value", "max_grad_norm": 0.1},
+    {"clip_type": "value", "max_grad_norm": 0.1, "nonfinite_action": "replace"},
+]
+VALUES = [1.0, 0.0, 1e-30, math.nan, -math.inf]
+
+
+@pytest.mark.parametrize("value", VALUES)
+@pytest.mark.parametrize("settings", [*ORDINARY, *ELEMENTWISE])
+def test_whatever_the_settings_a_report_is_two_collectives(
+    pretend: Any, settings: dict[str, Any], value: float
+) -> None:
+    """Clipping each element takes 16 bytes more for each tensor, in the sum; replacing takes none."""
+    more = 16 * 5 * (settings in ELEMENTWISE)
+    assert sent(sharded(pretend(8), 5, value), **settings) == [64 * 5 + 16 + more, 16 * 5]
+    assert 64 * 5 + 16 + more + 16 * 5 <= 128 * 5
+
+
+@pytest.mark.parametrize("value", VALUES)
+@pytest.mark.parametrize("settings", [*ORDINARY, *ELEMENTWISE])
+def test_whatever_the_settings_a_step_between_reports_is_one_collective(
+    pretend: Any, settings: dict[str, Any], value: float
+) -> None:
+    """The first step with an element that is not finite makes a row, which is a report; those after it do not."""
+    first, *others = sent_each(sharded(pretend(8), 5, value), 3, check_frequency=10, **settings)
+    more = 16 * 5 * (settings in ELEMENTWISE)
+    assert first == [64 * 5 + 16 + more, *([] if math.isfinite(value) else [16 * 5])]
+    assert others == [[64 * 5 + 16 + more]] * 2
+
+
+@pytest.mark.parametrize("value", [1.0, 0.0, 1e200, 1e-200, math.nan])
+def test_squares_beyond_the_range_of_a_float64_take_no_collective_more(pretend: Any, value: float) -> None:
+    """Parameters of float64 take eight bytes more each, by which squares of any size can be added up."""
+    model = sharded(pretend(8), 5, value, torch.float64)
+    assert sent(model) == [72 * 5 + 16, 16 * 5]
+    assert sent_each(model, 2, check_frequency=10)[1] == [72 * 5 + 16]
+
+
+def test_clipping_by_unit_is_two_collectives(pretend: Any) -> None:
+    """Replicas, of which a rank has all units, are limited like elements."""
+    model = spread(pretend(8), 5, Replicate(), 1.0, torch.float32)
+    sizes = sent_each(model, 2, clip_type="agc", agc_clip_factor=1e-3, check_frequency=2)
+    assert sizes == [[80 * 5 + 16], [80 * 5 + 16, 16 * 5]]
+
+
+def test_histograms_are_in_the_sum(pretend: Any) -> None:
+    """A row with them has 384 and one number more for each group, and no collective more."""
+    sizes = sent_each(sharded(pretend(8), 5), 4, log_histograms=True, grad_log_every_n_steps=2)
+    assert sizes == [[64 * 5 + 16, 16 * 5], [64 * 5 + 16 + 3080 * 5, 16 * 5]] * 2
 
 
 def test_the_spread_of_ranks_takes_six_numbers_more(pretend: Any) -> None:

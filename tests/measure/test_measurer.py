@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gradtrack.measure.measurer import Measurer
-from gradtrack.measure.moments import Moments, describe
+from gradtrack.measure.moments import Moments, describe, replaced
 from tests.measure.gradients import flat, gradients, oracle, same
 
 ENGINES = ("native", "torch")
@@ -141,3 +141,18 @@ def test_forty_million_elements_against_float64(engine: EngineName, dtype: torch
     squares = [float((piece.double() ** 2).sum()) for piece in torch.split(grad, 1 << 20)]
     exact = math.fsum(squares) ** 0.5
     assert measure([grad], engine).norm == pytest.approx(exact, rel=1e-6)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@given(grads=gradients(), nan=st.sampled_from([0.0, -2.5]), infinity=st.sampled_from([1e-3, 60000.0, 1e150]))
+def test_what_replacing_makes_of_the_sums(engine: EngineName, grads: list[Tensor], nan: float, infinity: float) -> None:
+    """The sums of gradients whose NaN and Inf were replaced follow from those before and from the counts."""
+    largest = [min(infinity, torch.finfo(grad.dtype).max) for grad in grads]
+    values = [torch.tensor([nan, high], dtype=grad.dtype).double() for grad, high in zip(grads, largest, strict=True)]
+    pairs = torch.stack(values, dim=1).numpy()
+    foreseen = replaced(measure(grads, engine), pairs[0], pairs[1], np.arange(len(grads)) % 1, 1)
+    after = [
+        torch.nan_to_num(grad, nan=nan, posinf=high, neginf=-high) for grad, high in zip(grads, largest, strict=True)
+    ]
+    found = describe(foreseen.total, sum(grad.numel() for grad in grads), foreseen.exponent)
+    assert same(found, oracle(flat(after)))

@@ -17,7 +17,7 @@ def protect(*gradients: torch.Tensor, scaled: bool = False, **settings: object) 
     config, measurer = GradientConfig.load(None, **settings), Measurer("torch")
     model = with_gradients(list(gradients))
     grads = ParameterTable(model).gradients()
-    guard = Guard(NaNInfHandler(config), GradientClipper(config), measurer)
+    guard = Guard(NaNInfHandler(config), GradientClipper(config))
     moments = grads.measure(measurer)
     made = guard.protect(grads, moments, model.parameters(), scaled=scaled, remember=True)
     return made, [param.grad for param in model.parameters()]
