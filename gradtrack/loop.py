@@ -73,7 +73,8 @@ def watch(
 ) -> GradientManager:
     """Measure, protect and report before every step of an optimizer, with no other change to the training loop.
 
-    Of several optimizers the first one's step is the step. Close the manager, or let the interpreter's exit do it.
+    Of several optimizers, which step together after one backward pass, the first to step is looked before. Close the
+    manager, or let the interpreter's exit do it.
     """
     optimizers = tuple(map(hookable, as_sequence(optimizer)))
     for one in optimizers:

@@ -26,7 +26,7 @@ from gradtrack.record.training_log import save_training_log
 from gradtrack.reports import Issue, StepReport, TrainingSummary
 from gradtrack.roster import Roster
 from gradtrack.scaling import Scale, unscale
-from gradtrack.stepping import look_before_steps
+from gradtrack.stepping import BeforeSteps
 from gradtrack.view import at_close
 
 IssueCallback = Callable[[Issue, StepReport], object]
@@ -220,7 +220,7 @@ class GradientManager:
         self._roster.load_state_dict(state["pairs"])
 
     def follow(self, model: nn.Module, optimizer: Any) -> None:
-        """Look by itself just before the first optimizer's own step, or after each call of its closure."""
+        """Look by itself just before the first of the optimizers steps, or after each call of its closure."""
         optimizers = as_sequence(optimizer)
 
         def look(loss: Tensor | float | None, scale: Scale | None) -> None:
@@ -229,7 +229,7 @@ class GradientManager:
                 pair.add_loss(loss)
                 self._look(pair, scale)
 
-        self._hooks.append(look_before_steps(optimizers[0], look))
+        self._hooks.append(BeforeSteps(optimizers, look))
 
     def flush(self) -> None:
         """Make everything that was recorded durable."""

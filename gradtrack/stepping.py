@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from gradtrack.checks import check_optimizer, hookable, needs_closure
 from gradtrack.measure.shards import is_distributed
-from gradtrack.measure.step_watch import StepWatch
+from gradtrack.measure.step_watch import StepWatch, take_off
 from gradtrack.measure.table import ParameterTable
 from gradtrack.scaling import take_over_scale
 
@@ -93,16 +93,30 @@ class Stepping:
         self._closure_calls = calls
 
 
-def look_before_steps(optimizer: Any, look: Callable[..., None]) -> Any:
-    """Call `look(loss, scale)` just before an optimizer steps, or after each call of its closure.
+class BeforeSteps:
+    """Calls `look(loss, scale)` just before optimizers step, or after each call of a closure, until it is removed.
 
-    What is returned takes the hook off again.
+    Of several, which step together, it is called before the first: one that has stepped already begins anew.
     """
 
-    def before_step(stepping: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __init__(self, optimizers: Sequence[Any], look: Callable[..., None]) -> None:
+        self._look: Callable[..., None] | None = look
+        self._stepped: set[int] = set()
+        self._hooks = [(one, one.register_step_pre_hook(self._before_step)) for one in optimizers]
+
+    def remove(self) -> None:
+        """Look no more."""
+        self._look = None
+        take_off(self._hooks)
+        self._hooks = []
+
+    def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        look = self._look
+        if look is None or not self._begins(optimizer):
+            return None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
-            look(None, take_over_scale(stepping))
+            look(None, take_over_scale(optimizer))
             return None
 
         def looked_at() -> Any:
@@ -112,7 +126,12 @@ def look_before_steps(optimizer: Any, look: Callable[..., None]) -> Any:
 
         return (args[0],), {**kwargs, "closure": looked_at}
 
-    return optimizer.register_step_pre_hook(before_step)
+    def _begins(self, optimizer: Any) -> bool:
+        """Whether this is the first of the optimizers to step after a backward pass."""
+        if id(optimizer) in self._stepped:
+            self._stepped.clear()
+        self._stepped.add(id(optimizer))
+        return len(self._stepped) == 1
 
 
 def _owns_shards(optimizer: Any) -> bool:

@@ -1,13 +1,16 @@
 """The optimizers of a pair."""
 
+import math
+
 import pytest
 import torch
 from torch import Tensor, nn
 
+import gradtrack
 from gradtrack.errors import UsageError
 from gradtrack.measure.table import ParameterTable
 from gradtrack.stepping import Stepping
-from tests.training import optimizer_of
+from tests.training import batch_loss, optimizer_of, small_model
 
 
 def stepping(model: nn.Module, *optimizers: object) -> Stepping:
@@ -97,3 +100,46 @@ def test_a_stranger_is_refused() -> None:
         made.bind([torch.optim.SGD(other.parameters(), lr=0.1)], ParameterTable(model))
     assert made.optimizers == (own,)
     assert list(made.params()) == list(model.parameters())
+
+
+@pytest.mark.parametrize("analyzers", [[], ["flow", "updates"]])
+@pytest.mark.parametrize("mine_first", [False, True])
+def test_a_watching_manager_may_be_closed_within_a_step(mine_first: bool, analyzers: list[str]) -> None:
+    """A hook before or after ours closes the manager: the step goes on, and nothing is looked at any more."""
+    model = small_model()
+    optimizer = optimizer_of(model, torch.optim.Adam)
+    made: list[gradtrack.GradientManager] = []
+    closing = False
+
+    def close(*_: object) -> None:
+        if closing:
+            made[0].close()
+
+    if mine_first:
+        optimizer.register_step_pre_hook(close)
+    made.append(gradtrack.watch(model, optimizer, analyzers=analyzers))
+    if not mine_first:
+        optimizer.register_step_pre_hook(close)
+    optimizer.register_step_pre_hook(lambda *_: None)
+    for step in range(6):
+        closing = step == 3
+        optimizer.zero_grad()
+        torch.autograd.backward(batch_loss(model, step))
+        optimizer.step()
+    assert len(made[0].reports) == (3 if mine_first else 4)
+    assert optimizer.state[next(model.parameters())]["step"] == 6
+
+
+def test_a_callback_may_close_the_manager_that_calls_it() -> None:
+    """An issue that opens within the watched step may be the end of the watching, not of the step."""
+    model = small_model()
+    optimizer = optimizer_of(model)
+    manager = gradtrack.watch(model, optimizer, analyzers=["flow"])
+    manager.on_issue(lambda *_: manager.close())
+    optimizer.register_step_pre_hook(lambda *_: None)
+    for scale in (1.0, math.nan, 1.0):
+        optimizer.zero_grad()
+        torch.autograd.backward(batch_loss(model, scale=scale))
+        optimizer.step()
+    assert [report.skipped for report in manager.reports] == [False, True]
+    assert all(torch.isfinite(param).all() for param in model.parameters())

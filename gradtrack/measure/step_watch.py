@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable
+from types import FrameType
 from typing import Any
 
 Look = Callable[[], None]
@@ -29,8 +31,9 @@ class StepWatch:
         self._began, self._ended = began, ended
         self._state = _State.IDLE
         self._waiting: Look | None = None
-        self._hooks: list[Any] = []
-        self._begins: dict[int, Any] = {}
+        self._closed = False
+        self._hooks: list[tuple[Any, Any]] = []
+        self._begins: dict[int, tuple[Any, Any]] = {}
         self._hooked: set[int] = set()
         self._last: set[int] = set()
 
@@ -38,7 +41,7 @@ class StepWatch:
         """Hook an optimizer; one that may be running its other hooks now is seen from its next step on."""
         if id(optimizer) not in self._hooked:
             self._hooked.add(id(optimizer))
-            self._hooks.append(optimizer.register_step_post_hook(self._after_step))
+            self._hooks.append((optimizer, optimizer.register_step_post_hook(self._after_step)))
         if not running and id(optimizer) not in self._begins:
             self._hook_begin(optimizer)
 
@@ -50,25 +53,29 @@ class StepWatch:
             self._waiting = look
 
     def close(self) -> None:
-        """Remove every hook, and forget who waits."""
-        for hook in (*self._hooks, *self._begins.values()):
-            hook.remove()
+        """Remove every hook for good, and forget who waits."""
+        take_off([*self._hooks, *self._begins.values()])
+        self._closed = True
         self._hooks, self._waiting, self._state = [], None, _State.IDLE
         for known in (self._begins, self._hooked, self._last):
             known.clear()
 
     def _hook_begin(self, optimizer: Any) -> None:
-        self._begins[id(optimizer)] = optimizer.register_step_pre_hook(self._before_step)
+        self._begins[id(optimizer)] = optimizer, optimizer.register_step_pre_hook(self._before_step)
 
     def _after_step(self, optimizer: Any, *_: object) -> None:
+        if self._closed:
+            return
         self._end()
         if id(optimizer) not in self._last:  # go behind the hooks that are there by now, which may look or clip
             self._last.add(id(optimizer))
             if id(optimizer) in self._begins:
-                self._begins[id(optimizer)].remove()
+                self._begins[id(optimizer)][1].remove()
             self._hook_begin(optimizer)
 
     def _before_step(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._closed:
+            return None
         self._began()
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
@@ -97,3 +104,23 @@ class StepWatch:
         """Note that a step is over; whoever still waits has missed what it took."""
         self._state, self._waiting = _State.IDLE, None
         self._ended()
+
+
+def take_off(hooks: Iterable[tuple[Any, Any]]) -> None:
+    """Remove hooks of optimizers, but from one that walks through its hooks just now: there they stay, and do nothing.
+
+    Torch breaks where a hook goes while it walks. Each hook comes with its optimizer, and knows itself that it is over.
+    """
+    for optimizer, hook in hooks:
+        if not _is_stepping(optimizer):
+            hook.remove()
+
+
+def _is_stepping(optimizer: Any) -> bool:
+    """Say whether we are called from within a step of an optimizer."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_locals.get("self") is optimizer:
+            return True
+        frame = frame.f_back
+    return False
