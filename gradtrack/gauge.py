@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Callable, Container
 from typing import Any
 
 from torch import Tensor, nn
@@ -29,18 +29,25 @@ _PASSING = (
     "the optimizers step inside the backward pass: each gradient is measured just before, "
     "and can neither be clipped nor left out."
 )
+_DIVIDED = (
+    "{} of the {} parameters are measured and clipped with other pairs, whose optimizers own them. "
+    "Pass all optimizers as one sequence to clip by the norm of the whole model."
+)
 
 
 class Gauge:
     """Reads the gradients of a model in one pass, with the parameters, groups and engine that are right at that step.
 
-    Where parameters are spread over ranks, what it reads is that of all ranks, and all of it is sent together.
+    Where parameters are spread over ranks, what it reads is that of all ranks, and all of it is sent together. Where
+    `elsewhere` returns ids of parameters, those are read by others.
     """
 
     def __init__(self, model: nn.Module, config: GradientConfig, measurer: Measurer, process_group: Any = None) -> None:
         self._model, self._config, self._measurer = model, config, measurer
         self._told: set[str] = set()
         self._passing: Passing | None = None
+        self.elsewhere: Callable[[], frozenset[int]] = frozenset
+        self.left_out: frozenset[int] = frozenset()
         self.coming_notes: list[str] = []
         self.share(process_group)
         if not self.table.params:
@@ -52,10 +59,20 @@ class Gauge:
     def share(self, process_group: Any) -> None:
         """Take the gradients to be spread over the ranks of a group from now on, unless it is None."""
         self._process_group = process_group
-        self.table = ParameterTable(self._model, self._config.groups, process_group)
+        self.table = ParameterTable(self._model, self._config.groups, process_group, elsewhere=self.left_out)
         self.close()
         if step_in_backward(self.table.params):
             self._watch_passing()
+
+    def divide(self) -> None:
+        """Leave to others what they read now."""
+        left_out = self.elsewhere()
+        if left_out == self.left_out:
+            return
+        self.left_out = left_out
+        self.share(self._process_group)
+        if left_out:
+            self.coming_notes.append(_DIVIDED.format(len(left_out), len(self.table.everything)))
 
     def close(self) -> None:
         """Take off the hooks that measure gradients on their way."""
@@ -73,6 +90,7 @@ class Gauge:
         """Return the gradients that are there now; with `only`, those of the parameters with these ids."""
         if self.table.stale() or self.table.patterns is not self._config.groups:
             self.share(self._process_group)
+        self.divide()
         if self._measurer.engine != self._config.engine:
             self._measurer.use(self._config.engine)
         if self._passing is not None and all(param.grad is None for param in self.table.params):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -76,6 +76,10 @@ class Pair:
         """Return what steps the model."""
         return self._stepping.optimizers
 
+    def owned(self) -> Iterator[nn.Parameter]:
+        """Yield the parameters that the optimizers own."""
+        return self._stepping.params()
+
     def bind(self, optimizers: Sequence[Any]) -> None:
         """Take the optimizers that step the model; each must own at least one of its parameters."""
         self._stepping.bind(optimizers, self.table)
@@ -123,7 +127,7 @@ class Pair:
         repeated = self._stepping.calls_again()
         if not repeated:
             self.step_count += 1
-        grads = self.gauge.collect({id(param) for param in self._stepping.params()} if scaled else None)
+        grads = self.gauge.collect({id(param) for param in self.owned()} if scaled else None)
         outcome = self._open(grads, epoch=epoch, batch=batch, repeated=repeated)
         outcome.scale = scale
         loss, self._loss = self._loss, None
@@ -206,7 +210,7 @@ class Pair:
             first_nonfinite=not (self.judgement.nonfinite_before or outcome.repeated),
             limited=self.guard.foresight(scaled=scaled),
         )
-        made = self.guard.protect(grads, moments, self._owned(), scaled=scaled, remember=not outcome.repeated)
+        made = self.guard.protect(grads, moments, self._stepped(), scaled=scaled, remember=not outcome.repeated)
         facts.nan_inf, facts.clipping, facts.skipped = made.nan_inf, made.clipping, made.skipped
         outcome.error = made.error
         if outcome.scale is not None and made.skipped and shared:
@@ -274,15 +278,16 @@ class Pair:
             skipped=facts.skipped,
             series=self.judgement.series,
             call_before_step=self._stepping.call_before_step,
+            elsewhere=self.gauge.left_out,
         )
 
     def diagnose(self) -> list[Issue]:
         """Return the faults of the run so far, those of the rules that are open or did harm and the analyzers'."""
         return self.judgement.diagnose(self.analyzers.issues())
 
-    def _owned(self) -> Iterable[nn.Parameter]:
+    def _stepped(self) -> Iterable[nn.Parameter]:
         yield from self.table.params
-        yield from self._stepping.params()
+        yield from self.owned()
 
     def close(self) -> None:
         """Remove what was hooked to the model and the optimizers."""

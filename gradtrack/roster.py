@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -16,10 +17,13 @@ from gradtrack.monitor import GradientMonitor
 from gradtrack.pair import Components, Pair
 from gradtrack.protect.clipping import GradientClipper
 from gradtrack.protect.nonfinite import NaNInfHandler
+from gradtrack.shares import Shares
 
 
 class Roster:
     """The pairs by their model and optimizers: the first one needs no name, every further one does.
+
+    Where their models share parameters, each looks at those that its own optimizers own.
 
     The components and analyzers of the first pair are there before it is, so that a manager can hand them out; when it
     comes, `on_first` is called.
@@ -33,6 +37,7 @@ class Roster:
         self.first_components = self._components()
         self.first_analyzers = self._analyzers(config.analyzers)
         self._pairs: dict[tuple[int, ...], Pair] = {}
+        self._shares = Shares()
         self._restored: dict[str, Any] = {}
 
     def __iter__(self) -> Iterator[Pair]:
@@ -64,7 +69,7 @@ class Roster:
                 found = self._rebind(pair, optimizers, horizon)
                 break
         else:
-            self._check_name(name)
+            self._check_name(name, optimizers)
             found = self._add(model, optimizers, name=name, horizon=horizon, process_group=process_group)
         found.watch(running=False)
         return found
@@ -132,9 +137,18 @@ class Roster:
         self._restore(pair)
         pair.arm()
         self._pairs[(id(model), *map(id, optimizers))] = pair
+        self._divide()
         if first:
             self._on_first()
         return pair
+
+    def _divide(self) -> None:
+        """Let every pair know what is for the others, as soon as there are others."""
+        pairs = list(self)
+        for pair in pairs if len(pairs) > 1 else ():
+            pair.gauge.elsewhere = partial(self._shares.elsewhere, pair, pairs)
+        for pair in pairs:
+            pair.gauge.divide()
 
     def _rebind(self, pair: Pair, optimizers: Sequence[Any], horizon: int | None) -> Pair:
         if optimizers:
@@ -142,24 +156,37 @@ class Roster:
         pair.horizon = horizon if horizon is not None else pair.horizon
         self._pairs = {key: value for key, value in self._pairs.items() if value is not pair}
         self._pairs[(id(pair.model), *map(id, pair.optimizers))] = pair
+        self._divide()
         return pair
 
     def _restore(self, pair: Pair) -> None:
         if pair.name in self._restored:
             pair.load_state_dict(self._restored.pop(pair.name))
 
-    def _check_name(self, name: str) -> None:
+    def _check_name(self, name: str, optimizers: Sequence[Any]) -> None:
         taken = sorted(pair.name for pair in self)
         if taken and not name:
             raise UsageError("a second (model, optimizer) pair: expected a name. Pass name='...' to attach.")
-        groups = {group for pair in self if not pair.name for group in pair.table.group_names}
-        if name in groups:
+        if name in self._plain_groups(optimizers):
             raise UsageError(
                 f"pair name {name!r} is also a group of the unnamed pair: expected another one, "
                 "since both would write the same metrics. Choose another name."
             )
         if name in taken:
             raise UsageError(f"pair name {name!r} is taken: expected another one. Names in use: {taken}.")
+
+    def _plain_groups(self, newcomers: Sequence[Any]) -> set[str]:
+        """Return the groups of the unnamed pair, without what these optimizers will take over from it."""
+        taken = {
+            id(param) for one in newcomers for group in getattr(one, "param_groups", ()) for param in group["params"]
+        }
+        return {
+            pair.table.group_names[group]
+            for pair in self
+            if not pair.name
+            for param, group in zip(pair.table.params, pair.table.group_of.tolist(), strict=True)
+            if id(param) not in taken
+        }
 
     def _rebuildable(self) -> Any:
         """Leave out analyzers that were passed as instances, which belong to the first pair."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -84,7 +84,8 @@ class Snapshot:
     """One training step after its backward pass, to be read and never changed.
 
     `gradients` are those that the optimizer will see, by parameter name; `norms` are the pre-clip norms, and `groups`
-    the group of each. `call_before_step(look)` calls `look()` once, just before an optimizer takes its gradients.
+    the group of each. `call_before_step(look)` calls `look()` once, just before an optimizer takes its gradients. The
+    parameters with the ids in `elsewhere` belong to other pairs of the same model.
     """
 
     step: int
@@ -100,6 +101,11 @@ class Snapshot:
     skipped: bool = False
     series: Series | None = None
     call_before_step: Callable[[Callable[[], None]], None] | None = None
+    elsewhere: Container[int] = ()
+
+    def params(self) -> dict[str, nn.Parameter]:
+        """Return the parameters of the model by name, without those that belong to other pairs."""
+        return {name: param for name, param in self.model.named_parameters() if id(param) not in self.elsewhere}
 
 
 class Suggested(float):

@@ -66,7 +66,7 @@ class FlowSampler:
             return None
         if self._probe is not None and self._probe.fault is not None:
             raise self._probe.fault
-        params = _named(snapshot.model)
+        params = snapshot.params()
         sample = self._sample(snapshot, params)
         self._keep(sample)
         if not snapshot.skipped and math.isfinite(sum(snapshot.norms.values())):
@@ -112,7 +112,7 @@ class FlowSampler:
         if self._elements is None:
             return
         elements, self._elements = self._elements, None
-        params = _named(snapshot.model)
+        params = snapshot.params()
         self.samples[-1].changes = elements.changes(params) if snapshot.optimizers else None
         self.samples[-1].cosine = elements.cosine(params, snapshot.gradients)
 
@@ -165,10 +165,6 @@ class FlowSampler:
         if gradient is None or not self._with_zeros:
             return 0.0
         return float((gradient == 0).double().mean())
-
-
-def _named(model: nn.Module) -> Params:
-    return dict(model.named_parameters())
 
 
 def _norms(params: Iterable[Tensor]) -> list[float]:

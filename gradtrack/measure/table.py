@@ -213,10 +213,18 @@ class SharedGradients(Gradients):
 class ParameterTable:
     """The trainable parameters of a model by name and group, each once, with the other names of tied ones.
 
-    With a process group the gradients are those of all its ranks, also where nothing about a tensor says so.
+    With a process group the gradients are those of all its ranks, also where nothing about a tensor says so. The
+    parameters with the ids in `elsewhere` are left to another table.
     """
 
-    def __init__(self, model: nn.Module, patterns: Mapping[str, str] | None = None, process_group: Any = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        patterns: Mapping[str, str] | None = None,
+        process_group: Any = None,
+        *,
+        elsewhere: Container[int] = (),
+    ) -> None:
         wrapped, model = list(model.modules()), unwrapped(model)
         self._modules = list(model.modules())
         # A ScriptModule has wrappers in their place, made anew on every call, and cannot change its parts.
@@ -233,9 +241,9 @@ class ParameterTable:
             else:
                 by_id[id(param)] = name
                 everything.append(param)
-        self._everything = everything
+        self.everything = everything
         self._trainable = [param.requires_grad for param in everything]
-        self.params = [param for param in everything if param.requires_grad]
+        self.params = [param for param in everything if param.requires_grad and id(param) not in elsewhere]
         self.names = [by_id[id(param)] for param in self.params]
         self._has_complex = any(param.is_complex() for param in self.params)
         self.frozen = [by_id[id(param)] for param in everything if not param.requires_grad]
@@ -261,7 +269,7 @@ class ParameterTable:
         """Whether a parameter was added, removed, replaced, frozen or set free since the table was made."""
         if self._take_fingerprint() != self._fingerprint:
             return True
-        return list(map(_requires_grad, self._everything)) != self._trainable
+        return list(map(_requires_grad, self.everything)) != self._trainable
 
     def gradients(self, only: Container[int] | None = None) -> Gradients:
         """Collect the gradients that the parameters have now; with `only`, those of the parameters with these ids."""

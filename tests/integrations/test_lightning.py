@@ -319,6 +319,10 @@ def test_optimizers_of_one_module_have_names_of_their_own(tmp_path: Path) -> Non
         assert [(report.source, report.step) for report in callback.reports] == [
             (name, step) for step in steps for name in ("generator", "generator_1", "discriminator")
         ]
+    sizes = [report.statistics.element_count for report in second.reports[:3] if report.statistics is not None]
+    assert sizes == [param.numel() for param in Halves().generator.parameters()] + [
+        sum(param.numel() for param in Halves().discriminator.parameters())
+    ]
 
 
 def test_lbfgs_has_one_report_per_step(tmp_path: Path) -> None:
