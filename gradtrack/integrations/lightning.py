@@ -9,10 +9,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from gradtrack.config import GradientConfig
-from gradtrack.errors import MissingExtraError, UsageError
+from gradtrack.errors import MissingExtraError
+from gradtrack.integrations.callback import ManagedTraining
 from gradtrack.integrations.roles import joined, only_measuring, wants_clipping
 from gradtrack.manager import GradientManager, IssueCallback
-from gradtrack.reports import StepReport
 
 try:
     from lightning.pytorch.callbacks import Callback
@@ -23,7 +23,7 @@ except ImportError as fault:
 Config = dict[str, Any] | str | None
 
 
-class GradientStatisticsCallback(Callback):  # type: ignore[misc]
+class GradientStatisticsCallback(ManagedTraining, Callback):  # type: ignore[misc]
     """Reports on the gradients of every optimizer step, unscaled and before the trainer clips them.
 
     Rows go to the runs of the trainer's own loggers and to two JSON files in its directory, where a picture of four
@@ -32,6 +32,8 @@ class GradientStatisticsCallback(Callback):  # type: ignore[misc]
     measures; it clips by itself only where a setting asks for that. What rolls is in every checkpoint. `config` and
     more keywords are `GradientConfig`.
     """
+
+    _begins_with = "trainer.fit()"
 
     def __init__(
         self,
@@ -50,36 +52,18 @@ class GradientStatisticsCallback(Callback):  # type: ignore[misc]
             settings["grad_log_every_n_steps"] = grad_log_every_n_steps
         if run_dir is not None:
             settings["run_dir"] = run_dir
-        self._config = GradientConfig.load(known, **settings)
-        self._on_issue = on_issue
-        self._manager: GradientManager | None = None
+        self._prepare(GradientConfig.load(known, **settings), on_issue)
         self._restored: Mapping[str, Any] | None = None
         self._modules: dict[int, tuple[nn.Module, str]] = {}
         self._loss: Tensor | None = None
         self._last_step = 0
-
-    @property
-    def manager(self) -> GradientManager:
-        """Return the manager of the training, which begins with the training itself."""
-        if self._manager is None:
-            raise UsageError("manager: expected a training that has begun. Read it during or after trainer.fit().")
-        return self._manager
-
-    @property
-    def reports(self) -> list[StepReport]:
-        """Return the last reports, the newest last; none before the training."""
-        return [] if self._manager is None else self._manager.reports
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Join the trainer's loggers, and take back the checkpoint's state."""
         restored = self.state_dict() or None
         clips = bool(trainer.gradient_clip_val)
         config = self._config if wants_clipping(self._config) and not clips else only_measuring(self._config)
-        manager = self._manager = GradientManager(_in_its_place(config, trainer))
-        if self._on_issue is not None:
-            manager.on_issue(self._on_issue)
-        if restored:
-            manager.load_state_dict(restored)
+        manager = self._begin(_in_its_place(config, trainer), restored)
         self._attach(manager, trainer, pl_module)
         if clips:
             note = (
@@ -107,13 +91,11 @@ class GradientStatisticsCallback(Callback):  # type: ignore[misc]
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Deliver what is left, and draw the picture."""
-        if self._manager is not None:
-            self._manager.close()
+        self._stop()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """End what was begun as failed."""
-        if self._manager is not None:
-            self._manager.close(failed=True)
+        self._stop(failed=True)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint needs."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, Final, final
 
@@ -13,11 +13,11 @@ from gradtrack.backends.base import Backend
 from gradtrack.config import GradientConfig
 from gradtrack.errors import MissingExtraError, UsageError
 from gradtrack.integrations.after_backward import AfterBackward
+from gradtrack.integrations.callback import ManagedTraining
 from gradtrack.integrations.roles import Source, only_measuring, wants_clipping
 from gradtrack.integrations.stand_in import embrace, stand_in
-from gradtrack.manager import GradientManager, IssueCallback
+from gradtrack.manager import IssueCallback
 from gradtrack.records import Record
-from gradtrack.reports import StepReport
 
 try:
     from stable_baselines3.common.callbacks import BaseCallback
@@ -29,7 +29,7 @@ _POLICY = "rl_policy"
 _PARTS: Final = ("collect_rollouts", "train", "dump_logs")
 
 
-class GradtrackCallback(BaseCallback):  # type: ignore[misc]
+class GradtrackCallback(ManagedTraining, BaseCallback):  # type: ignore[misc]
     """Reports on the gradients of every optimizer step of an algorithm, and on the policy where it has a distribution.
 
     Where the algorithm clips (PPO, A2C, DQN), gradtrack looks before that and only measures; elsewhere (SAC, TD3) it
@@ -37,37 +37,20 @@ class GradtrackCallback(BaseCallback):  # type: ignore[misc]
     rows go to the algorithm's own logger; without `analyzers` the policy of PPO, A2C and SAC is looked at.
     """
 
+    _begins_with = "model.learn()"
+
     def __init__(
         self, config: Source = None, *, on_issue: IssueCallback | None = None, verbose: int = 0, **settings: Any
     ) -> None:
         super().__init__(verbose)
-        self._config = GradientConfig.load(config, **settings)
-        self._on_issue = on_issue
-        self._manager: GradientManager | None = None
-        self._undo: list[Callable[[], object]] = []
-
-    @property
-    def manager(self) -> GradientManager:
-        """Return the manager of the training, which begins with the training itself."""
-        if self._manager is None:
-            raise UsageError("manager: expected a training that has begun. Read it during or after model.learn().")
-        return self._manager
-
-    @property
-    def reports(self) -> list[StepReport]:
-        """Return the last reports, the newest last; none before the training."""
-        return [] if self._manager is None else self._manager.reports
+        self._prepare(GradientConfig.load(config, **settings), on_issue)
 
     def _on_training_start(self) -> None:
         self._stop()
         before = None if self._manager is None else self._manager.state_dict()
         clips = hasattr(self.model, "max_grad_norm")
-        self._manager = manager = GradientManager(self._effective(clips=clips))
-        if self._on_issue is not None:
-            manager.on_issue(self._on_issue)
-        if before is not None:
-            manager.load_state_dict(before)
-        with self._in_training():
+        manager = self._begin(self._effective(clips=clips), before)
+        with self._failing():
             for name, module, optimizer in _pairs(self.model):
                 manager.attach(module, optimizer, name=name or None)
                 self._watch(module, optimizer, clips=clips)
@@ -100,34 +83,29 @@ class GradtrackCallback(BaseCallback):  # type: ignore[misc]
         return GradientConfig.load(config, **defaults)
 
     def _watch_algorithm(self, model: Any) -> None:
-        """See the exceptions that end the training."""
-        parts = [name for name in _PARTS if hasattr(model, name)]
-        self._undo += [embrace(model, name, self._in_training) for name in parts]
+        """See the exceptions that end the training, and a new one that begins though this one never did."""
+        parts = [*self._embrace(model, _PARTS), "_setup_learn", "_excluded_save_params"]
+        self._undo.append(embrace(model, "_setup_learn", self._before_another))
         excluded = model._excluded_save_params
 
         # A model is saved with everything that is set on it, and ours is nothing to save.
         def excluded_and_ours() -> list[str]:
-            return [*excluded(), *parts, "_excluded_save_params"]
+            return [*excluded(), *parts]
 
         self._undo.append(stand_in(model, "_excluded_save_params", excluded_and_ours))
 
     @contextmanager
-    def _in_training(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            self._stop(failed=True)
-            raise
+    def _before_another(self) -> Iterator[None]:
+        self._stop(failed=True)
+        yield
 
     def _watch(self, module: nn.Module, optimizer: Any, *, clips: bool) -> None:
         manager = self.manager
 
         def look(*_: object) -> None:
-            try:
-                manager.step(module, optimizer, None, backward=False)
-            except BaseException:
-                self._stop(failed=True)  # the algorithm tells its callbacks nothing when it ends this way
-                raise
+            if self._awake:
+                with self._failing():
+                    manager.step(module, optimizer, None, backward=False)
 
         if clips:
             self._undo.append(AfterBackward(module.parameters(), look).close)
@@ -149,18 +127,11 @@ class GradtrackCallback(BaseCallback):  # type: ignore[misc]
 
         def compute_and_show(*arguments: Any, **keywords: Any) -> Any:
             found = compute(*arguments, **keywords)
-            if owner.training and torch.is_grad_enabled():
+            if self._awake and owner.training and torch.is_grad_enabled():
                 analyzer.observe(owner.action_dist, episode_return=_episode_return(self.model))
             return found
 
         self._undo.append(stand_in(owner, name, compute_and_show))
-
-    def _stop(self, *, failed: bool = False) -> None:
-        for undo in self._undo:
-            undo()
-        self._undo = []
-        if self._manager is not None:
-            self._manager.close(failed=failed)
 
 
 @final

@@ -7,17 +7,18 @@ import json
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Final
 
 from torch import Tensor, nn
 
 from gradtrack.config import GradientConfig
-from gradtrack.errors import MissingExtraError, UsageError
+from gradtrack.errors import MissingExtraError
 from gradtrack.integrations.after_backward import AfterBackward
+from gradtrack.integrations.callback import ManagedTraining
 from gradtrack.integrations.roles import Source, joined, only_measuring
 from gradtrack.integrations.stand_in import embrace, stand_in
-from gradtrack.manager import GradientManager, IssueCallback
-from gradtrack.reports import StepReport
+from gradtrack.manager import IssueCallback
 
 try:
     from accelerate.state import GradientState
@@ -33,7 +34,7 @@ _PARTS: Final = ("_run_epoch", "get_batch_samples", "_maybe_log_save_evaluate", 
 _logger = logging.getLogger("gradtrack")
 
 
-class GradtrackCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
+class GradtrackCallback(ManagedTraining, TrainerCallback, ExportableState):  # type: ignore[misc]
     """Reports on the gradients of every optimizer step of a Trainer, as they are before the Trainer clips them.
 
     While the Trainer clips, gradtrack only measures; with `max_grad_norm=0` in the training arguments gradtrack clips
@@ -42,30 +43,17 @@ class GradtrackCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
     in every checkpoint, and the steps are the Trainer's `global_step`.
     """
 
+    _begins_with = "trainer.train()"
+
     def __init__(self, config: Source = None, *, on_issue: IssueCallback | None = None, **settings: Any) -> None:
         super().__init__()
-        self._config = GradientConfig.load(config, **settings)
-        self._on_issue = on_issue
-        self._manager: GradientManager | None = None
+        self._prepare(GradientConfig.load(config, **settings), on_issue)
         self._after: AfterBackward | None = None
         self._restored: Mapping[str, Any] | None = None
         self._look: Callable[[], None] = lambda: None
         self._measured_step = -1
         self._global_step = 0
         self._loss: Tensor | None = None
-        self._undo: list[Callable[[], None]] = []
-
-    @property
-    def manager(self) -> GradientManager:
-        """Return the manager of the training, which begins with the training itself."""
-        if self._manager is None:
-            raise UsageError("manager: expected a training that has begun. Read it during or after trainer.train().")
-        return self._manager
-
-    @property
-    def reports(self) -> list[StepReport]:
-        """Return the last reports, the newest last; none before the training."""
-        return [] if self._manager is None else self._manager.reports
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: nn.Module | None = None, optimizer: Any = None, **kwargs: Any
@@ -75,19 +63,16 @@ class GradtrackCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         self._stop()
         clips = args.max_grad_norm is not None and args.max_grad_norm > 0
         config = only_measuring(self._config) if clips else self._config
-        self._manager = GradientManager(self._join(config, args, _caller(CallbackHandler)))
-        if self._on_issue is not None:
-            self._manager.on_issue(self._on_issue)
         # A checkpoint from before gradtrack has no place for its state, and the Trainer expects one.
         saved = state.stateful_callbacks.setdefault(type(self).__name__, {})
         restored = self._restored or (saved.get("attributes", {}).get("_restored") if isinstance(saved, dict) else None)
-        if restored and state.global_step:
-            self._manager.load_state_dict(restored)
-        with self._in_training():
+        joined_config = self._join(config, args, _caller(CallbackHandler))
+        manager = self._begin(joined_config, restored if state.global_step else None)
+        with self._failing():
             self._watch(model, optimizer, state)
             self._watch_trainer(_caller(Trainer))
         if clips:
-            self._manager.note(
+            manager.note(
                 f"the Trainer clips at max_grad_norm {args.max_grad_norm}; gradtrack only measures, before it clips. "
                 "Set max_grad_norm=0 in TrainingArguments to let gradtrack clip."
             )
@@ -138,14 +123,12 @@ class GradtrackCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         scaler = scaler if scaler is not None and scaler.is_enabled() else None
 
         def look() -> None:
-            self._measured_step = self._global_step
-            manager.continue_from(self._global_step)
             loss, self._loss = self._loss, None
-            try:
-                manager.step(model, inner, loss, backward=False, scaler=scaler, epoch=int(state.epoch or 0))
-            except BaseException:
-                self._stop(failed=True)  # the Trainer tells its callbacks nothing when it ends this way
-                raise
+            if self._awake:
+                self._measured_step = self._global_step
+                manager.continue_from(self._global_step)
+                with self._failing():
+                    manager.step(model, inner, loss, backward=False, scaler=scaler, epoch=int(state.epoch or 0))
 
         self._look = look
         if scaler is not None:
@@ -160,20 +143,18 @@ class GradtrackCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
             return
         if self._after is not None:
             self._after.listening = False
-        self._undo.append(embrace(trainer, "training_step", self._in_a_step))
-        self._undo += [embrace(trainer, name, self._in_training) for name in _PARTS if hasattr(trainer, name)]
+        in_a_step = partial(self._in_a_step, getattr(trainer, "callback_handler", None))
+        self._undo.append(embrace(trainer, "training_step", in_a_step))
+        self._embrace(trainer, _PARTS)
+        self._awake = not hasattr(trainer, "_run_epoch")  # older Trainers have no method around their steps
         self._watch_backward(trainer)
 
     @contextmanager
-    def _in_training(self) -> Iterator[None]:
-        try:
+    def _in_a_step(self, handler: Any) -> Iterator[None]:
+        if handler is not None and self not in handler.callbacks:
+            self._stop(failed=True)  # this is a later training, which we have been left out of
             yield
-        except BaseException:
-            self._stop(failed=True)
-            raise
-
-    @contextmanager
-    def _in_a_step(self) -> Iterator[None]:
+            return
         after = self._after
         if after is not None:
             after.listening = True
@@ -199,11 +180,8 @@ class GradtrackCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         self._undo.append(stand_in(trainer.accelerator, "backward", add_and_backward))
 
     def _stop(self, *, failed: bool = False) -> None:
-        for undo in self._undo:
-            undo()
-        self._undo, self._after = [], None
-        if self._manager is not None:
-            self._manager.close(failed=failed)
+        super()._stop(failed=failed)
+        self._after = None
 
 
 def _caller(kind: type) -> Any:

@@ -369,6 +369,25 @@ def test_a_training_that_fails_ends_its_backends_as_failed(tmp_path: Path) -> No
     assert callback.manager.backend("memory").failed  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("ours_first", [False, True])
+def test_nothing_stays_hooked_where_another_callback_breaks_the_start(tmp_path: Path, ours_first: bool) -> None:
+    """What was begun ends as failed, and the same callback and module train a second time."""
+
+    class BrokenStart(pl.Callback):  # type: ignore[misc]
+        def on_train_start(self, *arguments: Any) -> None:
+            raise ZeroDivisionError
+
+    callback, module = GradientStatisticsCallback(backends=["memory"], analyzers=["flow"]), Tagger()
+    callbacks = [callback, BrokenStart()] if ours_first else [BrokenStart(), callback]
+    with pytest.raises(ZeroDivisionError):
+        fit(callback, tmp_path, module=module, callbacks=callbacks)
+    assert not any(one._forward_hooks or one._forward_pre_hooks for one in module.modules())
+    if ours_first:
+        assert callback.manager.backend("memory").failed  # type: ignore[attr-defined]
+    fit(callback, tmp_path, module=module, max_steps=2)
+    assert [report.step for report in callback.reports] == [1, 2]
+
+
 def test_the_manager_begins_with_the_training() -> None:
     """Before the training there are no reports, and the error says when there will be a manager."""
     callback = GradientStatisticsCallback()

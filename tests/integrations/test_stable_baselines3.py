@@ -222,6 +222,48 @@ def test_a_crash_leaves_nothing_behind(name: str, place: str, kind: type[BaseExc
     assert not any(optimizer._optimizer_step_pre_hooks for optimizer in optimizers)
 
 
+class BrokenStart(BaseCallback):  # type: ignore[misc]
+    """Raises where a training begins."""
+
+    def _on_training_start(self) -> None:
+        raise ZeroDivisionError
+
+    def _on_step(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("name", ["PPO", "SAC"])
+def test_hooks_are_inert_where_another_callback_breaks_the_start(name: str) -> None:
+    """Gradients of the user's own stay as they are, and a later training without us finds the model as it was."""
+    model, callback = algorithm(name), GradtrackCallback(max_grad_norm=1e-3, backends=["memory"])
+    with pytest.raises(ZeroDivisionError):
+        model.learn(64, callback=[callback, BrokenStart()])
+    part = model.policy if name == "PPO" else model.critic
+    part.optimizer.zero_grad()
+    sum(param.sum() for param in part.parameters() if param.requires_grad).backward()
+    part.optimizer.step()
+    assert all(float(param.grad.min()) == 1.0 for param in part.parameters() if param.grad is not None)
+    assert callback.reports == []
+    model.learn(64)
+    assert callback.reports == []
+    assert callback.manager.backend("memory").failed  # type: ignore[attr-defined]
+    assert not {"train", "collect_rollouts", "dump_logs", "_setup_learn", "_excluded_save_params"} & vars(model).keys()
+    assert not any(param._post_accumulate_grad_hooks for param in model.policy.parameters())
+    assert not part.optimizer._optimizer_step_pre_hooks
+
+
+@pytest.mark.parametrize("name", ["PPO", "SAC"])
+def test_a_second_learn_works_where_the_first_did_not_begin(name: str) -> None:
+    """The same callback begins again, and counts from one."""
+    model, callback = algorithm(name), GradtrackCallback(backends=["memory"])
+    with pytest.raises(ZeroDivisionError):
+        model.learn(64, callback=[callback, BrokenStart()])
+    model.learn(64, callback=callback)
+    assert len(callback.reports) > 3
+    assert callback.reports[0].step == 1
+    assert "_setup_learn" not in vars(model)
+
+
 def test_the_manager_begins_with_the_training() -> None:
     """Before the training there are no reports, and the error says when there will be a manager."""
     callback = GradtrackCallback()

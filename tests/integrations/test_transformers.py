@@ -184,6 +184,41 @@ def test_a_crash_leaves_nothing_behind(part: str, kind: type[BaseException], tmp
     assert not any(param._post_accumulate_grad_hooks for param in model.parameters())
 
 
+class BrokenStart(transformers.TrainerCallback):  # type: ignore[misc]
+    """Raises where a training begins."""
+
+    def on_train_begin(self, *arguments: Any, **keywords: Any) -> None:
+        """Raise."""
+        raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_hooks_are_inert_where_another_callback_breaks_the_start(again: bool, tmp_path: Path) -> None:
+    """Gradients of the user's own stay as they are, and a later training works, with us or without."""
+    kept: list[Any] = []
+
+    class Kept(transformers.Trainer):  # type: ignore[misc]
+        def __init__(self, *, callbacks: Any, **keywords: Any) -> None:
+            super().__init__(callbacks=[*callbacks, BrokenStart()], **keywords)
+            kept.append(self)
+
+    callback = GradtrackCallback(max_grad_norm=1e-3, backends=["memory"])
+    with pytest.raises(ZeroDivisionError):
+        train(callback, tmp_path, kind=Kept, max_grad_norm=0)
+    [trainer] = kept
+    trainer.accelerator.backward(1e4 * trainer.model.lm_head.weight.sum())
+    assert float(trainer.model.lm_head.weight.grad.max()) == 1e4
+    assert callback.reports == []
+    trainer.model.zero_grad()
+    trainer.remove_callback(BrokenStart)
+    if not again:
+        trainer.remove_callback(GradtrackCallback)
+    trainer.train()
+    assert [report.step for report in callback.reports] == ([1, 2, 3, 4, 5, 6] if again else [])
+    assert "backward" not in vars(trainer.accelerator)
+    assert not any(param._post_accumulate_grad_hooks for param in trainer.model.parameters())
+
+
 def test_backward_passes_between_the_steps_are_the_users_own(tmp_path: Path) -> None:
     """What another callback runs backward is no step, and keeps its gradients as they are."""
     found: list[float] = []
