@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shlex
 import subprocess
@@ -208,6 +209,20 @@ def test_diff_tells_what_appeared(well: Path, sick: Path, tmp_path: Path) -> Non
     assert "EXPLODING" in page.read_text(encoding="utf-8")
     back = CliRunner().invoke(cli.app, ["diff", str(sick), str(well), "--check", "--json"])
     assert (back.exit_code, json.loads(back.output)["gone"]) == (0, ["EXPLODING:encoder"])
+
+
+def test_what_is_no_number_is_valid_json(tmp_path: Path) -> None:
+    """A run that ends in NaN and infinity is data that every JSON parser reads."""
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    run = str(write_run(tmp_path / "broken", row(1), row(2, loss=math.nan, norm=math.inf)))
+    for command in (["show", run, "--json"], ["diff", run, run, "--json"]):
+        found = CliRunner().invoke(cli.app, command).output
+        json.loads(found, parse_constant=refuse)
+        assert '"NaN"' in found
+        assert '"Infinity"' in found
 
 
 def test_replay_delivers_a_run_to_a_backend(well: Path, tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ class StepReport(Report):
     def _serialize(self, handler: Handler, info: SerializationInfo) -> dict[str, Any]:
         """Resolve before dumping; what a wrap serializer returns follows the outermost model's setting for NaN."""
         values: dict[str, Any] = handler(self.resolve())
-        return {name: _spell(value) for name, value in values.items()} if info.mode == "json" else values
+        return {name: spell(value) for name, value in values.items()} if info.mode == "json" else values
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, StepReport):
@@ -255,10 +255,10 @@ def _typed(name: str, report: object) -> object:
     return report_type.model_validate(report)
 
 
-def _spell(value: Any) -> Any:
+def spell(value: Any) -> Any:
     """Write NaN and infinities as the words that `ser_json_inf_nan="strings"` uses."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, dict):
-        return {name: _spell(entry) for name, entry in value.items()}
-    return [_spell(entry) for entry in value] if isinstance(value, list) else value
+        return {name: spell(entry) for name, entry in value.items()}
+    return [spell(entry) for entry in value] if isinstance(value, list) else value

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from gradtrack.record.files import write_atomically
+from gradtrack.reports.step import spell
 from gradtrack.view.charts import Chart, Line, spans_decades
 from gradtrack.view.heat import HeatMap, heat_of
 from gradtrack.view.html import fill, issue_card
@@ -29,6 +30,10 @@ _CURVES: Final = (
     ("Variance", "train/grad_variance", True),
 )
 _GROUP_CHARTS: Final = 8
+_ROWS: Final = 40
+_LAST: Final = "Last recorded"
+
+Pair = tuple[str, int | float | None, int | float | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,16 +53,15 @@ class Comparison:
         """Return the issues that only the first run had."""
         return _only_in(self.first, self.second)
 
-    def numbers(self) -> list[tuple[str, ...]]:
+    def numbers(self) -> list[Pair]:
         """Return how each run ended, in numbers."""
-        rows: list[tuple[str, ...]] = [("steps", f"{self.first.total_steps:,}", f"{self.second.total_steps:,}")]
+        rows: list[Pair] = [("steps", self.first.total_steps, self.second.total_steps)]
         for source, first, second in self._tracks():
             tail = f" ({source})" if source else ""
-            rows.append((f"last loss{tail}", *(number(_last_loss(track)) for track in (first, second))))
+            rows.append((f"last loss{tail}", first.last_loss(), second.last_loss()))
             for title, metric, _ in _CURVES:
-                rows.append((f"{title.lower()}, median{tail}", *(_median(track, metric) for track in (first, second))))
-        skipped = (run.end.summary.nan_inf_summary.skipped_steps if run.end else None for run in self._runs())
-        rows.append(("skipped steps", *("–" if count is None else str(count) for count in skipped)))
+                rows.append((f"{title.lower()}, median{tail}", _median(first, metric), _median(second, metric)))
+        rows.append(("skipped steps", _skipped(self.first), _skipped(self.second)))
         return rows
 
     def sparklines(self) -> list[tuple[str, ...]]:
@@ -71,16 +75,13 @@ class Comparison:
                 rows.append((f"{name} ({source})" if source else name, *lines))
         return [row for row in rows if any(row[1:])]
 
-    def last_values(self) -> list[tuple[str, str, str, str]]:
-        """Return the last norm of every group and the last value of every analyzer's metric, with their ratio."""
-        rows = []
+    def last_values(self) -> list[Pair]:
+        """Return what was last recorded of every group's norm and of every analyzer's metric; None is never."""
+        rows: list[Pair] = []
         for source, first, second in self._tracks():
-            names = [name for name in first.names if name in second.names and _is_compared(name)]
-            for name in names:
-                before, after = first.last(name), second.last(name)
-                ratio = after / before if before else math.nan
+            for name in filter(_is_compared, dict.fromkeys([*first.names, *second.names])):
                 shown = name.removeprefix("train/grad_") + (f" ({source})" if source else "")
-                rows.append((shown, number(before), number(after), f"{ratio:.3g}" if math.isfinite(ratio) else "–"))
+                rows.append((shown, first.last(name), second.last(name)))
         return rows
 
     def settings(self) -> list[tuple[str, str, str]]:
@@ -128,8 +129,8 @@ class Comparison:
             "appeared": [issue.key for issue in self.appeared],
             "gone": [issue.key for issue in self.gone],
             "settings": {name: [a, b] for name, a, b in self.settings()},
-            "numbers": {name: [a, b] for name, a, b in self.numbers()},
-            "last": {name: [a, b] for name, a, b, _ in self.last_values()},
+            "numbers": {name: spell([a, b]) for name, a, b in self.numbers()},
+            "last": {name: spell([a, b]) for name, a, b in self.last_values()},
         }
 
     def show(self) -> RenderableType:
@@ -141,14 +142,17 @@ class Comparison:
             f"A {self.first.run.run_id}  {self.first.directory}\nB {self.second.run.run_id}  {self.second.directory}"
         )
         parts: list[RenderableType] = [names]
+        last = self.last_values()
         for title, columns, rows in (
-            ("Numbers", ("", "A", "B"), self.numbers()),
+            ("Numbers", ("", "A", "B"), _in_words(self.numbers())),
             ("Curves", ("", "A", "B"), self.sparklines()),
             ("Settings that differ", ("", "A", "B"), self.settings()),
-            ("Last recorded", ("", "A", "B", "B / A"), self.last_values()),
+            (_LAST, ("", "A", "B", "B / A"), _with_ratios(_most_changed(last))),
         ):
             if rows:
                 parts += ["", Text(title, style="bold"), _table(columns, rows)]
+        if len(last) > _ROWS:
+            parts.append(Text(f"and {len(last) - _ROWS} that changed less: see --html", style="dim"))
         for title, issues, style in (("Appeared", self.appeared, "red"), ("Gone", self.gone, "green")):
             count = f"{len(issues)} issue{'' if len(issues) == 1 else 's'}" if issues else "no issue"
             parts += ["", Text(f"{title}: {count}", style="bold")]
@@ -159,13 +163,13 @@ class Comparison:
         issues = [{**issue_card(issue), "mark": "appeared in B"} for issue in self.appeared]
         issues += [{**issue_card(issue), "mark": "gone from A"} for issue in self.gone]
         tables = [
-            Table(id="numbers", title="Numbers", columns=("", "A", "B"), rows=self.numbers()),
+            Table(id="numbers", title="Numbers", columns=("", "A", "B"), rows=_in_words(self.numbers())),
             Table(id="settings", title="Settings that differ", columns=("setting", "A", "B"), rows=self.settings()),
             Table(
                 id="last",
-                title="Last recorded",
+                title=_LAST,
                 columns=("metric", "A", "B", "B / A"),
-                rows=self.last_values(),
+                rows=_with_ratios(self.last_values()),
                 search=True,
             ),
         ]
@@ -182,9 +186,6 @@ class Comparison:
             charts=self.charts(),
         )
 
-    def _runs(self) -> tuple[RunData, RunData]:
-        return self.first, self.second
-
     def _tracks(self) -> list[tuple[str, Track, Track]]:
         both = [source for source in self.first.tracks if source in self.second.tracks]
         return [(source, self.first.tracks[source], self.second.tracks[source]) for source in both]
@@ -199,15 +200,44 @@ def _is_compared(name: str) -> bool:
     return name.startswith("train/grad_norm/") or not name.startswith("train/")
 
 
-def _last_loss(track: Track) -> float | None:
-    known = track.loss[~np.isnan(track.loss)]
-    return float(known[-1]) if len(known) else None
-
-
-def _median(track: Track, metric: str) -> str:
+def _median(track: Track, metric: str) -> float | None:
     values = track.over_finite(metric)
     values = values[np.isfinite(values)]
-    return number(float(np.median(values))) if len(values) else "–"
+    return float(np.median(values)) if len(values) else None
+
+
+def _skipped(run: RunData) -> int | None:
+    return run.end.summary.nan_inf_summary.skipped_steps if run.end is not None else None
+
+
+def _in_words(rows: Sequence[Pair]) -> list[tuple[str, ...]]:
+    return [(name, _in_digits(before), _in_digits(after)) for name, before, after in rows]
+
+
+def _in_digits(value: int | float | None) -> str:
+    return f"{value:,}" if isinstance(value, int) else number(value)
+
+
+def _with_ratios(rows: Sequence[Pair]) -> list[tuple[str, ...]]:
+    return [
+        (*words, f"{ratio:.3g}" if math.isfinite(ratio := _ratio(pair)) else "–")
+        for words, pair in zip(_in_words(rows), rows, strict=True)
+    ]
+
+
+def _ratio(pair: Pair) -> float:
+    _, before, after = pair
+    return math.nan if not before or after is None else after / before
+
+
+def _most_changed(rows: Sequence[Pair]) -> list[Pair]:
+    """Return the rows that differ most, in their order: what is no number in one of the runs differs more than any."""
+
+    def change(index: int) -> float:
+        ratio, (before, after) = abs(_ratio(rows[index])), spell(list(rows[index][1:]))
+        return abs(math.log(ratio)) if 0.0 < ratio < math.inf else 0.0 if before == after else math.inf
+
+    return [rows[index] for index in sorted(sorted(range(len(rows)), key=change, reverse=True)[:_ROWS])]
 
 
 def _said(values: Mapping[str, Any], name: str) -> str:

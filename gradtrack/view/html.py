@@ -96,7 +96,7 @@ def _tiles(run: RunData) -> list[tuple[str, str, str]]:
         norm, step = track.end_of(track.over_finite("train/grad_norm"))
         tiles.append((f"Gradient norm{name}", number(norm), f"last recorded, before clipping{_age(step)}"))
         rate = track.last("train/grad_clip_rate")
-        if rate == rate:
+        if rate is not None:
             tiles.append((f"Clipped{name}", f"{rate:.1%}", "of the last steps"))
     if run.end is not None:
         found = run.end.summary

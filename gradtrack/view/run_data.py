@@ -22,6 +22,7 @@ from gradtrack.reports import IssueSeverity
 
 _GROUP_NORM: Final = "train/grad_norm/"
 _HEALTHY: Final = "train/grad_healthy"
+_LOSS: Final = "loss"
 _SPANS: Final = 3
 _OVER_FINITE: Final = re.compile(r"train/grad_(?:norm(?=/)|variance)(|/.*)$", re.DOTALL)
 
@@ -39,19 +40,20 @@ class Track:
         self._rows: dict[int, int] = {}
         self._loss = array("d")
         self._columns: dict[str, array[float]] = {}
+        self._nan_steps: dict[str, set[int]] = {}
         self._panels: dict[Panel, None] = {}
 
     def add(self, record: Record) -> None:
         """Take in one row."""
         row = self._rows.setdefault(record.step, len(self._rows))
         if record.loss is not None:
-            _set(self._loss, row, record.loss)
+            self._set(self._loss, row, record.loss, record.step, _LOSS)
         for name, value in record.metrics.items():
             own = self._without_source(name)
             column = self._columns.get(own)
             if column is None:
                 column = self._columns[own] = array("d")
-            _set(column, row, value)
+            self._set(column, row, value, record.step, own)
         for panel in record.panels:
             own_metrics = tuple(map(self._without_source, panel.metrics))
             self._panels[replace(panel, metrics=own_metrics)] = None
@@ -95,9 +97,13 @@ class Track:
             return values
         return np.where((values == 0.0) & np.isnan(self.column(f"train/grad_mean{found[1]}")), math.nan, values)
 
-    def last(self, name: str) -> float:
-        """Return the last known value of a metric."""
-        return _last_known(self.column(name))
+    def last(self, name: str) -> float | None:
+        """Return a metric as it was last recorded, be it a number or not; None is one that never was."""
+        return self._last_recorded(name, self.column(name), self.over_finite(name))
+
+    def last_loss(self) -> float | None:
+        """Return the loss that was last recorded, be it a number or not; None is none at all."""
+        return self._last_recorded(_LOSS, self.loss, self.loss)
 
     def last_norm(self, group: str) -> float:
         """Return the last norm of a group that was over a finite gradient."""
@@ -110,6 +116,24 @@ class Track:
             return math.nan, None
         row = int(known[-1])
         return float(values[row]), None if row + 1 == len(values) else int(self.steps[row])
+
+    def _last_recorded(self, name: str, recorded: NDArray[np.float64], shown: NDArray[np.float64]) -> float | None:
+        there = ~np.isnan(recorded)
+        if name in self._nan_steps:
+            there |= np.isin(self.steps, list(self._nan_steps[name]))
+        rows = np.flatnonzero(there)
+        return float(shown[rows[-1]]) if len(rows) else None
+
+    def _set(self, column: array[float], row: int, value: float, step: int, name: str) -> None:
+        if math.isnan(value):
+            # In a column it looks like a gap.
+            self._nan_steps.setdefault(name, set()).add(step)
+        if row == len(column):
+            column.append(value)
+            return
+        if row > len(column):
+            column.extend([math.nan] * (row + 1 - len(column)))
+        column[row] = value
 
     def _in_order(self, column: array[float]) -> NDArray[np.float64]:
         values = np.full(len(self._rows), math.nan)
@@ -127,15 +151,6 @@ class Track:
 def _last_known(values: NDArray[np.float64]) -> float:
     known = values[~np.isnan(values)]
     return float(known[-1]) if len(known) else math.nan
-
-
-def _set(column: array[float], row: int, value: float) -> None:
-    if row == len(column):
-        column.append(value)
-        return
-    if row > len(column):
-        column.extend([math.nan] * (row + 1 - len(column)))
-    column[row] = value
 
 
 @dataclass(slots=True, kw_only=True)

@@ -34,17 +34,7 @@ def tables_of(run: RunData) -> list[Table]:
     """Return the tables of a run; some may have no row."""
     tables = []
     for index, track in enumerate(run.tracks.values()):
-        name = f" of {track.name}" if track.name else ""
-        tables.append(
-            Table(
-                id=f"groups{index}",
-                title=f"Groups{name}",
-                columns=("group", "norm", "share", "mean", "variance"),
-                rows=_group_rows(track),
-                about="As last recorded. The share is that of the squared norm. A click on a column sorts by it.",
-                search=len(track.groups) > 12,
-            )
-        )
+        tables.append(_group_table(f"groups{index}", track))
     for index, report in enumerate(run.end.last if run.end is not None else ()):
         tables.append(_parameter_table(f"parameters{index}", report))
     if run.end is not None and run.end.flight_recorder:
@@ -52,15 +42,29 @@ def tables_of(run: RunData) -> list[Table]:
     return tables
 
 
-def _group_rows(track: Track) -> list[list[str]]:
-    norms = {group: track.last_norm(group) for group in track.groups}
-    total = sum(norm * norm for norm in norms.values() if norm == norm)
+def _group_table(identity: str, track: Track) -> Table:
+    norms = {group: track.end_of(track.over_finite(f"train/grad_norm/{group}")) for group in track.groups}
+    total = sum(norm * norm for norm, step in norms.values() if step is None and norm == norm)
+    is_old = any(step is not None for _, step in norms.values())
     rows = []
-    for group, norm in norms.items():
-        mean, variance = (track.last(f"train/grad_{name}/{group}") for name in ("mean", "variance"))
-        share = f"{norm * norm / total:.4f}" if total and norm == norm else "–"
-        rows.append([group, number(norm), share, number(mean), number(variance)])
-    return rows
+    for group, (norm, step) in norms.items():
+        others = (track.end_of(track.over_finite(f"train/grad_{name}/{group}"))[0] for name in ("mean", "variance"))
+        share = f"{norm * norm / total:.4f}" if total and step is None and norm == norm else "–"
+        age = [] if not is_old or norm != norm else [str(track.steps[-1] if step is None else step)]
+        rows.append([group, _known(norm), share, *map(_known, others), *(age or ["–"] * is_old)])
+    about = "As last recorded" if not is_old else "As recorded at the last step with a finite gradient"
+    return Table(
+        id=identity,
+        title=f"Groups of {track.name}" if track.name else "Groups",
+        columns=("group", "norm", "share", "mean", "variance", *(["step"] if is_old else [])),
+        rows=rows,
+        about=f"{about}. The share is that of the squared norm. A click on a column sorts by it.",
+        search=len(track.groups) > 12,
+    )
+
+
+def _known(value: float) -> str:
+    return number(None if value != value else value)
 
 
 def _parameter_table(identity: str, report: StepReport) -> Table:

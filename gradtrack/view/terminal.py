@@ -10,6 +10,7 @@ import numpy as np
 
 from gradtrack.functional.picture import visualize_layer_gradients
 from gradtrack.reports import IssueSeverity
+from gradtrack.reports.step import spell
 from gradtrack.view.charts import spans_decades
 from gradtrack.view.files import listing, ways_to_open
 from gradtrack.view.run_data import IssueHistory, RunData, Track
@@ -73,7 +74,7 @@ def to_plain(run: RunData) -> dict[str, Any]:
         "summary": None if run.end is None else run.end.summary.model_dump(mode="json"),
         "last": {name: _last(track) for name, track in run.tracks.items()},
         "issues": [
-            {**issue.latest, "source": issue.source, "open": issue.is_open, "spans": issue.spans}
+            {**spell(dict(issue.latest)), "source": issue.source, "open": issue.is_open, "spans": issue.spans}
             for issue in run.issues
         ],
         "files": [str(path) for path, _ in ways_to_open(run.directory)],
@@ -183,10 +184,11 @@ def _files(run: RunData) -> Iterator[RenderableType]:
         yield from (Text(line, no_wrap=True, overflow="ignore") for line in found)
 
 
-def _last(track: Track) -> dict[str, float | None]:
+def _last(track: Track) -> dict[str, Any]:
+    """Return what was last recorded; what is no number is a word, and what never was is left out."""
     steps = {"step": int(track.steps[-1])} if len(track.steps) else {}
-    values = {name: track.last(name) for name in track.names}
-    return {**steps, **{name: value if math.isfinite(value) else None for name, value in values.items()}}
+    values = {"loss": track.last_loss(), **{name: track.last(name) for name in track.names}}
+    return {**steps, **{name: spell(value) for name, value in values.items() if value is not None}}
 
 
 def _short(name: str) -> str:

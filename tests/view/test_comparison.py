@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 from pathlib import Path
 
 from rich.console import Console
@@ -38,9 +39,42 @@ def test_settings_that_differ_are_told() -> None:
     assert pair().settings() == [("max_grad_norm", "1.0", "default"), ("seed", "default", "3")]
 
 
+def shown(found: Comparison, width: int = 100) -> str:
+    """Return what a console prints."""
+    console = Console(file=io.StringIO(), width=width)
+    console.print(found.show())
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
 def test_last_values_have_their_ratio() -> None:
-    """Groups and analyzers that both runs have are compared by their last value."""
-    assert pair().last_values() == [("norm/W_in", "1.2", "0.3", "0.25")]
+    """Groups and analyzers are compared by their last value; what one of the runs does not have is a dash."""
+    assert pair().last_values() == [("norm/W_in", 1.2, 0.3), ("norm/W_out", 1.6, None), ("gain/mean", None, 2.0)]
+    lines = [line.split() for line in shown(pair()).splitlines()]
+    assert ["norm/W_in", "1.2", "0.3", "0.25"] in lines
+    assert ["norm/W_out", "1.6", "–", "–"] in lines
+
+
+def test_a_run_that_ends_without_a_number_says_so(tmp_path: Path) -> None:
+    """The last loss and norm of a run that broke are what it ended with, as text, on the page and as data."""
+    metrics = {"train/grad_norm/W_in": 0.0, "train/grad_mean/W_in": math.nan}
+    found = Comparison(gather(row(1)), gather(row(1), row(2, loss=math.nan, metrics=metrics)))
+    assert ["last", "loss", "1", "nan"] in [line.split() for line in shown(found).splitlines()]
+    assert ["norm/W_in", "1.2", "nan", "–"] in [line.split() for line in shown(found).splitlines()]
+    plain = json.loads(json.dumps(found.to_plain(), allow_nan=False))
+    assert (plain["numbers"]["last loss"], plain["last"]["norm/W_in"]) == ([1.0, "NaN"], [1.2, "NaN"])
+    assert plain["numbers"]["skipped steps"] == [None, None]
+    assert " nan " in Page(found.write_html(tmp_path / "diff.html").read_text(encoding="utf-8")).text
+
+
+def test_many_groups_leave_those_that_changed_most() -> None:
+    """A terminal gets as many as a person reads, and the number of the others."""
+    norms = [{f"train/grad_norm/layer{index}": 1.0 for index in range(300)} for _ in range(2)]
+    norms[1] |= {"train/grad_norm/layer7": 90.0, "train/grad_norm/layer200": math.nan}
+    text = shown(Comparison(*(gather(row(1, metrics=one)) for one in norms)))
+    assert "norm/layer7 " in text
+    assert "norm/layer200 " in text
+    assert "and 260 that changed less" in text
 
 
 def test_curves_of_both_are_in_one_chart() -> None:
@@ -53,17 +87,15 @@ def test_curves_of_both_are_in_one_chart() -> None:
 def test_comparison_is_shown_as_text_page_and_data(tmp_path: Path) -> None:
     """The three forms tell the same."""
     found = pair()
-    console = Console(file=io.StringIO(), width=100)
-    console.print(found.show())
-    assert isinstance(console.file, io.StringIO)
+    text = shown(found)
     page = Page(found.write_html(tmp_path / "diff.html").read_text(encoding="utf-8"))
-    for text in (console.file.getvalue(), page.text, json.dumps(found.to_plain())):
-        assert "NUMERICAL" in text
-        assert "max_grad_norm" in text
-        assert "0.3" in text
+    for form in (text, page.text, json.dumps(found.to_plain())):
+        assert "NUMERICAL" in form
+        assert "max_grad_norm" in form
+        assert "0.3" in form
     assert "appeared in B" in page.text
     assert len(page.chart("Gradient norm")["lines"]) == 2
-    assert [line for line in console.file.getvalue().splitlines() if line.startswith("gradient norm") and "▁" in line]
+    assert [line for line in text.splitlines() if line.startswith("gradient norm") and "▁" in line]
 
 
 def test_groups_of_both_are_seen_over_depth() -> None:
@@ -88,4 +120,4 @@ def test_runs_without_a_common_pair_are_compared_as_far_as_possible() -> None:
     """Runs of different models still have steps, settings and issues."""
     found = Comparison(gather(row(1)), gather(row(1, source="G")))
     assert found.charts() == []
-    assert ("steps", "1", "1") in found.numbers()
+    assert ("steps", 1, 1) in found.numbers()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from gradtrack import __version__
 from gradtrack.record.run_end import RunEnd
 from gradtrack.reports import NanInfSummary, ParameterStatistics, StepReport, TrainingSummary
 from gradtrack.view import html
+from gradtrack.view.tables import tables_of
 from tests.view.pages import Page
 from tests.view.runs import HOSTILE, gather, issue, row
 
@@ -39,6 +41,19 @@ def test_page_shows_everything_that_is_known() -> None:
         assert expected in text
     for expected in ("W_in", "0.8125", "encoder", "Flight recorder", "Parameters", f"gradtrack {__version__}"):
         assert expected in text
+
+
+def test_groups_that_ended_without_a_gradient_tell_their_step() -> None:
+    """A group whose last gradients were not finite keeps the numbers of its last step that had one, and names it."""
+    bad = {"train/grad_norm/W_in": 0.0, "train/grad_mean/W_in": math.nan, "train/grad_norm/W_out": 3.0}
+    run = gather(
+        row(1), row(2, metrics={"train/grad_norm/W_in": 1.2, "train/grad_mean/W_in": 0.5}), row(3, metrics=bad)
+    )
+    (table,) = tables_of(run)
+    assert table.columns[-1] == "step"
+    assert list(table.rows) == [["W_in", "1.2", "–", "0.5", "–", "2"], ["W_out", "3", "1.0000", "–", "–", "3"]]
+    (usual,) = tables_of(gather(row(1), row(2)))
+    assert "step" not in usual.columns
 
 
 def test_parameter_table_can_be_searched() -> None:

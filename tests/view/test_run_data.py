@@ -31,6 +31,31 @@ def test_rows_become_columns_in_which_gaps_are_nan() -> None:
     assert track.groups == ["W_in", "W_out"]
 
 
+def test_what_was_last_recorded_may_be_no_number() -> None:
+    """A NaN at the end is told from a row that lacks the metric, and a metric that never was from both."""
+    metrics = [{"a/nan": 1.0, "a/gap": 1.0, "a/inf": 1.0}, {"a/nan": math.nan, "a/inf": -math.inf}]
+    (track,) = gather(*(row(step, metrics=found) for step, found in enumerate(metrics, 1))).tracks.values()
+    assert math.isnan(track.last("a/nan") or 0.0)
+    assert (track.last("a/gap"), track.last("a/inf"), track.last("a/none")) == (1.0, -math.inf, None)
+
+
+@pytest.mark.parametrize(
+    ("losses", "last"),
+    [((1.0, math.nan), "nan"), ((math.nan, 1.0), "1.0"), ((1.0, None), "1.0"), ((None, None), "None")],
+)
+def test_a_loss_of_nan_is_told_from_none(losses: tuple[float | None, ...], last: str) -> None:
+    """The last loss is what was recorded last."""
+    (track,) = gather(*(row(step, loss=loss) for step, loss in enumerate(losses, 1))).tracks.values()
+    assert str(track.last_loss()) == last
+
+
+def test_a_nan_that_was_replaced_is_gone() -> None:
+    """A resumed run that repeats a step repeats what it recorded."""
+    bad, good, late = row(2, norm=math.nan, loss=math.nan), row(2, norm=3.0), row(3, metrics={}, loss=None)
+    (track,) = gather(row(1), bad, good, late).tracks.values()
+    assert (track.last("train/grad_norm"), track.last_loss()) == (3.0, 0.5)
+
+
 def test_a_step_that_was_recorded_twice_is_one_row() -> None:
     """What is known late joins its step, and what a resumed run repeats replaces what was there."""
     late = row(1, metrics={"updates/ratio": 0.25}, loss=None)
@@ -84,6 +109,7 @@ def test_a_step_without_a_finite_gradient_has_no_norm() -> None:
     (track,) = gather(*(row(step, metrics=found) for step, found in enumerate(metrics, 1))).tracks.values()
     assert np.array_equal(track.over_finite("train/grad_norm/head"), [1.0, math.nan, 0.0, math.nan], equal_nan=True)
     assert track.last_norm("head") == 0.0
+    assert math.isnan(track.last("train/grad_norm/head") or 0.0)
 
 
 def test_issues_of_two_pairs_are_two() -> None:

@@ -85,10 +85,20 @@ def test_plain_data_is_json() -> None:
     run = gather(row(1), row(2, norm=math.inf, issues=[issue("encoder")]))
     found = json.loads(json.dumps(terminal.to_plain(run), allow_nan=False))
     assert found["healthy"] is False
-    assert found["last"][""]["train/grad_norm"] is None
+    assert found["last"][""]["train/grad_norm"] == "Infinity"
     assert found["last"][""]["train/grad_norm_clipped"] == 1.0
     assert found["issues"][0]["layer"] == "encoder"
     assert found["issues"][0]["spans"] == [[2, None]]
+
+
+def test_data_for_scripts_end_as_the_run_ended() -> None:
+    """A NaN is not left out in favour of an older number, a metric of an older row is kept, and none is missing."""
+    metrics = {"train/grad_norm": math.nan, "train/grad_norm/head": 0.0, "train/grad_mean/head": math.nan}
+    run = gather(row(1, metrics={**metrics, "rnn/radius": 0.9}), row(2, loss=math.nan, metrics=metrics))
+    last = json.loads(json.dumps(terminal.to_plain(run), allow_nan=False))["last"][""]
+    assert (last["step"], last["loss"], last["rnn/radius"]) == (2, "NaN", 0.9)
+    assert (last["train/grad_norm"], last["train/grad_norm/head"]) == ("NaN", "NaN")
+    assert "rl/entropy" not in last
 
 
 @pytest.mark.parametrize("rows", [[], [row(1, loss=None, metrics={})], [row(1, norm=math.nan, loss=math.nan)]])
