@@ -30,8 +30,8 @@ class Deep(nn.Module):
         return scores
 
 
-def faulty(directory: Path, steps: int = 400, *, is_faulty: bool = True) -> list[StepReport]:
-    """Train a deep classifier with two bad batches and, from two thirds on, a learning rate that is far too high."""
+def faulty(directory: Path, steps: int = 600, *, is_faulty: bool = True) -> list[StepReport]:
+    """Train a deep classifier with a learning rate that is far too high after a third, and a bad batch near the end."""
     torch.manual_seed(0)
     model = Deep()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -46,9 +46,9 @@ def faulty(directory: Path, steps: int = 400, *, is_faulty: bool = True) -> list
         for step in range(1, steps + 1):
             x = torch.randn(64, 16)
             target = (x @ plane).argmax(1)
-            if is_faulty and step in (120, 121):
+            if is_faulty and step == steps - 50:
                 x[3, 5] = torch.inf
-            if is_faulty and step == steps * 2 // 3:
+            if is_faulty and step == steps // 3:
                 optimizer.param_groups[0]["lr"] = 8.0
             optimizer.zero_grad()
             loss = nn.functional.cross_entropy(model(x), target)

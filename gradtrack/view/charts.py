@@ -18,16 +18,18 @@ _NUMBERS_PER_PAGE: Final = 60_000
 _LINES_PER_CHART: Final = 12
 _CHARTS_PER_SECTION: Final = 12
 _MARKS: Final = 200
+_LOST: Final = 60
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """One curve; `style` is solid, dashed or wide."""
+    """One curve; `style` is solid, dashed or wide, and `lost` are the steps at which it is not a number."""
 
     name: str
     steps: NDArray[np.int64]
     values: NDArray[np.float64]
     style: str = "solid"
+    lost: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,12 +98,14 @@ def _charts(track: Track, run: RunData) -> Iterator[Chart | HeatMap]:
     def chart(title: str, lines: Sequence[Line], *, log_scale: bool = False, about: str = "") -> Chart:
         return Chart(title=title, lines=lines, section=section, log_scale=log_scale, about=about, events=events)
 
-    yield chart("Loss", [Line(name="loss", steps=track.steps, values=track.loss)], log_scale=spans_decades(track.loss))
-    norms = [_line(track, "train/grad_norm", "before clipping", style="wide")]
+    loss = Line(name="loss", steps=track.steps, values=track.loss, lost=track.nan_losses())
+    yield replace(chart("Loss", [loss], log_scale=spans_decades(track.loss)), always=bool(loss.lost))
+    lost = track.nan_steps("train/grad_norm")
+    norms = [replace(_line(track, "train/grad_norm", "before clipping", style="wide"), lost=lost)]
     norms += [_line(track, "train/grad_norm_clipped", "after clipping")]
     norms += [_line(track, "train/grad_clip_threshold", "threshold", style="dashed")]
     norm = chart(
-        "Gradient norm", norms, log_scale=True, about="Global L2 norm, unscaled; the dashes are the threshold."
+        "Gradient norm", norms, log_scale=True, about="Global L2 norm, unscaled; × and ∞ mark what is NaN or infinite."
     )
     yield replace(norm, always="train/grad_norm" in track.names)
     yield chart(
@@ -140,12 +144,14 @@ def _analyzer_charts(track: Track, events: Sequence[tuple[int, str, int]]) -> It
         names = [name for wanted in panel.metrics for name in _matching(wanted, track.names)]
         rest = [name for name in rest if name not in names]
         section = panel.section.removesuffix(tail)
-        lines = [_line(track, name, _short(name, section)) for name in names[:_LINES_PER_CHART]]
+        lines = [_line(track, name, name.removeprefix(f"{section}/")) for name in names[:_LINES_PER_CHART]]
+        stem = lines[0].name.partition("/")[0] if lines else ""
+        lines = _without_stem(lines, stem)
         yield Chart(title=panel.title, lines=lines, section=panel.section, log_scale=panel.log_scale, events=events)
-    for section, names in _by_section(rest).items():
-        for name in names[:_CHARTS_PER_SECTION]:
-            line = _line(track, name, _short(name, section))
-            yield Chart(title=_short(name, section), lines=[line], section=f"{section}{tail}", events=events)
+    for (section, stem), names in list(_by_stem(rest).items()):
+        lines = [_line(track, name, name.removeprefix(f"{section}/")) for name in names[:_LINES_PER_CHART]]
+        title = stem if len(lines) > 1 else lines[0].name
+        yield Chart(title=title, lines=_without_stem(lines, stem), section=f"{section}{tail}", events=events)
 
 
 def _is_own(metric: str) -> bool:
@@ -159,15 +165,25 @@ def _matching(wanted: str, names: Sequence[str]) -> list[str]:
     return [name for name in names if name == wanted]
 
 
-def _by_section(names: Sequence[str]) -> dict[str, list[str]]:
-    sections: dict[str, list[str]] = {}
+def _by_stem(names: Sequence[str]) -> dict[tuple[str, str], list[str]]:
+    """Gather metrics that are the same of several layers or groups, as many of each section as a page has room for."""
+    stems: dict[tuple[str, str], list[str]] = {}
     for name in names:
-        sections.setdefault(name.partition("/")[0], []).append(name)
-    return sections
+        section, _, rest = name.partition("/")
+        stems.setdefault((section, rest.partition("/")[0]), []).append(name)
+    found: dict[str, int] = {}
+    for section, stem in list(stems):
+        found[section] = found.get(section, 0) + 1
+        if found[section] > _CHARTS_PER_SECTION:
+            del stems[section, stem]
+    return stems
 
 
-def _short(name: str, section: str) -> str:
-    return name.removeprefix(f"{section}/")
+def _without_stem(lines: Sequence[Line], stem: str) -> list[Line]:
+    """Leave out of the names what the title tells, where all of them begin with it."""
+    if len(lines) < 2 or not all(line.name.startswith(f"{stem}/") for line in lines):
+        return list(lines)
+    return [replace(line, name=line.name.removeprefix(f"{stem}/")) for line in lines]
 
 
 def _strongest(track: Track, groups: Sequence[str]) -> list[str]:
@@ -194,7 +210,15 @@ def _plain_line(line: Line, buckets: int) -> dict[str, Any]:
         "y": _digits(thinned.median),
         "bad": infinite.tolist(),
     }
+    if line.lost:
+        plain["lost"] = _spread_out(line.lost)
     return plain if thinned.is_exact else {**plain, "low": _digits(thinned.low), "high": _digits(thinned.high)}
+
+
+def _spread_out(steps: Sequence[int]) -> list[int]:
+    """Keep as many steps as a chart has room for, the first and the last among them."""
+    kept = np.linspace(0, len(steps) - 1, min(len(steps), _LOST)).astype(int)
+    return [steps[index] for index in kept]
 
 
 def _digits(values: NDArray[np.float64]) -> list[float]:

@@ -18,7 +18,7 @@ from gradtrack.view.heat import HeatMap, heat_of
 from gradtrack.view.html import fill, issue_card
 from gradtrack.view.run_data import IssueHistory, RunData, Track
 from gradtrack.view.sparks import sparkline
-from gradtrack.view.tables import Table, number
+from gradtrack.view.tables import Table, number, one_line
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -31,6 +31,7 @@ _CURVES: Final = (
 )
 _GROUP_CHARTS: Final = 8
 _ROWS: Final = 40
+_LESS: Final = ("gradient norm after clipping", "variance")
 _LAST: Final = "Last recorded"
 
 Pair = tuple[str, int | float | None, int | float | None]
@@ -63,6 +64,9 @@ class Comparison:
                 rows.append((f"{title.lower()}, median{tail}", _median(first, metric), _median(second, metric)))
         rows.append(("skipped steps", _skipped(self.first), _skipped(self.second)))
         return rows
+
+    def _main_numbers(self) -> list[Pair]:
+        return [row for row in self.numbers() if not row[0].startswith(_LESS)]
 
     def sparklines(self) -> list[tuple[str, ...]]:
         """Return loss and gradient norm of both runs as lines of characters, each on a scale that both share."""
@@ -138,9 +142,7 @@ class Comparison:
         from rich.console import Group
         from rich.text import Text
 
-        names = Text(
-            f"A {self.first.run.run_id}  {self.first.directory}\nB {self.second.run.run_id}  {self.second.directory}"
-        )
+        names = Text("\n".join(one_line(f"{name} {_identity(run)}") for name, run in self._runs()))
         parts: list[RenderableType] = [names]
         last = self.last_values()
         for title, columns, rows in (
@@ -156,7 +158,7 @@ class Comparison:
         for title, issues, style in (("Appeared", self.appeared, "red"), ("Gone", self.gone, "green")):
             count = f"{len(issues)} issue{'' if len(issues) == 1 else 's'}" if issues else "no issue"
             parts += ["", Text(f"{title}: {count}", style="bold")]
-            parts += [Text(f"  {issue.severity.value} {issue.key}  {issue.when}", style=style) for issue in issues]
+            parts += [Text(_told(issue), style=style) for issue in issues]
         return Group(*parts)
 
     def _page(self) -> str:
@@ -174,17 +176,20 @@ class Comparison:
             ),
         ]
         return fill(
-            title=f"{self.first.run.run_id} and {self.second.run.run_id}",
-            subtitle=f"A is {self.first.directory}, B is {self.second.directory}",
+            title=" and ".join(_short_names(self.first, self.second)),
+            subtitle=" · ".join(f"{name} is {_identity(run)}" for name, run in self._runs()),
             healthy=not self.appeared,
             verdict=f"{len(self.appeared)} appeared, {len(self.gone)} gone",
-            tiles=[],
+            tiles=[(_capitalised(name), f"{a} → {b}", "A → B") for name, a, b in _in_words(self._main_numbers())],
             issues=issues,
             no_issues="No issue appeared or went.",
             tables=[table for table in tables if table.rows],
             details=[],
             charts=self.charts(),
         )
+
+    def _runs(self) -> tuple[tuple[str, RunData], tuple[str, RunData]]:
+        return ("A", self.first), ("B", self.second)
 
     def _tracks(self) -> list[tuple[str, Track, Track]]:
         both = [source for source in self.first.tracks if source in self.second.tracks]
@@ -194,6 +199,23 @@ class Comparison:
 def _only_in(run: RunData, other: RunData) -> list[IssueHistory]:
     known = {(issue.source, issue.key) for issue in other.issues}
     return [issue for issue in run.issues if (issue.source, issue.key) not in known]
+
+
+def _capitalised(name: str) -> str:
+    return f"{name[0].upper()}{name[1:]}"
+
+
+def _identity(run: RunData) -> str:
+    return f"{run.directory} ({run.run.run_id}, {run.state})"
+
+
+def _short_names(first: RunData, second: RunData) -> tuple[str, str]:
+    names = first.directory.name, second.directory.name
+    return names if names[0] != names[1] and all(names) else (first.run.run_id, second.run.run_id)
+
+
+def _told(issue: IssueHistory) -> str:
+    return f"  {issue.severity.value} {one_line(issue.key)}  {issue.when}"
 
 
 def _is_compared(name: str) -> bool:
@@ -252,5 +274,5 @@ def _table(columns: tuple[str, ...], rows: Any) -> RenderableType:
     for index, column in enumerate(columns):
         table.add_column(column, justify="right" if index else "left", overflow="fold")
     for row in rows:
-        table.add_row(*map(Text, row))
+        table.add_row(*(Text(one_line(cell)) for cell in row))
     return table

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gradtrack.view.run_data import RunData, Track, load_run
-from gradtrack.view.tables import number
+from gradtrack.view.tables import number, one_line
 from gradtrack.view.terminal import show, show_live
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def _changes(directory: Path, pause: Pause) -> Iterator[RunData]:
 def _lines(track: Track, start: int) -> Iterator[str]:
     norm, loss = track.column("train/grad_norm"), track.loss
     healthy = track.column("train/grad_healthy")
-    name = f"{track.name}: " if track.name else ""
+    name = f"{one_line(track.name)}: " if track.name else ""
     for index, step in enumerate(track.steps.tolist()):
         if index >= start:
             health = "unhealthy" if healthy[index] == 0.0 else "healthy"

@@ -21,6 +21,11 @@ from gradtrack.view.tables import number, tables_of
 
 REPORT: Final = "report.html"
 _ISSUES: Final = 200
+_SCRIPTS: Final = ("parts.js", "heat_map.js", "line_chart.js", "page.js")
+_HINT: Final = (
+    "Drag across a chart to zoom in on steps; a double click shows all of them. With keys: the arrows read a chart, "
+    "+ zooms in, and Escape shows all."
+)
 
 
 def write_html_report(run: RunData, path: Path | None = None) -> Path:
@@ -58,16 +63,15 @@ def fill(*, charts: Sequence[Chart | HeatMap], **values: Any) -> str:
         loader=PackageLoader("gradtrack.view"), autoescape=True, undefined=StrictUndefined, trim_blocks=False
     )
     files = resources.files("gradtrack.view").joinpath("templates")
-    hint = "Drag across a chart to zoom in on steps; a double click shows all of them." if charts else ""
     data = json.dumps(to_plain(charts), separators=(",", ":"), allow_nan=False)
     for sign, escaped in (("<", "\\u003c"), (">", "\\u003e"), ("&", "\\u0026")):
         data = data.replace(sign, escaped)
     return environment.get_template("report.html.j2").render(
         version=__version__,
         style=Markup(files.joinpath("report.css").read_text(encoding="utf-8")),
-        script=Markup(files.joinpath("report.js").read_text(encoding="utf-8")),
+        script=Markup("".join(files.joinpath(name).read_text(encoding="utf-8") for name in _SCRIPTS)),
         data=Markup(data),
-        charts_hint=hint,
+        charts_hint=_HINT if charts else "",
         **values,
     )
 
@@ -93,6 +97,8 @@ def _tiles(run: RunData) -> list[tuple[str, str, str]]:
         if loss == loss:
             first = track.loss[~np.isnan(track.loss)][0]
             tiles.append((f"Loss{name}", number(loss), f"from {number(first)}{_age(step)}"))
+        elif track.last_loss() is not None:
+            tiles.append((f"Loss{name}", number(loss), "never a number"))
         norm, step = track.end_of(track.over_finite("train/grad_norm"))
         tiles.append((f"Gradient norm{name}", number(norm), f"last recorded, before clipping{_age(step)}"))
         rate = track.last("train/grad_clip_rate")

@@ -274,11 +274,12 @@ def _gain_bars(axes: Any, at: NDArray[Any], values: NDArray[np.float64], logs: N
 def _cumulative_gain(axes: Any, at: NDArray[Any], logs: NDArray[np.float64]) -> None:
     """Add up the logarithms from the output; behind a gain that is not known nothing is known."""
     with np.errstate(over="ignore", invalid="ignore"):
-        total = np.exp(np.clip(np.cumsum(logs[::-1])[::-1], -200, 200))
+        summed = np.cumsum(logs[::-1])[::-1]
+        total = np.exp(np.clip(summed, -200, 200))
     log_curve(
         axes,
         at,
-        np.where(np.isfinite(logs[::-1].cumsum()[::-1]), total, np.nan),
+        np.where(np.isfinite(summed), total, np.nan),
         label="total gain",
         colour=BLUE,
         marker=".",

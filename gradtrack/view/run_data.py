@@ -105,6 +105,16 @@ class Track:
         """Return the loss that was last recorded, be it a number or not; None is none at all."""
         return self._last_recorded(_LOSS, self.loss, self.loss)
 
+    def nan_steps(self, name: str) -> list[int]:
+        """Return the steps at which a metric was recorded and is not a number."""
+        rows = np.flatnonzero(np.isnan(self.column(name)))
+        return sorted(self._nan_steps.get(name, set()) & set(self.steps[rows].tolist()))
+
+    def nan_losses(self) -> list[int]:
+        """Return the steps at which the loss is not a number."""
+        rows = np.flatnonzero(np.isnan(self.loss))
+        return sorted(self._nan_steps.get(_LOSS, set()) & set(self.steps[rows].tolist()))
+
     def last_norm(self, group: str) -> float:
         """Return the last norm of a group that was over a finite gradient."""
         return _last_known(self.over_finite(f"{_GROUP_NORM}{group}"))
@@ -167,6 +177,11 @@ class IssueHistory:
     def is_open(self) -> bool:
         """Whether the issue was open at the end."""
         return self.spans[-1][1] is None
+
+    @property
+    def is_cause(self) -> bool:
+        """Whether no other issue explains it."""
+        return not self.latest.get("explained_by")
 
     @property
     def first_step(self) -> int:
@@ -273,9 +288,11 @@ class _Issues:
         self._open[record.source] = now
 
     def ordered(self) -> list[IssueHistory]:
-        """Return the issues: those that are open first, then by severity, then by time."""
+        """Return the issues: those that are open first, causes before what they explain, then severity and time."""
         return sorted(
-            self._found.values(), key=lambda issue: (issue.is_open, issue.severity, -issue.first_step), reverse=True
+            self._found.values(),
+            key=lambda issue: (issue.is_open, issue.is_cause, issue.severity, -issue.first_step),
+            reverse=True,
         )
 
     def _see(self, record: Record, key: str, issue: Mapping[str, Any]) -> None:

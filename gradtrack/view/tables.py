@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from gradtrack.reports import StepReport
+from gradtrack.reports import ParameterStatistics, StepReport
+from gradtrack.view.plots import has_finite
 from gradtrack.view.run_data import RunData, Track
 
 _PARAMETERS: Final = 5000
@@ -28,6 +30,11 @@ class Table:
 def number(value: float | None) -> str:
     """Write a number in a few digits."""
     return "–" if value is None else f"{value:.4g}"
+
+
+def one_line(text: str) -> str:
+    """Keep a name on one line, and out of it what controls a terminal or turns round the direction of writing."""
+    return "".join(letter if letter.isprintable() else " " for letter in text)
 
 
 def tables_of(run: RunData) -> list[Table]:
@@ -72,10 +79,10 @@ def _parameter_table(identity: str, report: StepReport) -> Table:
         [
             name,
             found.group,
-            *map(number, (found.norm, found.mean, found.variance, found.min, found.max)),
+            *(_known(value if has_finite(found) else math.nan) for value in _values_of(found)),
             f"{found.zero_fraction:.3f}",
-            str(found.element_count),
-            str(found.nan_count + found.inf_count),
+            f"{found.element_count}",
+            f"{found.nan_count + found.inf_count}",
         ]
         for name, found in list(report.parameters.items())[:_PARAMETERS]
     ]
@@ -90,6 +97,10 @@ def _parameter_table(identity: str, report: StepReport) -> Table:
         search=True,
         words=(0, 1),
     )
+
+
+def _values_of(found: ParameterStatistics) -> tuple[float, ...]:
+    return found.norm, found.mean, found.variance, found.min, found.max
 
 
 def _flight_table(reports: Sequence[StepReport]) -> Table:

@@ -15,7 +15,7 @@ from gradtrack.view.charts import spans_decades
 from gradtrack.view.files import listing, ways_to_open
 from gradtrack.view.run_data import IssueHistory, RunData, Track
 from gradtrack.view.sparks import sparkline
-from gradtrack.view.tables import number
+from gradtrack.view.tables import number, one_line
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -84,7 +84,7 @@ def to_plain(run: RunData) -> dict[str, Any]:
 def _head(run: RunData) -> RenderableType:
     from rich.text import Text
 
-    text = Text.assemble((f"Run {run.run.run_id}", "bold"), f"  {run.state}, {_steps(run.total_steps)}  ")
+    text = Text.assemble((f"Run {one_line(run.run.run_id)}", "bold"), f"  {run.state}, {_steps(run.total_steps)}  ")
     text.append("healthy" if run.healthy else "unhealthy", style="green" if run.healthy else "bold red")
     if run.end is not None and run.end.summary.nan_inf_summary.skipped_steps:
         text.append(f"  {run.end.summary.nan_inf_summary.skipped_steps} skipped")
@@ -101,7 +101,9 @@ def _curves(track: Track) -> RenderableType:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=None, pad_edge=False, title=Text(track.name) if track.name else None, title_justify="left")
+    table = Table(
+        box=None, pad_edge=False, title=Text(one_line(track.name)) if track.name else None, title_justify="left"
+    )
     for column in ("", "", "last", "lowest", "highest"):
         table.add_column(column, justify="left" if not column else "right", no_wrap=True)
     curves = [
@@ -160,7 +162,7 @@ def _issues(run: RunData) -> Iterator[RenderableType]:
             lines.append(f"Root cause: {issue.latest['explained_by']}")
         if issue.latest.get("recommendation"):
             lines.append(f"What to do: {issue.latest['recommendation']}")
-        yield Padding(Text("\n".join(map(_line, lines))), (0, 0, 0, 4))
+        yield Padding(Text("\n".join(map(one_line, lines))), (0, 0, 0, 4))
     if len(run.issues) > _ISSUES:
         yield Text(f"and {len(run.issues) - _ISSUES} more", style="dim")
 
@@ -168,7 +170,7 @@ def _issues(run: RunData) -> Iterator[RenderableType]:
 def _issue_head(issue: IssueHistory) -> RenderableType:
     from rich.text import Text
 
-    layer = f" at {_line(str(issue.latest['layer']))}" if issue.latest.get("layer") else ""
+    layer = f" at {one_line(str(issue.latest['layer']))}" if issue.latest.get("layer") else ""
     head = Text.assemble((issue.severity.value, _COLOURS[issue.severity]), f" {issue.latest.get('issue_type')}{layer}")
     head.append(f"  {issue.when}" + ("" if issue.is_open else ", closed"), style="dim")
     return head
@@ -193,10 +195,5 @@ def _last(track: Track) -> dict[str, Any]:
 
 def _short(name: str) -> str:
     """Leave out the middle of a name that would push its bar off the line."""
-    line = _line(name)
+    line = one_line(name)
     return line if len(line) <= _NAME else f"{line[: _NAME // 3]}…{line[1 - 2 * _NAME // 3 :]}"
-
-
-def _line(text: str) -> str:
-    """Keep a name on one line and control characters out of the terminal."""
-    return "".join(letter if letter.isprintable() else " " for letter in text)

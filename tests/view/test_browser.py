@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import http.server
+import json
 import re
 import shutil
+import socketserver
 import subprocess
+import threading
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from gradtrack.view.html import write_html_report
 from tests.view.pages import Page
 from tests.view.runs import HOSTILE, gather, issue, row
+from tests.view.test_html import ended, parameter
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed")]
@@ -28,6 +35,23 @@ def browse(page: Path, profile: Path, *options: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
 
 
+class _Recording(http.server.BaseHTTPRequestHandler):
+    """A server that writes down what it is asked for."""
+
+    def __init__(self, asked_for: list[str], *arguments: Any) -> None:
+        self._asked_for = asked_for
+        super().__init__(*arguments)
+
+    def do_GET(self) -> None:
+        """Write down the address."""
+        self._asked_for.append(self.path)
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, format: str, *_: Any) -> None:
+        """Say nothing."""
+
+
 @pytest.fixture
 def page(tmp_path: Path) -> Path:
     """Write the page of a run with hostile names."""
@@ -41,7 +65,9 @@ def test_charts_are_drawn_and_names_are_text(page: Path, tmp_path: Path) -> None
     drawn = browse(page, tmp_path / "profile", "--dump-dom")
     found = Page(drawn)
     pictures = [attributes for tag, attributes in found.tags if tag == "svg" and attributes.get("role") == "img"]
-    assert [picture["aria-label"] for picture in pictures] == [chart["title"] for chart in found.charts]
+    labels = [str(picture["aria-label"]) for picture in pictures]
+    assert len(labels) == len(found.charts)
+    assert all(label.startswith(f"{chart['title']}: ") for label, chart in zip(labels, found.charts, strict=True))
     assert [tag for tag, _ in found.tags].count("path") >= len(found.charts)
     assert "alert('x')" in found.text
     assert [tag for tag, _ in found.tags].count("script") == 2
@@ -80,6 +106,86 @@ def test_zoom_is_shared_and_heat_is_drawn(tmp_path: Path) -> None:
     cells = re.search(r'"cells":(\d+)', title[1])
     assert cells is not None
     assert 4 * 15 < int(cells[1]) < 4 * 40
+
+
+ASK = """<script>setTimeout(() => {
+  const seen = {};
+  const key = (node, name) => node.dispatchEvent(new KeyboardEvent("keydown", { key: name, bubbles: true }));
+  const svg = document.querySelector(".chart svg[role=img]"), tip = svg.parentElement.querySelector(".tip");
+  key(svg, "Home"); seen.first = tip.querySelector("b").textContent;
+  key(svg, "ArrowRight"); seen.second = tip.querySelector("b").textContent;
+  const told = tip.getBoundingClientRect(), box = svg.getBoundingClientRect();
+  seen.near = told.left > box.left && told.right < box.right && told.top > box.top - 1;
+  const steps = () => [...svg.querySelectorAll("text")].map((one) => Number(one.textContent)).filter((n) => n > 40);
+  const all = Math.max(...steps());
+  key(svg, "+"); seen.zoomed = Math.max(...steps()) < all;
+  key(svg, "Escape"); seen.whole = Math.max(...steps()) === all;
+  svg.dispatchEvent(new FocusEvent("blur")); seen.left = tip.hidden;
+  const input = document.querySelector("input[data-table]");
+  if (input) {
+    const start = performance.now();
+    input.value = "layer7 weight"; input.dispatchEvent(new Event("input"));
+    seen.milliseconds = performance.now() - start;
+    seen.found = document.querySelectorAll(`#${input.dataset.table} tbody tr:not([hidden])`).length;
+    seen.told = input.nextElementSibling.textContent;
+    const head = document.querySelectorAll(`#${input.dataset.table} thead button`)[2];
+    head.click();
+    seen.top = document.querySelector(`#${input.dataset.table} tbody tr:not([hidden]) td:nth-child(3)`).textContent;
+    seen.sorted = head.parentElement.getAttribute("aria-sort");
+  }
+  const focusable = [...document.querySelectorAll("button, input, a, [tabindex]")];
+  seen.unnamed = focusable.filter((one) => !(one.ariaLabel || one.textContent.trim() || one.placeholder)).length;
+  seen.links = [...document.querySelectorAll("nav a")].every((one) => document.querySelector(one.getAttribute("href")));
+  document.title = JSON.stringify(seen);
+}, 500);</script></body>"""
+
+
+def asked(page: Path, profile: Path, script: str = ASK) -> dict[str, Any]:
+    """Run a script at the end of a page, and return what it leaves in the title."""
+    page.write_text(page.read_text(encoding="utf-8").replace("</body>", script), encoding="utf-8")
+    title = re.search(r"<title>(.*?)</title>", browse(page, profile, "--dump-dom"))
+    assert title is not None
+    found: dict[str, Any] = json.loads(title[1])
+    return found
+
+
+def test_page_is_used_without_a_mouse(tmp_path: Path) -> None:
+    """Keys read a chart point by point beside its curve, zoom in and out; all that takes the focus has a name."""
+    seen = asked(
+        write_html_report(gather(*(row(step) for step in range(1, 101))), tmp_path / "keys.html"), tmp_path / "p"
+    )
+    assert (seen["first"], seen["second"]) == ("step 1", "step 2")
+    assert all(seen[name] for name in ("near", "zoomed", "whole", "left", "links"))
+    assert seen["unnamed"] == 0
+
+
+def test_a_large_table_is_searched_and_sorted(tmp_path: Path) -> None:
+    """A thousand parameters are searched while one types, and the number of those that were found is told."""
+    run = gather(*(row(step) for step in range(1, 4)))
+    run.end = ended(**{f"layer{index}.weight": parameter(float(index)) for index in range(1000)})
+    seen = asked(write_html_report(run, tmp_path / "table.html"), tmp_path / "p")
+    assert (seen["found"], seen["told"]) == (111, "111 of 1000 rows")
+    assert (seen["top"], seen["sorted"]) == ("799", "descending")
+    assert seen["milliseconds"] < 1000
+
+
+def test_page_asks_no_host_for_anything(tmp_path: Path) -> None:
+    """A page that would load something is refused by its own policy, and a server that waits hears nothing."""
+    asked_for: list[str] = []
+    with socketserver.TCPServer(("127.0.0.1", 0), partial(_Recording, asked_for)) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_address[1]}"
+        load = f"""<script>const seen = {{}};
+          document.addEventListener("securitypolicyviolation", (one) => {{ seen[one.effectiveDirective] = 1; }});
+          fetch("{address}/fetch").catch(() => 0); new Image().src = "{address}/image";
+          const script = document.createElement("script"); script.src = "{address}/script";
+          document.body.append(script);
+          setTimeout(() => {{ document.title = JSON.stringify(seen); }}, 500);</script></body>"""
+        page = write_html_report(gather(row(1), row(2)), tmp_path / "page.html")
+        seen = asked(page, tmp_path / "p", load)
+        server.shutdown()
+    assert {"connect-src", "img-src", "script-src-elem"} <= set(seen)
+    assert asked_for == []
 
 
 def test_page_can_be_photographed(page: Path, tmp_path: Path) -> None:

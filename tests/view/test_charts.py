@@ -42,7 +42,24 @@ def test_charts_without_a_number_are_left_out() -> None:
 def test_infinite_values_are_marks_and_not_numbers() -> None:
     """JSON has no infinity, and a scale has no place for it: its step is marked."""
     line = plain(row(1), row(2, norm=math.inf), row(3, norm=math.nan))["Gradient norm"]["lines"][0]
-    assert (line["x"], line["bad"]) == ([1], [2])
+    assert (line["x"], line["bad"], line["lost"]) == ([1], [2], [3])
+
+
+def test_a_gap_is_no_nan() -> None:
+    """A step that has no norm is not marked as one whose norm is not a number, and many marks are thinned out."""
+    (line, *_) = plain(row(1), row(2, metrics={"rnn/radius": 1.0}), row(3))["Gradient norm"]["lines"]
+    assert "lost" not in line
+    (loss,) = plain(*(row(step, loss=math.nan) for step in range(1, 5001)))["Loss"]["lines"]
+    assert (loss["lost"][0], loss["lost"][-1], len(loss["lost"])) == (1, 5000, 60)
+
+
+def test_what_no_panel_names_is_gathered_by_its_name() -> None:
+    """The same number of several layers is one chart, and one section never fills a page."""
+    metrics = {f"attention/diversity/layer{index}": 0.5 for index in range(3)} | {"attention/floor": 0.1}
+    charts = plain(row(1, metrics=metrics | {f"many/m{index}": 1.0 for index in range(50)}))
+    assert [line["name"] for line in charts["diversity"]["lines"]] == ["layer0", "layer1", "layer2"]
+    assert [line["name"] for line in charts["floor"]["lines"]] == ["floor"]
+    assert len([chart for chart in charts.values() if chart["section"] == "many"]) == 12
 
 
 def test_events_are_where_issues_opened() -> None:
@@ -56,7 +73,7 @@ def test_panels_gather_their_metrics_and_the_rest_stand_alone() -> None:
     panel = Panel(title="Entropy", section="attention", metrics=("attention/entropy/*",), log_scale=True)
     metrics = {"attention/entropy/0": 0.5, "attention/entropy/1": 0.6, "attention/rank": 3.0}
     charts = plain(row(1, metrics=metrics, panels=(panel,)))
-    assert [line["name"] for line in charts["Entropy"]["lines"]] == ["entropy/0", "entropy/1"]
+    assert [line["name"] for line in charts["Entropy"]["lines"]] == ["0", "1"]
     assert charts["Entropy"]["section"] == "attention"
     assert charts["Entropy"]["log"]
     assert charts["rank"]["lines"][0]["y"] == [3.0]
@@ -118,7 +135,7 @@ def test_each_pair_has_its_panels() -> None:
         for source in ("gen", "disc")
         for title, names in (
             ("Gain", ["gain", "low", "high"]),
-            ("Ratio", ["ratio/W_in", "ratio/W_out"]),
+            ("Ratio", ["W_in", "W_out"]),
             ("rank", ["rank"]),
         )
     ]

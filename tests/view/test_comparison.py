@@ -6,6 +6,7 @@ import io
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -65,6 +66,27 @@ def test_a_run_that_ends_without_a_number_says_so(tmp_path: Path) -> None:
     assert (plain["numbers"]["last loss"], plain["last"]["norm/W_in"]) == ([1.0, "NaN"], [1.2, "NaN"])
     assert plain["numbers"]["skipped steps"] == [None, None]
     assert " nan " in Page(found.write_html(tmp_path / "diff.html").read_text(encoding="utf-8")).text
+
+
+def test_hostile_names_stay_on_their_line_and_out_of_the_terminal() -> None:
+    """No name breaks a table, turns the line round or sends a command."""
+    names = ["\x1b[2Jred\r\nlayer", "\u202egnp.exe", HOSTILE, "[red]x[/]", "y" * 500]
+    metrics = {f"train/grad_norm/{name}": 1.0 for name in names}
+    settings: dict[str, Any] = {names[0]: names[1]}
+    run = gather(row(1, metrics=metrics, issues=[issue(name) for name in names]), **settings)
+    for width in (50, 80, 120):
+        text = shown(Comparison(gather(row(1)), run), width)
+        assert not [letter for letter in text if not letter.isprintable() and letter != "\n"]
+        assert max(map(len, text.splitlines())) <= width
+        assert "[red]x[/]" in text
+
+
+def test_page_begins_with_what_differs(tmp_path: Path) -> None:
+    """The numbers of both runs stand above the curves, under the names of their directories."""
+    first, second = (gather(row(1), directory=tmp_path / name) for name in ("before", "after"))
+    text = Page(Comparison(first, second).write_html(tmp_path / "diff.html").read_text(encoding="utf-8")).text
+    assert "before and after" in text
+    assert text.index("1 → 1") < text.index("Issues")
 
 
 def test_many_groups_leave_those_that_changed_most() -> None:

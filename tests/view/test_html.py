@@ -43,6 +43,27 @@ def test_page_shows_everything_that_is_known() -> None:
         assert expected in text
 
 
+def test_a_loss_that_never_was_a_number_is_told() -> None:
+    """A run whose loss was NaN throughout has a tile and a chart that say so; one without a loss has neither."""
+    page = Page(html.render(gather(row(1, loss=math.nan), row(2, loss=math.nan))))
+    assert "never a number" in page.text
+    assert page.chart("Loss")["lines"][0]["lost"] == [1, 2]
+    silent = Page(html.render(gather(row(1, loss=None))))
+    assert "never a number" not in silent.text
+    assert "Loss" not in [chart["title"] for chart in silent.charts]
+
+
+def test_a_parameter_without_a_finite_element_has_no_statistics() -> None:
+    """Its norm over nothing is not a zero."""
+    run = gather(row(1))
+    run.end = ended(
+        weight=parameter().model_copy(update={"norm": 0.0, "nan_count": 3, "inf_count": 1}), bias=parameter()
+    )
+    table = next(table for table in tables_of(run) if table.id == "parameters0")
+    assert list(table.rows[0][2:7]) == ["–"] * 5
+    assert table.rows[1][2] == "1"
+
+
 def test_groups_that_ended_without_a_gradient_tell_their_step() -> None:
     """A group whose last gradients were not finite keeps the numbers of its last step that had one, and names it."""
     bad = {"train/grad_norm/W_in": 0.0, "train/grad_mean/W_in": math.nan, "train/grad_norm/W_out": 3.0}

@@ -126,6 +126,13 @@ def test_open_and_severe_issues_come_first() -> None:
     assert [found.latest["layer"] for found in run.issues] == ["severe", "mild", "closed"]
 
 
+def test_causes_come_before_what_they_explain() -> None:
+    """A person reads first what to mend, whatever is worse."""
+    worse = {"severity": IssueSeverity.CRITICAL, "explained_by": "EXPLODING:cause"}
+    run = gather(row(1, issues=[issue("effect").model_copy(update=worse), issue("cause")]))
+    assert [found.latest["layer"] for found in run.issues] == ["cause", "effect"]
+
+
 def test_panels_are_gathered_from_the_rows() -> None:
     """A panel that a row declares belongs to the pair of the row."""
     panel = Panel(title="Radius", section="rnn", metrics=("rnn/radius",))
