@@ -17,8 +17,9 @@ from gradtrack.view.charts import Chart, Line, spans_decades
 from gradtrack.view.heat import HeatMap, heat_of
 from gradtrack.view.html import fill, issue_card
 from gradtrack.view.run_data import IssueHistory, RunData, Track
-from gradtrack.view.sparks import sparkline
+from gradtrack.view.sparks import WIDTH, sparkline
 from gradtrack.view.tables import Table, number, one_line
+from gradtrack.view.terminal import Fitted, short
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -68,14 +69,15 @@ class Comparison:
     def _main_numbers(self) -> list[Pair]:
         return [row for row in self.numbers() if not row[0].startswith(_LESS)]
 
-    def sparklines(self) -> list[tuple[str, ...]]:
+    def sparklines(self, width: int = WIDTH) -> list[tuple[str, ...]]:
         """Return loss and gradient norm of both runs as lines of characters, each on a scale that both share."""
         rows: list[tuple[str, ...]] = []
         for source, first, second in self._tracks():
             losses, norms = ([first.loss, second.loss], [one.column("train/grad_norm") for one in (first, second)])
             curves = (("loss", losses, spans_decades(np.concatenate(losses))), ("gradient norm", norms, True))
             for name, pair, log_scale in curves:
-                lines = (sparkline(one, log_scale=log_scale, scale=np.concatenate(pair)) for one in pair)
+                scale = np.concatenate(pair)
+                lines = (sparkline(one, log_scale=log_scale, scale=scale, width=width) for one in pair)
                 rows.append((f"{name} ({source})" if source else name, *lines))
         return [row for row in rows if any(row[1:])]
 
@@ -139,7 +141,9 @@ class Comparison:
 
     def show(self) -> RenderableType:
         """Return the comparison as something that a rich console prints."""
-        from rich.console import Group
+        return Fitted(self._parts)
+
+    def _parts(self, width: int) -> list[RenderableType]:
         from rich.text import Text
 
         names = Text("\n".join(one_line(f"{name} {_identity(run)}") for name, run in self._runs()))
@@ -147,7 +151,7 @@ class Comparison:
         last = self.last_values()
         for title, columns, rows in (
             ("Numbers", ("", "A", "B"), _in_words(self.numbers())),
-            ("Curves", ("", "A", "B"), self.sparklines()),
+            ("Curves", ("", "A", "B"), self.sparklines(max(8, min(WIDTH, (width - 20) // 2)))),
             ("Settings that differ", ("", "A", "B"), self.settings()),
             (_LAST, ("", "A", "B", "B / A"), _with_ratios(_most_changed(last))),
         ):
@@ -159,7 +163,7 @@ class Comparison:
             count = f"{len(issues)} issue{'' if len(issues) == 1 else 's'}" if issues else "no issue"
             parts += ["", Text(f"{title}: {count}", style="bold")]
             parts += [Text(_told(issue), style=style) for issue in issues]
-        return Group(*parts)
+        return parts
 
     def _page(self) -> str:
         issues = [{**issue_card(issue), "mark": "appeared in B"} for issue in self.appeared]
@@ -215,7 +219,7 @@ def _short_names(first: RunData, second: RunData) -> tuple[str, str]:
 
 
 def _told(issue: IssueHistory) -> str:
-    return f"  {issue.severity.value} {one_line(issue.key)}  {issue.when}"
+    return f"  {issue.severity.value} {short(issue.key, 90)}  {issue.when}"
 
 
 def _is_compared(name: str) -> bool:
@@ -274,5 +278,5 @@ def _table(columns: tuple[str, ...], rows: Any) -> RenderableType:
     for index, column in enumerate(columns):
         table.add_column(column, justify="right" if index else "left", overflow="fold")
     for row in rows:
-        table.add_row(*(Text(one_line(cell)) for cell in row))
+        table.add_row(Text(short(row[0])), *(Text(one_line(cell)) for cell in row[1:]))
     return table

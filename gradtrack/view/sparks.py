@@ -10,14 +10,14 @@ from numpy.typing import NDArray
 from gradtrack.view.thinning import thin_out
 
 _BLOCKS: Final = "▁▂▃▄▅▆▇█"
-_WIDTH: Final = 28
+WIDTH: Final = 28
 
 
 def sparkline(
     values: NDArray[np.float64],
     *,
     log_scale: bool = False,
-    width: int = _WIDTH,
+    width: int = WIDTH,
     scale: NDArray[np.float64] | None = None,
 ) -> str:
     """Draw a line with block characters; what is not finite is left out.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -14,15 +14,17 @@ from gradtrack.reports.step import spell
 from gradtrack.view.charts import spans_decades
 from gradtrack.view.files import listing, ways_to_open
 from gradtrack.view.run_data import IssueHistory, RunData, Track
-from gradtrack.view.sparks import sparkline
+from gradtrack.view.sparks import WIDTH, sparkline
 from gradtrack.view.tables import number, one_line
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    from numpy.typing import NDArray
+    from rich.console import Console, ConsoleOptions, RenderableType
 
 _GROUPS: Final = 24
 _ISSUES: Final = 20
 _NAME: Final = 45
+_BAR: Final = 34
 _COLOURS: Final = {
     IssueSeverity.CRITICAL: "bold red",
     IssueSeverity.HIGH: "red",
@@ -44,7 +46,7 @@ def show(run: RunData) -> RenderableType:
 
     parts: list[RenderableType] = [_head(run)]
     for track in run.tracks.values():
-        parts += ["", _curves(track), *_groups(track)]
+        parts += ["", _curves_of(track), _groups_of(track)]
     parts += ["", *_issues(run)]
     parts += _files(run)
     return Group(*parts)
@@ -56,10 +58,10 @@ def show_live(run: RunData) -> RenderableType:
 
     parts: list[RenderableType] = [_head(run)]
     for track in run.tracks.values():
-        parts += ["", _curves(track)]
+        parts += ["", _curves_of(track)]
     parts += ["", *_issues(run)]
     for track in run.tracks.values():
-        parts += _groups(track)
+        parts.append(_groups_of(track))
     return Group(*parts)
 
 
@@ -81,6 +83,14 @@ def to_plain(run: RunData) -> dict[str, Any]:
     }
 
 
+def _curves_of(track: Track) -> Fitted:
+    return Fitted(lambda width: [_curves(track, width)])
+
+
+def _groups_of(track: Track) -> Fitted:
+    return Fitted(lambda width: _groups(track, width))
+
+
 def _head(run: RunData) -> RenderableType:
     from rich.text import Text
 
@@ -97,28 +107,56 @@ def _steps(count: int) -> str:
     return f"{count:,} step{'' if count == 1 else 's'}"
 
 
-def _curves(track: Track) -> RenderableType:
+class Fitted:
+    """Something that is built for the width that there is, so that no number is cut off."""
+
+    def __init__(self, build: Callable[[int], Iterable[RenderableType]]) -> None:
+        self._build = build
+
+    def __rich_console__(self, _console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        yield from self._build(options.max_width)
+
+
+def _curves(track: Track, width: int) -> RenderableType:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(
-        box=None, pad_edge=False, title=Text(one_line(track.name)) if track.name else None, title_justify="left"
-    )
-    for column in ("", "", "last", "lowest", "highest"):
-        table.add_column(column, justify="left" if not column else "right", no_wrap=True)
     curves = [
         ("loss", track.loss, spans_decades(track.loss)),
         *((name, track.over_finite(key), log) for name, key, log in _CURVES),
     ]
-    for name, values, log_scale in curves:
-        finite = values[np.isfinite(values)]
-        if len(finite):
-            drawn = sparkline(values, log_scale=log_scale)
-            last, step = track.end_of(values)
-            table.add_row(name, drawn, f"{number(last)}{_age(step)}", number(finite.min()), number(finite.max()))
-        elif name == "gradient norm" and len(values):
-            table.add_row(name, "never finite", "–", "–", "–", style="red")
+    rows = [(name, values, log_scale, _numbers_of(track, values)) for name, values, log_scale in curves]
+    heads, left = _room([(name, *words) for name, _, _, words in rows if words], width)
+    table = Table(
+        box=None, pad_edge=False, title=Text(one_line(track.name)) if track.name else None, title_justify="left"
+    )
+    for column in ("", "", *heads):
+        table.add_column(column, justify="left" if not column else "right", no_wrap=True)
+    for name, values, log_scale, words in rows:
+        if words:
+            drawn = sparkline(values, log_scale=log_scale, width=max(1, min(left, WIDTH)))
+            table.add_row(name, drawn, *words[: len(heads)])
+        elif (name == "gradient norm" and len(values)) or (name == "loss" and track.last_loss() is not None):
+            table.add_row(name, "never finite", *("–" for _ in heads), style="red")
     return table
+
+
+def _room(cells: Sequence[Sequence[str]], width: int) -> tuple[tuple[str, ...], int]:
+    """Return the columns that fit, and what they leave for a line: without room for it only the last numbers stay."""
+    for heads in (("last", "lowest", "highest"), ("last",)):
+        columns = zip(*[("", *heads), *(cell[: len(heads) + 1] for cell in cells)], strict=True)
+        left = width - sum(max(map(len, column)) + 2 for column in columns)
+        if left > 0:
+            break
+    return heads, left
+
+
+def _numbers_of(track: Track, values: NDArray[np.float64]) -> tuple[str, ...]:
+    finite = values[np.isfinite(values)]
+    if not len(finite):
+        return ()
+    last, step = track.end_of(values)
+    return f"{number(last)}{_age(step)}", number(finite.min()), number(finite.max())
 
 
 def _age(step: int | None) -> str:
@@ -126,7 +164,7 @@ def _age(step: int | None) -> str:
     return "" if step is None else f" (step {step})"
 
 
-def _groups(track: Track) -> Iterator[RenderableType]:
+def _groups(track: Track, total: int) -> Iterator[RenderableType]:
     from rich.cells import cell_len
     from rich.text import Text
 
@@ -136,10 +174,11 @@ def _groups(track: Track) -> Iterator[RenderableType]:
         return
     order = {group: place for place, group in enumerate(known)}
     layers = sorted(visualize_layer_gradients(known), key=lambda layer: order[layer.name])[:_GROUPS]
-    width = max(cell_len(_short(layer.name)) for layer in layers)
+    letters = max(12, min(_NAME, total - _BAR))
+    width = max(cell_len(short(layer.name, letters)) for layer in layers)
     yield Text(f"\nGradient norm of each group at step {int(track.steps[-1])}", style="bold")
     for layer in layers:
-        name = _short(layer.name)
+        name = short(layer.name, letters)
         space = " " * (width - cell_len(name) + 2)
         _, step = track.end_of(track.over_finite(f"train/grad_norm/{layer.name}"))
         yield Text(f"{name}{space}|{'█' * layer.bar_cells:<12}| norm: {number(layer.norm)}{_age(step)}")
@@ -193,7 +232,7 @@ def _last(track: Track) -> dict[str, Any]:
     return {**steps, **{name: spell(value) for name, value in values.items() if value is not None}}
 
 
-def _short(name: str) -> str:
-    """Leave out the middle of a name that would push its bar off the line."""
+def short(name: str, letters: int = _NAME) -> str:
+    """Leave out the middle of a name that would push what follows off the line."""
     line = one_line(name)
-    return line if len(line) <= _NAME else f"{line[: _NAME // 3]}…{line[1 - 2 * _NAME // 3 :]}"
+    return line if len(line) <= letters else f"{line[: letters // 3]}…{line[1 - letters + letters // 3 :]}"

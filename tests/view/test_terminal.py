@@ -50,9 +50,37 @@ def test_long_names_do_not_break_their_line() -> None:
     assert max(map(len, lines)) <= 100
 
 
+@pytest.mark.parametrize("width", [50, 60, 80, 120, 200])
+def test_numbers_are_whole_at_every_width(width: int) -> None:
+    """On a narrow terminal the line is drawn shorter, and no number or bar is cut off or pushed to the next line."""
+    metrics = {"train/grad_norm": 1.234e-12, f"train/grad_norm/{'encoder.layers.7.' * 4}": 1.234e-7}
+    console = Console(file=io.StringIO(), width=width)
+    rows = [row(step, metrics=metrics | {"train/grad_norm": norm}) for step, norm in ((1, 12345.678), (2, 1.234e-12))]
+    console.print(terminal.show(gather(*rows)))
+    assert isinstance(console.file, io.StringIO)
+    lines = console.file.getvalue().splitlines()
+    assert [line.split()[0:2] + line.split()[3:] for line in lines if line.startswith("gradient norm")] == [
+        ["gradient", "norm", "1.234e-12", "1.234e-12", "1.235e+04"]
+    ]
+    assert len([line for line in lines if "…" in line and line.endswith("norm: 1.234e-07")]) == 1
+    assert max(map(len, lines)) <= width
+
+
+def test_a_narrow_terminal_keeps_what_came_last() -> None:
+    """Where not all fits, the last numbers stay whole."""
+    console = Console(file=io.StringIO(), width=40)
+    console.print(terminal.show(gather(row(1, norm=12345.678), row(2, norm=1.234e-12))))
+    assert isinstance(console.file, io.StringIO)
+    lines = console.file.getvalue().splitlines()
+    assert [line.split()[3:] for line in lines if line.startswith("gradient norm")] == [["1.234e-12"]]
+
+
 def test_norms_that_are_never_finite_are_told() -> None:
-    """A run of NaN has no curve, and says so."""
-    assert "gradient norm  never finite" in shown(gather(row(1, norm=math.nan), row(2, norm=math.nan)))
+    """A run of NaN has no curve, and says so; a run without a loss says nothing of it."""
+    text = shown(gather(row(1, norm=math.nan, loss=math.nan), row(2, norm=math.nan, loss=math.nan)))
+    assert "gradient norm  never finite" in text
+    assert "loss           never finite" in text
+    assert "loss" not in shown(gather(row(1, loss=None)))
 
 
 def test_numbers_that_are_not_of_the_last_row_name_their_step() -> None:
