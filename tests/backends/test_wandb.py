@@ -279,6 +279,56 @@ def test_step_mode_keeps_what_comes_behind_the_counter_of_the_user() -> None:
     assert ours(rows) == expected(records)
 
 
+class Racing:
+    """A run whose user logs just before or just after what the backend asks of it."""
+
+    def __init__(self, run: Any, moves: list[int]) -> None:
+        self._run, self._moves, self.logged = run, moves, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._run, name)
+
+    @property
+    def step(self) -> int:
+        """Return the counter, and let the user log then."""
+        found = int(self._run.step)
+        self._user()
+        return found
+
+    def log(self, row: dict[str, Any], **options: Any) -> None:
+        """Let the user log, pass on what the backend logs, and let the user log again."""
+        self._user()
+        self._run.log(row, **options)
+        self._user()
+
+    def _user(self) -> None:
+        move = self._moves.pop() if self._moves else 0
+        if move:
+            self.logged += 1
+            self._run.log({f"user{self.logged}": float(self.logged)}, step=self._run.step + move - 1)
+
+
+@pytest.mark.parametrize("mode", ["polite", "step"])
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(moves=st.lists(st.integers(0, 4), max_size=40), steps=st.lists(st.integers(0, 3), min_size=1, max_size=12))
+def test_user_who_logs_between_our_calls_costs_no_row(mode: Any, moves: list[int], steps: list[int]) -> None:
+    """Wherever in a write of ours the user moves the counter, every row of both is in the file."""
+    run = wandb.init(project="tests", reinit="create_new")
+    racing = Racing(run, moves)
+    backend, records, step = WandbBackend(run=racing, step_mode=mode), [], 0
+    for index, more in enumerate(steps):
+        step += more
+        records.append(Record(step=step, time=float(index), metrics={NORM: float(index), f"only{index}": 1.0}))
+        backend.write(records[-1:])
+    backend.close()
+    moves.clear()
+    run.finish()
+    rows = rows_of(file_of(run))
+    names = [f"user{number}" for number in range(1, racing.logged + 1)]
+    assert survivors(rows, names) == {name: [float(index)] for index, name in enumerate(names, start=1)}
+    assert sorted(ours(rows), key=lambda row: row[1]) == expected(records)
+
+
 def test_own_run_is_beside_the_user_s() -> None:
     """With a project of our own the user's run stays open and holds nothing of ours."""
     run = open_run()

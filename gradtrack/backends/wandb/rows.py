@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final, Literal, Protocol
 
 from gradtrack.backends.wandb.ending import Ending
+from gradtrack.backends.wandb.names import STEP
 from gradtrack.errors import PermanentBackendError
 from gradtrack.redact import redact
 
@@ -51,27 +52,48 @@ class OwnRows:
 
 
 class StepRows:
-    """Rows at their own step of a run of the user's; those that come behind its counter are written when it ends."""
+    """Rows at their own step of a run of the user's; those that come behind its counter are written when it ends.
+
+    The user may move the counter at any moment: what follows each row tells whether W&B took or dropped it.
+    """
 
     def __init__(self, run: Any, ending: Ending, tell: Callable[[str], object]) -> None:
         self._run, self._ending, self._tell = run, ending, tell
         self._late: deque[Mapping[str, Any]] = deque()
+        self._open: Mapping[str, Any] = {}
+        self._open_at = -1
         ending.before(self._finish)
 
     def write(self, row: Mapping[str, Any], step: int) -> None:
         """Leave a row open at its step, or keep it: W&B would drop one that is behind."""
         reached = self._run.step
+        joins = reached == step == self._open_at
+        if reached > step or (joins and self._would_replace(row)):
+            self._late.append(row)
+            return
         if reached < step:
             self._run.log(row, step=step)
-        elif reached == step:
-            self._run.log(row, commit=False)  # which is not dropped if the counter moves just now
         else:
+            self._run.log(row, commit=False)  # which is not dropped if the counter moves just now
+        after = self._run.step
+        if reached < step < after and not self._was_taken(row):
             self._late.append(row)
+            return
+        self._open = {**self._open, **row} if joins else row
+        self._open_at = step if reached < step else after
 
     def close(self) -> None:
         """Write what was late when the run ends, or now where the run cannot tell us about its end."""
         if not self._ending.hooked:
             self._finish()
+
+    def _would_replace(self, row: Mapping[str, Any]) -> bool:
+        """Say whether our row that may still be open has other values under the same names."""
+        return any(name in self._open and self._open[name] != value for name, value in row.items())
+
+    def _was_taken(self, row: Mapping[str, Any]) -> bool:
+        """Look for a row that was logged just before the counter left its step, or just after."""
+        return all(self._run.summary.get(name) == value for name, value in row.items() if name.startswith(STEP))
 
     def _finish(self) -> None:
         # The row that is open may have columns of ours.
