@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import sys
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +20,7 @@ class CloseAtExit:
     """
 
     def __init__(self, owner: Any, sink: Sink, unhook: Callable[[], object]) -> None:
-        self._owner = weakref.ref(owner)
+        self._owner, self._sink = weakref.ref(owner), sink
         self._collected = weakref.finalize(owner, self._let_go, sink, unhook)
         self._collected.atexit = False
         atexit.register(self._exit)
@@ -40,10 +41,15 @@ class CloseAtExit:
         """End what a manager that was collected has begun."""
         atexit.unregister(self._exit)
         unhook()
-        sink.close(failed=False)
+        if threading.current_thread().daemon:  # it may be one that the close waits for
+            threading.Thread(target=sink.close, kwargs={"failed": False}, name="gradtrack-close").start()
+        else:
+            sink.close(failed=False)
 
     def _exit(self) -> None:
         owner = self._owner()
         if owner is not None:
             # An exception that ended the program has been printed by now, and left its mark in sys.
-            owner.close(failed=getattr(sys, "last_type", None) is not None)
+            failed = getattr(sys, "last_type", None) is not None
+            owner.close(failed=failed)
+            self._sink.close(failed=failed)  # which an interrupt from the keyboard may have kept from being reached

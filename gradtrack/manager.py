@@ -242,15 +242,15 @@ class GradientManager:
             return
         self._catch_up()
         self._closed = True
-        self._at_exit.cancel()
-        for hook in self._hooks:
-            hook.remove()
-        self._roster.close()
-        self._sink.tell_if_empty(self._history.num_steps)
         try:
+            for hook in self._hooks:
+                hook.remove()
+            self._roster.close()
+            self._sink.tell_if_empty(self._history.num_steps)
             self._leave_files(failed=failed)
         finally:  # whoever has no patience for the pictures keeps the rows
             self._sink.close(failed=failed)
+            self._at_exit.cancel()
 
     def __enter__(self) -> Self:
         return self

@@ -46,6 +46,7 @@ class Delivery:
             self._guard.on_fork(journal.abandon)
         self._lock = threading.Lock()
         self._accepted = 0
+        self._summed_up = False
         self._invalid = Faults("metrics")
         self._journal_faults = Faults("journal")
         talking = self.backends if rank == 0 else {}
@@ -90,23 +91,40 @@ class Delivery:
 
     def close(self, *, failed: bool = False) -> None:
         """Deliver what is left until the time is over, let every backend go, and say what did not arrive."""
-        if self._guard.silent():
+        if self._summed_up or self._guard.silent():
             return
-        end = time.monotonic() + self._timeout
-        for worker in self._workers.values():
+        end, left = time.monotonic() + self._timeout, list(self._workers.values())
+        try:
+            self._let_go(left, end, failed=failed)
+        except BaseException:  # an interrupt from the keyboard: whoever has no patience learns what is left as well
+            for worker in left:
+                worker.ask_close(failed=failed, end=end)
+                if not worker.join(0.0):
+                    worker.give_up("it was not waited for to the end")
+            raise
+        finally:
+            self._offsets.save()
+            self._sum_up()
+
+    def _let_go(self, left: list[Worker], end: float, *, failed: bool) -> None:
+        """Let every backend and the journal end within the time; the workers that did are taken out of the list."""
+        for worker in left:
+            worker.feed.reach(self._accepted)
             worker.ask_close(failed=failed, end=end)
         for inline in self._inline.values():
             inline.close(failed=failed)
-        for worker in self._workers.values():
-            if not worker.join(end - time.monotonic()):
-                worker.give_up(self._timeout)
+        while left:
+            if not left[0].join(end - time.monotonic()):
+                left[0].give_up(f"it did not finish within {self._timeout:g} seconds")
+            left.pop(0)
         if self._journal is not None:
             self._journal.close(max(end - time.monotonic(), 1.0))
-        self._offsets.save()
-        if not self._accepted:
-            return
-        directory = None if self._journal is None else self._journal.directory
-        log_summary(self._run.run_id, self.status(), self.journal_status(), directory)
+
+    def _sum_up(self) -> None:
+        self._summed_up = True
+        if self._accepted:
+            directory = None if self._journal is None else self._journal.directory
+            log_summary(self._run.run_id, self.status(), self.journal_status(), directory)
 
     def status(self) -> dict[str, dict[str, Any]]:
         """Tell for each backend what it has taken and what it has not, and why."""
@@ -141,8 +159,9 @@ class Delivery:
         journal = self._journal
         if journal is None:
             return False
+        known = journal.fault
         kept = journal.append(number, record, urgent=_is_urgent(record))
-        if not kept and journal.fault is not None:
+        if journal.fault is not None and journal.fault is not known:
             self._journal_faults.note(journal.fault, "rows stay in memory for the trackers")
         if self._offsets.path is None and journal.parts:
             self._offsets.path = offsets_path(journal.parts[0])

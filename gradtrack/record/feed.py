@@ -24,7 +24,9 @@ class Feed:
         self.accepted = self.lost = 0
         self._journal, self._limit = journal, limit
         self._queue: deque[Row] = deque()
-        self._changed = threading.Condition()
+        # An interrupt from the keyboard may leave a condition locked as it is entered, but no plain lock.
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._next = 0
         self._known_lost: set[int] = set()
         self._reading: Iterator[Row] | None = None
@@ -41,7 +43,7 @@ class Feed:
 
     def offer(self, number: int, record: Record, *, kept: bool) -> None:
         """Take a row in; `kept` says that the journal has it."""
-        with self._changed:
+        with self._lock:
             self.accepted = number + 1
             if len(self._queue) < self._limit:
                 self._queue.append((number, record))
@@ -52,7 +54,7 @@ class Feed:
 
     def take(self, limit: int, timeout_seconds: float) -> list[Row]:
         """Give the next rows out, or none when the time is over or `wake` was called."""
-        with self._changed:
+        with self._lock:
             if self._next >= self.accepted:
                 self._changed.wait(timeout_seconds)
             stop = self._queue[0][0] if self._queue else self.accepted
@@ -60,9 +62,14 @@ class Feed:
                 return self._pop(limit)
         return self._reread(stop, limit)
 
+    def reach(self, count: int) -> None:
+        """Know of so many rows: one that was interrupted on its way here is in the journal, or lost."""
+        with self._lock:
+            self.accepted = max(self.accepted, count)
+
     def wake(self) -> None:
         """Let a waiting `take` return."""
-        with self._changed:
+        with self._lock:
             self._changed.notify()
 
     def _pop(self, limit: int) -> list[Row]:
@@ -87,7 +94,7 @@ class Feed:
         self._reading = reading if reached < stop else None
         found = {number for number, _ in rows}
         missing = set(range(self._next, reached)) - found - self._known_lost
-        with self._changed:
+        with self._lock:
             self.lost += len(missing)
             self._known_lost = {number for number in self._known_lost if number >= reached}
             self._next = reached

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,7 +14,7 @@ from typing import Any, Final
 from gradtrack._version import __version__
 from gradtrack.record.codec import encode_row, encode_run, to_line
 from gradtrack.record.reading import FORMAT, read_rows
-from gradtrack.record.syncing import Syncer
+from gradtrack.record.syncing import Syncer, is_unlinked
 from gradtrack.records import Record, RunInfo
 
 if sys.platform != "win32":
@@ -35,7 +36,7 @@ class Journal:
     """An append-only file of rows in parts, each row handed to the system before `append` returns.
 
     `append` never raises for a disk that is full or a directory that cannot be written: the row is counted in `failed`,
-    the reason is in `fault`, and the next row tries again.
+    the reason is in `fault`, and the next row tries again. So are the rows of a file that somebody removed.
     """
 
     def __init__(
@@ -50,12 +51,13 @@ class Journal:
         self.directory, self.rank = directory, rank
         self.parts: list[Path] = []
         self.rows = self.failed = self.removed = 0
-        self.fault: OSError | None = None
+        self.fault: Exception | None = None
         self._run, self._backends = run, list(backends)
         self._limits = limits or Limits()
         self._handle: int | None = None
         self._size = 0
         self._marks: list[tuple[int, Path, int]] = []
+        self._counts: dict[Path, int] = {}
         self._syncer = Syncer(self._limits.sync_seconds)
 
     @property
@@ -65,18 +67,21 @@ class Journal:
 
     def append(self, number: int, record: Record, *, urgent: bool = False) -> bool:
         """Write a row and say whether the journal has it; an urgent one is made durable at once, by another thread."""
-        line = encode_row(number, record, self.directory)
+        if self._syncer.unlinked:
+            self._forget_removed()
         try:
+            line = encode_row(number, record, self.directory)
             if self._handle is None or self._size + len(line) > self._limits.part_bytes:
                 self._rotate(number)
             if self.rows % _MARK_EVERY == 0:
                 self._marks.append((number, self.parts[-1], self._size))
             self._write(line)
-        except OSError as fault:
+        except Exception as fault:  # also a row that holds what cannot be written down
             self.failed += 1
             self.fault = fault
             return False
         self.rows += 1
+        self._counts[self.parts[-1]] += 1
         self._syncer.touch(urgent=urgent)
         return True
 
@@ -88,9 +93,10 @@ class Journal:
             parts = parts[parts.index(mark[1]) :]
         for part in parts:
             offset = mark[2] if mark is not None and part == mark[1] else 0
-            for number, record in read_rows(part, offset=offset, trusted=True):
-                if number >= start:
-                    yield number, record
+            with contextlib.suppress(OSError):  # it was removed, by our bound or by somebody
+                for number, record in read_rows(part, offset=offset, trusted=True):
+                    if number >= start:
+                        yield number, record
 
     def sync(self, timeout_seconds: float) -> None:
         """Wait until the rows are on the disk, or until the time is over."""
@@ -98,6 +104,8 @@ class Journal:
 
     def close(self, timeout_seconds: float = 0.0) -> None:
         """Make the rows durable and let go of the file."""
+        if self._handle is not None and is_unlinked(self._handle):
+            self._forget_removed()
         handle, self._handle = self._handle, None
         if handle is not None:
             self._syncer.close(handle, timeout_seconds)
@@ -125,16 +133,17 @@ class Journal:
         line = to_line(header)
         try:
             _write_whole(handle, line, 0)
-        except OSError:
+        except BaseException:
             os.close(handle)
             path.unlink(missing_ok=True)
             raise
-        if self._handle is not None:
-            self._syncer.retire(self._handle)
-        self._handle, self._size = handle, len(line)
+        self._counts[path] = 0
         self.parts.append(path)
+        self._marks.append((number, path, len(line)))
         self._syncer.follow(handle)
-        self._marks.append((number, path, self._size))
+        before, self._handle, self._size = self._handle, handle, len(line)
+        if before is not None:
+            self._syncer.retire(before)
         self._forget_oldest()
 
     def _create(self) -> tuple[Path, int]:
@@ -156,18 +165,40 @@ class Journal:
 
     def _write(self, line: bytes) -> None:
         assert self._handle is not None
-        _write_whole(self._handle, line, self._size)
-        self._size += len(line)
+        try:
+            _write_whole(self._handle, line, self._size)
+            self._size += len(line)
+        except OSError:
+            raise
+        except BaseException:  # an interrupt from the keyboard, which may come between the two
+            self._size = os.lseek(self._handle, 0, os.SEEK_END)
+            raise
+
+    def _forget_removed(self) -> None:
+        """Count the rows of files that were removed, and begin a new one with the next row."""
+        if self._handle is not None:
+            self._syncer.retire(self._handle)
+            self._handle = None
+        for part in [part for part in self.parts if not part.exists()]:
+            self.fault = FileNotFoundError(errno.ENOENT, "the journal was removed", str(part))
+            self._forget(part)
+            self.rows -= self._counts[part]
+            self.failed += self._counts[part]
+        self._syncer.unlinked = False
 
     def _forget_oldest(self) -> None:
         """Keep the journal within its bound; whoever misses a row of a removed part counts it as lost."""
         keep = max(self._limits.total_bytes // self._limits.part_bytes, 2)
         while len(self.parts) > keep:
-            oldest = self.parts.pop(0)
-            self.removed += 1
-            self._marks = [mark for mark in self._marks if mark[1] != oldest]
+            oldest = self.parts[0]
+            self._forget(oldest)
             with contextlib.suppress(OSError):
                 oldest.unlink()
+
+    def _forget(self, part: Path) -> None:
+        self.parts.remove(part)
+        self.removed += 1
+        self._marks = [mark for mark in self._marks if mark[1] != part]
 
 
 def is_being_written(path: Path) -> bool:

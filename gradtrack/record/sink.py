@@ -103,7 +103,6 @@ class Sink:
         """Let the backends go, also those that never got a record; a second call does nothing."""
         if self._guard.forked or self._closed:
             return
-        self._closed = True
         if self._delivery is None:
             self._delivery = Delivery(
                 self._working,
@@ -112,6 +111,7 @@ class Sink:
                 close_timeout_seconds=self._config.close_timeout_seconds,
             )
         self._delivery.close(failed=failed)
+        self._closed = True
 
     def status(self) -> dict[str, dict[str, Any]]:
         """Tell what each backend has taken, and what it has not."""

@@ -12,13 +12,16 @@ _POLL_SECONDS: Final = 0.02
 
 
 class Syncer:
-    """Makes an open file durable every few seconds, and at once when asked, without its writer waiting."""
+    """Makes an open file durable every few seconds, and at once when asked, without its writer waiting.
+
+    `unlinked` says that the file has no name any more, so that whatever is written to it is lost.
+    """
 
     def __init__(self, interval_seconds: float) -> None:
         self._interval = interval_seconds
         self._handle: int | None = None
         self._retired: list[int] = []
-        self._dirty = self._closing = False
+        self._dirty = self._closing = self.unlinked = False
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -72,11 +75,17 @@ class Syncer:
         """Clear the mark first: a row that comes in between sets it again."""
         self._dirty = False
         with contextlib.suppress(OSError):
-            if self._handle is not None:
-                os.fsync(self._handle)
+            if (handle := self._handle) is not None:
+                os.fsync(handle)
+                self.unlinked = is_unlinked(handle)
         while self._retired:
             handle = self._retired.pop()
             with contextlib.suppress(OSError):
                 os.fsync(handle)
             with contextlib.suppress(OSError):
                 os.close(handle)
+
+
+def is_unlinked(handle: int) -> bool:
+    """Say whether an open file was removed."""
+    return os.fstat(handle).st_nlink == 0

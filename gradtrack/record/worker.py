@@ -107,9 +107,9 @@ class Worker:
         self._hurry.set()
         self.feed.wake()
 
-    def give_up(self, timeout_seconds: float) -> None:
+    def give_up(self, reason: str) -> None:
         """Note that nobody waits for this thread any more."""
-        self.faults.note(f"it did not finish within {timeout_seconds:g} seconds", "nobody waits for it any longer")
+        self.faults.note(reason, "nobody waits for it any longer")
         self.unsettled = self.faults.last
 
     def join(self, timeout_seconds: float) -> bool:

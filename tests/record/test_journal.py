@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import stat
 import tempfile
 from pathlib import Path
@@ -255,3 +256,48 @@ def test_case_14_full_disk_keeps_whole_rows_only(tmp_path: Path) -> None:
     assert int(failed) == 210 - len(steps) > 0
     assert steps[-10:] == list(range(200, 210))
     assert find_journals(tmp_path)[0].damaged == []
+
+
+def test_removed_journal_is_told_and_begun_again(tmp_path: Path) -> None:
+    """Rows of a file that somebody removed count as not kept, and later rows go to a new one."""
+    journal = Journal(tmp_path / "run", RUN, limits=Limits(sync_seconds=3600.0))
+    for number in range(3):
+        journal.append(number, row(number))
+    shutil.rmtree(tmp_path / "run")
+    journal.sync(30.0)
+    journal.append(3, row(3))
+    assert (journal.rows, journal.failed) == (1, 3)
+    assert "the journal was removed" in str(journal.fault)
+    assert [record.step for record in read(tmp_path / "run")] == [3]
+    shutil.rmtree(tmp_path / "run")
+    journal.close(10.0)
+    assert (journal.rows, journal.failed) == (0, 4)
+
+
+def test_rows_of_a_part_that_is_gone_are_left_out(tmp_path: Path) -> None:
+    """A reader that lags behind the bound of the journal gets the rows that are still there."""
+    journal = Journal(tmp_path, RUN, limits=Limits(part_bytes=1000))
+    for number in range(30):
+        journal.append(number, row(number))
+    reading = journal.reread(0)
+    assert next(reading)[0] == 0
+    journal.parts[1].unlink()
+    found = [number for number, _ in reading]
+    assert found == sorted(found)
+    assert 0 < len(found) < 29
+    assert found[-1] == 29
+    journal.close()
+
+
+def test_row_that_cannot_be_written_down_is_counted(tmp_path: Path) -> None:
+    """What an analyzer of somebody else's put into a row costs that row, not the training."""
+
+    class Odd:
+        def __str__(self) -> str:
+            raise ValueError("no text")
+
+    journal = Journal(tmp_path, RUN)
+    assert not journal.append(0, row(1, issues=({"message": Odd()},)))
+    assert journal.append(1, row(2))
+    assert (journal.rows, journal.failed, str(journal.fault)) == (1, 1, "no text")
+    journal.close()
