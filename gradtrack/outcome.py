@@ -9,7 +9,7 @@ from gradtrack.config import GradientConfig
 from gradtrack.errors import NonFiniteGradientError
 from gradtrack.facts import StepFacts
 from gradtrack.late import LateStep
-from gradtrack.records import Panel, Record
+from gradtrack.records import Panel, Record, tail_of
 from gradtrack.reports import Issue, LateReport, StepReport
 from gradtrack.scaling import Scale
 
@@ -51,7 +51,7 @@ def to_record(outcome: Outcome, config: GradientConfig, panels: tuple[Panel, ...
     """Return the row that goes to the backends; without `log_gradient_stats` it has health and clipping only."""
     report = outcome.report
     shown = report if config.log_gradient_stats else report.model_copy(update={"statistics": None, "groups": {}})
-    tail = f"/{report.source}" if report.source else ""
+    tail = tail_of(report.source)
     histograms = outcome.facts.histograms if config.log_gradient_stats else {}
     return Record(
         step=report.step,
@@ -71,7 +71,7 @@ def to_record(outcome: Outcome, config: GradientConfig, panels: tuple[Panel, ...
 def late_records(outcome: Outcome) -> list[Record]:
     """Return the rows of earlier steps that became known with this one."""
     report = outcome.report
-    tail = f"/{report.source}" if report.source else ""
+    tail = tail_of(report.source)
     return [
         Record(
             step=late.step,

@@ -18,6 +18,12 @@ _NOTHING: Mapping[str, Any] = MappingProxyType({})
 _PLACE = re.compile(r"<[^<>]+>")
 
 PanelKind = Literal["line", "multi-line", "band", "image", "text"]
+Identity = tuple[str, int, float, frozenset[str]]
+
+
+def tail_of(source: str) -> str:
+    """Return what follows the names of a pair's metrics: nothing where there is one pair only, which has no name."""
+    return f"/{source}" if source else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,3 +124,8 @@ class Record:
             raise InputTypeError(f"record step {self.step!r}: expected an int. Count optimizer steps.")
         if not -(2**63) <= self.step < 2**63:
             raise UsageError(f"record step {self.step!r}: expected a number of 64 bits. Count optimizer steps.")
+
+    @property
+    def identity(self) -> Identity:
+        """Tell the record from others of its step: what an optimizer did to a step is a record of its own."""
+        return self.source, self.step, self.time, frozenset(self.metrics)

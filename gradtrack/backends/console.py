@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Final, TextIO, final
 
 from gradtrack.backends.base import Backend
 from gradtrack.errors import ClosedError
-from gradtrack.records import Record
+from gradtrack.records import Record, tail_of
 
 _UNKNOWN: Final = "?"
 
@@ -56,7 +56,7 @@ class ConsoleBackend(Backend):
 
 
 def _summary(record: Record) -> str:
-    suffix = f"/{record.source}" if record.source else ""
+    suffix = tail_of(record.source)
     values = {name: record.metrics.get(f"train/grad_{name}{suffix}") for name in ("norm", "norm_clipped", "variance")}
     norm, after = values["norm"], values["norm_clipped"]
     parts = [f"gradient norm {_number(norm)}"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,8 +12,9 @@ from typing import Any, Final, final
 
 from gradtrack.backends.base import Backend
 from gradtrack.errors import BackendError, ClosedError
-from gradtrack.record.files import file_part
-from gradtrack.records import Record
+from gradtrack.record.files import write_atomically
+from gradtrack.record.naming import file_part
+from gradtrack.records import Record, tail_of
 
 _GLOBAL: Final = ("variance", "mean", "norm", "max", "min")
 _MATRIX: Final = ("variance", "norm", "mean")
@@ -94,7 +94,7 @@ class _Series:
         tail = f".{file_part(source)}" if source else ""
         self._path = directory / f"gradient_statistics{tail}.json"
         self._matrix_path = directory / f"gradient_statistics_weight_matrices{tail}.json"
-        self._suffix = f"/{source}" if source else ""
+        self._suffix = tail_of(source)
         self._columns: Columns = _read(self._path)
         self._matrices: dict[str, Columns] = _read(self._matrix_path)
         for name in ("step", "epoch", *(f"grad_{name}" for name in _GLOBAL)):
@@ -141,9 +141,9 @@ class _Series:
         if not self._changed:
             return
         start = time.monotonic()
-        _replace(self._path, self._columns)
+        write_atomically(self._path, json.dumps(self._columns), durable=False)
         if self._matrices:
-            _replace(self._matrix_path, self._matrices)
+            write_atomically(self._matrix_path, json.dumps(self._matrices), durable=False)
         self._changed = False
         self._saved = time.monotonic()
         self._cost = self._saved - start
@@ -156,7 +156,7 @@ class _Series:
 
 
 def _has_statistics(record: Record) -> bool:
-    suffix = f"/{record.source}" if record.source else ""
+    suffix = tail_of(record.source)
     return any(f"train/grad_{name}{suffix}" in record.metrics for name in _GLOBAL)
 
 
@@ -176,16 +176,3 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _is_columns(values: object) -> bool:
     return isinstance(values, dict) and all(isinstance(column, (list, dict)) for column in values.values())
-
-
-def _replace(path: Path, values: Mapping[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as stream:
-            stream.write(json.dumps(values))
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise

@@ -17,7 +17,7 @@ from gradtrack.integrations.callback import ManagedTraining
 from gradtrack.integrations.roles import Source, only_measuring, wants_clipping
 from gradtrack.integrations.stand_in import embrace, stand_in
 from gradtrack.manager import IssueCallback
-from gradtrack.records import Record
+from gradtrack.records import Record, tail_of
 
 try:
     from stable_baselines3.common.callbacks import BaseCallback
@@ -147,7 +147,7 @@ class _LoggerBackend(Backend):
     def write(self, records: Sequence[Record]) -> None:
         """Record metrics; those of groups not on the screen, whose narrow column refuses names that are cut alike."""
         for record in records:
-            tail = f"/{record.source}" if record.source else ""
+            tail = tail_of(record.source)
             for name, value in record.metrics.items():
                 narrow = name.removesuffix(tail).count("/") == 1
                 self._logger.record(name, value, exclude=None if narrow else ("stdout", "log"))

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-import re
 import secrets
 import tempfile
 import time
@@ -38,14 +36,6 @@ def write_atomically(path: Path, text: str, *, mode: int = 0o644, durable: bool 
 def write_json(path: Path, values: Any) -> None:
     """Write JSON as Python's own `json` reads it: NaN and Infinity as these words."""
     write_atomically(path, json.dumps(values, indent=1))
-
-
-def file_part(source: str) -> str:
-    """Turn any name of a pair into a part of a file's name; two names never become one."""
-    safe = re.sub(r"[^A-Za-z0-9_-]", "_", source)[:80]
-    return (
-        safe if safe == source else f"{safe}-{hashlib.sha256(source.encode('utf-8', 'surrogatepass')).hexdigest()[:8]}"
-    )
 
 
 def new_run_id() -> str:

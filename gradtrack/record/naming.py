@@ -1,4 +1,4 @@
-"""Names of metrics for trackers that do not take every name."""
+"""Names for trackers and files that do not take every name."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Final
 
 _MAPPED: Final = re.compile(r"-gt[0-9a-f]{12}$")
 HASH_LENGTH: Final = 12
+_LONGEST_PART: Final = 80
 
 
 def digest_of(text: str) -> str:
@@ -26,4 +27,15 @@ def valid_name(name: str, *, plain: Callable[[str], str | None], clean: Callable
     if found is not None and not _MAPPED.search(found):
         return found
     suffix = f"-gt{digest_of(name)}"
-    return f"{clean(name)[: longest - len(suffix)].rstrip('/ ') or 'metric'}{suffix}"
+    return f"{clean(name)[: longest - len(suffix)].rstrip('/ ') or 'unnamed'}{suffix}"
+
+
+def file_part(source: str) -> str:
+    """Turn any name of a pair into a part of a file's name."""
+    usual = re.compile(rf"[A-Za-z0-9_-]{{1,{_LONGEST_PART}}}")
+    return valid_name(
+        source,
+        plain=lambda name: name if usual.fullmatch(name) else None,
+        clean=lambda name: re.sub(r"[^A-Za-z0-9_-]", "_", name),
+        longest=_LONGEST_PART,
+    )

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Final
 
-from gradtrack.records import Panel
+from gradtrack.records import Panel, tail_of
 
 _SECTION: Final = "gradients"
 
@@ -76,4 +76,5 @@ def panels_of(panels: Iterable[Panel], source: str) -> tuple[Panel, ...]:
 
 
 def _metric_of(metric: str, source: str) -> str:
-    return f"{metric.removesuffix('/*')}/{source}/*" if metric.endswith("/*") else f"{metric}/{source}"
+    star = "/*" if metric.endswith("/*") else ""
+    return f"{metric.removesuffix(star)}{tail_of(source)}{star}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -32,6 +31,4 @@ def _plain(value: Any) -> Any:
         return {str(key): _plain(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(entry) for entry in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return value
     return value if isinstance(value, (str, int, float, bool, type(None))) else str(getattr(value, "value", value))

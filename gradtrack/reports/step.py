@@ -11,7 +11,7 @@ from pydantic import Field, SerializationInfo, SerializeAsAny, field_serializer,
 from pydantic import SerializerFunctionWrapHandler as Handler
 
 from gradtrack import markup, registry
-from gradtrack.records import Metric
+from gradtrack.records import Metric, tail_of
 from gradtrack.reports.base import LateReport, Report
 from gradtrack.reports.issues import HEALTHY, HealthReport
 from gradtrack.reports.parts import (
@@ -200,7 +200,7 @@ class StepReport(Report):
 
     def metrics(self) -> dict[str, float]:
         """Return the flat metrics of the step, `train/grad_*` first and then those of every analyzer."""
-        tail = f"/{self.source}" if self.source else ""
+        tail = tail_of(self.source)
         values = {f"train/grad_{name}{tail}": value for name, value in self._global_metrics().items()}
         for group, found in self.groups.items():
             values[f"train/grad_norm{tail}/{group}"] = found.norm

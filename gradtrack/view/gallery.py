@@ -8,7 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from gradtrack.record.files import file_part
+from gradtrack.record.naming import file_part
 from gradtrack.reports import GradientStatistics, StepReport
 from gradtrack.view import panels, plots
 from gradtrack.view.recorded import recorded_statistics
@@ -28,7 +28,7 @@ def pictures_of(
     pairs = plots.by_source(reports)
     for source, own in pairs.items():
         known = statistics if len(pairs) == 1 else [one.statistics for one in own if one.statistics is not None]
-        tail = f".{file_part(source)}" if len(pairs) > 1 else ""
+        tail = f".{file_part(source)}" if source and len(pairs) > 1 else ""
         found |= {f"{name}{tail}.png": draw for name, draw in _pictures_of_pair(own, known, directory).items()}
     return found
 

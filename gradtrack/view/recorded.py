@@ -8,6 +8,7 @@ from typing import Final
 
 from gradtrack.errors import JournalError
 from gradtrack.record.reading import find_journals
+from gradtrack.records import tail_of
 
 _COLUMNS: Final = ("grad_variance", "grad_norm", "grad_mean", "grad_max", "grad_min")
 
@@ -18,7 +19,7 @@ def recorded_statistics(directory: Path, *, source: str = "", before: int) -> di
     Runs that were resumed in one directory are one training: where a run begins, those before it end.
     """
     rows: dict[int, Mapping[str, float]] = {}
-    tail = f"/{source}" if source else ""
+    tail = tail_of(source)
     for run in _runs(directory, source, f"train/grad_variance{tail}"):
         rows = {step: metrics for step, metrics in rows.items() if step < min(run, default=step)} | run
     steps = sorted(step for step in rows if step < before)

@@ -148,12 +148,12 @@ def test_rewriting_takes_a_bounded_share_of_the_time(tmp_path: Path, monkeypatch
     """Ten thousand quick rows are not ten thousand rewrites: the cost of one decides when the next may be."""
     now, writes = 0.0, 0
 
-    def replace(path: Path, values: object) -> None:
+    def replace(path: Path, text: str, *, durable: bool) -> None:
         nonlocal now, writes
         now += 1.0
         writes += 1
 
-    monkeypatch.setattr(module, "_replace", replace)
+    monkeypatch.setattr(module, "write_atomically", replace)
     monkeypatch.setattr(time, "monotonic", lambda: now)
     backend = JsonBackend(tmp_path)
     for step in range(10_000):

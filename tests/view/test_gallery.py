@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from gradtrack import GradientManager, RLPolicyAnalyzer, StepReport
-from gradtrack.record.files import file_part
+from gradtrack.record.naming import file_part
 from gradtrack.view import panels
 from gradtrack.view.gallery import flow_of, pictures_of
 from tests.view.runs import issue, report, unhealthy

@@ -70,8 +70,8 @@ class TensorBoardBackend(Backend):
         late = [record for record in records if record.step <= self._reached.get(record.source, -1)]
         on_time = [record for record in records if record not in late] if late else records
         run, late_run, layout = self._opened()
-        run.append([(_key(record), self._event(record)) for record in on_time])
-        late_run.append([(_key(record), self._event(record)) for record in late])
+        run.append([(record.identity, self._event(record)) for record in on_time])
+        late_run.append([(record.identity, self._event(record)) for record in late])
         for record in records:
             self._wrote, self._last_step = True, max(self._last_step, record.step)
             self._named.update(dict.fromkeys(record.files))
@@ -164,8 +164,3 @@ class TensorBoardBackend(Backend):
             return ()
         self._issues[record.source] = lines
         return lines or ("no open issue",)
-
-
-def _key(record: Record) -> tuple[str, int, float, frozenset[str]]:
-    """Tell a record from others of its step: what an optimizer did to a step is a record of its own."""
-    return record.source, record.step, record.time, frozenset(record.metrics)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from gradtrack.errors import MissingExtraError
-from gradtrack.records import Histogram, Record
+from gradtrack.records import Histogram, Record, tail_of
 
 STEP: Final = "gradtrack/step"
 EXACT: Final = "gradtrack/exact/"
@@ -51,8 +51,8 @@ class Events:
         values += [self.exact(name, value) for name, value in record.metrics.items() if _needs_double(value)]
         values += [self.histogram(name, found) for name, found in record.histograms.items() if _drawable(found)]
         if issues:
-            values.append(self.text(_series("gradtrack/issues", record.source), issues))
-        step = self.scalar(_series(STEP, record.source), record.step)
+            values.append(self.text(f"gradtrack/issues{tail_of(record.source)}", issues))
+        step = self.scalar(f"{STEP}{tail_of(record.source)}", record.step)
         step.metadata.summary_description = description_of(run_id)
         return self.event(step=record.step, wall_time=record.time, summary=self.summary(value=[*values, step]))
 
@@ -96,10 +96,6 @@ class Events:
 
     def _metadata_of(self, name: str) -> Any:
         return self.metadata(plugin_data=self.metadata.PluginData(plugin_name=name))
-
-
-def _series(name: str, source: str) -> str:
-    return f"{name}/{source}" if source else name
 
 
 def _needs_double(value: float) -> bool:

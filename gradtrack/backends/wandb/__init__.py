@@ -19,10 +19,9 @@ from gradtrack.backends.wandb.own_run import open_run, project_of
 from gradtrack.backends.wandb.rows import Rows, StepMode, rows_of
 from gradtrack.backends.wandb.show import Show
 from gradtrack.errors import BackendError, ClosedError, MissingExtraError, PermanentBackendError, UsageError
-from gradtrack.records import Record
+from gradtrack.records import Identity, Record
 from gradtrack.redact import redact
 
-_Identity = tuple[str, int, float, frozenset[str]]
 _logger = logging.getLogger("gradtrack")
 
 
@@ -62,7 +61,7 @@ class WandbBackend(Backend):
         self._owned = run is None
         self._mode = step_mode
         self._alerts = Alerts() if alerts else None
-        self._partial: set[_Identity] = set()
+        self._partial: set[Identity] = set()
         self._told: set[str] = set()
         self._closed = False
         self._written = 0
@@ -87,9 +86,9 @@ class WandbBackend(Backend):
             if rows is None:
                 return
             for record in records:
-                if _identity(record) not in self._partial:
+                if record.identity not in self._partial:
                     rows.write(self._columns.row(self._run, record), record.step)
-                    self._partial.add(_identity(record))
+                    self._partial.add(record.identity)
                     self._written += 1
                     self._show.take([record], written=True)
                     if self._alerts is not None:
@@ -138,7 +137,7 @@ class WandbBackend(Backend):
     def present(self, records: Sequence[Record]) -> set[tuple[str, int]] | None:
         address = self.address()
         run_id, directory = address.get("run_id", self._own["id"]), address.get("directory", self._own["dir"])
-        found = {(record.source, record.step) for record in records if _identity(record) in self._partial}
+        found = {(record.source, record.step) for record in records if record.identity in self._partial}
         if run_id is None:
             return found
         wanted = {(record.source, record.step): self._columns.named(record) for record in records}
@@ -175,11 +174,6 @@ def _import_wandb() -> Any:
         return importlib.import_module("wandb")
     except ImportError as fault:
         raise MissingExtraError("wandb backend", "wandb", "wandb") from fault
-
-
-def _identity(record: Record) -> _Identity:
-    """Tell a record from others of its step: what an optimizer did to a step is a record of its own."""
-    return record.source, record.step, record.time, frozenset(record.metrics)
 
 
 def _error_of(fault: Exception) -> Exception:

@@ -6,6 +6,7 @@ import re
 from typing import Final
 
 from gradtrack.record.naming import valid_name
+from gradtrack.records import tail_of
 
 STEP: Final = "gradtrack/step"
 _LONGEST_NAME: Final = 300
@@ -27,4 +28,4 @@ def _clean(name: str) -> str:
 
 def axis_of(source: str) -> str:
     """Return the name of the axis of a (model, optimizer) pair."""
-    return f"{STEP}/{source}" if source else STEP
+    return metric_name(f"{STEP}{tail_of(source)}")
