@@ -117,6 +117,7 @@ class GradientFlowAnalyzer(Analyzer):
         self.dead_threshold = 0.9 if dead_threshold is None else dead_threshold
         self.unstable_cv_threshold = 3.0 if unstable_cv_threshold is None else unstable_cv_threshold
         self.details: dict[str, Any] = {}
+        self.skipped: dict[str, str] = {}
         self._sampler = self._new_sampler()
 
     @classmethod
@@ -159,11 +160,12 @@ class GradientFlowAnalyzer(Analyzer):
     ) -> list[Issue]:
         """Run forward and backward passes and return what is wrong; the model trains only where an optimizer is passed.
 
-        `input_fn()` gives a batch and `loss_fn(output)` the loss of the model's output.
+        `input_fn()` gives a batch and `loss_fn(output)` the loss of the model's output. What is switched on runs after
+        it: its reports are in `details`, and where it has nothing to look at the reason is in `skipped`.
         """
         model = self._model()
         self._sampler = self._new_sampler()
-        self.details = {}
+        self.details, self.skipped = {}, {}
         with untouched(model, optimizer):
             try:
                 sample_offline(self._sampler, model, input_fn, loss_fn, steps, optimizer)
@@ -171,7 +173,8 @@ class GradientFlowAnalyzer(Analyzer):
                 self._sampler.disarm(for_good=True)
         found = diagnose(self.case)
         found += judge_absolutely(self.case, self._thresholds)
-        return found + self._others(input_fn, loss_fn, steps)
+        known = {issue.key for issue in found}
+        return found + [issue for issue in self._others(input_fn, loss_fn, steps) if issue.key not in known]
 
     def print_summary(self, issues: Sequence[Issue]) -> None:
         """Print the issues, the root causes first, or that there are none."""
@@ -186,11 +189,15 @@ class GradientFlowAnalyzer(Analyzer):
         }
         found: list[Issue] = []
         for name in (name for name, on in wanted.items() if on):
-            analyzer = registry.analyzers.load(name)(self._model())
-            result = analyzer.analyze(input_fn, loss_fn, steps=steps)
-            issues, details = result if isinstance(result, tuple) else (result, None)
-            self.details[name] = details
-            found += [issue for issue in issues if issue.key not in {known.key for known in found}]
+            analyzer: Any = registry.analyzers.load(name)(self._model())
+            rest = () if name == "jacobian" else (loss_fn, steps)
+            try:
+                result = analyzer.analyze(input_fn, *rest)
+            except UsageError as fault:
+                self.skipped[name] = str(fault)
+                continue
+            issues, self.details[name] = result if isinstance(result, tuple) else ([], result)
+            found += issues
         return found
 
     def _model(self) -> nn.Module:

@@ -371,3 +371,40 @@ def test_analyze_leaves_the_model_alone() -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, model.state_dict().values(), strict=True))
     assert torch.equal(state, torch.get_rng_state())
     assert all(param.grad is None for param in model.parameters())
+
+
+SWITCHES = {
+    "enable_rnn_analyzer": "recurrent",
+    "enable_circular_flow_analyser": "vector",
+    "enable_jacobian": "jacobian",
+    "enable_vector_analysis": "vector",
+}
+
+
+@pytest.mark.parametrize("switch", SWITCHES)
+def test_each_switch_runs_its_analyzer_along(switch: str) -> None:
+    """What a switch adds is in the details and in the issues, and nothing is while it is off."""
+    model = nn.Sequential(nn.RNN(3, 4, batch_first=True), First(), nn.Linear(4, 2))
+    for on in (False, True):
+        analyzer = GradientFlowAnalyzer(model, **{switch: on})
+        analyzer.analyze(lambda: torch.randn(4, 6, 3), lambda out: out.square().mean(), 2)
+        assert list(analyzer.details) == ([SWITCHES[switch]] if on else [])
+        assert getattr(analyzer, switch) is on
+    details = analyzer.details[SWITCHES[switch]]
+    assert details.metrics()
+
+
+def test_what_has_nothing_to_look_at_says_so() -> None:
+    """Without a recurrent module its analyzer is left out with the reason, and the analysis goes on."""
+    analyzer = GradientFlowAnalyzer(network(), enable_rnn_analyzer=True, enable_jacobian=True)
+    assert analyzer.analyze(lambda: torch.randn(8, 16), lambda out: out.pow(2).mean(), 5) == []
+    assert list(analyzer.details) == ["jacobian"]
+    assert "ran no recurrent module" in analyzer.skipped["recurrent"]
+
+
+class First(nn.Module):
+    """Takes the last output of a recurrent network."""
+
+    def forward(self, output: tuple[Tensor, Tensor]) -> Tensor:
+        """Return it."""
+        return output[0][:, -1]
