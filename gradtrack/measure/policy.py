@@ -58,9 +58,19 @@ def head_gradient_ratio(norms: Mapping[str, float]) -> float | None:
     return _ratio(math.hypot(*actor), math.hypot(*critic)) if actor and critic else None
 
 
-def dormant_share(activations: Tensor, threshold: float = 0.025) -> float:
-    """Return the share of units (last axis) whose mean size is a fraction of their layer's at most (Sokar 2023)."""
-    sizes = activations.detach().double().abs().flatten(0, -2).mean(0)
+def dormant_share(activations: Tensor, threshold: float = 0.025, *, axis: int = -1) -> float:
+    """Return the share of units (an axis) whose mean size is a fraction of their layer's at most (Sokar 2023)."""
+    return small_share(unit_sizes(activations, axis), threshold)
+
+
+def unit_sizes(activations: Tensor, axis: int = -1) -> Tensor:
+    """Return the mean size of each unit over everything but its axis."""
+    values = activations.detach().double().abs().movedim(axis, -1)
+    return values.reshape(-1, values.shape[-1]).mean(0)
+
+
+def small_share(sizes: Tensor, threshold: float) -> float:
+    """Return the share of units whose size is at most a fraction of the mean over all of them."""
     return float((sizes <= threshold * sizes.mean()).double().mean())
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
+import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
 from gradtrack.measure.hooks import ModuleHook
-from gradtrack.measure.policy import dormant_share
+from gradtrack.measure.policy import small_share, unit_sizes
 
 _ACTIVATIONS: Final = (
     nn.ReLU,
@@ -28,18 +31,26 @@ _ACTIVATIONS: Final = (
 
 
 class DormantUnits:
-    """The share of dormant units of each activation module, averaged over the forward passes that were watched."""
+    """The share of dormant units of each activation module, judged by the mean size over all passes watched.
+
+    A unit is a channel after a convolution and a feature elsewhere. A module that is called several times in a pass has
+    units at each of its calls, and the mean of their shares.
+    """
 
     def __init__(self, model: nn.Module, threshold: float = 0.025) -> None:
-        self._modules = {name: module for name, module in model.named_modules() if isinstance(module, _ACTIVATIONS)}
-        self._threshold = threshold
-        self._shares: dict[str, list[float]] = {}
+        self._model, self._threshold = model, threshold
+        self._axis = -1
+        self._calls: Counter[str] = Counter()
+        self._sizes: dict[tuple[str, int], list[Tensor]] = {}
 
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Watch the forward passes of a `with` block."""
-        hooked = [(module, ModuleHook(module, self._hook(name))) for name, module in self._modules.items()]
-        handles = [module.register_forward_hook(hook) for module, hook in hooked]
+        handles = [self._model.register_forward_pre_hook(ModuleHook(self._model, self._begin))]
+        for name, module in self._model.named_modules():
+            look = self._sees(name) if isinstance(module, _ACTIVATIONS) else self._passes(module)
+            if look is not None:
+                handles.append(module.register_forward_hook(ModuleHook(module, look)))
         try:
             yield
         finally:
@@ -49,11 +60,35 @@ class DormantUnits:
     @property
     def shares(self) -> dict[str, float]:
         """Return the share of dormant units by module."""
-        return {name: sum(values) / len(values) for name, values in self._shares.items()}
+        found: dict[str, list[float]] = {}
+        for (name, _), sizes in self._sizes.items():
+            found.setdefault(name, []).append(small_share(torch.stack(sizes).mean(0), self._threshold))
+        return {name: sum(values) / len(values) for name, values in found.items()}
 
-    def _hook(self, name: str) -> Any:
+    def _begin(self, *_: Any) -> None:
+        self._calls.clear()
+        self._axis = -1
+
+    def _passes(self, module: nn.Module) -> Callable[..., None] | None:
+        """Note, where a module mixes units, on which axis it leaves them."""
+        weights = [param for param in module.parameters(recurse=False) if param.ndim > 1]
+        if not weights:
+            return None
+        kernel: tuple[int, ...] = getattr(module, "kernel_size", ()) if isinstance(module, _ConvNd) else ()
+
+        def passed(*_: Any) -> None:
+            self._axis = -1 - len(kernel)
+
+        return passed
+
+    def _sees(self, name: str) -> Callable[..., None]:
         def look(_: nn.Module, __: Any, output: Any) -> None:
-            if isinstance(output, Tensor) and output.ndim >= 2:
-                self._shares.setdefault(name, []).append(dormant_share(output, self._threshold))
+            if not isinstance(output, Tensor) or not output.numel() or output.ndim < -self._axis:
+                return
+            self._calls[name] += 1
+            known = self._sizes.setdefault((name, self._calls[name]), [])
+            sizes = unit_sizes(output, self._axis)
+            if not known or known[0].shape == sizes.shape:
+                known.append(sizes)
 
         return look
