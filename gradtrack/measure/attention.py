@@ -33,7 +33,7 @@ class AttentionRows:
 def normalized_entropy(weights: Tensor, visible: Tensor) -> Tensor:
     """Return the entropy of each row over ln of the number of its visible keys; NaN with fewer than two of them."""
     count = visible.sum(-1)
-    entropy = torch.special.entr(weights).sum(-1) / count.clamp_min(2).log()
+    entropy = torch.special.entr(weights).sum(-1) / _log(count, weights)
     return torch.where(count >= 2, entropy, math.nan)
 
 
@@ -42,7 +42,8 @@ def entropy_floor(spread: Tensor, count: Tensor) -> Tensor:
     others = count.clamp_min(2).to(spread.dtype) - 1
     gap = spread * ((others + 1) / others).sqrt()
     odds = others * torch.exp(-gap)
-    return torch.where(count >= 2, torch.log1p(odds) + odds * gap / (1 + odds), math.nan)
+    left = torch.where(odds > 0, odds * gap / (1 + odds), 0.0)  # where nothing is left of them the gap may be infinite
+    return torch.where(count >= 2, torch.log1p(odds) + left, math.nan)
 
 
 def sparsity(weights: Tensor, visible: Tensor) -> Tensor:
@@ -61,7 +62,7 @@ def head_diversity(weights: Tensor, visible: Tensor) -> Tensor:
     count = visible.sum(-1).amax(-2)
     mixed = torch.special.entr(weights.mean(-3)).sum(-1)
     alone = torch.special.entr(weights).sum(-1).mean(-2)
-    largest = count.clamp(2, max(heads, 2)).log()
+    largest = _log(count.clamp_max(max(heads, 2)), weights)
     return torch.where((count >= 2) & (heads >= 2), ((mixed - alone) / largest).clamp_min(0.0), math.nan)
 
 
@@ -116,7 +117,7 @@ def measure_heads(rows: AttentionRows) -> HeadStatistics | None:
     entropy = _only(normalized_entropy(weights, visible), counted)
     broken = (~rows.logits.isfinite() & visible & counted.unsqueeze(-1)).any((0, 2, 3))
     diversity = torch.where(rows.genuine, head_diversity(weights, visible), math.nan)
-    floor = entropy_floor(_spread(rows), count) / count.clamp_min(2).log()
+    floor = entropy_floor(_spread(rows), count) / _log(count, weights)
     softness = 1 - weights.square().sum(-1)
     shown = rows.logits.masked_fill(~(visible & counted.unsqueeze(-1)), -math.inf)
     return HeadStatistics(
@@ -132,13 +133,18 @@ def measure_heads(rows: AttentionRows) -> HeadStatistics | None:
     )
 
 
+def _log(count: Tensor, like: Tensor) -> Tensor:
+    """Return ln of a number of keys, of two at least, as precisely as the weights are known."""
+    return count.clamp_min(2).to(like.dtype).log()
+
+
 def _spread(rows: AttentionRows) -> Tensor:
     """Return the norm of each row's visible logits after their mean is taken away."""
     visible = rows.visible
     logits = rows.logits.masked_fill(~visible, 0.0)
     mean = logits.sum(-1, keepdim=True) / visible.sum(-1, keepdim=True).clamp_min(1)
     centred: Tensor = (logits - mean).masked_fill(~visible, 0.0)
-    return centred.square().sum(-1).sqrt()
+    return centred.double().square().sum(-1).sqrt()
 
 
 def _only(values: Tensor, counted: Tensor) -> Tensor:

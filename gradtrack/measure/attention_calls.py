@@ -141,7 +141,8 @@ def _shown(mask: Tensor) -> Tensor:
 def _unmasked(logits: Tensor) -> Tensor:
     """Tell which keys a softmax can see: those not pushed out of reach of the largest of their row."""
     smallest = torch.finfo(logits.dtype).min / 2
-    limit = (logits.amax(-1, keepdim=True).float() + _MASKED).clamp_min(smallest)
+    precise = torch.promote_types(logits.dtype, torch.float32)
+    limit = (logits.amax(-1, keepdim=True).to(precise) + _MASKED).clamp_min(smallest)
     return ~(logits <= limit) | (logits == math.inf)  # what is not finite is not masked: it is a fault
 
 
