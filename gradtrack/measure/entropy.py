@@ -13,15 +13,18 @@ from torch import Tensor
 
 _LOG_RANGE: Final = 0.5 * math.log(2 * math.pi * math.e)
 _POINTS: Final = 128
-_STATES: Final = 128
 
 
 def log_probabilities(logits: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Return normalised log-probabilities in float64; `mask` is true for the actions that are allowed."""
+    """Return normalised log-probabilities in float64; `mask` is true for the actions that are allowed.
+
+    Where none is allowed all of them are -inf, and the state counts for nothing.
+    """
     values = logits.detach().double()
     if mask is not None:
         values = values.masked_fill(~mask.to(values.device, torch.bool), -math.inf)
-    return torch.log_softmax(values, dim=-1)
+    impossible = (values == -math.inf).all(-1, keepdim=True)
+    return torch.log_softmax(values, dim=-1).masked_fill(impossible, -math.inf)
 
 
 def categorical_entropy(log_probs: Tensor) -> tuple[Tensor, Tensor]:
@@ -32,7 +35,8 @@ def categorical_entropy(log_probs: Tensor) -> tuple[Tensor, Tensor]:
 
 def marginal_entropy(log_probs: Tensor) -> tuple[Tensor, Tensor]:
     """Return the entropy of the action averaged over states (states, actions), and the largest that it can be."""
-    mean = log_probs.exp().mean(0)
+    probs = log_probs.exp()
+    mean = probs.sum(0) / probs.sum().clamp_min(1e-300)
     possible = (log_probs > -math.inf).any(0).sum().clamp_min(1)
     return torch.special.entr(mean).sum(), possible.double().log()
 
@@ -53,7 +57,7 @@ def tanh_normal_entropy(mean: Tensor, std: Tensor) -> Tensor:
 
     It is at most ln 2, near a standard deviation of 0.87, and falls on both sides: a wide one piles up at the ends.
     """
-    nodes, weights = _hermite(_POINTS)
+    nodes, weights = hermite(_POINTS)
     scale = std.detach().double()
     location = mean.detach().double() + torch.zeros_like(scale)
     scale = scale + torch.zeros_like(location)
@@ -63,24 +67,8 @@ def tanh_normal_entropy(mean: Tensor, std: Tensor) -> Tensor:
     return normal_entropy(scale) + extra
 
 
-def normal_marginal_entropy(mean: Tensor, std: Tensor) -> Tensor:
-    """Return the entropy of each dimension of Gaussians mixed over at most 128 states (states, dimensions)."""
-    chosen = torch.linspace(0, len(mean) - 1, min(len(mean), _STATES), device=mean.device).long()
-    location, scale = mean.detach().double()[chosen], std.detach().double()[chosen]
-    nodes, weights = (part.to(mean.device) for part in _hermite(32))
-    points = location.unsqueeze(-1) + scale.unsqueeze(-1) * nodes
-    total = torch.zeros(mean.shape[-1], dtype=torch.float64, device=mean.device)
-    for dimension in range(mean.shape[-1]):
-        center, width = location[:, dimension], scale[:, dimension]
-        distance = (points[:, dimension].unsqueeze(-1) - center) / width
-        log_density = -0.5 * distance**2 - width.log() - 0.5 * math.log(2 * math.pi)
-        mixed = torch.logsumexp(log_density, dim=-1) - math.log(len(center))
-        total[dimension] = -(mixed * weights).sum(-1).mean()
-    return total
-
-
 @cache
-def _hermite(count: int) -> tuple[Tensor, Tensor]:
+def hermite(count: int) -> tuple[Tensor, Tensor]:
     """Return nodes and weights of the expectation under a standard Gaussian."""
     nodes, weights = np.polynomial.hermite_e.hermegauss(count)
     return torch.from_numpy(nodes), torch.from_numpy(weights / weights.sum())

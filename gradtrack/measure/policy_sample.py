@@ -15,9 +15,9 @@ from gradtrack.measure.entropy import (
     effective_range,
     marginal_entropy,
     normal_entropy,
-    normal_marginal_entropy,
     tanh_normal_entropy,
 )
+from gradtrack.measure.information import choice_information, gaussian_information
 
 
 def measure_policy(parts: Sequence[Part], *, action_range: Any = None, marginals: bool = True) -> dict[str, Tensor]:
@@ -35,23 +35,27 @@ def _discrete(choices: Sequence[Choice], marginals: bool) -> dict[str, Tensor]:
     pairs = [categorical_entropy(choice.log_probs) for choice in choices]
     entropy, largest = (torch.stack(column, dim=-1) for column in zip(*pairs, strict=True))
     total, possible = entropy.sum(-1), largest.sum(-1)
+    alive = torch.stack([(choice.log_probs != -math.inf).any(-1) for choice in choices]).all(0)
     shares = torch.where(largest > 0, entropy / largest, math.nan)
     values = {
-        "discrete_entropy_mean": total.mean(),
+        "discrete_entropy_mean": (total * alive).sum() / alive.sum(),
         "discrete_entropy_normalized": torch.where(possible > 0, total / possible, math.nan).nanmean(),
         "discrete_entropy_min": torch.nanmean(shares, dim=0).nan_to_num(nan=math.inf).amin(),
-        "num_states": torch.tensor(float(len(total))),
+        "num_states": alive.sum(),
     }
     if marginals:
         found = [marginal_entropy(choice.log_probs) for choice in choices]
         marginal, limit = (torch.stack(column).sum() for column in zip(*found, strict=True))
+        if len(choices) > 1:  # what they tell together is less than the sum
+            told = choice_information([choice.log_probs for choice in choices])
+            marginal = values["discrete_entropy_mean"] + told
         values["marginal_entropy"] = marginal
         values["marginal_entropy_normalized"] = marginal / limit if limit > 0 else torch.tensor(math.nan)
     return values
 
 
 def _continuous(parts: Sequence[Part], action_range: Any, marginals: bool) -> dict[str, Tensor]:
-    tables = [_dimensions(part, action_range, marginals) for part in parts]
+    tables = [_dimensions(part, action_range) for part in parts]
     if not tables:
         return {}
     values = {"continuous_entropy_mean": sum((table["entropy"].sum(-1).mean() for table in tables), torch.zeros(()))}
@@ -64,24 +68,27 @@ def _continuous(parts: Sequence[Part], action_range: Any, marginals: bool) -> di
         if known:
             flat = torch.cat(known)
             values |= {f"continuous_{name}_mean": flat.mean(), f"continuous_{name}_min": flat.amin()}
-    if marginals and all("marginal" in table for table in tables):
-        values["continuous_marginal_entropy"] = torch.stack([table["marginal"].sum() for table in tables]).sum()
+    gaussians = [part for part in parts if isinstance(part, Gaussian) and part.joint_entropy is None]
+    if marginals and len(gaussians) == len(parts):
+        mean, std = (
+            torch.cat([getattr(part, name).double() for part in gaussians], dim=-1) for name in ("mean", "std")
+        )
+        values["continuous_marginal_entropy"] = values["continuous_entropy_mean"] + gaussian_information(mean, std)
     values["num_states"] = torch.tensor(float(len(tables[0]["entropy"])))
     if any(isinstance(part, Gaussian) and part.squashed for part in parts):
         values["squashed"] = torch.ones(())
     return values
 
 
-def _dimensions(part: Part, action_range: Any, marginals: bool) -> Mapping[str, Tensor]:
+def _dimensions(part: Part, action_range: Any) -> Mapping[str, Tensor]:
     """Return the columns of one continuous part: entropy by state, the share of its range by dimension, and more."""
     if isinstance(part, Other):
         return _of_other(part, action_range)
     assert isinstance(part, Gaussian)
-    plain = normal_entropy(part.std)
-    table = {"std": part.std.double(), "entropy": plain}
+    table = {"std": part.std.double(), "entropy": normal_entropy(part.std)}
     width = _width_of(action_range, part.std)
     if part.squashed:
-        scale = torch.zeros(()) if part.log_scale is None else part.log_scale.to(plain.device)
+        scale = torch.zeros(()) if part.log_scale is None else part.log_scale.to(part.std.device)
         squashed = tanh_normal_entropy(part.mean, part.std)
         table["entropy"] = squashed + scale
         table["range"] = squashed.mean(0).exp() / 2
@@ -90,9 +97,6 @@ def _dimensions(part: Part, action_range: Any, marginals: bool) -> Mapping[str, 
     if width is not None and not part.squashed:
         table["range"] = effective_range(part.std, width).mean(0)
         table["relative_std"] = (part.std.double() / (width / 2)).mean(0)
-    if marginals and part.joint_entropy is None:
-        slope = (table["entropy"] - plain).mean(0)
-        table["marginal"] = normal_marginal_entropy(part.mean, part.std) + slope
     return table
 
 

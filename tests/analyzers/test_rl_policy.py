@@ -184,6 +184,34 @@ def test_states_with_one_action_do_not_count() -> None:
     assert report.discrete_entropy_normalized == pytest.approx(1)
 
 
+def test_a_state_without_an_allowed_action_counts_for_nothing() -> None:
+    """A state whose mask forbids everything changes no number, for one choice and for several."""
+    logits, mask = torch.randn(6, 5), torch.ones(6, 5, dtype=torch.bool)
+    mask[4] = False
+    others = torch.arange(6) != 4
+    for inputs, masks in ((logits, mask), ([logits[:, :2], logits[:, 2:]], [mask[:, :2], mask[:, 2:]])):
+        found = observed(inputs, mask=masks)
+        rest = observed([one[others] for one in inputs] if isinstance(inputs, list) else inputs[others])
+        assert found.num_states == 5
+        assert found.metrics() == pytest.approx(rest.metrics())
+
+
+def test_several_dimensions_tell_what_they_tell_together() -> None:
+    """Dimensions that all tell the same say which of the states it is, and no more than that."""
+    means = torch.arange(5.0).reshape(5, 1).expand(5, 6)
+    report = observed(td.Independent(td.Normal(means, 1e-3), 1))
+    assert report.state_information == pytest.approx(math.log(5))
+    assert report.marginal_entropy == pytest.approx((report.conditional_entropy or 0) + math.log(5))
+    squashed = td.TransformedDistribution(td.Normal(means / 9, 1e-3), [td.TanhTransform()])
+    assert observed(td.Independent(squashed, 1)).state_information == pytest.approx(math.log(5))
+
+
+@pytest.mark.parametrize("empty", [torch.zeros(0, 4), (torch.zeros(0, 2), torch.ones(0, 2))])
+def test_an_observation_of_no_state_has_no_numbers(empty: Any) -> None:
+    """An empty batch is no fault and says nothing."""
+    assert observed(empty).metrics() == {"rl/num_observations": 1.0, "rl/num_states": 0.0}
+
+
 def test_what_the_state_tells_about_the_action() -> None:
     """A policy that is certain in every state and differs between them has all of its information from the state."""
     report = observed(1000 * torch.eye(4).repeat(5, 1))

@@ -14,7 +14,6 @@ from gradtrack.measure.entropy import (
     mann_kendall,
     marginal_entropy,
     normal_entropy,
-    normal_marginal_entropy,
     tanh_normal_entropy,
     theil_sen,
 )
@@ -71,15 +70,6 @@ def test_conditional_entropy_is_never_above_the_marginal(actions: int, seed: int
     logits = 3 * torch.randn(20, actions, generator=torch.Generator().manual_seed(seed))
     log_probs = log_probabilities(logits)
     assert float(categorical_entropy(log_probs)[0].mean()) <= float(marginal_entropy(log_probs)[0]) + 1e-12
-
-
-def test_equal_gaussians_have_no_further_marginal_entropy() -> None:
-    """A policy that ignores the state is its own average, and one that follows it has more."""
-    std = torch.full((60, 1), 0.5)
-    alone = float(normal_entropy(std)[0])
-    assert float(normal_marginal_entropy(torch.zeros(60, 1), std)) == pytest.approx(alone, abs=1e-6)
-    apart = torch.cat([torch.full((30, 1), -50.0), torch.full((30, 1), 50.0)])
-    assert float(normal_marginal_entropy(apart, std)) == pytest.approx(alone + math.log(2), abs=1e-3)
 
 
 def test_effective_range_is_a_share() -> None:
