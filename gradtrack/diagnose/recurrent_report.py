@@ -94,7 +94,8 @@ def summarise(issues: Sequence[Issue], dynamics: RecurrentReport) -> str:
     for name, cell in dynamics.cells.items():
         parts = [f"{cell.window} steps x {cell.num_sequences} sequences"]
         if cell.spectral_radius is not None:
-            parts.append(f"spectral radius {cell.spectral_radius:.4g}")
+            found = "" if cell.has_all_eigenvalues else f" (by Arnoldi's method, {cell.state_size} eigenvalues)"
+            parts.append(f"spectral radius {cell.spectral_radius:.4g}{found}")
         if cell.effective_memory_length is not None:
             parts.append(f"memory {'>= ' if cell.censored else ''}{cell.effective_memory_length:.3g} steps")
         if cell.temporal_decay_rate is not None:
@@ -138,6 +139,12 @@ def remarks(cells: Mapping[str, CellDynamics], horizon: int | None, dropped: Seq
             f"recurrent: gradients fall to a third within {max(known):.3g} steps. That is no fault by itself; "
             "declare a horizon to have it judged."
         )
+    partial = {name: cell for name, cell in cells.items() if cell.eigenvalues and not cell.has_all_eigenvalues}
+    if partial:
+        counts = ", ".join(
+            f"{name or one.kind}: {len(one.eigenvalues)} of {one.state_size}" for name, one in partial.items()
+        )
+        found.append(f"recurrent: only the outermost eigenvalues were found, by Arnoldi's method ({counts}).")
     if dropped:
         found.append(f"recurrent: dropout between the layers of {', '.join(dropped)} was replayed without.")
     return found

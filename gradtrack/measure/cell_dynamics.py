@@ -19,8 +19,8 @@ class CellDynamics(Report):
 
     Numbers are over the last `window` steps of each sequence. `decay_profile[lag]` is what is left of a gradient after
     so many steps back; `gradient_profile[lag]` is the loss gradient at the state so many steps before the end, as a
-    share of the largest. `eigenvalues` (real, imaginary) are those of the state Jacobian at one state, where it was
-    taken in full.
+    share of the largest. `eigenvalues` (real, imaginary) are those of the state Jacobian at one state: all of them
+    where it was taken in full, and fewer than `state_size`, the outermost, where Arnoldi's method found them.
     """
 
     kind: str
@@ -56,6 +56,11 @@ class CellDynamics(Report):
     def growth_rate(self) -> float | None:
         """Return the long-run factor per step: exp of the first Lyapunov exponent."""
         return math.exp(self.lyapunov_exponents[0]) if self.lyapunov_exponents else None
+
+    @property
+    def has_all_eigenvalues(self) -> bool:
+        """Whether the eigenvalues are all that there are, and not only the outermost."""
+        return len(self.eigenvalues) == self.state_size
 
     @property
     def first_step_share(self) -> float | None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gradtrack.measure.cells import DENSE_LIMIT
-from gradtrack.measure.dynamics import Decay, jacobian, spaced, step_radius, step_spectrum, sweep
+from gradtrack.measure.dynamics import Decay, jacobian, outer_spectrum, spaced, step_spectrum, sweep
 from gradtrack.measure.recorder import RecurrentRecorder, weight_gradient
 from gradtrack.measure.replay import Trajectory
 from gradtrack.measure.spectra import effective_rank, participation_ratio
@@ -135,10 +135,10 @@ def _measure_jacobian(
         state, drive = path.states[-2 - back, sequence], path.drives[-1 - back, sequence]
         if state.numel() <= options.dense_limit:
             eigenvalues = step_spectrum(path.cell, state, drive)
-            look.radii.append(float(eigenvalues.abs().max()))
-            look.eigenvalues = look.eigenvalues or torch.view_as_real(eigenvalues).tolist()
         else:
-            look.radii.append(step_radius(path.cell, state, drive, generator, dense_limit=options.dense_limit))
+            eigenvalues = outer_spectrum(path.cell, state, drive, generator)
+        look.radii.append(float(eigenvalues.abs().max()))
+        look.eigenvalues = look.eigenvalues or torch.view_as_real(eigenvalues).tolist()
 
 
 def _ranks(path: Trajectory, window: int) -> tuple[float, float, float]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gradtrack.measure.cells import DENSE_LIMIT, Cell
 from gradtrack.measure.replay import Trajectory
-from gradtrack.measure.spectra import arnoldi_radius
+from gradtrack.measure.spectra import arnoldi_spectrum
 
 _BLOCKS: Final = 4
 _ROWS: Final = 2048
@@ -53,7 +53,7 @@ def pull_back(cell: Cell, states: Tensor, drives: Tensor, vectors: Tensor) -> Te
 def jacobian(cell: Cell, states: Tensor, drives: Tensor) -> Tensor:
     """Return the Jacobians (N, S, S) of one step at states (N, S)."""
     size = states.shape[-1]
-    basis = torch.eye(size, dtype=states.dtype, device=states.device)
+    basis = torch.eye(size, dtype=_precise(states), device=states.device)
     each = max(1, _ROWS // size)
     parts = [
         pull_back(cell, part, drive, basis.expand(part.shape[0], size, size))
@@ -66,20 +66,24 @@ def step_radius(
     cell: Cell, state: Tensor, drive: Tensor, generator: torch.Generator, *, dense_limit: int = DENSE_LIMIT
 ) -> float:
     """Return the spectral radius of the Jacobian at one state (S): dense up to a limit, by Arnoldi beyond."""
-    states, drives = state.unsqueeze(0), drive.unsqueeze(0)
-    if state.numel() <= dense_limit:
-        return float(step_spectrum(cell, state, drive).abs().max())
-    pull = _puller(cell, states, drives)
-    return arnoldi_radius(
-        lambda vector: pull(vector.reshape(1, 1, -1)).reshape(-1),
-        torch.randn(state.numel(), generator=generator, dtype=torch.float64).to(state),
-    )
+    dense = state.numel() <= dense_limit
+    found = step_spectrum(cell, state, drive) if dense else outer_spectrum(cell, state, drive, generator)
+    return float(found.abs().max())
 
 
 def step_spectrum(cell: Cell, state: Tensor, drive: Tensor) -> Tensor:
     """Return the eigenvalues of the Jacobian at one state (S), from the whole matrix."""
     eigenvalues: Tensor = torch.linalg.eigvals(jacobian(cell, state.unsqueeze(0), drive.unsqueeze(0))[0])
     return eigenvalues
+
+
+def outer_spectrum(cell: Cell, state: Tensor, drive: Tensor, generator: torch.Generator) -> Tensor:
+    """Return the outermost eigenvalues of the Jacobian at one state (S), from products with it."""
+    pull = _puller(cell, state.unsqueeze(0), drive.unsqueeze(0))
+    return arnoldi_spectrum(
+        lambda vector: pull(vector.reshape(1, 1, -1)).reshape(-1),
+        torch.randn(state.numel(), generator=generator, dtype=torch.float64).to(state.device, _precise(state)),
+    )
 
 
 def sweep(
@@ -93,25 +97,27 @@ def sweep(
 ) -> Decay:
     """Carry random gradients and an orthonormal frame backwards over the last steps of a trajectory.
 
-    The probes start as unit vectors in the part of the state that is read; their mean-square norm after `lag` steps is
-    the decay profile. The frame is orthonormalised at every step; the mean logarithms of what that takes out of it are
-    the Lyapunov exponents (Benettin's method, on the adjoint, which has the same spectrum), after `warm_up` steps.
+    The probes start as orthonormal vectors in the part of the state that is read, so that as many of them as it has
+    dimensions give the exact mean; their mean-square norm after `lag` steps is the decay profile. The frame is
+    orthonormalised at every step; the mean logarithms of what that takes out of it are the Lyapunov exponents
+    (Benettin's method, on the adjoint, which has the same spectrum), after `warm_up` steps.
     """
     window = min(path.window, max_steps or path.window)
     num_sequences, size = path.states.shape[1:]
+    num_probes = min(num_probes, path.cell.output_size)
     probes = _unit_probes(path, num_probes, generator)
     frame = _frame(path, min(num_exponents, size), generator)
     norms, stretches = [], []
     pulls = _pulls(path, window)
     for back in range(window):
         pulled = pulls(back, torch.cat([probes, frame], dim=1))
-        lengths = pulled[:, :num_probes].norm(dim=-1, keepdim=True)
-        probes = pulled[:, :num_probes] / lengths.clamp_min(torch.finfo(lengths.dtype).tiny)
+        lengths = torch.linalg.vector_norm(pulled[:, :num_probes], dim=-1, keepdim=True, dtype=torch.float64)
+        probes = (pulled[:, :num_probes] / lengths.clamp_min(torch.finfo(torch.float64).tiny)).to(probes)
         orthonormal, triangle = torch.linalg.qr(pulled[:, num_probes:].mT)
         frame = orthonormal.mT
         norms.append(lengths)
         stretches.append(triangle)
-    logs = torch.stack(norms).double().log().cumsum(dim=0).flatten(1).cpu()
+    logs = torch.stack(norms).log().cumsum(dim=0).flatten(1).cpu()
     each = torch.stack(stretches).diagonal(dim1=-2, dim2=-1).abs().double().log().cpu()
     kept = each[min(window // 5 if warm_up is None else warm_up, max(window - 1, 0)) :]
     return Decay(
@@ -196,6 +202,11 @@ def _pull_back_by_autograd(cell: Cell, states: Tensor, drives: Tensor, vectors: 
     return torch.zeros_like(vectors) if found[0] is None else found[0].reshape(vectors.shape).to(vectors)
 
 
+def _precise(states: Tensor) -> torch.dtype:
+    """Return what to compute with: matrices in half precision have neither eigenvalues nor a QR decomposition."""
+    return torch.promote_types(states.dtype, torch.float32)
+
+
 def _chunks(values: Tensor, size: int) -> list[Tensor]:
     return [values[start : start + size] for start in range(0, values.shape[0], size)]
 
@@ -204,16 +215,16 @@ def _unit_probes(path: Trajectory, count: int, generator: torch.Generator) -> Te
     num_sequences, size = path.states.shape[1:]
     probes = torch.zeros(num_sequences, count, size, dtype=torch.float64)
     read = path.cell.output_size
-    drawn = torch.randn(num_sequences, count, read, dtype=torch.float64, generator=generator)
-    probes[..., :read] = drawn / drawn.norm(dim=-1, keepdim=True)
-    return probes.to(path.states)
+    drawn = torch.randn(num_sequences, read, count, dtype=torch.float64, generator=generator)
+    probes[..., :read] = torch.linalg.qr(drawn)[0].mT
+    return probes.to(path.states.device, _precise(path.states))
 
 
 def _frame(path: Trajectory, count: int, generator: torch.Generator) -> Tensor:
     num_sequences, size = path.states.shape[1:]
     drawn = torch.randn(num_sequences, size, count, dtype=torch.float64, generator=generator)
     basis: Tensor = torch.linalg.qr(drawn)[0]
-    return basis.transpose(1, 2).to(path.states)
+    return basis.transpose(1, 2).to(path.states.device, _precise(path.states))
 
 
 def _log_mean_square(logs: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gradtrack.errors import UsageError
+from gradtrack.measure.spectra import norm
 
 _CHUNK: Final = 64
 
@@ -130,12 +131,12 @@ def largest_singular_value(linear: LinearMap, generator: torch.Generator, *, num
     above: list[float] = []
     for step in range(min(num_iterations, linear.num_inputs, linear.num_outputs)):
         image = _orthogonal(linear.push(right[step]), left)
-        diagonal.append(float(image.norm()))
+        diagonal.append(norm(image))
         if not diagonal[-1] > 0:
             break
         left.append(_unit(image))
         image = _orthogonal(linear.pull(left[step]), right)
-        above.append(float(image.norm()))
+        above.append(norm(image))
         if above[-1] <= 1e-12 * max(diagonal):
             break
         right.append(_unit(image))
@@ -181,5 +182,4 @@ def _orthogonal(vector: Tensor, basis: Sequence[Tensor]) -> Tensor:
 
 
 def _unit(vector: Tensor) -> Tensor:
-    unit: Tensor = vector / vector.norm()
-    return unit
+    return vector / norm(vector)

@@ -11,28 +11,29 @@ from torch import Tensor
 
 KRYLOV: Final = 80
 """So many vectors find the radius of a random matrix of some hundreds of dimensions to 1e-3 and better."""
+_RESIDUAL: Final = 1e-2
 
 
 def effective_rank(singular_values: Tensor) -> float:
     """Return exp of the entropy of the singular values' shares (Roy and Vetterli 2007); 0 for a zero matrix."""
-    total = float(singular_values.sum())
+    relative = _relative(singular_values)
+    total = float(relative.sum())
     if not total > 0:
         return 0.0
-    shares = (singular_values.double() / total).clamp_min(0.0)
+    shares = (relative / total).clamp_min(0.0)
     return math.exp(float(torch.special.entr(shares).sum()))
 
 
 def participation_ratio(singular_values: Tensor) -> float:
     """Return the squared sum over the sum of squares of the squared singular values; 0 for a zero matrix."""
-    squares = singular_values.double() ** 2
-    total = float((squares**2).sum())
+    squares = _relative(singular_values).square()
+    total = float(squares.square().sum())
     return float(squares.sum()) ** 2 / total if total > 0 else 0.0
 
 
 def stable_rank(singular_values: Tensor) -> float:
     """Return the squared Frobenius norm over the squared largest singular value; 0 for a zero matrix."""
-    largest = float(singular_values.max()) if singular_values.numel() else 0.0
-    return float((singular_values.double() ** 2).sum()) / largest**2 if largest > 0 else 0.0
+    return float(_relative(singular_values).square().sum())
 
 
 def condition_number(singular_values: Tensor) -> float:
@@ -49,24 +50,58 @@ def spectral_radius(matrix: Tensor) -> float:
 
 
 def arnoldi_radius(matvec: Callable[[Tensor], Tensor], start: Tensor, *, num_vectors: int = KRYLOV) -> float:
-    """Return the largest magnitude of an eigenvalue by Arnoldi's method with every vector orthogonalised twice.
+    """Return the largest magnitude of an eigenvalue by Arnoldi's method.
 
     Unlike the Rayleigh quotient of power iteration this is right for complex pairs and for matrices far from normal.
     """
+    return float(arnoldi_spectrum(matvec, start, num_vectors=num_vectors)[0].abs())
+
+
+def arnoldi_spectrum(matvec: Callable[[Tensor], Tensor], start: Tensor, *, num_vectors: int = KRYLOV) -> Tensor:
+    """Return the outermost eigenvalues by Arnoldi's method with every vector orthogonalised twice, the largest first.
+
+    Of the eigenvalues of the small matrix those are kept whose residual is under a hundredth of the largest, and the
+    largest in any case.
+    """
     count = min(num_vectors, start.numel())
     basis = start.new_zeros(count, start.numel())
-    basis[0] = start / start.norm()
-    hessenberg = start.new_zeros(count, count)
+    basis[0] = start / norm(start)
+    hessenberg = torch.zeros(count, count, dtype=torch.float64)
     for column in range(count):
         image = matvec(basis[column])
-        scale = float(image.norm())
+        scale = norm(image)
         for _ in range(2):
             shares = basis[: column + 1] @ image
             image = image - shares @ basis[: column + 1]
-            hessenberg[: column + 1, column] += shares
-        left = float(image.norm())
+            hessenberg[: column + 1, column] += shares.double().cpu()
+        left = norm(image)
         if column + 1 == count or left <= 1e3 * torch.finfo(start.dtype).eps * scale:
-            return spectral_radius(hessenberg[: column + 1, : column + 1])
+            break
         hessenberg[column + 1, column] = left
         basis[column + 1] = image / left
-    return 0.0
+    return _outermost(hessenberg[: column + 1, : column + 1], left)
+
+
+def _relative(singular_values: Tensor) -> Tensor:
+    """Return singular values over the largest of them, whose squares are in range; zeros of a zero matrix."""
+    values = singular_values.double()
+    largest = float(values.max()) if values.numel() else 0.0
+    return values / largest if largest > 0 else torch.zeros_like(values)
+
+
+def _outermost(hessenberg: Tensor, left: float) -> Tensor:
+    """Return the eigenvalues of Arnoldi's small matrix that are nearly those of the large one, the largest first."""
+    if not bool(hessenberg.isfinite().all()):
+        return torch.full((1,), math.nan, dtype=torch.complex128)
+    values, vectors = torch.linalg.eig(hessenberg)
+    sizes = values.abs()
+    residuals = left * vectors[-1].abs() / torch.linalg.vector_norm(vectors, dim=0)
+    largest = float(sizes.max())
+    kept: Tensor = values[(residuals <= _RESIDUAL * largest) | (sizes >= (1 - 1e-9) * largest)]
+    ordered: Tensor = kept[kept.abs().argsort(descending=True)]
+    return ordered
+
+
+def norm(vector: Tensor) -> float:
+    """Return the norm of a vector whose squares may leave the range of its precision."""
+    return float(torch.linalg.vector_norm(vector, dtype=torch.float64))

@@ -107,6 +107,7 @@ def _spectrum(report: Any) -> Drawer | None:
         decay=largest.decay_profile[1:],
         memory_length=largest.effective_memory_length,
         horizon=report.horizon,
+        state_size=largest.state_size,
     )
 
 

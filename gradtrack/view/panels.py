@@ -50,9 +50,15 @@ def plot_recurrent_spectrum(
     decay: Sequence[float] = (),
     memory_length: float | None = None,
     horizon: int | None = None,
+    state_size: int | None = None,
 ) -> Path:
-    """Draw the eigenvalues of a state Jacobian on the unit circle, and how gradients decay over the lags from 1 on."""
-    figure = draw_recurrent_spectrum(eigenvalues, decay=decay, memory_length=memory_length, horizon=horizon)
+    """Draw the eigenvalues of a state Jacobian on the unit circle, and how gradients decay over the lags from 1 on.
+
+    Where a `state_size` is given that is larger than their number, the title says that they are the outermost ones.
+    """
+    figure = draw_recurrent_spectrum(
+        eigenvalues, decay=decay, memory_length=memory_length, horizon=horizon, state_size=state_size
+    )
     return figures.save(figure, path)
 
 
@@ -128,10 +134,12 @@ def draw_recurrent_spectrum(
     decay: Sequence[float] = (),
     memory_length: float | None = None,
     horizon: int | None = None,
+    state_size: int | None = None,
 ) -> Any:
     """Return the figure of `plot_recurrent_spectrum`."""
     figure = figures.new_figure(11.0, 5.0)
-    _unit_circle(panel(figure, (1, 2, 1), "Spectrum of the state Jacobian", "real", "imaginary"), eigenvalues)
+    circle = panel(figure, (1, 2, 1), "Spectrum of the state Jacobian", "real", "imaginary")
+    _unit_circle(circle, eigenvalues, state_size)
     axes = panel(figure, (1, 2, 2), "Decay of gradients back in time", "lag (time steps)", "norm relative to lag 1")
     if not len(decay):
         figures.say(axes, "No decay profile was measured.")
@@ -289,7 +297,7 @@ def _cumulative_gain(axes: Any, at: NDArray[Any], logs: NDArray[np.float64]) -> 
     axes.set_xlim(0.5, max(len(at), 1) + 0.5)
 
 
-def _unit_circle(axes: Any, eigenvalues: Sequence[complex]) -> None:
+def _unit_circle(axes: Any, eigenvalues: Sequence[complex], state_size: int | None) -> None:
     angle = np.linspace(0, 2 * np.pi, 200)
     axes.plot(np.cos(angle), np.sin(angle), color=GREY, linewidth=1.2, label="unit circle")
     values = np.asarray(eigenvalues, dtype=np.complex128)
@@ -299,7 +307,10 @@ def _unit_circle(axes: Any, eigenvalues: Sequence[complex]) -> None:
         if chosen.any():
             axes.plot(values[chosen].real, values[chosen].imag, marker, color=colour, markersize=4.5, label=label)
     if len(values):
-        axes.set_title(f"Spectrum, radius {np.abs(values).max():.3g}", loc="left", fontsize=11, fontweight="bold")
+        partial = state_size is not None and len(values) < state_size
+        part = f", outermost {len(values)} of {state_size}" if partial else ""
+        title = f"Spectrum, radius {np.abs(values).max():.3g}{part}"
+        axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
     axes.set_aspect("equal", adjustable="datalim")
     figures.legend(axes)
 

@@ -14,7 +14,7 @@ from gradtrack.measure import attention, attention_recorder, cell_look, dynamics
 from gradtrack.measure.fields import FieldSamples
 from tests.analyzers import recurrent_goldens, test_transformer
 from tests.analyzers.test_mutations_attention import ln_of_all_keys, returned_weights
-from tests.analyzers.test_mutations_recurrent import direct_gradients, rayleigh, spectrum_of_the_weights
+from tests.analyzers.test_mutations_recurrent import direct_gradients, rayleigh_alone, spectrum_of_the_weights
 from tests.analyzers.test_mutations_vector import raw_rotation, temporal_difference_golden
 from tests.measure.test_attention_recorder import heard
 
@@ -37,7 +37,7 @@ NAIVE: dict[str, tuple[object, str, Any, Callable[[], object]]] = {
         direct_gradients,
         recurrent_goldens.r11_gradients_through_time,
     ),
-    "Rayleigh power iteration": (dynamics, "arnoldi_radius", rayleigh, recurrent_goldens.r10_complex_pair),
+    "Rayleigh power iteration": (dynamics, "arnoldi_spectrum", rayleigh_alone, recurrent_goldens.r10_complex_pair),
     "ln T for ln visible": (
         attention,
         "normalized_entropy",

@@ -33,6 +33,11 @@ def rayleigh(matvec: Callable[[Tensor], Tensor], start: Tensor, **_: object) -> 
     return float((vector @ matvec(vector)).abs())
 
 
+def rayleigh_alone(matvec: Callable[[Tensor], Tensor], start: Tensor, **_: object) -> Tensor:
+    """Take the Rayleigh quotient for the whole of the outer spectrum."""
+    return torch.tensor([rayleigh(matvec, start)])
+
+
 def direct_gradients(found: Replay, output: Tensor | None, final: Any, **_: object) -> list[Trajectory]:
     """Take output.grad for the gradient of the states."""
     assert output is not None
@@ -54,7 +59,7 @@ def mean_radius_growth(path: Trajectory, *_: object, **options: Any) -> dynamics
 MUTATIONS = [
     (cell_look, "step_spectrum", spectrum_of_the_weights, {"r3_saturation", "r4_gru", "r5_lstm", "r6_chrono"}),
     (goldens, "arnoldi_radius", rayleigh, {"ginibre"}),
-    (dynamics, "arnoldi_radius", rayleigh, {"r10_complex_pair"}),
+    (dynamics, "arnoldi_spectrum", rayleigh_alone, {"r10_complex_pair"}),
     (fused_capture, "backward", direct_gradients, {"r11_gradients_through_time"}),
     (cell_look, "sweep", mean_radius_growth, {"r9_growth_without_radius"}),
 ]

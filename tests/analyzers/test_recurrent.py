@@ -418,6 +418,121 @@ def test_beyond_512_dimensions_eigenvalues_come_from_products(monkeypatch: pytes
     assert found.spectral_radius == pytest.approx(float(abs(np.linalg.eigvals(weight.numpy())).max()), rel=0.01)
 
 
+@pytest.mark.parametrize("live", [False, True])
+def test_of_a_large_state_the_outermost_eigenvalues_are_known(live: bool) -> None:
+    """Each is near one of the Jacobian's own, among the largest, and the report says that they are not all."""
+    size = 200 if live else 600
+    weight = normal(size, size) / size**0.5
+    model = zeroed(nn.RNN(1, size), weight_hh_l0=weight)
+    if live:
+        manager = GradientManager(analyzers=["recurrent"])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        for _ in range(2):
+            step = manager.step(model, optimizer, model(torch.zeros(6, 1, 1, dtype=torch.float64))[0].sum())
+        report: Any = step.analyzers["recurrent"]
+    else:
+        batch = torch.zeros(6, 1, 1, dtype=torch.float64)
+        report = RecurrentAnalyzer(model).analyze(lambda: batch, lambda output: output[0].sum(), steps=1)[1]
+    (cell,) = report.cells.values()
+    exact = np.linalg.eigvals(weight.numpy())
+    found = np.array([complex(*value) for value in cell.eigenvalues])
+    assert 1 <= len(found) < size
+    assert not cell.has_all_eigenvalues
+    assert np.abs(found[:, None] - exact).min(axis=1).max() < 0.02 * abs(exact).max()
+    assert abs(found).min() > 0.5 * abs(exact).max()
+    assert abs(found[0]) == pytest.approx(abs(exact).max(), rel=0.01)
+    assert any(f"{len(found)} of {size}" in note for note in report.notes)
+
+
+def test_of_a_small_state_every_eigenvalue_is_known() -> None:
+    """Where the Jacobian is taken in full there are as many as the state has dimensions."""
+    (cell,) = look(Tagger(nn.GRU))[1].cells.values()
+    assert len(cell.eigenvalues) == cell.state_size == 8
+    assert cell.has_all_eigenvalues
+
+
+class OwnCell(nn.Module):
+    """A cell of one's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keep, self.take = nn.Linear(4, 4), nn.Linear(3, 4)
+
+    def forward(self, x: Tensor, h: Tensor) -> Tensor:
+        """Return the next state."""
+        return torch.tanh(self.keep(h) + self.take(x))
+
+
+class OwnNetwork(nn.Module):
+    """A loop over a cell of one's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = OwnCell()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the last state."""
+        h = x.new_zeros(x.shape[0], 4)
+        for inputs in x.unbind(1):
+            h = self.cell(inputs, h)
+        return h
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_cells_in_half_precision_have_the_numbers_of_double(dtype: torch.dtype) -> None:
+    """A cell of one's own in half precision has a radius, exponents and a memory, near those of the same weights."""
+    torch.manual_seed(0)
+    model, batch = OwnNetwork().to(dtype), torch.randn(3, 12, 3).to(dtype)
+    numbers = []
+    for precision in (dtype, torch.float64):
+        model, batch = model.to(precision), batch.to(precision)
+        _, report = RecurrentAnalyzer(model).analyze(lambda: batch, lambda output: output.float().sum(), steps=1)  # noqa: B023
+        numbers.append([report.spectral_radius, report.temporal_decay_rate, report.effective_memory_length])
+    assert numbers[0] == pytest.approx(numbers[1], rel=0.1)
+
+
+@pytest.mark.parametrize("size", [4, 600])
+@pytest.mark.parametrize("scale", [1e-30, 1e-20])
+def test_gradients_that_vanish_at_once_keep_their_size(size: int, scale: float) -> None:
+    """With a recurrent matrix of this scale, m(lag) and the exponent are its powers and logarithm, not zero."""
+    turn = scale * torch.linalg.qr(torch.randn(size, size, generator=torch.Generator().manual_seed(0)))[0]
+    model = nn.RNN(1, size, batch_first=True)
+    for param in model.parameters():
+        nn.init.zeros_(param)
+    model.weight_hh_l0.data = turn
+    _, report = RecurrentAnalyzer(model).analyze(lambda: torch.zeros(1, 5, 1), lambda output: output[0].sum(), steps=1)
+    (cell,) = report.cells.values()
+    assert cell.decay_profile[:4] == pytest.approx([scale**lag for lag in range(4)], rel=1e-4)
+    assert cell.lyapunov_exponents[0] == pytest.approx(math.log(scale), rel=1e-4)
+    assert cell.spectral_radius == pytest.approx(scale, rel=1e-2)
+
+
+@pytest.mark.parametrize("kind", FUSED)
+def test_in_few_dimensions_the_decay_is_exact(kind: Kind) -> None:
+    """m(lag) is the root mean square of what the product of Jacobians leaves of every unit vector of the output."""
+    torch.manual_seed(0)
+    module, batch = kind(3, 6, batch_first=True).double(), 2 * torch.randn(2, 9, 3, dtype=torch.float64)
+    _, report = RecurrentAnalyzer(module).analyze(lambda: batch, lambda output: output[0].sum(), steps=1)
+    (cell,) = report.cells.values()
+    squares = [one_lag(module, batch, lag) for lag in range(1, 10)]
+    assert cell.decay_profile[1:] == pytest.approx([math.sqrt(one) for one in squares], rel=1e-9)
+
+
+def one_lag(module: nn.RNNBase, batch: Tensor, lag: int) -> float:
+    """Return the mean square over sequences and outputs of the last output's gradient at a state, by torch's module."""
+    found = []
+    for sequence in batch:
+        parts: Any = module(sequence[:-lag])[1] if lag < len(sequence) else None
+        if parts is None:
+            zeros = torch.zeros(1, 6, dtype=torch.float64)
+            parts = (zeros, zeros.clone()) if isinstance(module, nn.LSTM) else zeros
+        state = tuple(part.detach().requires_grad_() for part in (parts if isinstance(parts, tuple) else (parts,)))
+        last = module(sequence[-lag:], state if isinstance(module, nn.LSTM) else state[0])[0][-1]
+        rows = [torch.autograd.grad(one, state, retain_graph=True) for one in last]
+        found.append(sum(float(part.square().sum()) for row in rows for part in row) / len(rows))
+    return sum(found) / len(found)
+
+
 def test_a_linear_reservoir_has_the_radius_of_its_matrix() -> None:
     """The radius of x' = W x + W_in u is that of a sparse W by scipy's Arnoldi method and by numpy."""
     matrix = sparse.random(120, 120, density=0.1, random_state=0, format="csr")

@@ -91,6 +91,7 @@ def test_recurrent_spectrum(monkeypatch: pytest.MonkeyPatch) -> None:
     assert options["horizon"] == 7
     assert options["decay"] == cell.decay_profile[1:]
     assert options["memory_length"] == cell.effective_memory_length
+    assert options["state_size"] == 6
 
 
 def test_gains(monkeypatch: pytest.MonkeyPatch) -> None:

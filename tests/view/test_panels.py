@@ -100,6 +100,15 @@ def test_layers_of_attention_have_their_names() -> None:
     assert [label.get_text() for label in axes.get_yticklabels()] == ["first", "second"]
 
 
+def test_a_part_of_the_spectrum_is_said_to_be_one() -> None:
+    """The title counts the eigenvalues where there are fewer than the state has dimensions, and not where all are."""
+    part, whole = (
+        panels.draw_recurrent_spectrum([0.9, 0.5], state_size=size).axes[0].get_title(loc="left") for size in (600, 2)
+    )
+    assert part == "Spectrum, radius 0.9, outermost 2 of 600"
+    assert whole == "Spectrum, radius 0.9"
+
+
 def test_every_picture_survives_emptiness_and_hostile_names(tmp_path: Path) -> None:
     """Nothing to draw and names of any kind still make pictures."""
     paths = (tmp_path / f"{number}.png" for number in itertools.count())
