@@ -40,7 +40,7 @@ class FieldLook:
         if gradient.requires_grad:
             self._samples.add(linear, symmetric=True)
         flat = gradient.detach()
-        self._curvatures += _ratio(float(flat @ linear.pull(flat)), float(flat @ flat))
+        self._curvatures += _curvature(linear, flat)
         self._add(flat, linear)
         if optimizer is not None:
             self._follow(loss_fn, params, flat, optimizer, seed)
@@ -107,9 +107,9 @@ class FieldLook:
         for param, part in zip(params, parts, strict=True):
             param.grad = part.reshape(param.shape).clone()
         optimizer.step()
-        change = _flat(params) - weights
-        turned = _gradient(loss_fn, params, seed, create_graph=False) - before
-        self._steps += _ratio(-float(turned @ change), float(before @ change))
+        change, slope = _flat(params).double() - weights.double(), before.double()
+        turned = _gradient(loss_fn, params, seed, create_graph=False).double() - slope
+        self._steps += _ratio(-float(turned @ change), float(slope @ change))
 
 
 def _draw_seed() -> int:
@@ -128,6 +128,15 @@ def _gradient(loss_fn: Loss, params: Sequence[Tensor], seed: int, *, create_grap
 
 def _flat(params: Sequence[Tensor]) -> Tensor:
     return torch.cat([param.detach().reshape(-1) for param in params])
+
+
+def _curvature(linear: LinearMap, gradient: Tensor) -> list[float]:
+    """Return gᵀHg/‖g‖², by way of the unit vector, since the squares of a gradient may leave its precision's range."""
+    size = float(torch.linalg.vector_norm(gradient, dtype=torch.float64))
+    if not (size > 0 and math.isfinite(size)):
+        return []
+    unit = (gradient.double() / size).to(gradient)
+    return [float(unit.double() @ linear.pull(unit).double())]
 
 
 def _ratio(numerator: float, denominator: float) -> list[float]:

@@ -255,6 +255,29 @@ def test_the_scale_of_the_loss_changes_no_ratio(scale: float) -> None:
     assert other.directional_sharpness == pytest.approx(scale * (one.directional_sharpness or 0), rel=1e-9)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("scale", [1e-20, 1e20])
+def test_squares_of_a_gradient_may_leave_their_precision(scale: float, dtype: torch.dtype) -> None:
+    """F1 at the ends of float32: curvature, noise and the sharpness of a step with lr/scale are as at one."""
+
+    def analyze(factor: float, *, steps: bool) -> VectorReport:
+        inputs = iter(torch.randn(3, 8, 6, generator=torch.Generator().manual_seed(0), dtype=dtype))
+        model = small_model(dtype=dtype)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1 / factor) if steps else None
+        analyzer = VectorAnalyzer(model)
+        return analyzer.analyze(
+            lambda: next(inputs), lambda out: out.square().mean() * factor, steps=3, optimizer=optimizer
+        )
+
+    one, other = analyze(1.0, steps=False), analyze(scale, steps=False)
+    assert other.directional_sharpness == pytest.approx(scale * (one.directional_sharpness or 0), rel=1e-3)
+    assert other.divergence == pytest.approx(scale * (one.divergence or 0), rel=1e-3)
+    assert other.noise_scale == pytest.approx(one.noise_scale, rel=1e-3)
+    one, other = analyze(1.0, steps=True), analyze(scale, steps=True)
+    assert one.step_sharpness is not None
+    assert other.step_sharpness == pytest.approx(one.step_sharpness, rel=1e-3)
+
+
 def test_gradients_on_logits_have_one_rank_less() -> None:
     """F4: the rows of a cross-entropy's gradient sum to zero, so that k classes leave a rank of at most k - 1."""
     logits = torch.randn(40, 7, dtype=torch.float64, requires_grad=True)
