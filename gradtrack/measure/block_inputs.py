@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gradtrack.errors import UsageError
-from gradtrack.measure.hooks import Unshared
+from gradtrack.measure.hooks import Faults, Unshared
 from gradtrack.measure.trees import first_floating, replace, tensors
 
 _SAMPLES: Final = 1
@@ -62,17 +62,28 @@ class BlockInputs:
     """Hooks that keep the inputs of blocks during forward passes that have a graph."""
 
     def __init__(self, blocks: Mapping[str, nn.Module], num_samples: int = _SAMPLES) -> None:
-        self.calls: dict[str, BlockCall] = {}
+        self._calls: dict[str, BlockCall] = {}
+        self._faults = Faults()
+        self._keep = self._faults.guarded(self._take)
         self._handles = [
             block.register_forward_pre_hook(_Keep(self, name, num_samples), with_kwargs=True)
             for name, block in blocks.items()
         ]
 
+    @property
+    def calls(self) -> Mapping[str, BlockCall]:
+        """Return the last call of each block."""
+        self._faults.check()
+        return self._calls
+
     def close(self) -> None:
         """Remove the hooks and forget the inputs."""
         for handle in self._handles:
             handle.remove()
-        self.calls = {}
+        self._calls = {}
+
+    def _take(self, name: str, args: Any, kwargs: Any, num_samples: int) -> None:
+        self._calls[name] = BlockCall(args, kwargs, num_samples)
 
 
 class _Keep(Unshared):
@@ -85,7 +96,7 @@ class _Keep(Unshared):
         owner = self._owner()
         if owner is None or torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
-        owner.calls[self._name] = BlockCall(args, kwargs, self._num_samples)
+        owner._keep(self._name, args, kwargs, self._num_samples)
 
 
 @contextmanager

@@ -8,11 +8,17 @@ import torch
 from torch import Tensor, nn
 
 from gradtrack.measure.cells import Step, function_cell
+from gradtrack.measure.hooks import Faults
 from gradtrack.measure.replay import Trajectory, follow
 
 
 class Capture(Protocol):
-    """A forward hook that keeps what one module needs to be followed; only forwards with gradients count."""
+    """A forward hook that keeps what one module needs to be followed; only forwards with gradients count.
+
+    `faults` keeps what goes wrong in it, and in the hooks that it places on tensors, away from the training.
+    """
+
+    faults: Faults
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Keep one call."""
@@ -25,6 +31,7 @@ class FunctionCapture:
     """Keeps the input sequence of a module whose state equation the user has given as a function."""
 
     def __init__(self, module: nn.Module, name: str, step: Step, state_size: int, *, max_sequences: int) -> None:
+        self.faults = Faults()
         self._module, self._max_sequences = module, max_sequences
         self._step_cell = function_cell(name, step, state_size)
         self._inputs: Tensor | None = None

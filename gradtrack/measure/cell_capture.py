@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from gradtrack.measure.captures import is_evidence, is_same, state_parts
 from gradtrack.measure.cells import Cell, evaluating, function_cell, single_cell
 from gradtrack.measure.dynamics import pull_back
+from gradtrack.measure.hooks import Faults
 from gradtrack.measure.replay import Trajectory
 
 SINGLE_CELLS: Final = (nn.RNNCell, nn.LSTMCell, nn.GRUCell)
@@ -35,6 +36,7 @@ class CellCapture:
     """
 
     def __init__(self, module: nn.Module, name: str, *, max_sequences: int, max_steps: int) -> None:
+        self.faults = Faults()
         self._module, self._name = module, name
         self._max_sequences, self._max_steps = max_sequences, max_steps
         self._calls: list[_Call] = []
@@ -107,7 +109,7 @@ class CellCapture:
 
     def _listen(self, call: _Call, state: tuple[Tensor, ...]) -> None:
         if state[0].requires_grad:
-            state[0].register_hook(partial(self._hear, call))  # type: ignore[no-untyped-call]
+            state[0].register_hook(self.faults.guarded(partial(self._hear, call)))  # type: ignore[no-untyped-call]
 
     def _hear(self, call: _Call, grad: Tensor) -> None:
         call.gradient = self._rows(grad)

@@ -7,6 +7,8 @@ import math
 import torch
 from torch import Tensor, nn
 
+from gradtrack.measure.samples import as_real
+
 
 class GradientCoherence:
     """The mean cosine between the gradients of consecutive steps; it keeps one copy of the gradients."""
@@ -38,5 +40,5 @@ def _cosine(before: dict[str, Tensor], now: dict[str, Tensor]) -> float:
 
 
 def _products(before: Tensor, now: Tensor) -> tuple[float, float, float]:
-    first, second = before.double().flatten(), now.double().flatten()
+    first, second = as_real(before).double().flatten(), as_real(now).double().flatten()
     return float(first @ second), float(first @ first), float(second @ second)

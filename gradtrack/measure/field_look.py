@@ -33,7 +33,7 @@ class FieldLook:
     def add_loss(self, loss_fn: Loss, params: Sequence[Tensor], optimizer: Any = None) -> None:
         """Take in the gradient field of one loss, and the optimizer's step in it where there is an optimizer."""
         self._single = True
-        params = [param for param in params if param.requires_grad]
+        params = _real([param for param in params if param.requires_grad])
         seed = _draw_seed()
         gradient = _gradient(loss_fn, params, seed, create_graph=True)
         linear = LinearMap(gradient, params)
@@ -47,7 +47,7 @@ class FieldLook:
 
     def add_game(self, players: Mapping[str, Player]) -> None:
         """Take in the field of a game."""
-        owned = {name: list(params) for name, (params, _) in players.items()}
+        owned = {name: _real(list(params)) for name, (params, _) in players.items()}
         everything = [param for params in owned.values() for param in params]
         if len(set(map(id, everything))) < len(everything):
             raise UsageError("a parameter belongs to two players: expected each to have its own.")
@@ -110,6 +110,12 @@ class FieldLook:
         change, slope = _flat(params).double() - weights.double(), before.double()
         turned = _gradient(loss_fn, params, seed, create_graph=False).double() - slope
         self._steps += _ratio(-float(turned @ change), float(slope @ change))
+
+
+def _real(params: Sequence[Tensor]) -> Sequence[Tensor]:
+    if any(param.is_complex() for param in params):
+        raise UsageError("a parameter is complex: expected real ones. Keep it as real numbers, and view it as complex.")
+    return params
 
 
 def _draw_seed() -> int:

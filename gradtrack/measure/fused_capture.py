@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
 from gradtrack.measure.captures import is_evidence, is_same, state_parts
+from gradtrack.measure.hooks import Faults
 from gradtrack.measure.replay import Sequences, Trajectory, replay
 from gradtrack.measure.through_time import backward
 
@@ -30,6 +31,7 @@ class FusedCapture:
     """Keeps the calls of an nn.RNN, nn.LSTM or nn.GRU; calls that hand their state on are one sequence."""
 
     def __init__(self, module: nn.RNNBase, name: str, *, max_sequences: int, max_steps: int) -> None:
+        self.faults = Faults()
         self._module, self._name = module, name
         self._max_sequences, self._max_steps = max_sequences, max_steps
         self._segments: list[_Segment] = []
@@ -89,10 +91,10 @@ class FusedCapture:
             return keep
 
         if data.requires_grad:
-            data.register_hook(keep_output)  # type: ignore[no-untyped-call]
+            data.register_hook(self.faults.guarded(keep_output))  # type: ignore[no-untyped-call]
         for position, state in enumerate(final):
             if state.requires_grad:
-                state.register_hook(keep_final(position))  # type: ignore[no-untyped-call]
+                state.register_hook(self.faults.guarded(keep_final(position)))  # type: ignore[no-untyped-call]
 
     def _filled(self, segment: _Segment) -> Tensor:
         """Return the direct gradient at the outputs of a segment, zero where none arrived."""

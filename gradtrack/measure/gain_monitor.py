@@ -16,7 +16,8 @@ from gradtrack.errors import InputTypeError, SecondBackwardError, UsageError
 from gradtrack.measure.edges import Origin, inside_backward
 from gradtrack.measure.gain_text import write_report
 from gradtrack.measure.gains import Discontinuity, GainFit, GainProfile, SampleSpread, spread, summarise
-from gradtrack.measure.hooks import Unshared
+from gradtrack.measure.hooks import Faults, Unshared
+from gradtrack.measure.samples import as_real
 from gradtrack.measure.trees import first_floating, tensors
 
 NormType = Literal["l2", "l1", "linf", "mean"]
@@ -90,6 +91,7 @@ class GradientGainMonitor:
     def reset(self) -> None:
         """Forget the recorded gradients."""
         count = len(self._blocks)
+        self._faults = Faults()
         self._arrivals: list[_Arrival | None] = [None] * count
         self._origins: list[Origin | None] = [None] * count
         self._edges: list[bool | None] = [None] * max(count - 1, 0)
@@ -115,11 +117,11 @@ class GradientGainMonitor:
 
     def norms(self) -> list[float | None]:
         """Return the norm of the gradient at each block's output, None where none arrived."""
-        return [None if arrival is None else float(arrival.norm) for arrival in self._arrivals]
+        return [None if arrival is None else float(arrival.norm) for arrival in self._seen()]
 
     def rms_norms(self) -> list[float | None]:
         """Return the root mean square of each gradient, which can be compared between outputs of unlike shapes."""
-        return [None if arrival is None else float(arrival.rms) for arrival in self._arrivals]
+        return [None if arrival is None else float(arrival.rms) for arrival in self._seen()]
 
     def gains(self) -> list[float | None]:
         """Return the gain of each transition: the norm before it divided by the norm after it."""
@@ -143,7 +145,7 @@ class GradientGainMonitor:
 
     def sample_spread(self) -> list[SampleSpread | None]:
         """Describe the norms of the samples of the batch (the first dimension) at each block."""
-        return [None if arrival is None else spread(arrival.samples.tolist()) for arrival in self._arrivals]
+        return [None if arrival is None else spread(arrival.samples.tolist()) for arrival in self._seen()]
 
     def profile(self) -> GainProfile:
         """Return the norms and the connections that all gains follow from."""
@@ -160,6 +162,10 @@ class GradientGainMonitor:
 
     def _repr_html_(self) -> str:
         return markup.text(self.report())
+
+    def _seen(self) -> list[_Arrival | None]:
+        self._faults.check()
+        return self._arrivals
 
     def _see(self, index: int, inputs: Any, output: Any) -> None:
         """Look at a block's forward pass, and wait at its output for the gradient."""
@@ -206,6 +212,9 @@ class GradientGainMonitor:
             )
         if same_pass and there is not None and there.turn > turn:
             return
+        self._faults.guarded(self._keep)(index, gradient, pass_number, turn)
+
+    def _keep(self, index: int, gradient: Tensor, pass_number: int, turn: int) -> None:
         with torch.no_grad():
             self._arrivals[index] = _Arrival(gradient.detach(), self.norm_type, pass_number, turn)
         self._num_passes += 1
@@ -222,7 +231,7 @@ class _Watch(Unshared):
             return
         monitor = self._monitor()
         if monitor is not None and not monitor.closed:
-            monitor._see(self._index, (args, kwargs), output)
+            monitor._faults.guarded(monitor._see)(self._index, (args, kwargs), output)
 
 
 def _watch_compiled(block: nn.Module, watch: _Watch) -> Callable[[], None] | None:
@@ -267,7 +276,7 @@ def _checked(blocks: Any) -> list[nn.Module]:
 
 def _norms(gradient: Tensor, norm_type: str) -> tuple[Tensor, Tensor, Tensor]:
     """Return the norm of a gradient, that of each sample, and the root mean square."""
-    values = torch.view_as_real(gradient) if gradient.is_complex() else gradient
+    values = as_real(gradient)
     dtype = torch.float64 if values.device.type == "cpu" else torch.float32
     rows = values.flatten(1) if values.dim() > 1 else values.reshape(1, -1)
     if not rows.numel():

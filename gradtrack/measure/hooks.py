@@ -9,6 +9,33 @@ from typing import Any
 from torch import nn
 
 
+class Faults:
+    """The first fault of several hooks, kept out of the user's forward and backward passes.
+
+    After it the hooks do nothing; it is raised where somebody asks for what they saw.
+    """
+
+    def __init__(self) -> None:
+        self._first: Exception | None = None
+
+    def guarded(self, call: Callable[..., None]) -> Callable[..., None]:
+        """Return a function that never raises."""
+
+        def guard(*args: Any, **kwargs: Any) -> None:
+            if self._first is None:
+                try:
+                    call(*args, **kwargs)
+                except Exception as fault:
+                    self._first = fault
+
+        return guard
+
+    def check(self) -> None:
+        """Raise the fault, if there was one."""
+        if self._first is not None:
+            raise self._first
+
+
 class Unshared:
     """A hook that a copy or a pickle of its module loses."""
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gradtrack.measure.gradient_noise import GradientNoise
+from gradtrack.measure.hooks import Faults
 from gradtrack.measure.samples import sample
 
 
@@ -25,13 +26,16 @@ class MicroBatches:
             if owner is not None and type(param.grad) is Tensor and param.grad.layout is torch.strided:
                 owner._sums.setdefault(id(param), []).append(sample(param.grad, owner._most))
 
+        self._faults = Faults()
+        guarded = self._faults.guarded(accumulated)
         self._handles: list[Any] = []
         for param in model.parameters():
             if param.requires_grad:
-                self._handles.append(param.register_post_accumulate_grad_hook(accumulated))  # type: ignore[no-untyped-call]
+                self._handles.append(param.register_post_accumulate_grad_hook(guarded))  # type: ignore[no-untyped-call]
 
     def noise(self) -> GradientNoise | None:
         """Return what the gradients of the micro-batches come to; None where there was a single one."""
+        self._faults.check()
         count = max(map(len, self._sums.values()), default=0)
         parts = [sums for sums in self._sums.values() if len(sums) == count]
         if count < 2:

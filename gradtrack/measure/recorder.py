@@ -55,7 +55,8 @@ class RecurrentRecorder:
             capture = _capture(module, name, functions.get(name), max_sequences, max_steps)
             if capture is not None:
                 self._captures[name] = capture
-                self._handles.append(module.register_forward_hook(ModuleHook(module, capture), with_kwargs=True))
+                hook = ModuleHook(module, capture.faults.guarded(capture))
+                self._handles.append(module.register_forward_hook(hook, with_kwargs=True))
 
     def recorded(self) -> list[Recorded]:
         """Replay what was seen, the parts of a custom cell left out where the whole of it was followed."""
@@ -64,6 +65,7 @@ class RecurrentRecorder:
         for name, capture in self._captures.items():
             if any(_is_within(name, ancestor) for ancestor in outer):
                 continue
+            capture.faults.check()
             trajectories = capture.trajectories()
             if trajectories and isinstance(capture, (CellCapture, FunctionCapture)):
                 outer.append(name)

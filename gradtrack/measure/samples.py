@@ -18,8 +18,7 @@ def sample(tensor: Tensor, most: int = MOST) -> Tensor:
 
     The distance shares no factor with the size of the last dimension, so that no column is left out.
     """
-    values = local_part(tensor.detach())
-    values = torch.view_as_real(values) if values.is_complex() else values
+    values = as_real(local_part(tensor.detach()))
     count = values.numel()
     if count <= most:
         return values.reshape(-1).clone()
@@ -27,6 +26,11 @@ def sample(tensor: Tensor, most: int = MOST) -> Tensor:
     if values.is_contiguous():
         return values.view(-1)[::stride].clone()
     return values.take(torch.arange(0, count, stride, device=values.device))
+
+
+def as_real(tensor: Tensor) -> Tensor:
+    """Return a tensor with the real and the imaginary part of complex numbers as its last dimension."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def _stride(count: int, last: int, most: int) -> int:

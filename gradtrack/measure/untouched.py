@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from gradtrack.errors import UsageError
 from gradtrack.progress import counted
@@ -78,8 +79,9 @@ def call(model: nn.Module, inputs: Any) -> Any:
 
 
 def _state(model: nn.Module) -> Iterator[Tensor]:
-    yield from model.parameters()
-    yield from model.buffers()
+    for tensor in (*model.parameters(), *model.buffers()):
+        if not is_lazy(tensor):  # what has no values yet gets them by the first forward pass
+            yield tensor
 
 
 def _copy(gradient: Tensor | None) -> Tensor | None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from gradtrack import GradientManager
 from gradtrack.measure.block_inputs import BlockInputs
 from gradtrack.measure.gain_monitor import GradientGainMonitor
+from gradtrack.measure.hooks import Faults
 from gradtrack.measure.probe import Probe
 from gradtrack.measure.recorder import RecurrentRecorder
 
@@ -95,3 +96,35 @@ def test_a_model_can_be_copied_at_any_step(copying: Copying) -> None:
             optimizer.zero_grad()
             manager.step(model, optimizer, model(x).square().mean())
             optimizer.step()
+
+
+def test_a_fault_waits_until_it_is_asked_for() -> None:
+    """What a guarded function raises first is raised by `check`, and nothing is called after it."""
+    faults, called = Faults(), []
+
+    def fail(number: int) -> None:
+        called.append(number)
+        raise ValueError(number)
+
+    guarded = faults.guarded(fail)
+    faults.check()
+    guarded(1)
+    guarded(number=2)
+    with pytest.raises(ValueError, match="1"):
+        faults.check()
+    assert called == [1]
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors is in prototype")
+def test_what_a_watch_cannot_read_does_not_stop_the_pass() -> None:
+    """Beside a monitor and kept inputs a pass over nested tensors runs, and each says later what was wrong."""
+    block = nn.Linear(3, 3)
+    monitor, inputs = GradientGainMonitor([block]), BlockInputs({"block": block})
+    jagged = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(1, 3)], layout=torch.jagged)
+    block(jagged).values().sum().backward()
+    assert block.weight.grad is not None
+    for ask in (monitor.norms, monitor.report, lambda: inputs.calls):
+        with pytest.raises(RuntimeError, match="not supported for NestedTensor"):
+            ask()
+    monitor.reset()
+    assert monitor.norms() == [None]
