@@ -21,6 +21,7 @@ class BlockCall:
     """The arguments of one call of a module for the first samples of its batch."""
 
     def __init__(self, args: Any, kwargs: Any, num_samples: int = _SAMPLES) -> None:
+        args, kwargs = _without_caches(args), _without_caches(kwargs)
         first = _main(args, kwargs)
         size = first.shape[0] if first is not None and first.dim() else None
 
@@ -32,7 +33,7 @@ class BlockCall:
         self._size = size
         self._args, self._kwargs = replace((args, kwargs), _once(keep))
         self._main = _main(self._args, self._kwargs)
-        self.num_samples = min(num_samples, size) if size is not None else 1
+        self.num_samples = min(num_samples, size) if size else 1
 
     def function(self, module: nn.Module, sample: int) -> tuple[Callable[[Tensor], Tensor], Tensor]:
         """Return a module as a function of one sample of its main input, and that sample."""
@@ -41,6 +42,8 @@ class BlockCall:
             raise UsageError(
                 f"module {type(module).__name__} takes no floating tensor: expected one to differentiate by."
             )
+        if not main.numel():
+            raise UsageError(f"module {type(module).__name__} got an empty batch: expected at least one sample.")
         dtype = next((param.dtype for param in module.parameters() if param.is_floating_point()), main.dtype)
 
         def cut(tensor: Tensor) -> Tensor:
@@ -119,6 +122,17 @@ def _main(args: Any, kwargs: Any) -> Tensor | None:
         if found:
             return found[0]
     return None
+
+
+def _without_caches(values: Any) -> Any:
+    """Return arguments without the caches of keys and values among them, which a second run would add to."""
+    if isinstance(values, dict):
+        return {name: None if _is_cache(value) else value for name, value in values.items()}
+    return tuple(None if _is_cache(value) else value for value in values)
+
+
+def _is_cache(value: object) -> bool:
+    return callable(getattr(value, "get_seq_length", None))
 
 
 def _once(change: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:

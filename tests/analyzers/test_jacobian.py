@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
 
 from gradtrack import GradientManager, JacobianAnalyzer
 from gradtrack.analyzers.jacobian import JacobianReport
@@ -264,3 +265,22 @@ def test_a_model_without_a_chain_is_told_so() -> None:
     optimizer = optimizer_of(model)
     notes = [note for _ in range(2) for note in manager.step(model, optimizer, model(torch.ones(1, 2)).sum()).notes]
     assert any("no chain" in note for note in notes)
+
+
+def test_an_empty_batch_is_said_and_no_fault() -> None:
+    """Where a block got no sample it is named with the reason."""
+    report = JacobianAnalyzer().analyze(lambda: torch.zeros(0, 3), blocks=nn.Linear(3, 3))
+    assert report.blocks == {}
+    assert report.skipped == {"Linear": "module Linear got an empty batch: expected at least one sample."}
+
+
+def test_a_cache_of_keys_and_values_is_left_alone() -> None:
+    """Blocks that keep keys and values are measured as they ran, and add nothing to the cache of the user."""
+    config = GPT2Config(vocab_size=20, n_positions=8, n_embd=8, n_layer=3, n_head=2)
+    model, cache = GPT2LMHeadModel(config), DynamicCache()
+    tokens = torch.arange(12).reshape(2, 6)
+    report = JacobianAnalyzer(model).analyze(lambda: {"input_ids": tokens, "past_key_values": cache})
+    assert list(report.blocks) == [f"transformer.h.{index}" for index in range(3)]
+    assert cache.get_seq_length() == 6
+    alone = JacobianAnalyzer(model).analyze(lambda: {"input_ids": tokens, "use_cache": False})
+    assert report.sigma_max == pytest.approx(alone.sigma_max)
