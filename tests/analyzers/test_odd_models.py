@@ -1,0 +1,154 @@
+"""Models that are built in unusual ways: what is picked for them, that all can look, and that nothing changes."""
+
+from __future__ import annotations
+
+import logging
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gradtrack import GradientFlowAnalyzer, GradientManager, StepReport
+from gradtrack.measure.untouched import call
+from tests.analyzers.every_step import every_step
+from tests.analyzers.odd_models import ODD
+from tests.analyzers.test_observer_effect import analyzers
+
+__all__ = ["every_step"]
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*The PyTorch API of nested tensors is in prototype"),
+    pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad"),
+    pytest.mark.filterwarnings("ignore:.*not a leaf Tensor is being accessed"),
+]
+
+CHAINS = {
+    "nested lists": "3 Tree blocks, inner.0 to inner.2",
+    "several calls": "4 Sequential blocks, blocks.0 to blocks.3",
+    "double precision": "4 Sequential blocks, blocks.0 to blocks.3",
+    "half precision": "4 Sequential blocks, blocks.0 to blocks.3",
+    "one of everything": "4 Sequential blocks, blocks.0 to blocks.3",
+    "no samples": "3 Linear blocks, blocks.0 to blocks.2",
+    "keywords only": "3 Linear blocks, blocks.0 to blocks.2",
+    "dataclasses and mappings": "4 Runs blocks, blocks.0 to blocks.3",
+    "nothing returned": "4 Runs blocks, blocks.0 to blocks.3",
+    "nested tensors": "3 Linear blocks, blocks.0 to blocks.2",
+    "complex numbers": "3 Linear blocks, blocks.0 to blocks.2",
+    "quantised weights": "3 Linear blocks, blocks.0 to blocks.2",
+    "odd parameters": "4 Linear blocks, unused.0 to unused.3",
+    "layers left out by chance": "6 Linear blocks, blocks.0 to blocks.5",
+    "checkpointing": "3 TransformerEncoderLayer blocks, blocks.0 to blocks.2",
+    "reentrant checkpointing": "3 TransformerEncoderLayer blocks, blocks.0 to blocks.2",
+    "compiled": "3 Tree blocks, inner.0 to inner.2",
+    "attention as a function": "3 Linear blocks, blocks.0 to blocks.2",
+    "gpt2": "3 GPT2Block blocks, transformer.h.0 to transformer.h.2",
+    "bert": "3 BertLayer blocks, bert.encoder.layer.0 to bert.encoder.layer.2",
+    "llama": "3 LlamaDecoderLayer blocks, model.layers.0 to model.layers.2",
+    "t5": "3 T5Block blocks, decoder.block.0 to decoder.block.2",
+    "bart": "3 BartDecoderLayer blocks, model.decoder.layers.0 to model.decoder.layers.2",
+}
+CELLS = {
+    "several calls": "1 recurrent modules (GRU)",
+    "double precision": "1 recurrent modules (GRU)",
+    "half precision": "1 recurrent modules (GRU)",
+    "one of everything": "1 recurrent modules (GRU)",
+    "cells by name": "3 recurrent modules (GRUCell, LSTMCell, RNNCell)",
+    "packed sequences": "1 recurrent modules (LSTM)",
+    "keywords only": "1 recurrent modules (GRU)",
+    "odd parameters": "1 recurrent modules (LSTM)",
+    "checkpointing": "1 recurrent modules (LSTM)",
+    "reentrant checkpointing": "1 recurrent modules (LSTM)",
+}
+ATTENTION = {
+    "several calls": "attention' is MultiheadAttention",
+    "double precision": "attention' is MultiheadAttention",
+    "half precision": "attention' is MultiheadAttention",
+    "one of everything": "attention' is MultiheadAttention",
+    "no samples": "attention' is MultiheadAttention",
+    "checkpointing": "blocks.0.self_attn' is MultiheadAttention",
+    "reentrant checkpointing": "blocks.0.self_attn' is MultiheadAttention",
+    "encoder and decoder": "encoder.layers.0.self_attn' is MultiheadAttention",
+    "gpt2": "transformer.h.0.attn' is GPT2Attention",
+    "bert": "bert.encoder.layer.0.attention' is BertAttention",
+    "llama": "model.layers.0.self_attn' is LlamaAttention",
+    "t5": "encoder.block.0.layer.0' is T5LayerSelfAttention",
+    "bart": "model.encoder.layers.0.self_attn' is BartAttention",
+}
+UNREADABLE = {"nested tensors": {"flow", "gain", "jacobian"}}
+"""What cannot be looked at, which is said once and then left alone."""
+
+
+def train(name: str, chosen: Any) -> tuple[nn.Module, list[StepReport], list[Tensor]]:
+    """Train six steps with evaluations in between; return weights, buffers and the random state at the end too."""
+    torch.manual_seed(0)
+    model, batch, loss_fn = ODD[name]()
+    optimizer = torch.optim.Adam([param for param in model.parameters() if param.requires_grad], lr=1e-3)
+    with GradientManager(analyzers=chosen) as manager:
+        manager.attach(model, optimizer)
+        for _ in range(6):
+            optimizer.zero_grad()
+            loss = loss_fn(call(model, batch()))
+            model.eval()
+            with torch.no_grad():
+                call(model, batch())
+            model.train()
+            manager.step(model, optimizer, loss)
+            optimizer.step()
+        manager.diagnose()
+        reports = list(manager.reports)
+    return model, reports, [*model.parameters(), *model.buffers(), torch.get_rng_state()]
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_all_analyzers_look_and_change_nothing(name: str, every_step: None, caplog: pytest.LogCaptureFixture) -> None:
+    """Weights, buffers and random state are those of a plain training, no hook stays, and no look fails."""
+    _, _, plain = train(name, [])
+    with caplog.at_level(logging.WARNING, "gradtrack"):
+        model, reports, watched = train(name, analyzers())
+    assert all(torch.equal(one, other) for one, other in zip(watched, plain, strict=True))
+    assert not any(part._forward_hooks or part._forward_pre_hooks or part._backward_hooks for part in model.modules())
+    failed = set(re.findall(r"analyzer (\w+) failed; training", caplog.text))
+    assert failed == UNREADABLE.get(name, set()), caplog.text
+    assert "could not be read" not in caplog.text
+    for report in reports:
+        written = report.model_dump_json()
+        assert StepReport.model_validate_json(written).model_dump_json() == written
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_what_is_picked_and_why(name: str) -> None:
+    """The first report names every analyzer that was picked with its reason, and no other."""
+    _, reports, _ = train(name, "auto")
+    said = dict(re.findall(r"analyzer (\w+) was chosen: (.*)\.", "\n".join(reports[0].notes)))
+    expected = {"flow": "gradients flow through every model", "updates": "every training has updates"}
+    if name in CHAINS:
+        expected["gain"] = f"the model has a chain of {CHAINS[name]}"
+    if name in CELLS:
+        expected["recurrent"] = f"the model has {CELLS[name]}"
+    if name in ATTENTION:
+        expected["transformer"] = f"module '{ATTENTION[name]}".replace("''", "'")
+    assert said == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(set(ODD) - set(UNREADABLE)))
+def test_offline_with_every_switch_nothing_is_changed(name: str) -> None:
+    """The analysis of the flow with all that it can run along ends, and leaves the model as it was."""
+    torch.manual_seed(0)
+    model, batch, loss_fn = ODD[name]()
+    before = [value.clone() for value in (*model.parameters(), *model.buffers(), torch.get_rng_state())]
+    analyzer = GradientFlowAnalyzer(model, True, True, enable_jacobian=True, enable_vector_analysis=True)
+    assert isinstance(analyzer.analyze(batch, loss_fn, 2), list)
+    after = [*model.parameters(), *model.buffers(), torch.get_rng_state()]
+    assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+    assert set(analyzer.details) | set(analyzer.skipped) == {"jacobian", "vector", "recurrent"}
+    assert ("recurrent" in analyzer.details) == (name in CELLS and name != "odd parameters")
+    assert ("vector" in analyzer.skipped) == (name == "complex numbers")
+
+
+def test_a_model_without_sizes_gets_them_from_the_analysis() -> None:
+    """A lazy model that has never run can be analyzed."""
+    model = nn.Sequential(nn.LazyLinear(8), nn.ReLU(), nn.LazyLinear(2))
+    assert GradientFlowAnalyzer(model).analyze(lambda: torch.randn(8, 3), lambda out: out.square().mean(), 3) == []
