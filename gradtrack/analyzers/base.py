@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
+from gradtrack.errors import UsageError
 from gradtrack.records import Panel
 from gradtrack.reports import Issue, Report
 
@@ -166,3 +167,11 @@ class Analyzer(ABC):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` returned."""
+
+
+def model_of(analyzer: Analyzer, model: nn.Module | None) -> nn.Module:
+    """Return the model of an analyzer that is to analyze one, which the manager's own do not have."""
+    if model is None:
+        name = type(analyzer).__name__
+        raise UsageError(f"{name} has no model: expected one to analyze. Construct {name}(model).")
+    return model

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, final
 from torch import Tensor, nn
 
 from gradtrack import registry
-from gradtrack.analyzers.base import Analyzer, Schedule, Snapshot, often
+from gradtrack.analyzers.base import Analyzer, Schedule, Snapshot, model_of, often
 from gradtrack.diagnose.absolute import Thresholds, judge_absolutely
 from gradtrack.diagnose.doctor import diagnose
 from gradtrack.diagnose.offline import sample_offline
@@ -163,7 +163,7 @@ class GradientFlowAnalyzer(Analyzer):
         `input_fn()` gives a batch and `loss_fn(output)` the loss of the model's output. What is switched on runs after
         it: its reports are in `details`, and where it has nothing to look at the reason is in `skipped`.
         """
-        model = self._model()
+        model = model_of(self, self.model)
         self._sampler = self._new_sampler()
         self.details, self.skipped = {}, {}
         with untouched(model, optimizer):
@@ -189,7 +189,7 @@ class GradientFlowAnalyzer(Analyzer):
         }
         found: list[Issue] = []
         for name in (name for name, on in wanted.items() if on):
-            analyzer: Any = registry.analyzers.load(name)(self._model())
+            analyzer: Any = registry.analyzers.load(name)(self.model)
             rest = () if name == "jacobian" else (loss_fn, steps)
             try:
                 result = analyzer.analyze(input_fn, *rest)
@@ -199,11 +199,6 @@ class GradientFlowAnalyzer(Analyzer):
             issues, self.details[name] = result if isinstance(result, tuple) else ([], result)
             found += issues
         return found
-
-    def _model(self) -> nn.Module:
-        if self.model is None:
-            raise UsageError("GradientFlowAnalyzer has no model: expected one to analyze. Pass it to the constructor.")
-        return self.model
 
     def _new_sampler(self) -> FlowSampler:
         return FlowSampler(with_zeros=self._thresholds.dead is not None)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gradtrack import registry
-from gradtrack.analyzers.base import Analyzer, Snapshot
+from gradtrack.analyzers.base import Analyzer, Snapshot, model_of
 from gradtrack.diagnose.recurrent import Criticality, judge, label, nonfinite
 from gradtrack.diagnose.recurrent_report import RecurrentReport, largest, remarks, summarise
 from gradtrack.diagnose.recurring import Recurring
@@ -155,9 +155,7 @@ class RecurrentAnalyzer(Analyzer):
         The issues are those of the dynamics, then those of the gradient flow on as many batches of its own. The model,
         its gradients and the random generators are as before, unless an optimizer is passed to train with.
         """
-        model = self.model
-        if model is None:
-            raise UsageError("analyze: this analyzer has no model. Give one: RecurrentAnalyzer(model).")
+        model = model_of(self, self.model)
         found: list[dict[str, CellLook]] = []
         with untouched(model, optimizer):
             recorder = self._record(model)

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Final, final
 import torch
 from torch import Tensor, nn
 
-from gradtrack.analyzers.base import Analyzer, Snapshot, Suggested
+from gradtrack.analyzers.base import Analyzer, Snapshot, Suggested, model_of
 from gradtrack.diagnose.policy import PolicyVerdict
 from gradtrack.diagnose.policy_summary import mean_of, sum_up
 from gradtrack.diagnose.policy_trend import PolicyHistory
@@ -180,9 +180,7 @@ class RLPolicyAnalyzer(Analyzer):
         the output must be a distribution, logits, a (mean, std) pair or a mapping with those names. The model is left
         as it was, unless an optimizer is passed, which then trains it.
         """
-        if self.model is None:
-            raise UsageError("analyze without a model: expected one. Construct RLPolicyAnalyzer(model).")
-        model, extract = self.model, action_extractor or _extract
+        model, extract = model_of(self, self.model), action_extractor or _extract
         samples: list[Sample] = []
         ratios: list[float] = []
         coherence, units = GradientCoherence(), DormantUnits(model)

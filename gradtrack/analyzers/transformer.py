@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Final, final
 import torch
 from torch import Tensor, nn
 
-from gradtrack.analyzers.base import Analyzer, Schedule, Snapshot, Suggested, often
+from gradtrack.analyzers.base import Analyzer, Schedule, Snapshot, Suggested, model_of, often
 from gradtrack.diagnose.attention import judge
 from gradtrack.errors import UsageError
 from gradtrack.measure.attention_calls import Limits
@@ -146,7 +146,7 @@ class TransformerAnalyzer(Analyzer):
 
         The model is left as it was, unless an optimizer is passed, which then trains it.
         """
-        model = _eager(self._model())
+        model = _eager(model_of(self, self.model))
         passes: list[ForwardPass] = []
         coherence = GradientCoherence()
         recorder = self._new_recorder(model)
@@ -200,11 +200,6 @@ class TransformerAnalyzer(Analyzer):
         if note not in self._said:
             self._said.add(note)
             self._notes.append(note)
-
-    def _model(self) -> nn.Module:
-        if self.model is None:
-            raise UsageError("analyze without a model: expected one. Construct TransformerAnalyzer(model).")
-        return self.model
 
     def _new_recorder(self, model: nn.Module) -> AttentionRecorder:
         limits = Limits(self.max_sequences, self.max_rows)

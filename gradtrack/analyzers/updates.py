@@ -9,7 +9,7 @@ from typing import Any, ClassVar, final
 from pydantic import Field
 from torch import Tensor, nn
 
-from gradtrack.analyzers.base import Analyzer, Schedule, Snapshot, often
+from gradtrack.analyzers.base import Analyzer, Schedule, Snapshot, model_of, often
 from gradtrack.errors import UsageError
 from gradtrack.measure import grouping
 from gradtrack.measure.samples import MOST
@@ -144,13 +144,11 @@ class UpdatesAnalyzer(Analyzer):
         optimizer: Any = None,
     ) -> UpdatesReport:
         """Let an optimizer train for some steps and return the medians over them; it changes the model."""
-        if self._model is None:
-            raise UsageError("analyze without a model: expected one. Make UpdatesAnalyzer(model).")
+        model, found = model_of(self, self._model), []
         if optimizer is None:
             raise UsageError(
                 "analyze without an optimizer: expected the one whose steps are measured. Pass optimizer=."
             )
-        model, found = self._model, []
         names = [name for name, param in model.named_parameters() if param.requires_grad]
         groups = dict(zip(names, grouping.assign(model, names, {}), strict=True))
         before: WeightSample | None = None

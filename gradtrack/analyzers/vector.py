@@ -12,7 +12,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from gradtrack.analyzers.base import Analyzer, Schedule, Snapshot, rarely
+from gradtrack.analyzers.base import Analyzer, Schedule, Snapshot, model_of, rarely
 from gradtrack.diagnose.game import judge
 from gradtrack.errors import UsageError
 from gradtrack.measure.field_look import FieldLook, Loss, Player
@@ -155,11 +155,9 @@ class VectorAnalyzer(Analyzer):
         Without an optimizer the weights stay where they are, and coherence and noise scale are those of the batches.
         With one it trains, and the sharpness along its steps is measured instead.
         """
-        if self._model is None:
-            raise UsageError("analyze without a model: expected one. Make VectorAnalyzer(model).")
+        model, look = model_of(self, self._model), self._look()
         if steps < 1:
             raise UsageError(f"steps {steps}: expected at least 1.")
-        model, look = self._model, self._look()
         with untouched(model, optimizer), torch.enable_grad(), differentiable_twice(model):
             for _ in counted(range(steps), "Analyzing", total=steps):
                 inputs = input_fn()

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
 
 from gradtrack import GradientManager, JacobianAnalyzer
-from gradtrack.analyzers.jacobian import JacobianReport
 from gradtrack.errors import UsageError
+from gradtrack.measure.jacobian_report import JacobianReport
 from gradtrack.measure.spectra import effective_rank, participation_ratio
 from tests.training import optimizer_of
 
@@ -284,3 +284,17 @@ def test_a_cache_of_keys_and_values_is_left_alone() -> None:
     assert cache.get_seq_length() == 6
     alone = JacobianAnalyzer(model).analyze(lambda: {"input_ids": tokens, "use_cache": False})
     assert report.sigma_max == pytest.approx(alone.sigma_max)
+
+
+def test_a_block_without_numbers_hides_no_other() -> None:
+    """The extremes over blocks are those of the blocks that have them, in whatever order they come."""
+    first, second = linear(2 * torch.eye(3)), linear(torch.eye(3))
+    for bad in (first, second):
+        bad.weight.data[0, 0] = math.nan
+        report = JacobianAnalyzer().analyze(
+            lambda: torch.zeros(1, 3, dtype=torch.float64), blocks=[first, nn.Identity(), second]
+        )
+        bad.weight.data = 3 * torch.eye(3, dtype=torch.float64)
+        assert report.sigma_max == (1.0 if bad is first else 3.0)
+        assert report.rank_share == pytest.approx(1.0)
+        assert report.spectral_radius == report.sigma_max

@@ -298,7 +298,7 @@ def test_a_model_without_recurrence_is_an_error() -> None:
     """The error says what was expected and how to help."""
     with pytest.raises(UsageError, match=r"model Linear ran no recurrent module: expected nn\.RNN.*step_functions"):
         RecurrentAnalyzer(nn.Linear(2, 2)).analyze(lambda: torch.ones(1, 2), lambda output: output.sum(), steps=1)
-    with pytest.raises(UsageError, match="this analyzer has no model"):
+    with pytest.raises(UsageError, match="RecurrentAnalyzer has no model"):
         RecurrentAnalyzer().analyze(tokens, cross_entropy)
 
 

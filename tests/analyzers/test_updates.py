@@ -226,7 +226,7 @@ def test_offline_it_trains_and_gives_medians() -> None:
 
 def test_mistakes_are_named() -> None:
     """Without a model or an optimizer there is nothing to measure."""
-    with pytest.raises(UsageError, match=r"Make UpdatesAnalyzer\(model\)"):
+    with pytest.raises(UsageError, match=r"Construct UpdatesAnalyzer\(model\)"):
         UpdatesAnalyzer().analyze(lambda: 1, lambda out: out)
     with pytest.raises(UsageError, match="Pass optimizer="):
         UpdatesAnalyzer(small_model()).analyze(lambda: 1, lambda out: out)

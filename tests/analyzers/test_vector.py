@@ -317,7 +317,7 @@ def test_mistakes_are_named() -> None:
         VectorAnalyzer().analyze_field(lambda at: at.sum(), torch.ones(2))
     with pytest.raises(UsageError, match="belongs to two players"):
         VectorAnalyzer().analyze_game({"a": ([x], x.sum), "b": ([x], x.sum)})
-    with pytest.raises(UsageError, match=r"Make VectorAnalyzer\(model\)"):
+    with pytest.raises(UsageError, match=r"Construct VectorAnalyzer\(model\)"):
         VectorAnalyzer().analyze(lambda: x, lambda out: out)
     with pytest.raises(UsageError, match="loss_fn returned"):
         VectorAnalyzer().analyze_game({"a": ([x], lambda: torch.ones(2))})
