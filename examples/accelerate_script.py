@@ -1,4 +1,6 @@
-"""Train with Hugging Face Accelerate: torchrun --nproc-per-node 2 examples/accelerate_script.py, or accelerate launch.
+"""Train with Hugging Face Accelerate: torchrun --nproc-per-node 2 examples/accelerate_script.py.
+
+Or accelerate launch --multi_gpu --num_processes 2 examples/accelerate_script.py, also on the CPU.
 
 The loop is Accelerate's own; the one call of gradtrack stands between the backward pass and the optimizer's step.
 """
@@ -26,7 +28,9 @@ def main() -> None:
     arguments = parser.parse_args()
 
     torch.manual_seed(0)
-    accelerator = Accelerator(gradient_accumulation_steps=arguments.accumulate)
+    # Without an accelerator Accelerate knows of other processes only where it is told to use the CPU.
+    on_cpu = not torch.accelerator.is_available()
+    accelerator = Accelerator(cpu=on_cpu, gradient_accumulation_steps=arguments.accumulate)
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model, optimizer, loader = accelerator.prepare(model, optimizer, make_loader())

@@ -122,8 +122,7 @@ class Elements:
             if grad is None or param is None or grad.shape != local_numbers(param.detach()).shape:
                 continue
             after = _take(grad, self._index[name])
-            weight = param.numel() * (2 if param.is_complex() else 1) / len(before)
-            products += weight * np.array([before @ after, before @ before, after @ after])
+            products += grad.numel() / len(before) * np.array([before @ after, before @ before, after @ after])
         return _cosine(products)
 
 
