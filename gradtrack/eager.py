@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -21,6 +23,17 @@ class EagerSteps:
         """Run eagerly from now on."""
         if self._stance is None:
             self._stance = torch.compiler.set_stance("force_eager")
+
+    def backward(self) -> AbstractContextManager[Any]:
+        """Return the context for a backward pass: one that is captured looks at no stance that came after its begin.
+
+        Captured with the hooks of an analyzer, it would be captured once more without them.
+        """
+        capturing = sys.modules.get("torch._dynamo.compiled_autograd")
+        if self._stance is None or capturing is None or not capturing.compiled_autograd_enabled:
+            return nullcontext()
+        found: AbstractContextManager[Any] = capturing._disable()
+        return found
 
     def end(self) -> None:
         """Run as before; a second call does nothing."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import nn
@@ -108,6 +109,10 @@ class LiveAnalyzers:
             if not self._told_eager:
                 self._told_eager = True
                 self.chosen.append(_EAGER)
+
+    def backward(self) -> AbstractContextManager[Any]:
+        """Return the context in which the backward pass of a step runs, eagerly where an analyzer looks inside."""
+        return self._eager.backward()
 
     def inspect(self, snapshot: Snapshot) -> tuple[dict[str, Report], list[str]]:
         """Let the due analyzers look at a step; return their reports and their notes."""

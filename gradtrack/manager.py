@@ -88,7 +88,8 @@ class GradientManager:
         pair = self._roster.find(model, optimizer)
         if backward:
             assert isinstance(loss, Tensor)
-            torch.autograd.backward(loss if scaler is None else scaler.scale(loss))
+            with pair.analyzers.backward():
+                torch.autograd.backward(loss if scaler is None else scaler.scale(loss))
         pair.add_loss(loss)
         if accumulate:
             return pair.unmeasured(epoch)

@@ -84,7 +84,7 @@ def test_as_much_is_compiled_as_without(backend: str, analyzers: Any) -> None:
         torch.testing.assert_close(one, other)
 
 
-@pytest.mark.parametrize("analyzers", [[], ["gain"]])
+@pytest.mark.parametrize("analyzers", [[], ["gain"], ["flow"], ["vector"], "auto"])
 def test_compiled_backward(analyzers: Any) -> None:
     """With compiled autograd the backward graph is captured as often as without gradtrack."""
     alone, weights = train(None, compile_backward=True)
