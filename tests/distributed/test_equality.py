@@ -121,7 +121,7 @@ def test_numbers_in_single_precision(mode: str, num_processes: int, tmp_path: Pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("mode", "num_processes"), [("ddp", 2), ("fsdp", 2), ("fsdp1", 2), ("fsdp", 4)])
+@pytest.mark.parametrize(("mode", "num_processes"), [("ddp", 2), ("fsdp", 2), ("fsdp1", 2), ("fsdp", 4), ("hsdp", 4)])
 def test_a_loss_scaler_leaves_out_the_same_steps_everywhere(mode: str, num_processes: int, tmp_path: Path) -> None:
     """Scaled losses change no number, and a NaN on one rank makes every rank's scaler back off once."""
     settings = {"scale": 1024.0, "nan_step": 3, "steps": 6}

@@ -1,0 +1,171 @@
+"""Trainings that make it hard to agree, on two processes: `python -m torch.distributed.run ... -m ... OUT.json`."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from gradtrack import GradientManager
+from tests.distributed.communication import Counted
+from tests.distributed.edges import Holder, look
+
+Twins = list[dict[str, Any]]
+VALUES = torch.tensor([4.0, -3.0, 0.5, 0.0, 2.0], dtype=torch.float64)
+"""Five numbers, of which rank 0 holds three."""
+
+
+def make_model() -> nn.Module:
+    """Return a small model with a layer that is frozen and a width that two ranks do not share evenly."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    model[2].requires_grad_(False)
+    return model
+
+
+def batches(count: int) -> Tensor:
+    """Return global batches of eight."""
+    return torch.randn(count, 8, 4, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+
+
+def shards_of(model: nn.Module, mesh: Any) -> Any:
+    """Return a sharded copy of a model."""
+    copied = copy.deepcopy(model)
+    for layer in copied:  # type: ignore[attr-defined]
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer, mesh=mesh)
+    return fully_shard(copied, mesh=mesh)
+
+
+class Trainee:
+    """A model that trains with a manager, whole or in shards of which each has its part of the batch."""
+
+    def __init__(self, model: Any, *, part: tuple[int, int] = (0, 1), **settings: Any) -> None:
+        self.model, self.part, self.manager = model, part, GradientManager(track_parameters=True, **settings)
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+    def step(self, batch: Tensor, *, micro_batches: int = 1) -> dict[str, Any]:
+        """Train on one global batch, with as many backward passes as wanted, and return the report."""
+        index, count = self.part
+        pieces = batch.chunk(count)[index].chunk(micro_batches)
+        for place, piece in enumerate(pieces, start=1):
+            last = place == len(pieces)
+            if hasattr(self.model, "set_requires_gradient_sync"):
+                self.model.set_requires_gradient_sync(last)
+            loss = self.model(piece).square().mean() / len(pieces)
+            report = self.manager.step(self.model, self.optimizer, loss, accumulate=not last)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return report.model_dump(mode="json", exclude={"time"})
+
+
+def twins(mesh: Any, **settings: Any) -> tuple[Trainee, Trainee]:
+    """Return the same training in shards and in this process alone."""
+    model = make_model()
+    return Trainee(shards_of(model, mesh), part=(dist.get_rank(), 2), **settings), Trainee(model, **settings)
+
+
+def frozen(mesh: Any) -> list[Twins]:
+    """Return the reports of both while a layer is frozen, and after it was set free."""
+    pair, found = twins(mesh, max_grad_norm=0.05, grad_log_every_n_steps=1), []
+    for step, batch in enumerate(batches(6)):
+        if step == 3:
+            for one in pair:
+                one.model[2].requires_grad_(True)
+        found.append([one.step(batch) for one in pair])
+    return found
+
+
+def accumulated(mesh: Any) -> list[Twins]:
+    """Return the reports of both over micro-batches, of which FSDP2 reduces the last alone."""
+    pair = twins(mesh, max_grad_norm=0.05)
+    return [[one.step(batch, micro_batches=4) for one in pair] for batch in batches(3)]
+
+
+def continued(mesh: Any) -> list[Twins]:
+    """Return the reports of both after each was continued from what the manager of the other remembers."""
+    pair, found = twins(mesh, adaptive_clipping=True, max_grad_norm=0.1), []
+    inputs = batches(30)
+    for step, batch in enumerate(inputs):
+        if step == 15:
+            states = [one.manager.state_dict() for one in pair]
+            for one, state in zip(pair, reversed(states), strict=True):
+                one.manager = GradientManager(adaptive_clipping=True, max_grad_norm=0.1, track_parameters=True)
+                one.manager.load_state_dict(json.loads(json.dumps(state)))
+        found.append([one.step(batch) for one in pair])
+    return found[15:]
+
+
+def one_bad_shard(mesh: Any, kind: Any, **settings: Any) -> tuple[Twins, list[list[float]], list[int]]:
+    """Return both reports, what is left of both gradients and what was sent, where rank 1 alone holds a NaN and Inf."""
+    values = VALUES.clone()
+    values[3:] = torch.tensor([math.nan, -math.inf])
+    whole: Any = Holder(weight=torch.ones_like(values), other=torch.ones(2, 2, dtype=torch.float64))
+    parts: Any = Holder(
+        weight=distribute_tensor(whole.weight.detach(), mesh, [kind]),
+        other=distribute_tensor(whole.other.detach(), mesh, [kind]),
+    )
+    for model in (whole, parts):
+        for name, grad in (("weight", values), ("other", torch.full((2, 2), 3.0, dtype=torch.float64))):
+            given = grad.clone() if model is whole else distribute_tensor(grad, mesh, [kind])
+            model.get_parameter(name).grad = given
+    with Counted() as counted:
+        found = [look(parts, **settings)]
+    found.append(look(whole, **settings))
+    left = [one.grad for model in (parts, whole) for one in (model.weight, model.other)]
+    lists = [
+        [] if one is None else (one.full_tensor() if hasattr(one, "full_tensor") else one).flatten().tolist()
+        for one in left
+    ]
+    return found, [lists[0] + lists[1], lists[2] + lists[3]], counted.sizes
+
+
+def subnormal(mesh: Any, scale: float) -> float:
+    """Return the share of float16 gradients that the flow analyzer finds too small, in shards."""
+    torch.manual_seed(0)
+    model: Any = fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)).half(), mesh=mesh)
+    optimizer, manager = torch.optim.SGD(model.parameters(), lr=0.01), GradientManager(analyzers=["flow"])
+    for _ in range(9):
+        optimizer.zero_grad()
+        loss = (model(torch.ones(2, 4, dtype=torch.float16)) * 1.0).sum() * scale
+        manager.step(model, optimizer, loss)
+        optimizer.step()
+    found: Any = manager.reports[7].analyzers["flow"]
+    return float(found.subnormal)
+
+
+def main() -> None:
+    """Run each case, and write what this rank has found."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2,))
+    replacing = {"replace_nan_with": 0.5, "replace_inf_with": 7.0}
+    found = {
+        "frozen": frozen(mesh),
+        "accumulated": accumulated(mesh),
+        "continued": continued(mesh),
+        "skip": one_bad_shard(mesh, Shard(0)),
+        "report": one_bad_shard(mesh, Shard(0), nonfinite_action="report"),
+        "replace": one_bad_shard(mesh, Shard(0), **replacing, max_grad_norm=1.0),
+        "replace-value": one_bad_shard(mesh, Shard(0), **replacing, max_grad_norm=2.5, clip_type="value"),
+        "replace-agc": one_bad_shard(mesh, Replicate(), **replacing, clip_type="agc"),
+        "subnormal": [subnormal(mesh, scale) for scale in (1.0, 1e-5)],
+    }
+    Path(sys.argv[1]).with_suffix(f".{dist.get_rank()}.json").write_text(json.dumps(found))
+    dist.barrier()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

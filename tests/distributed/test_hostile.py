@@ -1,0 +1,73 @@
+"""Frozen layers, micro-batches, other numbers of ranks and faults on one rank only: the numbers of one process."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.distributed import hostile
+from tests.distributed.test_equality import differences
+from tests.processes import torchrun
+
+pytestmark = pytest.mark.slow
+Found = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
+    """Return what the two processes have found in each case."""
+    out = tmp_path_factory.mktemp("hostile") / "found.json"
+    result = torchrun(2, "-m", hostile.__name__, str(out))
+    assert result.returncode == 0, result.stderr[-3000:]
+    return [json.loads(out.with_suffix(f".{rank}.json").read_text()) for rank in range(2)]
+
+
+def assert_twins(pairs: list[list[Found]]) -> None:
+    """The report of the shards is that of one process."""
+    for parts, whole in pairs:
+        assert not differences(parts, whole)
+
+
+def test_frozen_layers(ranks: list[Found]) -> None:
+    """What is frozen has no place in the reports until it is set free, on every rank at the same step."""
+    for found in ranks:
+        assert_twins(found["frozen"])
+        counts = [pair[0]["statistics"]["element_count"] for pair in found["frozen"]]
+        assert counts == [43] * 3 + [73] * 3
+        assert all(pair[0]["clipping"]["clipped"] for pair in found["frozen"])
+
+
+def test_micro_batches_in_shards(ranks: list[Found]) -> None:
+    """What FSDP2 has not reduced yet is not measured; the report is of all micro-batches of all ranks."""
+    for found in ranks:
+        assert_twins(found["accumulated"])
+
+
+def test_a_checkpoint_goes_on_with_another_number_of_ranks(ranks: list[Found]) -> None:
+    """One process continues what two have remembered and the other way round, and no limit jumps."""
+    for found in ranks:
+        assert_twins(found["continued"])
+        assert [pair[0]["step"] for pair in found["continued"]] == list(range(16, 31))
+        assert len({pair[0]["clipping"]["threshold"] for pair in found["continued"]}) > 5
+
+
+@pytest.mark.parametrize("case", ["skip", "report", "replace", "replace-value", "replace-agc"])
+def test_a_fault_in_one_shard(ranks: list[Found], case: str) -> None:
+    """Both ranks do what one process does with the whole, and leave the same gradients, in two collectives."""
+    for found in ranks:
+        pair, (parts, whole), sizes = found[case]
+        assert_twins([pair])
+        assert not differences(parts, whole)
+        assert pair[0]["nan_inf"]["action"] == case.split("-")[0]
+        assert [entry["name"] for entry in pair[0]["nan_inf"]["parameters"]] == ["weight"]
+        assert pair[0]["clipping"]["clipped"] == case.startswith("replace")
+        assert len(sizes) == 2
+    assert not differences(ranks[0][case][:2], ranks[1][case][:2])
+
+
+def test_the_share_of_gradients_that_float16_cannot_hold(ranks: list[Found]) -> None:
+    """In shards of float16 weights it is told of the part of each rank."""
+    for found in ranks:
+        assert found["subnormal"] == pytest.approx([0.0, 1.0], abs=0.3)
