@@ -131,6 +131,23 @@ def one_bad_shard(mesh: Any, kind: Any, **settings: Any) -> tuple[Twins, list[li
     return found, [lists[0] + lists[1], lists[2] + lists[3]], counted.sizes
 
 
+def scaled(mesh: Any) -> dict[str, Any]:
+    """Return what a scaler of DTensors does where rank 1 alone holds an element that is not finite, and then not."""
+    whole = torch.ones(5, dtype=torch.float64)
+    model: Any = Holder(weight=distribute_tensor(whole, mesh, [Shard(0)]))
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.ones(()))
+    reports, weights, scales = [], [], []
+    for bad in (math.inf, 1.0):
+        values = 4.0 * VALUES
+        values[4] *= bad
+        model.weight.grad = distribute_tensor(values, mesh, [Shard(0)])
+        reports.append(look(model, scaler, enable_gradient_clipping=False))
+        weights.append(model.weight.full_tensor().tolist())
+        scales.append(scaler.get_scale())
+    return {"reports": reports, "weights": weights, "scales": scales}
+
+
 def subnormal(mesh: Any, scale: float) -> float:
     """Return the share of float16 gradients that the flow analyzer finds too small, in shards."""
     torch.manual_seed(0)
@@ -160,6 +177,7 @@ def main() -> None:
         "replace": one_bad_shard(mesh, Shard(0), **replacing, max_grad_norm=1.0),
         "replace-value": one_bad_shard(mesh, Shard(0), **replacing, max_grad_norm=2.5, clip_type="value"),
         "replace-agc": one_bad_shard(mesh, Replicate(), **replacing, clip_type="agc"),
+        "scaled": scaled(mesh),
         "subnormal": [subnormal(mesh, scale) for scale in (1.0, 1e-5)],
     }
     Path(sys.argv[1]).with_suffix(f".{dist.get_rank()}.json").write_text(json.dumps(found))

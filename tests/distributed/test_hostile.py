@@ -71,3 +71,15 @@ def test_the_share_of_gradients_that_float16_cannot_hold(ranks: list[Found]) -> 
     """In shards of float16 weights it is told of the part of each rank."""
     for found in ranks:
         assert found["subnormal"] == pytest.approx([0.0, 1.0], abs=0.3)
+
+
+def test_a_loss_scaler_of_dtensors(ranks: list[Found]) -> None:
+    """The step that one rank's shard spoils is left out on both, and the next is unscaled by the new scale."""
+    for found in ranks:
+        first, second = found["scaled"]["reports"]
+        assert found["scaled"]["scales"] == [2.0, 2.0]
+        assert found["scaled"]["weights"][0] == [1.0] * 5
+        assert found["scaled"]["weights"][1] == pytest.approx((1.0 - 0.2 * hostile.VALUES).tolist())
+        assert (first["skipped"], first["nan_inf"]["action"]) == (True, "scaler")
+        assert (second["skipped"], second["scaler"]["scale"]) == (False, 2.0)
+        assert second["statistics"]["total_norm"] == pytest.approx(2.0 * float(hostile.VALUES.norm()))
