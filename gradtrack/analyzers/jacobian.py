@@ -16,7 +16,7 @@ from gradtrack.measure.jacobian_report import BlockJacobian, JacobianReport, mid
 from gradtrack.measure.jacobians import EXACT_LIMIT, measure_jacobian
 from gradtrack.measure.linear_maps import differentiable_twice
 from gradtrack.measure.trees import first_floating
-from gradtrack.measure.untouched import call, untouched
+from gradtrack.measure.untouched import call, kept, untouched
 from gradtrack.progress import counted
 from gradtrack.records import Panel
 from gradtrack.reports import Report
@@ -112,8 +112,7 @@ class JacobianAnalyzer(Analyzer):
     def inspect(self, snapshot: Snapshot) -> JacobianReport | None:
         if self._inputs is None or not self._inputs.calls:
             return None
-        cuda = [param.device for param in snapshot.model.parameters() if param.device.type == "cuda"]
-        with torch.random.fork_rng(devices=set(cuda)), evaluating(snapshot.model), torch.enable_grad():
+        with kept(snapshot.model), evaluating(snapshot.model), torch.enable_grad():
             return self._measure(self._chain, self._inputs.calls)
 
     def disarm(self) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, ClassVar, final
 
@@ -20,7 +19,7 @@ from gradtrack.measure.gradient_noise import cosine
 from gradtrack.measure.linear_maps import differentiable_twice
 from gradtrack.measure.micro_batches import MicroBatches
 from gradtrack.measure.samples import sample
-from gradtrack.measure.untouched import call, untouched
+from gradtrack.measure.untouched import call, kept, untouched
 from gradtrack.progress import counted
 from gradtrack.records import Metric, Panel
 from gradtrack.reports import Issue, Report
@@ -173,7 +172,7 @@ class VectorAnalyzer(Analyzer):
         back.
         """
         look = self._look()
-        with self._kept(self._model), torch.enable_grad(), differentiable_twice(self._model):
+        with kept(self._model), torch.enable_grad(), differentiable_twice(self._model):
             for _ in counted(range(steps), "Analyzing", total=steps):
                 look.add_game(players)
         report = VectorReport(**look.numbers())
@@ -182,7 +181,7 @@ class VectorAnalyzer(Analyzer):
     def analyze_field(self, field: Callable[[Tensor], Tensor], at: Tensor) -> VectorReport:
         """Measure a field that is given as a function of a flat tensor, at a point."""
         look = self._look()
-        with self._kept(self._model), differentiable_twice():
+        with kept(self._model), differentiable_twice():
             look.add_field(field, at.reshape(-1))
         return VectorReport(**look.numbers())
 
@@ -236,7 +235,7 @@ class VectorAnalyzer(Analyzer):
         if self._observed is None:
             return None
         look = self._look()
-        with self._kept(model), torch.enable_grad(), differentiable_twice(model):
+        with kept(model), torch.enable_grad(), differentiable_twice(model):
             if callable(self._observed):
                 look.add_loss(self._observed, list(model.parameters()))
             else:
@@ -245,19 +244,6 @@ class VectorAnalyzer(Analyzer):
 
     def _look(self) -> FieldLook:
         return FieldLook(torch.Generator().manual_seed(self._seed), self._num_probes)
-
-    @staticmethod
-    @contextmanager
-    def _kept(model: nn.Module | None) -> Iterator[None]:
-        """Put the random generators and the buffers of a model back, but leave its gradients alone."""
-        buffers = [] if model is None else [(buffer, buffer.clone()) for buffer in model.buffers()]
-        with torch.random.fork_rng(devices={buffer.device for buffer, _ in buffers if buffer.is_cuda}):
-            try:
-                yield
-            finally:
-                with torch.no_grad():
-                    for buffer, value in buffers:
-                        buffer.copy_(value)
 
 
 def _loss(model: nn.Module, inputs: Any, loss_fn: Callable[[Any], Tensor]) -> Tensor:

@@ -44,6 +44,19 @@ def untouched(model: nn.Module, optimizer: Any = None) -> Iterator[None]:
                     param.grad = gradient
 
 
+@contextmanager
+def kept(model: nn.Module | None) -> Iterator[None]:
+    """Put the random generators and the buffers of a model back, but leave its gradients alone."""
+    buffers = [] if model is None else [(buffer, buffer.clone()) for buffer in model.buffers()]
+    with torch.random.fork_rng(devices=[] if model is None else _devices(model)):
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for buffer, value in buffers:
+                    buffer.copy_(value)
+
+
 def offline_steps(
     model: nn.Module,
     input_fn: Callable[[], Any],

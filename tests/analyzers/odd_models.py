@@ -131,6 +131,36 @@ def one_of_everything() -> Odd:
     return _everything(), lambda: torch.randn(1, 1, 8), squared
 
 
+class Counting(nn.Module):
+    """A layer that counts its calls, in evaluation too, and passes a state through."""
+
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor, h: Tensor | None = None) -> Tensor:
+        """Run the layer."""
+        self.calls += 1
+        return (self.layer(x) + (0.0 if h is None else h)).tanh()  # type: ignore[no-any-return]
+
+
+@odd
+def counted_calls() -> Odd:
+    """Return blocks and a cell that count how often they were called."""
+
+    def run(model: Any, x: Tensor) -> Tensor:
+        h = x[:, 0]
+        for inputs in model.blocks(x).unbind(1):
+            h = model.cell(inputs, h)
+        return h
+
+    model = Runs(run, blocks=nn.Sequential(*(Counting() for _ in range(3))), cell=Counting())
+    return model, lambda: torch.randn(2, 5, 8), squared
+
+
 @odd
 def no_samples() -> Odd:
     """Return blocks and attention with a batch of nothing."""

@@ -184,6 +184,31 @@ def test_states_with_one_action_do_not_count() -> None:
     assert report.discrete_entropy_normalized == pytest.approx(1)
 
 
+@pytest.mark.parametrize("scale", [1e-20, 1.0, 1e4])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_masked_choices_in_every_precision(dtype: torch.dtype, scale: float) -> None:
+    """Each number is that of sums over states and allowed actions in Python's floats."""
+    generator = torch.Generator().manual_seed(0)
+    tables = [(scale * torch.randn(7, width, generator=generator)).to(dtype) for width in (3, 5)]
+    masks = [torch.rand(table.shape, generator=generator) > 0.4 for table in tables]
+    for mask in masks:
+        mask[:, 0] = True
+    report = observed(tables, mask=masks)
+    nats, largest = np.zeros((7, 2)), np.zeros((7, 2))
+    for part, (table, mask) in enumerate(zip(tables, masks, strict=True)):
+        for state in range(7):
+            logits = table[state][mask[state]].double().numpy()
+            probs = np.exp(logits - logits.max()) / np.exp(logits - logits.max()).sum()
+            nats[state, part] = -sum(p * math.log(p) for p in probs if p > 0)
+            largest[state, part] = math.log(len(probs))
+    possible = largest.sum(1) > 0
+    shares = [float((nats[known, part] / largest[known, part]).mean()) for part, known in enumerate((largest > 0).T)]
+    assert report.discrete_entropy_mean == pytest.approx(nats.sum(1).mean(), abs=1e-9)
+    expected = (nats.sum(1)[possible] / largest.sum(1)[possible]).mean()
+    assert report.discrete_entropy_normalized == pytest.approx(expected, abs=1e-9)
+    assert report.discrete_entropy_min == pytest.approx(min(shares), abs=1e-9)
+
+
 def test_a_state_without_an_allowed_action_counts_for_nothing() -> None:
     """A state whose mask forbids everything changes no number, for one choice and for several."""
     logits, mask = torch.randn(6, 5), torch.ones(6, 5, dtype=torch.bool)

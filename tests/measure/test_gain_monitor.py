@@ -55,6 +55,44 @@ NORMS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+SIZES = {torch.float64: (1e-100, 1.0, 1e100), torch.float32: (1e-20, 1.0, 1e20), torch.bfloat16: (1e-20, 1.0, 1e20)}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scale"),
+    [(torch.float16, 1e-3), (torch.float16, 1e3), *((dtype, scale) for dtype in SIZES for scale in SIZES[dtype])],
+)
+@pytest.mark.parametrize("norm_type", sorted(NORMS))
+def test_norms_and_spread_in_every_precision(norm_type: Any, dtype: torch.dtype, scale: float) -> None:
+    """Where squares leave the precision of the gradients, the numbers are still those of Python's floats."""
+    torch.manual_seed(0)
+    blocks, h, outputs = nn.ModuleList(nn.Linear(5, 5) for _ in range(3)).to(dtype), torch.randn(4, 5).to(dtype), []
+    with GradientGainMonitor(blocks, norm_type=norm_type, eps=0.0) as monitor:
+        for block in blocks:
+            h = block(h)
+            h.retain_grad()
+            outputs.append(h)
+        torch.autograd.backward((h * torch.randn(4, 5).to(dtype)).sum() * scale)
+    norms = []
+    for output, found in zip(outputs, monitor.sample_spread(), strict=True):
+        assert output.grad is not None
+        rows = [[abs(value) for value in row] for row in output.grad.tolist()]
+        norms.append(by_hand(norm_type, [value for row in rows for value in row]))
+        samples = sorted(by_hand(norm_type, row) for row in rows)
+        assert found is not None
+        assert (found.min, found.max) == pytest.approx((samples[0], samples[-1]), rel=1e-9)
+        assert found.median == pytest.approx((samples[1] + samples[2]) / 2, rel=1e-9)
+    assert monitor.norms() == pytest.approx(norms, rel=1e-9)
+    assert monitor.gains() == pytest.approx([norms[0] / norms[1], norms[1] / norms[2]], rel=1e-9)
+
+
+def by_hand(norm_type: str, values: list[float]) -> float:
+    """Return a norm of absolute values."""
+    if norm_type == "l2":
+        return math.hypot(*values)
+    return max(values) if norm_type == "linf" else math.fsum(values) / (len(values) if norm_type == "mean" else 1)
+
+
 @pytest.mark.parametrize("norm_type", sorted(NORMS))
 def test_the_norms_are_those_of_autograd(norm_type: Any) -> None:
     """Each of the four norms equals its formula on the gradient that autograd gives."""
