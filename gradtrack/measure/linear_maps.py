@@ -21,7 +21,7 @@ class LinearMap:
     """The Jacobian J of a function at a point, as products of vectors with it.
 
     The function runs once, so that a random one is the same for every product. J u comes from differentiating Jᵀv by v,
-    which needs no forward-mode rule of any operation.
+    which needs no forward-mode rule of any operation. Products of a function in half precision come in float32.
     """
 
     def __init__(self, outputs: Tensor, inputs: Sequence[Tensor]) -> None:
@@ -41,12 +41,12 @@ class LinearMap:
 
     def pull(self, vector: Tensor) -> Tensor:
         """Return Jᵀv."""
-        return self._grad(self._outputs, self._inputs, vector)
+        return _precise(self._grad(self._outputs, self._inputs, vector.to(self._outputs)))
 
     def push(self, vector: Tensor) -> Tensor:
         """Return J u."""
         pulled, cotangent = self._transposed()
-        return self._grad(pulled, [cotangent], vector)
+        return _precise(self._grad(pulled, [cotangent], vector.to(pulled)))
 
     def pulls(self, vectors: Tensor) -> Tensor:
         """Return Jᵀv for every row v."""
@@ -69,7 +69,7 @@ class LinearMap:
             drawn = torch.randint(0, 2, (size,), generator=generator) * 2 - 1
         else:
             drawn = torch.randn(size, generator=generator, dtype=torch.float64)
-        return drawn.to(self._outputs)
+        return _precise(drawn.to(self._outputs))
 
     def _transposed(self) -> tuple[Tensor, Tensor]:
         if self._pulled is None or self._cotangent is None:
@@ -91,7 +91,8 @@ class LinearMap:
         return torch.cat([part.reshape(-1) for part in found])
 
     def _grads(self, outputs: Tensor, inputs: list[Tensor], vectors: Tensor) -> Tensor:
-        return torch.cat([self._batch(outputs, inputs, part) for part in torch.split(vectors, _CHUNK)])
+        parts = torch.split(vectors.to(outputs), _CHUNK)
+        return _precise(torch.cat([self._batch(outputs, inputs, part) for part in parts]))
 
     def _batch(self, outputs: Tensor, inputs: list[Tensor], vectors: Tensor) -> Tensor:
         """Differentiate for several vectors at once; one by one where an operation has no rule for that."""
@@ -171,6 +172,11 @@ def check_differentiable(value: Tensor, what: str) -> None:
             f"{what} does not depend on its parameters through autograd: expected a differentiable one. "
             "Compute gradients in it with torch.func.grad, or with create_graph=True."
         )
+
+
+def _precise(values: Tensor) -> Tensor:
+    """Return values in which vectors can be kept orthogonal."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 def _orthogonal(vector: Tensor, basis: Sequence[Tensor]) -> Tensor:

@@ -298,3 +298,17 @@ def test_a_block_without_numbers_hides_no_other() -> None:
         assert report.sigma_max == (1.0 if bad is first else 3.0)
         assert report.rank_share == pytest.approx(1.0)
         assert report.spectral_radius == report.sigma_max
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("exact_limit", [10, 512])
+def test_half_precision_has_the_numbers_of_the_same_weights(dtype: torch.dtype, exact_limit: int) -> None:
+    """Taken in full and by products, what a block in half precision stretches is near what its weights do in double."""
+    matrix = (torch.randn(200, 200, generator=torch.Generator().manual_seed(0)) / 200**0.5).to(dtype)
+    layer = nn.Linear(200, 200, bias=False, dtype=dtype)
+    layer.weight.data = matrix
+    found = only(JacobianAnalyzer(exact_limit=exact_limit).analyze(lambda: torch.ones(1, 200, dtype=dtype), layer))
+    values, exact = torch.linalg.svdvals(matrix.double()), matrix.double()
+    assert found.sigma_max == pytest.approx(float(values[0]), rel=0.01)
+    assert found.spectral_radius == pytest.approx(float(torch.linalg.eigvals(exact).abs().max()), rel=0.01)
+    assert found.mean_square_gain == pytest.approx(float(exact.square().sum()) / 200, rel=0.1)
