@@ -44,8 +44,8 @@ class RLPolicyAnalyzer(Analyzer):
       range that the policy covers, min(1, sigma sqrt(2 pi e)/(high - low)).
     - tanh of a Gaussian: its differential entropy h by Gauss-Hermite quadrature, normalised as exp(h)/2. A wide
       Gaussian piles up at both ends, so a large sigma is a collapse here too.
-    - the entropy of the action given the state and of the action over all states; their difference is the information
-      that the policy takes from the state. Low and high together are a good deterministic policy.
+    - the entropy of the whole action given the state and over all states; their difference is the information that the
+      policy takes from the state, at most ln of their number. Low and high together are a good deterministic policy.
 
     `entropy_collapse_risk` is HIGH when the normalised entropy is below 0.1, or falls so fast (Theil-Sen slope over 50
     observations) that it will be there within 25; MEDIUM within 100; LOW when returns rise (Mann-Kendall) or stay at
@@ -56,8 +56,9 @@ class RLPolicyAnalyzer(Analyzer):
     reports what was observed since the last look: at once for the first 64, then every 16 steps at the most often.
 
     References: Sokar et al. 2023 (dormant units); Schulman, approximating KL divergence (k1, k2, k3).
-    Cost: one pass over the action distribution per observation, no sampling and no synchronisation before the step;
-    tanh policies 128 points and marginals of continuous ones 32 points by at most 128 states per dimension.
+    Cost: one pass over the action distribution per observation, with no number from torch's generators and no
+    synchronisation before the step; tanh policies 128 points, and what states tell of continuous actions 32 points by
+    at most 128 states per dimension.
 
     >>> import torch
     >>> from gradtrack import GradientManager, RLPolicyAnalyzer
