@@ -71,7 +71,7 @@ def rows_of_attention(
 
 def rows_of_softmax(logits: Tensor, num_heads: int | None = None, *, limits: Limits) -> AttentionRows | None:
     """Return the rows of a softmax over attention logits; `num_heads` splits a first axis of batch times heads."""
-    if logits.is_nested or logits.ndim < 3 or not logits.is_floating_point():
+    if logits.is_nested or logits.ndim < 3 or not logits.is_floating_point() or not logits.numel():
         return None
     shaped = logits.reshape(-1, num_heads, *logits.shape[1:]) if num_heads and logits.ndim == 3 else _split(logits)
     part = shaped[: limits.sequences]

@@ -43,6 +43,8 @@ class FusedCapture:
             return
         inputs = args[0] if args else kwargs["input"]
         state = args[1] if len(args) > 1 else kwargs.get("hx")
+        if not (inputs.data if isinstance(inputs, PackedSequence) else inputs).numel():
+            return
         with torch.no_grad():  # checkpointing compares what two forwards save, and this one must save nothing
             segment = _Segment(*Sequences.of(self._module, inputs, state, self._max_sequences))
         final = state_parts(output[1])

@@ -37,7 +37,7 @@ def clip_fraction(log_ratio: Tensor, clip_range: float = 0.2) -> float:
 def explained_variance(values: Tensor, returns: Tensor) -> float:
     """Return 1 - Var(returns - values)/Var(returns): 0 for a constant critic, NaN where the returns do not vary."""
     target, predicted = returns.detach().double().flatten(), values.detach().double().flatten()
-    variance = float(target.var(unbiased=False))
+    variance = float(target.var(unbiased=False)) if target.numel() else 0.0
     return 1 - float((target - predicted).var(unbiased=False)) / variance if variance > 0 else math.nan
 
 

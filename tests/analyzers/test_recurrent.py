@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -416,6 +417,32 @@ def test_beyond_512_dimensions_eigenvalues_come_from_products(monkeypatch: pytes
     weight = normal(600, 600) / 600**0.5
     found = analyzed(zeroed(nn.RNN(1, 600), weight_hh_l0=weight), 6)
     assert found.spectral_radius == pytest.approx(float(abs(np.linalg.eigvals(weight.numpy())).max()), rel=0.01)
+
+
+@pytest.mark.parametrize("kind", FUSED)
+def test_a_batch_of_nothing_is_passed_over(kind: Kind) -> None:
+    """A pass over no sequence is no evidence: the one before it counts, and alone it is a usage error."""
+    model, sizes = kind(3, 4, batch_first=True), itertools.cycle([2, 0])
+    _, report = RecurrentAnalyzer(model).analyze(
+        lambda: torch.randn(next(sizes), 5, 3), lambda output: output[0].sum(), steps=2
+    )
+    assert [cell.num_sequences for cell in report.cells.values()] == [2]
+    with pytest.raises(UsageError, match="ran no recurrent module"):
+        RecurrentAnalyzer(model).analyze(lambda: torch.randn(0, 5, 3), lambda output: output[0].sum(), steps=1)
+
+
+@pytest.mark.parametrize(("batch", "length", "size"), [(1, 1, 1), (1, 2, 1), (2, 1, 4), (1, 3, 1)])
+@pytest.mark.parametrize("kind", FUSED)
+def test_single_states_and_steps_have_what_can_be_told(kind: Kind, batch: int, length: int, size: int) -> None:
+    """One state, step or sequence gives a radius and an exponent, and from two steps on a memory, not before."""
+    model = kind(3, size, batch_first=True)
+    _, report = RecurrentAnalyzer(model).analyze(
+        lambda: torch.randn(batch, length, 3), lambda output: output[0].sum(), steps=2
+    )
+    assert report.spectral_radius is not None
+    assert report.lyapunov_exponent is not None
+    assert (report.effective_memory_length is None) == (report.temporal_decay_rate is None) == (length == 1)
+    assert RecurrentReport.model_validate_json(report.model_dump_json()) == report
 
 
 @pytest.mark.parametrize("live", [False, True])

@@ -136,8 +136,12 @@ def test_the_softmax_of_an_eager_attention(dtype: torch.dtype, causal: bool) -> 
 def test_where_there_is_nothing_to_choose_there_are_no_numbers(shape: tuple[int, ...]) -> None:
     """A single token, no token and no sequence have no entropy."""
     query = torch.randn(shape)
-    rows = rows_of_attention(query, query, query, limits=Limits())
-    assert rows is None or measure_heads(rows) is None
+    for rows in (
+        rows_of_attention(query, query, query, limits=Limits()),
+        rows_of_softmax(query @ query.mT, limits=Limits()),
+        rows_of_softmax((query @ query.mT).flatten(0, 1), max(shape[1], 1), limits=Limits()),
+    ):
+        assert rows is None or measure_heads(rows) is None
 
 
 def test_a_single_head_has_no_diversity() -> None:

@@ -47,6 +47,12 @@ def test_explained_variance_of_known_critics() -> None:
     assert math.isnan(explained_variance(returns, torch.ones(10)))
 
 
+def test_of_nothing_nothing_is_known() -> None:
+    """Without an action or a state each number is NaN, and no warning."""
+    nothing = torch.zeros(0)
+    assert all(map(math.isnan, (*kl_estimates(nothing), clip_fraction(nothing), explained_variance(nothing, nothing))))
+
+
 def test_gradient_ratio_on_the_trunk() -> None:
     """A loss three times as steep on the shared layer gives a ratio of 3, and the graphs are kept."""
     trunk = nn.Linear(4, 4)
