@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from gradtrack import registry
@@ -24,6 +27,17 @@ def destinations(specs: list[Any], backends: Mapping[str, Backend]) -> list[dict
 def without_hidden(options: Mapping[str, Any]) -> dict[str, Any]:
     """Leave out the options whose secrets were taken out; the environment or the caller has them."""
     return {name: value for name, value in options.items() if not is_hidden(value)}
+
+
+def moved_along(options: Mapping[str, Any], home: str, directory: Path) -> dict[str, Any]:
+    """Return options whose paths inside of a run's directory are where that directory lies now."""
+    now = os.path.abspath(directory)
+    if not home or home == now:
+        return dict(options)
+    inside = re.compile(rf"(?<![^/:]){re.escape(home)}(?=/|$)")
+    return {
+        name: inside.sub(lambda _: now, value) if isinstance(value, str) else value for name, value in options.items()
+    }
 
 
 def _address(backend: Backend) -> dict[str, Any]:

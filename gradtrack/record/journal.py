@@ -202,15 +202,23 @@ class Journal:
 
 
 def is_being_written(path: Path) -> bool:
-    """Say whether a process has a journal's part open for writing."""
-    try:
-        with path.open("rb") as stream:
-            _lock(stream.fileno())
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    return False
+    """Say whether a process has a journal's part open for writing, or replays it."""
+    with alone_with(path) as alone:
+        return not alone
+
+
+@contextlib.contextmanager
+def alone_with(path: Path) -> Iterator[bool]:
+    """Keep others from taking a journal's part, and say whether nobody had it."""
+    with contextlib.ExitStack() as stack:
+        try:
+            _lock(stack.enter_context(path.open("rb")).fileno())
+        except BlockingIOError:
+            yield False
+            return
+        except OSError:  # a file system without locks
+            pass
+        yield True
 
 
 def _lock(handle: int) -> None:

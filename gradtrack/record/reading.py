@@ -19,9 +19,13 @@ Note = Callable[[str], object]
 
 @dataclass(slots=True, kw_only=True)
 class SavedJournal:
-    """The journal of one run and rank: its identity, its parts in order, and what could not be read."""
+    """The journal of one run and rank: its identity, its parts in order, and what could not be read.
+
+    `home` is the directory in which it was written, which may have been moved since.
+    """
 
     run: RunInfo
+    home: str
     rank: int
     backends: list[dict[str, Any]]
     parts: list[Path]
@@ -61,8 +65,9 @@ def find_journals(run_dir: Path) -> list[SavedJournal]:
             continue
         run, rank = decode_run(header["run"], run_dir), int(header["rank"])
         backends = [dict(backend) for backend in header["backends"]]
-        journal = found.setdefault((run.run_id, rank), SavedJournal(run=run, rank=rank, backends=backends, parts=[]))
-        journal.parts.append(path)
+        home = str(header["run"].get("run_dir") or "")
+        new = SavedJournal(run=run, home=home, rank=rank, backends=backends, parts=[])
+        found.setdefault((run.run_id, rank), new).parts.append(path)
     return list(found.values())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import itertools
@@ -14,10 +15,10 @@ from typing import Any, Final
 from gradtrack import registry
 from gradtrack.backends.base import Backend
 from gradtrack.errors import JournalError, PluginError, UsageError
-from gradtrack.record.destinations import without_hidden
+from gradtrack.record.destinations import moved_along, without_hidden
 from gradtrack.record.faults import describe
 from gradtrack.record.feed import Row
-from gradtrack.record.journal import is_being_written
+from gradtrack.record.journal import alone_with
 from gradtrack.record.offsets import Offsets, offsets_path, read_offsets
 from gradtrack.record.reading import SavedJournal, find_journals
 from gradtrack.record.sink import build, check_options
@@ -69,23 +70,30 @@ def replay(
         raise JournalError(f"{str(run_dir)!r} is not a directory: expected a run's directory. Check the path.")
     journals = [journal for journal in find_journals(directory) if journal.rank == 0]
     given = {**(options or {}), **({} if tracking_uri is None else {"tracking_uri": tracking_uri})}
-    plans = [(journal, name, found) for journal in journals for name, found in _targets(journal, to, given)]
-    if not plans:
-        raise UsageError(f"{str(run_dir)!r}: no tracker is known for its rows. Name one, as in --to mlflow.")
-    return [_deliver(journal, name, found, progress) for journal, name, found in plans]
+    with contextlib.ExitStack() as stack:
+        for journal in journals:
+            if not stack.enter_context(alone_with(journal.parts[-1])):
+                raise _busy(journal.parts[-1])
+        plans = [(journal, name, found) for journal in journals for name, found in _targets(journal, to, given)]
+        if not plans:
+            raise UsageError(f"{str(run_dir)!r}: no tracker is known for its rows. Name one, as in --to mlflow.")
+        return [_deliver(journal, name, found, progress) for journal, name, found in plans]
+
+
+def _busy(part: Path) -> JournalError:
+    return JournalError(
+        f"{str(part)!r} is still being written, or another replay reads it: expected a run that has ended. "
+        "A running process delivers its rows by itself."
+    )
 
 
 def _targets(journal: SavedJournal, to: str | None, given: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Name the backends of a journal with the options that reach the same places again."""
-    if is_being_written(journal.parts[-1]):
-        raise JournalError(
-            f"{str(journal.parts[-1])!r} is still being written: expected a run that has ended. "
-            "A running process delivers its rows by itself."
-        )
     known = {entry["name"]: entry["options"] for entry in journal.backends}
     for name in known if to is None else [to]:
         address = read_offsets(offsets_path(journal.parts[0])).get(name, {}).get("address", {})
         options = {**without_hidden(known.get(name, {})), **without_hidden(address)}
+        options = moved_along(options, journal.home, journal.parts[0].parent)
         yield name, {**options, **_fitting(name, given, strict=to is not None)}
 
 
@@ -147,11 +155,12 @@ class _Delivery:
                     progress(self._name, self.rows, max(total, self.rows))
         except Exception as found:
             fault = describe(found)
-        for finish in (self._backend.flush, self._backend.close):
-            try:
-                finish()
-            except Exception as found:
-                fault = fault or describe(found)
+        finally:  # also when somebody has no patience: a tracker that is let go keeps what it took
+            for finish in (self._backend.flush, self._backend.close):
+                try:
+                    finish()
+                except Exception as found:
+                    fault = fault or describe(found)
         return fault
 
     def _settle(self, part: list[Row]) -> None:

@@ -305,3 +305,53 @@ def test_misuse_is_explained(tmp_path: Path) -> None:
         replay(tmp_path, to="jsn")
     with pytest.raises(UsageError, match="Its options: tracking_uri, place, api_key"):
         replay(tmp_path, to="store", options={"colour": 1})
+
+
+def test_two_replays_do_not_meet(tmp_path: Path) -> None:
+    """A second replay of a directory would write what the first is about to write, so it is refused."""
+    refused: list[str] = []
+
+    def again(*_: object) -> None:
+        with pytest.raises(JournalError, match="another replay reads it") as caught:
+            replay(tmp_path)
+        refused.append(str(caught.value))
+
+    journaled(tmp_path, range(3))
+    assert replay(tmp_path, progress=again)[0].complete
+    assert (stored(), len(refused)) == ([0, 1, 2], 1)
+    assert replay(tmp_path)[0].present == 3
+
+
+def test_moved_run_finds_what_lay_in_its_directory(tmp_path: Path) -> None:
+    """A tracker's files inside of a run's directory move with it, whatever kind of address names them."""
+    old, new = tmp_path / "old", tmp_path / "new"
+    options = {"place": f"{old}/logs", "tracking_uri": f"sqlite:///{old}/store.db", "api_key": f"{old}er/x"}
+    run = RunInfo(run_id="run-1", run_dir=str(old))
+    journal = Journal(old, run, backends=[{"name": "store", "options": options}])
+    journal.append(0, row(1))
+    journal.close(10.0)
+    old.rename(new)
+    replay(new)
+    assert Store.made == [
+        {"place": f"{new}/logs", "tracking_uri": f"sqlite:///{new}/store.db", "api_key": f"{old}er/x"}
+    ]
+
+
+def test_interrupted_replay_lets_the_tracker_go_and_can_be_called_again(tmp_path: Path) -> None:
+    """Whoever interrupts a replay keeps what it delivered, and the next one brings the rest."""
+    closed: list[bool] = []
+
+    class Closing(Store):
+        def close(self, *, failed: bool = False) -> None:
+            closed.append(failed)
+
+    def stop(name: str, done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    registry.backends._loaded["store"] = Closing
+    journaled(tmp_path, range(1200))
+    with pytest.raises(KeyboardInterrupt):
+        replay(tmp_path, progress=stop)
+    assert (len(stored()), closed) == (500, [False])
+    assert replay(tmp_path)[0].delivered == 700
+    assert stored() == list(range(1200))
