@@ -21,8 +21,8 @@ PLOTS = {
         "gradient_statistics.png",
         "gradient_stats.png",
         "gradient_flow.png",
-        "gradient_gain.png",
     ),
+    "untrained": ("gradient_gain.png",),
     "language_model": ("attention_entropy.png",),
     "recurrent": ("recurrent_spectrum.png",),
     "policy": ("policy_entropy.png",),
@@ -55,7 +55,7 @@ def photograph(directory: Path) -> list[Path]:
         comparison = Comparison(load_run(healthy), load_run(faulty))
         compared, page = comparison.write_html(Path("diff.html")).absolute(), (faulty / "report.html").absolute()
         return [
-            screens.photograph(page, directory / "report-desktop.png", width=1280, height=1720),
+            screens.photograph(page, directory / "report-desktop.png", width=1280, height=2060),
             screens.photograph(page, directory / "report-dark.png", width=1280, height=2240, dark=True),
             screens.photograph(page, directory / "report-narrow.png", width=500, height=2000),
             screens.photograph(compared, directory / "comparison.png", width=1280, height=1500),

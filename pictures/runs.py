@@ -57,6 +57,11 @@ def faulty(directory: Path, steps: int = 600, *, is_faulty: bool = True) -> list
     return manager.reports
 
 
+def untrained(directory: Path, steps: int = 40) -> list[StepReport]:
+    """Begin to train the deep classifier, whose gradients shrink on their way back."""
+    return faulty(directory, steps, is_faulty=False)
+
+
 def language_model(directory: Path, steps: int = 400) -> list[StepReport]:
     """Train a small GPT that is healthy."""
     torch.manual_seed(0)

@@ -26,6 +26,9 @@ _LABELS: Final = 6
 _ROWS: Final = 3
 _ROW_SHARE: Final = 0.055
 _NEAR: Final = 0.15
+# Beyond this share of the width a text stands to the left of its line; a letter takes about this share.
+_TURN: Final = 0.6
+_LETTER: Final = 0.0125
 _DRAWABLE: Final = (1e-99, 1e99)
 
 
@@ -102,16 +105,17 @@ def mark_events(axes: Any, events: Sequence[tuple[float, str]], *, texts: bool =
     if not (events and texts):
         return
     low, high = axes.get_xlim()
-    told = _gathered(events, (high - low) * _NEAR)[:_LABELS]
-    rows = min(len(told), _ROWS)
-    _make_room(axes, rows * _ROW_SHARE)
-    for index, (x, text) in enumerate(told):
-        left = x - low > 0.6 * (high - low)
+    told = [((x - low) / (high - low), x, plain(text)) for x, text in _gathered(events, (high - low) * _NEAR)]
+    placed, left_out = _in_rows([(share, text) for share, _, text in told])
+    _make_room(axes, (1 + max(placed.values())) * _ROW_SHARE)
+    for index, row in placed.items():
+        share, x, text = told[index]
+        left = share > _TURN
         axes.annotate(
-            plain(text),
+            f"{text}, {left_out} more" if left_out and index == max(placed) else text,
             (x, 1.0),
             xycoords=axes.get_xaxis_transform(),
-            xytext=(-3 if left else 3, -3 - 11 * (index % _ROWS)),
+            xytext=(-3 if left else 3, -3 - 11 * row),
             textcoords="offset points",
             ha="right" if left else "left",
             fontsize=7.5,
@@ -120,6 +124,20 @@ def mark_events(axes: Any, events: Sequence[tuple[float, str]], *, texts: bool =
             parse_math=False,
             bbox={"boxstyle": "round,pad=0.1", "facecolor": "white", "edgecolor": "none", "alpha": 0.75},
         )
+
+
+def _in_rows(texts: Sequence[tuple[float, str]]) -> tuple[dict[int, int], int]:
+    """Return the row of each text for which one is free at its place, and how many found none."""
+    taken: list[list[tuple[float, float]]] = [[] for _ in range(_ROWS)]
+    placed = {}
+    for index, (share, text) in enumerate(texts[: _LABELS * _ROWS]):
+        wide = _LETTER * (len(text) + 2)
+        start, end = (share - wide, share) if share > _TURN else (share, share + wide)
+        row = next((row for row in range(_ROWS) if all(end <= a or start >= b for a, b in taken[row])), None)
+        if row is not None and len(placed) < _LABELS:
+            taken[row].append((start, end))
+            placed[index] = row
+    return placed, len(texts) - len(placed)
 
 
 def _gathered(events: Sequence[tuple[float, str]], near: float) -> list[tuple[float, str]]:

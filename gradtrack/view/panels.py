@@ -122,6 +122,7 @@ def draw_gain(gains: Sequence[float | None], *, names: Sequence[str] = ()) -> An
         figure, (1, 2, 2), "From the output back to the input", "transition", "gradient relative to the output"
     )
     _cumulative_gain(total, at, logs)
+    axes.set_xlim(0.5, max(len(at), 1) + 0.5)
     total.xaxis.get_major_locator().set_params(integer=True)
     for each in figure.axes:
         figures.legend(each)
@@ -292,9 +293,12 @@ def _cumulative_gain(axes: Any, at: NDArray[Any], logs: NDArray[np.float64]) -> 
         colour=BLUE,
         marker=".",
     )
+    axes.set_xlim(0.5, max(len(at), 1) + 0.5)
+    if len(at) and not np.isfinite(summed).any():
+        figures.say(axes, "No gradient is known to pass.")
+        return
     axes.axhspan(1e-3, 1e3, color=GREEN, alpha=0.08, label="0.001 to 1000")
     axes.axhline(1.0, color=GREY, linewidth=0.8)
-    axes.set_xlim(0.5, max(len(at), 1) + 0.5)
 
 
 def _unit_circle(axes: Any, eigenvalues: Sequence[complex], state_size: int | None) -> None:

@@ -109,6 +109,13 @@ def test_a_part_of_the_spectrum_is_said_to_be_one() -> None:
     assert whole == "Spectrum, radius 0.9"
 
 
+def test_gains_of_a_blocked_gradient_say_so() -> None:
+    """Where nothing passes there is no curve, and no axis that pretends one."""
+    bars, total = panels.draw_gain([0.0, 0.0]).axes
+    assert [text.get_text() for text in bars.texts] == ["blocked", "blocked"]
+    assert [text.get_text() for text in total.texts] == ["No gradient is known to pass."]
+
+
 def test_every_picture_survives_emptiness_and_hostile_names(tmp_path: Path) -> None:
     """Nothing to draw and names of any kind still make pictures."""
     paths = (tmp_path / f"{number}.png" for number in itertools.count())

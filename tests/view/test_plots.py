@@ -84,6 +84,19 @@ def test_events_that_follow_closely_are_told_once() -> None:
     assert [text.get_ha() for text in axes.texts] == ["left", "left", "right"]
 
 
+def test_texts_of_events_never_lie_on_each_other() -> None:
+    """What opens together has a row each; where no row is free, the number of the others is told."""
+    axes = figures.panel(figures.new_figure(), (1, 1, 1), "", "", "")
+    figures.curve(axes, range(101), range(101), label="norm", colour="black")
+    figures.mark_events(
+        axes, [(70, f"SATURATION blocks.{index}") for index in range(5)] + [(74, "NUMERICAL"), (5, "a")]
+    )
+    assert texts(axes) == [f"SATURATION blocks.{index}" for index in range(3)] + ["a, 3 more"]
+    axes.figure.draw_without_rendering()
+    boxes = [text.get_window_extent() for text in axes.texts]
+    assert not [1 for index, one in enumerate(boxes) for other in boxes[:index] if one.overlaps(other)]
+
+
 def test_pairs_have_a_line_each() -> None:
     """Several pairs in one manager are several curves, not one that jumps between them."""
     reports = [report(step, norm=norm, source=name) for step in (1, 2, 3) for name, norm in (("g", 1.0), ("d", 5.0))]
