@@ -30,8 +30,8 @@ class Deep(nn.Module):
         return scores
 
 
-def faulty(directory: Path, steps: int = 600, *, is_faulty: bool = True) -> list[StepReport]:
-    """Train a deep classifier with a learning rate that is far too high after a third, and a bad batch near the end."""
+def faulty(directory: Path, steps: int = 160, *, is_faulty: bool = True) -> list[StepReport]:
+    """Train a deep classifier whose learning rate becomes far too high early, with a bad batch later on."""
     torch.manual_seed(0)
     model = Deep()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -40,15 +40,15 @@ def faulty(directory: Path, steps: int = 600, *, is_faulty: bool = True) -> list
         backends=["json"],
         analyzers=["flow", "gain"],
         run_dir=directory,
-        grad_log_every_n_steps=2,
+        grad_log_every_n_steps=1,
         save_html_report=True,
     ) as manager:
         for step in range(1, steps + 1):
             x = torch.randn(64, 16)
             target = (x @ plane).argmax(1)
-            if is_faulty and step == steps - 50:
+            if is_faulty and step == steps * 3 // 4:
                 x[3, 5] = torch.inf
-            if is_faulty and step == steps // 3:
+            if is_faulty and step == steps // 10:
                 optimizer.param_groups[0]["lr"] = 8.0
             optimizer.zero_grad()
             loss = nn.functional.cross_entropy(model(x), target)

@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from tests.docs.pages import DOCS, ROOT
+from tests.view.test_browser import BROWSER, browse
 
 _LOADED = {"script": "src", "link": "href", "img": "src", "iframe": "src", "source": "src", "object": "data"}
 
@@ -68,6 +69,29 @@ def test_styles_load_nothing_from_elsewhere(site: Path) -> None:
         text = sheet.read_text(encoding="utf-8")
         assert not re.findall(r"@import\s+\S+", text)
         assert not re.findall(r"url\(\s*[\"']?(?:https?:)?//[^)]*\)", text)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed")
+@pytest.mark.parametrize("width", [500, 1400])
+def test_a_page_from_disk_shows_no_search(site: Path, tmp_path: Path, width: int) -> None:
+    """A browser cannot search a page that was opened from disk, so neither field nor icon is there."""
+    page = site / "index.html"
+    ask = """<script>setTimeout(() => {
+      const search = [...document.querySelectorAll("label[for=__search], .md-search__form")];
+      document.title = search.filter((one) => one.checkVisibility()).length;
+    }, 500);</script></body>"""
+    asked = page.with_name(f"asked{width}.html")
+    asked.write_text(page.read_text(encoding="utf-8").replace("</body>", ask), encoding="utf-8")
+    try:
+        assert "<title>0</title>" in browse(asked, tmp_path, f"--window-size={width},900", "--dump-dom")
+    finally:
+        asked.unlink()
+
+
+def test_make_docs_says_how_to_search() -> None:
+    """What a page from disk cannot do, a served one can."""
+    assert "http.server -d site" in (ROOT / "Makefile").read_text(encoding="utf-8")
 
 
 def test_every_page_is_in_the_navigation() -> None:
