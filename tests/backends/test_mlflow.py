@@ -33,7 +33,7 @@ from gradtrack.record.delivery import Delivery  # noqa: E402
 from gradtrack.record.leavings import note_files  # noqa: E402
 from gradtrack.record.panels import CORE_PANELS  # noqa: E402
 from gradtrack.record.process import ProcessBackend, outsourced  # noqa: E402
-from gradtrack.records import Record, RunInfo  # noqa: E402
+from gradtrack.records import Panel, Record, RunInfo  # noqa: E402
 from tests.backends.conftest import free_port, served  # noqa: E402
 from tests.backends.rows import make_records  # noqa: E402
 from tests.backends.stores import empty_store  # noqa: E402
@@ -396,6 +396,24 @@ def test_saved_view_draws_the_panels(server: str) -> None:
     assert cards["Gradient norm of each group"]["selectedMetricKeys"] == [f"{NORM}/W_out", f"{NORM}/W_rec"]
     assert cards["Gradient norm before and after clipping"]["scaleType"] == "log"
     assert {card["metricSectionId"] for card in cards.values()} == {state["compareRunSections"][0]["uuid"]}
+
+
+@pytest.mark.parametrize(
+    "name", ["<script>alert(1)</script>", "a\nb'\"\\", "🔥\u202egnp", "n" * 500, "dots.and spaces"]
+)
+def test_panels_with_hostile_names_draw_their_metrics(server: str, name: str) -> None:
+    """Whatever MLflow made of a name, the view's charts have the metrics of the run by the names that it gave them."""
+    experiment_id = mlflow.create_experiment(new_identity())
+    panel = Panel(title=name, section="rnn", metrics=(f"rnn/{name}", f"gates/{name}/*"), kind="multi-line")
+    metrics = {f"rnn/{name}": 1.0, f"gates/{name}/in": 2.0}
+    with mlflow.start_run(experiment_id=experiment_id) as run:
+        MlflowBackend(saved_view=True).write([Record(step=1, time=1.0, metrics=metrics, panels=(panel,))])
+    tags = mlflow.get_experiment(experiment_id).tags
+    (value,) = [value for key, value in tags.items() if key.startswith("mlflow.sharedViewState.")]
+    cards = json.loads(json.loads(value)["state"])["compareRunCharts"]
+    (card,) = [card for card in cards if card["displayName"] == name]
+    kept = mlflow.get_run(run.info.run_id).data.metrics
+    assert {kept[key] for key in card["selectedMetricKeys"]} == {1.0, 2.0}
 
 
 def test_saved_view_failure_costs_only_the_view(server: str, monkeypatch: pytest.MonkeyPatch) -> None:

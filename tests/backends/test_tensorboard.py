@@ -218,6 +218,8 @@ def test_later_panels_join_the_layout(tmp_path: Path) -> None:
         ("a/b", ["a/b"], ["a/bc", "a/b/c", "xa/b"]),
         ("a.b(c)", ["a.b(c)"], ["axb(c)"]),
         ("a/b/*", ["a/b/c", "a/b/c/d"], ["a/b", "a/bx", "a/b/"]),
+        ("a/<script>'\"🔥\u202e[$^", ["a/<script>'\"🔥\u202e[$^"], ["a/", "a/<script>"]),
+        (f"a/{'n' * 500}", [f"a/{'n' * 500}"], [f"a/{'n' * 499}"]),
     ],
 )
 def test_chart_patterns_match_their_metrics_only(
@@ -226,9 +228,11 @@ def test_chart_patterns_match_their_metrics_only(
     """A tag of a chart is a regular expression, and matches what the panel means."""
     import re
 
-    panel = Panel(title="p", section="s", metrics=(metric,), kind="multi-line")
+    panel = Panel(title=metric, section="s", metrics=(metric,), kind="multi-line")
     TensorBoardBackend(log_dir=tmp_path).write([Record(step=1, time=1.0, panels=(panel,))])
-    (pattern,) = layout_of(tmp_path).category[0].chart[0].multiline.tag
+    (chart,) = layout_of(tmp_path).category[0].chart
+    (pattern,) = chart.multiline.tag
+    assert chart.title == metric
     assert all(re.match(pattern, name) for name in matching)
     assert not any(re.match(pattern, name) for name in others)
 

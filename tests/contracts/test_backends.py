@@ -39,6 +39,10 @@ HOSTILE = (
     "grüße/中",
     "n" * 251,
     "n" * 252,
+    "n" * 500,
+    "🔥 layer",
+    "\u202egnp.\u202c",
+    "'\"`${x}\\",
     "_step",
     "dots.in.name",
 )
