@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from gradtrack.measure.deviations import Deviations
 from gradtrack.measure.moments import Moments, Rows, describe, finite_norm
 from gradtrack.measure.table import Layout
 from gradtrack.records import Histogram
@@ -18,6 +19,7 @@ class StepFacts:
         "aliases",
         "analyzers",
         "clipping",
+        "deviations",
         "exponent",
         "full",
         "group_rows",
@@ -44,6 +46,7 @@ class StepFacts:
         self.group_rows: Rows
         self.total: list[float]
         self.exponent = 0
+        self.deviations: Deviations | None = None
         self.layout, self.touched_rows = layout, touched_rows
         self.aliases: Mapping[str, list[str]] = {}
         self.full = self.with_groups = True
@@ -118,13 +121,18 @@ class StepFacts:
 
     def parameters(self) -> dict[str, dict[str, Any]]:
         """Return the statistics of every parameter that has a gradient."""
-        layout = self.layout
+        layout, known = self.layout, self.deviations
         assert self.rows is not None, "the rows of this step were dropped"
         found = {}
         for index, row in enumerate(self.rows.tolist()):
             name = layout.names[index]
             found[name] = {
-                **describe(row, layout.counts[index], self.exponent),
+                **describe(
+                    row,
+                    layout.counts[index],
+                    self.exponent,
+                    squared_deviations=None if known is None else float(known.rows[index]),
+                ),
                 "group": layout.group_names[layout.group_of[index]],
                 "aliases": self.aliases.get(name, []),
                 "touched_rows": self.touched_rows.get(name),
@@ -139,15 +147,17 @@ class StepFacts:
         return {**self.scaler, "scale": None if scale is None else float(scale)}
 
     def _statistics(self) -> dict[str, Any]:
-        found = describe(self.total, self.layout.total_count, self.exponent)
+        known = None if self.deviations is None else self.deviations.total
+        found = describe(self.total, self.layout.total_count, self.exponent, squared_deviations=known)
         norm, variance = found.pop("norm"), found["variance"]
         return {"total_norm": norm, **found, "std": variance**0.5, "missing": self.layout.missing}
 
     def _described_groups(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        layout = self.layout
+        layout, known = self.layout, self.deviations
         for index, row in enumerate(self.group_rows.tolist()):
             count = layout.group_counts[index]
             if count:
                 name = layout.group_names[index]
-                found = describe(row, count, self.exponent)
+                deviations = None if known is None else float(known.groups[index])
+                found = describe(row, count, self.exponent, squared_deviations=deviations)
                 yield name, {**found, "weight_norm": self.weight_norms.get(name)}

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from gradtrack.config import GradientConfig
 from gradtrack.errors import UsageError
 from gradtrack.facts import StepFacts
+from gradtrack.measure.deviations import find_deviations
 from gradtrack.measure.histograms import histograms_of
 from gradtrack.measure.measurer import Measurer
 from gradtrack.measure.moments import Moments
@@ -117,6 +118,8 @@ class Gauge:
         """
         grads.batch = self._measurer.prepare(grads.tensors)
         tally = row_due and self._config.log_histograms
+        if self.table.ranks is None:
+            self.fit(grads, facts, self._measurer.sizes(grads.batch))
         if isinstance(grads, SharedGradients):
             weigh, config = row_due and facts.with_groups, self._config
             moments = grads.measure(
@@ -133,9 +136,17 @@ class Gauge:
         else:
             moments, facts.loss = grads.measure(self._measurer), _number(loss)
         facts.take(moments)
+        if facts.full and self.table.ranks is None:
+            facts.deviations = find_deviations(grads, moments)
         if tally:
             facts.histograms = histograms_of(grads.count(), grads.layout.group_names if facts.with_groups else ())
         return moments
+
+    def fit(self, grads: Gradients, facts: StepFacts, sizes: list[int]) -> None:
+        """Take the sizes that the gradients have, where a parameter was given data of another shape."""
+        if sizes and sizes != grads.layout.counts:
+            self.table.resize(grads)
+            facts.layout = grads.layout
 
     def weigh(self, facts: StepFacts) -> None:
         """Measure the weights of the groups, unless nobody asked for groups or they were sent with the gradients."""

@@ -16,9 +16,10 @@ from gradtrack import markup
 from gradtrack.config import GradientConfig
 from gradtrack.diagnose.evidence import Evidence
 from gradtrack.diagnose.health import Health
+from gradtrack.measure.deviations import find_deviations
 from gradtrack.measure.measurer import Measurer
 from gradtrack.measure.moments import Moments, describe
-from gradtrack.measure.table import Layout
+from gradtrack.measure.table import Gradients, Layout
 from gradtrack.reports import GradientStatistics, HealthReport, Issue, StepReport
 
 
@@ -38,15 +39,17 @@ class GradientMonitor:
 
     def check_gradient_health(self, gradients: Sequence[Tensor | None]) -> HealthReport:
         """Judge gradients as those of the coming step."""
-        moments, layout = self._measure(gradients)
-        issues = copy.deepcopy(self.health).judge(self._evidence(moments, layout), self.config)
+        grads, moments = self._measure(gradients)
+        issues = copy.deepcopy(self.health).judge(self._evidence(moments, grads.layout), self.config)
         return HealthReport.of(issues)
 
     def update_statistics(self, gradients: Sequence[Tensor | None]) -> GradientStatistics:
         """Take in the gradients of one step and return their statistics, as one vector."""
-        moments, layout = self._measure(gradients)
-        self.judge(self._evidence(moments, layout))
-        found = describe(moments.total, layout.total_count, moments.exponent)
+        grads, moments = self._measure(gradients)
+        self.judge(self._evidence(moments, grads.layout))
+        known, count = find_deviations(grads, moments), grads.layout.total_count
+        deviations = None if known is None else known.total
+        found = describe(moments.total, count, moments.exponent, squared_deviations=deviations)
         norm, variance = found.pop("norm"), found["variance"]
         statistics = GradientStatistics(total_norm=norm, std=variance**0.5, **found)
         self._kept.append(statistics)
@@ -92,13 +95,14 @@ class GradientMonitor:
     def _evidence(self, moments: Moments, layout: Layout) -> Evidence:
         return Evidence(step=self._step + 1, norm=moments.norm, moments=moments, layout=layout)
 
-    def _measure(self, gradients: Sequence[Tensor | None]) -> tuple[Moments, Layout]:
+    def _measure(self, gradients: Sequence[Tensor | None]) -> tuple[Gradients, Moments]:
         gradients = list(gradients)
         dense = [_dense(grad.detach()) for grad in gradients if grad is not None]
         group_of = np.zeros(len(dense), dtype=np.int64)
         names = [f"gradients[{index}]" for index, grad in enumerate(gradients) if grad is not None]
         layout = Layout(names, [], [grad.numel() for grad in dense], group_of, ["all"], [])
-        return self._measurer.measure(dense, group_of, 1), layout
+        grads = Gradients(dense, layout, {})
+        return grads, grads.measure(self._measurer)
 
 
 def _dense(grad: Tensor) -> Tensor:

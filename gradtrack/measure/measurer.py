@@ -61,6 +61,13 @@ class Measurer:
         table = self._native.tabulate([tensors[index] for index in native]) if native else None
         return Batch(tensors, native, others, table)
 
+    def sizes(self, batch: Batch) -> list[int]:
+        """Return the number of elements of each tensor."""
+        if batch.table is None or batch.others:
+            return [tensor.numel() for tensor in batch.tensors]
+        found: list[int] = self._native.sizes(batch.table)
+        return found
+
     def measure(self, tensors: Sequence[Tensor] | Batch, group_of: NDArray[np.int64], num_groups: int) -> Moments:
         """Return the sums of the gradients; measured again, rescaled, where squares leave the float64 range."""
         batch = tensors if isinstance(tensors, Batch) else self.prepare(tensors)

@@ -125,11 +125,18 @@ def log_norm(norm: float) -> float:
     return math.log(norm) if norm > 0 else -math.inf
 
 
-def describe(row: Sequence[float], count: int, exponent: int = 0) -> dict[str, Any]:
-    """Return the statistics of a row of this many elements, over the finite ones."""
+def describe(
+    row: Sequence[float], count: int, exponent: int = 0, *, squared_deviations: float | None = None
+) -> dict[str, Any]:
+    """Return the statistics of a row of this many elements, over the finite ones.
+
+    Pass the sum of the squared deviations from their mean where it is known better than from the row.
+    """
     total, squares, low, high, zeros, nan, positive, negative = row
     finite = count - int(nan + positive + negative)
-    variance = max(0.0, (squares - total * total / finite) / (finite - 1)) if finite > 1 else 0.0
+    if finite > 1 and squared_deviations is None:
+        squared_deviations = max(0.0, squares - total * total / finite)
+    variance = (squared_deviations or 0.0) / (finite - 1) if finite > 1 else 0.0
     return {
         "norm": _scaled(math.sqrt(squares), exponent),
         "mean": _scaled(total / finite, exponent) if finite else math.nan,

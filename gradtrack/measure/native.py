@@ -81,6 +81,12 @@ class NativeEngine:
         table[kernels.CODE, :num_grads] = codes
         return table
 
+    @staticmethod
+    def sizes(table: Integers) -> list[int]:
+        """Return the number of elements of each gradient in a table."""
+        found: list[int] = table[kernels.SIZE, :-1].tolist()
+        return found
+
     def measure(
         self,
         grads: Sequence[torch.Tensor],

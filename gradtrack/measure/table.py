@@ -285,6 +285,11 @@ class ParameterTable:
             return Gradients(tensors, layout, {})
         return self._unusual(tensors, layout)
 
+    def resize(self, grads: Gradients) -> None:
+        """Take the sizes of parameters anew that were given data of another shape."""
+        self._layout = None
+        grads.layout = self._lay_out_cached(self._present)
+
     def passed(self, present: Sequence[int]) -> Gradients:
         """Return gradients of the parameters at these positions that are not there any more."""
         return Gradients([], self._lay_out_cached(present), {})

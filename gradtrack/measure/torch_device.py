@@ -8,7 +8,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-_WITHOUT_FLOAT64: Final = frozenset({"mps"})
+WITHOUT_FLOAT64: Final = frozenset({"mps"})
 
 
 def measure(grads: Sequence[Tensor], *, exact: bool) -> Tensor:
@@ -18,7 +18,7 @@ def measure(grads: Sequence[Tensor], *, exact: bool) -> Tensor:
     and has to be measured again. With it the sums are over the finite elements, and the others are counted.
     """
     with torch.no_grad():
-        wide = torch.float32 if grads[0].device.type in _WITHOUT_FLOAT64 else torch.float64
+        wide = torch.float32 if grads[0].device.type in WITHOUT_FLOAT64 else torch.float64
         columns = [_exact(grad, wide) for grad in grads] if exact else _quick(grads, wide)
         return torch.stack([torch.stack(column) for column in columns])
 
