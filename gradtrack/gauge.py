@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Container
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from gradtrack.config import GradientConfig
@@ -142,9 +144,9 @@ class Gauge:
             facts.histograms = histograms_of(grads.count(), grads.layout.group_names if facts.with_groups else ())
         return moments
 
-    def fit(self, grads: Gradients, facts: StepFacts, sizes: list[int]) -> None:
+    def fit(self, grads: Gradients, facts: StepFacts, sizes: NDArray[np.int64]) -> None:
         """Take the sizes that the gradients have, where a parameter was given data of another shape."""
-        if sizes and sizes != grads.layout.counts:
+        if len(sizes) and not np.array_equal(sizes, grads.layout.sizes):
             self.table.resize(grads)
             facts.layout = grads.layout
 

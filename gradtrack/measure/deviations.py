@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -34,25 +34,25 @@ def find_deviations(grads: Gradients, moments: Moments) -> Deviations | None:
 
     Only tensors whose mean hides their variance are read again; not over ranks, which would have to send it.
     """
-    layout, rows = grads.layout, moments.rows
+    rows = moments.rows
     if len(rows) != len(grads.tensors) or not len(rows):
         return None  # gradients that are gone by now
-    counts = np.array(layout.counts, dtype=np.float64) - rows[:, NAN:].sum(axis=1)
+    counts = grads.layout.sizes if moments.finite else grads.layout.sizes - rows[:, NAN:].sum(axis=1)
     hidden = _hides(rows, counts)
-    if not (hidden & (counts > 1)).any():
-        # Tensors of one element have no variance of their own, but together they have.
-        all_rows = np.vstack([moments.group_rows, moments.total])
-        numbers = np.array([*layout.group_counts, layout.total_count]) - all_rows[:, NAN:].sum(axis=1)
-        if not _hides(all_rows, numbers).any():
+    if not hidden.any():
+        return None  # where it is hidden in no tensor, it is hidden in no group of them either
+    if not (counts[hidden] > 1).any():  # tensors of one element have no variance of their own, only together
+        whole = np.vstack([moments.group_rows, moments.total])
+        sizes = np.array([*grads.layout.group_counts, grads.layout.total_count]) - whole[:, NAN:].sum(axis=1)
+        if not (_hides(whole, sizes) & (sizes > 1)).any():
             return None
-    return _merge(grads, moments, counts, hidden)
+    return _merge(grads, moments, counts.astype(np.float64), hidden)
 
 
-def _hides(rows: Rows, counts: Floats) -> NDArray[np.bool_]:
+def _hides(rows: Rows, counts: NDArray[Any]) -> NDArray[np.bool_]:
     """Say which rows have a variance that is next to nothing beside the square of their mean."""
-    number = np.maximum(counts, 1.0)
-    power = rows[:, SQUARES] / number
-    found: NDArray[np.bool_] = power - (rows[:, SUM] / number) ** 2 < _HIDDEN * power
+    with np.errstate(over="ignore"):
+        found: NDArray[np.bool_] = rows[:, SUM] ** 2 > (1.0 - _HIDDEN) * counts * rows[:, SQUARES]
     return found
 
 

@@ -61,11 +61,11 @@ class Measurer:
         table = self._native.tabulate([tensors[index] for index in native]) if native else None
         return Batch(tensors, native, others, table)
 
-    def sizes(self, batch: Batch) -> list[int]:
+    def sizes(self, batch: Batch) -> NDArray[np.int64]:
         """Return the number of elements of each tensor."""
         if batch.table is None or batch.others:
-            return [tensor.numel() for tensor in batch.tensors]
-        found: list[int] = self._native.sizes(batch.table)
+            return np.fromiter(map(Tensor.numel, batch.tensors), np.int64, len(batch.tensors))
+        found: NDArray[np.int64] = self._native.sizes(batch.table)
         return found
 
     def measure(self, tensors: Sequence[Tensor] | Batch, group_of: NDArray[np.int64], num_groups: int) -> Moments:

@@ -82,10 +82,9 @@ class NativeEngine:
         return table
 
     @staticmethod
-    def sizes(table: Integers) -> list[int]:
+    def sizes(table: Integers) -> Integers:
         """Return the number of elements of each gradient in a table."""
-        found: list[int] = table[kernels.SIZE, :-1].tolist()
-        return found
+        return table[kernels.SIZE, :-1]
 
     def measure(
         self,

@@ -38,6 +38,7 @@ class Layout:
         "missing",
         "names",
         "params",
+        "sizes",
         "total_count",
     )
 
@@ -57,6 +58,7 @@ class Layout:
     def recount(self, counts: Sequence[int]) -> None:
         """Take new sizes, as those of sparse gradients are on every step."""
         self.counts = list(counts)
+        self.sizes = np.array(self.counts, dtype=np.int64)
         sums = np.bincount(self.group_of, weights=self.counts, minlength=len(self.group_names))
         self.group_counts = [int(count) for count in sums]
         self.total_count = sum(self.counts)
