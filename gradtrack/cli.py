@@ -56,7 +56,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="Exit codes: 0 done; 1 done, but the run is unhealthy (show --check), issues appeared (diff --check), "
     "rows are still missing (replay) or a backend cannot be used (doctor); 2 wrong usage or an input that cannot be "
-    "used: one line on stderr says why.\n\n[bold]gradtrack COMMAND --help[/bold] has examples; "
+    "used: one line on stderr says why; 130 interrupted; 141 nobody reads the output any more."
+    "\n\n[bold]gradtrack COMMAND --help[/bold] has examples; "
     "[bold]gradtrack --install-completion[/bold] completes commands and options in your shell.",
 )
 Run = Annotated[
@@ -70,6 +71,10 @@ def main() -> None:
     """Run the command line; an error of gradtrack is one line on stderr and the exit code 2."""
     try:
         app()
+    except SystemExit as end:
+        if not isinstance(end.__context__, BrokenPipeError):
+            raise
+        sys.exit(141)  # whoever read the output has gone: the code 1 of our libraries would be a verdict
     except GradtrackError as fault:
         print(f"gradtrack: {fault}", file=sys.stderr)
         sys.exit(2)

@@ -319,3 +319,58 @@ def test_start_loads_nothing_heavy() -> None:
     )
     found = python("-c", code)
     assert found.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    "arguments", [["backends", "--json"], ["backends"], ["show", "RUN", "--json"], ["show", "RUN"]]
+)
+def test_a_reader_that_has_gone_is_no_verdict(arguments: list[str], well: Path) -> None:
+    """Where the pipe is closed the command ends without a word, with the code that other programs have then."""
+    command = [sys.executable, "-m", "gradtrack.cli", *(str(well) if word == "RUN" else word for word in arguments)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    reading, writing = os.pipe()
+    os.close(reading)
+    with subprocess.Popen(command, stdout=writing, stderr=subprocess.PIPE, env=environment) as process:
+        os.close(writing)
+        _, errors = process.communicate()
+    assert (process.returncode, errors) == (141, b"")
+
+
+def test_a_directory_of_runs_names_the_newest(well: Path, sick: Path) -> None:
+    """Who passes the directory above the runs is told which one to pass."""
+    older, newer = sorted((well, sick), key=lambda run: next(run.glob("journal-*.jsonl")).stat().st_mtime_ns)
+    assert older.parent == newer.parent
+    result = python("-m", "gradtrack.cli", "show", str(well.parent))
+    assert result.returncode == 2
+    assert result.stderr.endswith(f"It holds others; the newest is {str(newer)!r}.\n")
+
+
+@pytest.mark.parametrize("command", ["show", "report", "diff", "replay"])
+@pytest.mark.parametrize("content", [b"", b'{"gradtrack_jour', b"\xff\x00\xfe\n" * 50])
+def test_a_journal_without_a_beginning_has_code_2(command: str, content: bytes, tmp_path: Path) -> None:
+    """A run that ended before its first line was whole, or a file that is no journal, is one line on stderr."""
+    (tmp_path / "journal-000.jsonl").write_bytes(content)
+    result = python("-m", "gradtrack.cli", command, *([str(tmp_path)] * (2 if command == "diff" else 1)))
+    assert (result.returncode, result.stdout) == (2, "")
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_a_torn_row_is_told_and_left_out(well: Path) -> None:
+    """The rows before it are shown."""
+    journal = next(well.glob("journal-*.jsonl"))
+    journal.write_bytes(journal.read_bytes()[:-20])
+    result = python("-m", "gradtrack.cli", "show", str(well))
+    assert result.returncode == 0
+    assert "1 damaged row left out" in result.stdout
+
+
+@pytest.mark.parametrize("arguments", [["show", "RUN"], ["backends"], ["doctor"], ["diff", "RUN", "RUN"]])
+def test_a_narrow_terminal_keeps_numbers_and_names_whole(arguments: list[str], well: Path) -> None:
+    """At 40 columns nothing is cut but what a command could not be copied from, and no code colours it."""
+    words = [str(well) if word == "RUN" else word for word in arguments]
+    result = CliRunner().invoke(cli.app, words, env={"COLUMNS": "40", "NO_COLOR": "1"})
+    shown = result.output.split("Files in")[0]
+    assert all(len(line) <= 40 or str(well.name) in line for line in shown.splitlines())
+    assert "…" not in shown
+    assert "\x1b" not in shown
+    assert "tensorboard" in shown or arguments[0] in ("show", "diff")

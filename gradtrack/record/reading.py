@@ -58,7 +58,7 @@ def find_journals(run_dir: Path) -> list[SavedJournal]:
     found: dict[tuple[str, int], SavedJournal] = {}
     parts = sorted(run_dir.glob("journal-*.jsonl"), key=_order)
     if not parts:
-        raise JournalError(f"{str(run_dir)!r} holds no journal: expected a run's directory. Check the path.")
+        raise JournalError(f"{str(run_dir)!r} holds no journal: expected a run's directory. {_remedy(run_dir)}")
     for path in parts:
         header = read_header(path)
         if header is None:
@@ -69,6 +69,12 @@ def find_journals(run_dir: Path) -> list[SavedJournal]:
         new = SavedJournal(run=run, home=home, rank=rank, backends=backends, parts=[])
         found.setdefault((run.run_id, rank), new).parts.append(path)
     return list(found.values())
+
+
+def _remedy(run_dir: Path) -> str:
+    """Name the newest of the runs in a directory that is none itself."""
+    within = max(run_dir.glob("*/journal-*.jsonl"), key=lambda path: path.stat().st_mtime, default=None)
+    return "Check the path." if within is None else f"It holds others; the newest is {str(within.parent)!r}."
 
 
 def read_header(path: Path) -> Mapping[str, Any] | None:
@@ -84,8 +90,8 @@ def read_header(path: Path) -> Mapping[str, Any] | None:
             _check_header(header)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as fault:
         raise JournalError(
-            f"{str(path)!r} does not begin like a journal ({fault!r:.100}): expected its header. "
-            "Move the file out of the run's directory."
+            f"{str(path)!r} does not begin like a journal ({type(fault).__name__}: {fault!s:.70}): "
+            "expected its header. Move the file out of the run's directory."
         ) from None
     if version != FORMAT:
         raise JournalError(

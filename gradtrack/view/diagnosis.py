@@ -23,7 +23,7 @@ def show_diagnosis(found: Diagnosis) -> RenderableType:
     head = Text(f"{versions}, rank {found.rank}\nrun directory: {where}\n")
     table = Table(box=None, pad_edge=False)
     for column in ("backend", "configured", "state", "where to, or why not"):
-        table.add_column(column, overflow="fold")
+        table.add_column(column, overflow="fold", no_wrap=column == "backend")
     for one in found.backends:
         colour = _COLOURS.get(one.state, "red" if one.configured else "yellow")
         cells = (one.name, "yes" if one.configured else "", (one.state, colour), one.destination or one.reason)

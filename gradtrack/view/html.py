@@ -84,8 +84,7 @@ def verdict(run: RunData) -> str:
 
 def _subtitle(run: RunData) -> list[str]:
     created = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(run.run.created))
-    damaged = f"{len(run.damaged)} damaged rows left out" if run.damaged else ""
-    return [part for part in (f"started {created}", run.state, damaged) if part]
+    return [part for part in (f"started {created}", run.state, run.left_out) if part]
 
 
 def _tiles(run: RunData) -> list[tuple[str, str, str]]:

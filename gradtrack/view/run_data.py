@@ -13,6 +13,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from gradtrack.errors import JournalError
 from gradtrack.progress import Bar
 from gradtrack.record.journal import is_being_written
 from gradtrack.record.reading import find_journals
@@ -232,6 +233,12 @@ class RunData:
         return [issue for issue in self.issues if issue.is_open]
 
     @property
+    def left_out(self) -> str:
+        """Say how many rows cannot be read; nothing where all can."""
+        count = len(self.damaged)
+        return f"{count} damaged row{'' if count == 1 else 's'} left out" if count else ""
+
+    @property
     def healthy(self) -> bool:
         """Whether no issue of MEDIUM or above was open at the end."""
         return all(issue.severity < IssueSeverity.MEDIUM for issue in self.open_issues)
@@ -256,7 +263,10 @@ class RunData:
 
 def load_run(directory: Path, *, watched: bool = False) -> RunData:
     """Read the newest run in a directory; `watched` shows how far it is, where that takes long."""
-    journal = max(find_journals(directory), key=lambda found: (found.run.created, -found.rank))
+    journals = find_journals(directory)
+    if not journals:
+        raise JournalError(f"{str(directory)!r} has an empty journal: expected one that a run has begun. Try it later.")
+    journal = max(journals, key=lambda found: (found.run.created, -found.rank))
     with Bar(f"Reading {directory.name}", total=journal.size(), unit="bytes") as bar:
         rows = journal.rows(bar.advance if watched else None)
         run = RunData.of(journal.run, directory, (record for _, record in rows))

@@ -99,7 +99,7 @@ def _head(run: RunData) -> RenderableType:
     if run.end is not None and run.end.summary.nan_inf_summary.skipped_steps:
         text.append(f"  {run.end.summary.nan_inf_summary.skipped_steps} skipped")
     if run.damaged:
-        text.append(f"  {len(run.damaged)} damaged rows left out", style="yellow")
+        text.append(f"  {run.left_out}", style="yellow")
     return text
 
 
