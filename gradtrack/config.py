@@ -60,7 +60,9 @@ class GradientConfig(BaseModel):
     grad_log_every_n_steps: int = Field(100, ge=1, description="Send a row to the backends on every Nth step.")
     grad_track_per_weight_matrix: bool = Field(True, description="Measure groups of parameters, not only the whole.")
     log_histograms: bool = Field(False, description="Count the elements of each group by size for every due row.")
-    track_parameters: bool = Field(False, description="Put the statistics of every parameter into the reports.")
+    track_parameters: bool = Field(
+        False, description="Put every parameter's statistics into the reports, the extreme norms into the trackers."
+    )
     per_rank: bool = Field(False, description="Report how the norms differ between the ranks of a sharded training.")
     groups: dict[str, str] = Field(default_factory=dict, description="Group name to a regex on parameter names.")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from typing import Final
 
 from gradtrack.config import GradientConfig
 from gradtrack.errors import NonFiniteGradientError
@@ -13,6 +14,7 @@ from gradtrack.records import Panel, Record, tail_of
 from gradtrack.reports import Issue, LateReport, StepReport
 from gradtrack.scaling import Scale
 
+_NO_STATISTICS: Final = {"statistics": None, "groups": {}, "parameters": {}}
 _logger = logging.getLogger("gradtrack")
 
 
@@ -50,7 +52,7 @@ class Outcome:
 def to_record(outcome: Outcome, config: GradientConfig, panels: tuple[Panel, ...] = ()) -> Record:
     """Return the row that goes to the backends; without `log_gradient_stats` it has health and clipping only."""
     report = outcome.report
-    shown = report if config.log_gradient_stats else report.model_copy(update={"statistics": None, "groups": {}})
+    shown = report if config.log_gradient_stats else report.model_copy(update=dict(_NO_STATISTICS))
     tail = tail_of(report.source)
     histograms = outcome.facts.histograms if config.log_gradient_stats else {}
     return Record(

@@ -104,6 +104,19 @@ class TestStep:
         assert list(report.parameters) == ["0.weight", "0.bias", "2.weight"]
         assert report.parameters["0.bias"].group == "0"
 
+    def test_extreme_parameters_are_metrics(self) -> None:
+        """With `track_parameters` three of the largest and three of the smallest norms have a curve of their own."""
+        model = with_gradients([torch.full((2,), float(size)) for size in (5, 0, 1, 7, 3, 2, 9, 4)])
+        report = look(model, track_parameters=True)
+        found = {
+            name.removeprefix("train/grad_extreme/"): value
+            for name, value in report.metrics().items()
+            if name.startswith("train/grad_extreme/")
+        }
+        assert set(found) == {"p1", "p2", "p5", "p0", "p3", "p6"}
+        assert found["p6"] == report.parameters["p6"].norm == pytest.approx(9 * 2**0.5)
+        assert not [name for name in look(model).metrics() if "extreme" in name]
+
     def test_missing_gradients_are_named(self) -> None:
         """A parameter without a gradient is missing, not zero."""
         report = look(with_gradients([torch.ones(2), None]))

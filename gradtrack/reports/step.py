@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Final, Literal, Self
 
 from pydantic import Field, SerializationInfo, SerializeAsAny, field_serializer, model_serializer, model_validator
 from pydantic import SerializerFunctionWrapHandler as Handler
@@ -23,6 +23,8 @@ from gradtrack.reports.parts import (
     RankStatistics,
     ScalerReport,
 )
+
+_EXTREMES: Final = 3
 
 
 class StepReport(Report):
@@ -196,6 +198,11 @@ class StepReport(Report):
         ),
         Metric("train/grad_variance/<group>", "Variance of one group.", when="grad_track_per_weight_matrix"),
         Metric("train/grad_mean/<group>", "Mean of one group.", when="grad_track_per_weight_matrix"),
+        Metric(
+            "train/grad_extreme/<parameter>",
+            "Norm of a single parameter, of the three with the largest norms and the three with the smallest.",
+            when="track_parameters",
+        ),
     )
 
     def metrics(self) -> dict[str, float]:
@@ -206,6 +213,9 @@ class StepReport(Report):
             values[f"train/grad_norm{tail}/{group}"] = found.norm
             values[f"train/grad_variance{tail}/{group}"] = found.variance
             values[f"train/grad_mean{tail}/{group}"] = found.mean
+        by_norm = sorted(self.parameters, key=lambda name: self.parameters[name].norm)
+        for name in dict.fromkeys((*by_norm[-_EXTREMES:], *by_norm[:_EXTREMES])):
+            values[f"train/grad_extreme{tail}/{name}"] = self.parameters[name].norm
         for report in self.analyzers.values():
             if isinstance(report, Report) and not (isinstance(report, LateReport) and report.step != self.step):
                 values.update((f"{name}{tail}", value) for name, value in report.metrics().items())

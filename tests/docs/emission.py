@@ -99,7 +99,9 @@ def _recorded(manager: GradientManager) -> Names:
 def _core() -> Names:
     """Clip, skip a step that is not finite, and open an issue."""
     model = _blocks()
-    with GradientManager(backends=["memory"], grad_log_every_n_steps=1, log_histograms=True) as manager:
+    with GradientManager(
+        backends=["memory"], grad_log_every_n_steps=1, log_histograms=True, track_parameters=True
+    ) as manager:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         _train(manager, model, optimizer, torch.randn(8, 6), steps=2)
         _train(manager, model, optimizer, torch.full((8, 6), math.inf), steps=1)
