@@ -14,7 +14,7 @@ from gradtrack.records import Panel, Record, tail_of
 from gradtrack.reports import Issue, LateReport, StepReport
 from gradtrack.scaling import Scale
 
-_NO_STATISTICS: Final = {"statistics": None, "groups": {}, "parameters": {}}
+_NO_STATISTICS: Final[dict[str, object]] = {"statistics": None, "groups": {}, "parameters": {}}
 _logger = logging.getLogger("gradtrack")
 
 
