@@ -13,6 +13,7 @@ import typer
 
 from gradtrack._version import __version__
 from gradtrack.errors import GradtrackError, UsageError
+from gradtrack.view.newest import HERE, find_run
 
 # What the help of each command shows, and when the command ends with another code than 0 or 2.
 _EXAMPLES: Final = {
@@ -35,9 +36,6 @@ _CODES: Final = {
     "replay": "rows are still missing",
     "doctor": "a backend cannot be used",
 }
-
-_PLACES: Final = (".", "gradtrack_runs/*", "lightning_logs/*")
-_HERE: Final = "this directory, gradtrack_runs or lightning_logs"
 
 
 def _epilog(command: str) -> str:
@@ -62,7 +60,7 @@ app = typer.Typer(
 )
 Run = Annotated[
     Path | None,
-    typer.Argument(help=f"A run's directory. Default: the newest one in {_HERE}.", show_default=False),
+    typer.Argument(help=f"A run's directory. Default: the newest one in {HERE}.", show_default=False),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print data for scripts instead of a table.")]
 
@@ -133,7 +131,7 @@ def show(
 
     if follow and as_json:
         raise UsageError("--follow with --json: expected one of them. Read the run's journal for rows as they come.")
-    directory, console = _directory(run), Console(highlight=False)
+    directory, console = find_run(run), Console(highlight=False)
     if follow:
         from gradtrack.view.follow import follow as watch
 
@@ -158,7 +156,7 @@ def report(
     from gradtrack.view.html import REPORT, write_html_report
     from gradtrack.view.run_data import load_run
 
-    found = load_run(_directory(run), watched=True)
+    found = load_run(find_run(run), watched=True)
     path = found.directory / REPORT if out is None else out
     with _writing(path, "--out"):
         write_html_report(found, path)
@@ -222,7 +220,7 @@ def replay(
             bars[backend] = bar if bar is not None else progress.add_task(backend)
             progress.update(bars[backend], completed=done, total=total)
 
-        found = deliver(_directory(run), to=to, tracking_uri=tracking_uri, progress=advance)
+        found = deliver(find_run(run), to=to, tracking_uri=tracking_uri, progress=advance)
     if as_json:
         typer.echo(json.dumps([{**asdict(one), "complete": one.complete} for one in found], indent=1))
     for one in [] if as_json else found:
@@ -268,20 +266,6 @@ def analyzers(as_json: AsJson = False) -> None:
     _list_plugins("analyzers", as_json)
 
 
-def _directory(run: Path | None) -> Path:
-    """Return the directory that is meant: the newest run where none was named."""
-    if run is not None:
-        return run
-    runs = [path for place in _PLACES for path in Path().glob(f"{place}/journal-*.jsonl")]
-    if not runs:
-        if any(path for place in _PLACES for path in Path().glob(f"{place}/run_end.json")):
-            raise UsageError(
-                f"no RUN: those in {_HERE} have no row, expected one that was recorded. Lower grad_log_every_n_steps."
-            )
-        raise UsageError(f"no RUN: expected a run's directory, since there is none in {_HERE}. Try: gradtrack demo")
-    return max(runs, key=lambda path: path.stat().st_mtime).parent
-
-
 @contextmanager
 def _writing(path: Path, option: str) -> Iterator[None]:
     """Say on one line why a file that an option names could not be written."""
@@ -320,23 +304,15 @@ def _list_plugins(kind: str, as_json: bool) -> None:
     from dataclasses import asdict
 
     from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
 
     from gradtrack import registry
-    from gradtrack.view.plugins import describe_plugins
+    from gradtrack.view.plugins import describe_plugins, show_plugins
 
     plugins = describe_plugins(getattr(registry, kind))
     if as_json:
         typer.echo(json.dumps([asdict(plugin) for plugin in plugins], indent=1))
-        return
-    table = Table(box=None, pad_edge=False)
-    for column in (kind.removesuffix("s"), "about", "ready"):
-        table.add_column(column, overflow="fold")
-    for plugin in plugins:
-        about = plugin.about if plugin.source == "gradtrack" else f"{plugin.about} ({plugin.source})"
-        table.add_row(*(Text(text) for text in (plugin.name, about, plugin.remedy or "yes")))
-    Console().print(table)
+    else:
+        Console().print(show_plugins(kind.removesuffix("s"), plugins))
 
 
 if __name__ == "__main__":

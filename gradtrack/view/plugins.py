@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata, resources
+from typing import TYPE_CHECKING
 
 from gradtrack.registry import Registry
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +38,20 @@ def describe_plugins(registry: Registry) -> list[PluginInfo]:
     ]
     others = [_third_party(point) for point in metadata.entry_points(group=f"gradtrack.{registry.kind}")]
     return own + sorted(others, key=lambda plugin: plugin.name)
+
+
+def show_plugins(kind: str, plugins: Sequence[PluginInfo]) -> RenderableType:
+    """Return a table of plugins as something that a rich console prints."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False)
+    for column in (kind, "about", "ready"):
+        table.add_column(column, overflow="fold", no_wrap=column == kind)
+    for plugin in plugins:
+        about = plugin.about if plugin.source == "gradtrack" else f"{plugin.about} ({plugin.source})"
+        table.add_row(*(Text(text) for text in (plugin.name, about, plugin.remedy or "yes")))
+    return table
 
 
 def missing_packages(name: str) -> tuple[str, ...]:

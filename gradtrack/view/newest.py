@@ -1,0 +1,26 @@
+"""The run that is meant where nobody names one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+from gradtrack.errors import UsageError
+
+_PLACES: Final = (".", "gradtrack_runs/*", "lightning_logs/*")
+HERE: Final = "this directory, gradtrack_runs or lightning_logs"
+"""Where runs are looked for, in words."""
+
+
+def find_run(run: Path | None) -> Path:
+    """Return the directory of a run: the newest one where none was named."""
+    if run is not None:
+        return run
+    runs = [path for place in _PLACES for path in Path().glob(f"{place}/journal-*.jsonl")]
+    if not runs:
+        if any(path for place in _PLACES for path in Path().glob(f"{place}/run_end.json")):
+            raise UsageError(
+                f"no RUN: those in {HERE} have no row, expected one that was recorded. Lower grad_log_every_n_steps."
+            )
+        raise UsageError(f"no RUN: expected a run's directory, since there is none in {HERE}. Try: gradtrack demo")
+    return max(runs, key=lambda path: path.stat().st_mtime).parent
