@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from gradtrack.measure.deviations import Deviations
+from gradtrack.measure.gradients import Layout
 from gradtrack.measure.moments import Moments, Rows, describe, finite_norm
-from gradtrack.measure.table import Layout
 from gradtrack.records import Histogram
 from gradtrack.reports import HealthReport, Report
 

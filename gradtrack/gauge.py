@@ -13,11 +13,12 @@ from gradtrack.config import GradientConfig
 from gradtrack.errors import UsageError
 from gradtrack.facts import StepFacts
 from gradtrack.measure.deviations import find_deviations
+from gradtrack.measure.gradients import Foresight, Gradients, SharedGradients
 from gradtrack.measure.histograms import histograms_of
 from gradtrack.measure.measurer import Measurer
 from gradtrack.measure.moments import Moments
 from gradtrack.measure.passing import Passing, may_step_in_backward, step_in_backward
-from gradtrack.measure.table import Foresight, Gradients, ParameterTable, SharedGradients
+from gradtrack.measure.table import ParameterTable
 from gradtrack.measure.weights import norms_from_squares, weight_norms, weight_squares
 
 _LOCAL_PARTS = (

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from gradtrack.config import GradientConfig
 from gradtrack.measure import torch_device
+from gradtrack.measure.gradients import Gradients
 from gradtrack.measure.moments import NAN, NEGINF, POSINF, SQUARES, Moments, merge
-from gradtrack.measure.table import Gradients
 from gradtrack.protect.clipping import GradientClipper, coefficient_for
 from gradtrack.protect.nonfinite import NaNInfHandler, count_nonfinite
 

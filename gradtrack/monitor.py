@@ -17,9 +17,9 @@ from gradtrack.config import GradientConfig
 from gradtrack.diagnose.evidence import Evidence
 from gradtrack.diagnose.health import Health
 from gradtrack.measure.deviations import find_deviations
+from gradtrack.measure.gradients import Gradients, Layout
 from gradtrack.measure.measurer import Measurer
 from gradtrack.measure.moments import Moments, describe
-from gradtrack.measure.table import Gradients, Layout
 from gradtrack.reports import GradientStatistics, HealthReport, Issue, StepReport
 
 

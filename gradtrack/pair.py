@@ -19,10 +19,11 @@ from gradtrack.gauge import Gauge
 from gradtrack.judgement import Judgement
 from gradtrack.late import LateStep, can_wait, on_device
 from gradtrack.live import LiveAnalyzers
+from gradtrack.measure.gradients import Gradients
 from gradtrack.measure.measurer import Measurer
 from gradtrack.measure.moments import Moments
 from gradtrack.measure.shards import unwrapped
-from gradtrack.measure.table import Gradients, ParameterTable
+from gradtrack.measure.table import ParameterTable
 from gradtrack.monitor import GradientMonitor
 from gradtrack.outcome import Outcome
 from gradtrack.protect.clipping import GradientClipper

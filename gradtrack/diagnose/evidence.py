@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from gradtrack.measure.gradients import Layout
 from gradtrack.measure.moments import Moments, log_norm
-from gradtrack.measure.table import Layout
 
 
 @dataclass(slots=True, kw_only=True)

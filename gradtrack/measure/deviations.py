@@ -10,8 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from gradtrack.measure.gradients import Gradients
 from gradtrack.measure.moments import MAX, MIN, NAN, SQUARES, SUM, Moments, Rows
-from gradtrack.measure.table import Gradients
 from gradtrack.measure.torch_cpu import flat
 from gradtrack.measure.torch_device import WITHOUT_FLOAT64
 

@@ -10,9 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from gradtrack.measure.gradients import Gradients
 from gradtrack.measure.measurer import Measurer
 from gradtrack.measure.moments import WIDTH, Moments, Rows, merge
-from gradtrack.measure.table import Gradients, ParameterTable
+from gradtrack.measure.table import ParameterTable
 
 _POWERS = np.array([1, 2, 1, 1, 0, 0, 0, 0])
 """By which power of a scale each number of a row grows."""

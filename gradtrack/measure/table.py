@@ -2,214 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter
 from typing import Any, Final
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from gradtrack.errors import UsageError
 from gradtrack.measure import grouping
-from gradtrack.measure.histograms import count_elements
-from gradtrack.measure.measurer import Batch, Measurer
-from gradtrack.measure.moments import Moments, Rows, merge
-from gradtrack.measure.ranks import Merged, Ranks, Share
-from gradtrack.measure.shards import group_of_modules, is_distributed, local_gradient, replicated_params, unwrapped
+from gradtrack.measure.gradients import Gradients, Layout, SharedGradients
+from gradtrack.measure.ranks import Ranks
+from gradtrack.measure.shards import group_of_modules, is_distributed, replicated_params, unwrapped
 
 _grad = attrgetter("grad")
 _requires_grad = attrgetter("requires_grad")
 _layout = attrgetter("layout")
 _values = dict.values
 _DENSE: Final = frozenset({torch.strided})
-
-
-class Layout:
-    """The names, groups and sizes of the gradients that are there, which stay the same from step to step."""
-
-    __slots__ = (
-        "counts",
-        "group_counts",
-        "group_names",
-        "group_of",
-        "missing",
-        "names",
-        "params",
-        "sizes",
-        "total_count",
-    )
-
-    def __init__(
-        self,
-        names: list[str],
-        params: list[nn.Parameter],
-        counts: Sequence[int],
-        group_of: NDArray[np.int64],
-        group_names: list[str],
-        missing: list[str],
-    ) -> None:
-        self.names, self.params, self.missing = names, params, missing
-        self.group_of, self.group_names = group_of, group_names
-        self.recount(counts)
-
-    def recount(self, counts: Sequence[int]) -> None:
-        """Take new sizes, as those of sparse gradients are on every step."""
-        self.counts = list(counts)
-        self.sizes = np.array(self.counts, dtype=np.int64)
-        sums = np.bincount(self.group_of, weights=self.counts, minlength=len(self.group_names))
-        self.group_counts = [int(count) for count in sums]
-        self.total_count = sum(self.counts)
-
-
-class Gradients:
-    """The gradients of one step: the tensors to measure and their layout.
-
-    A sparse gradient is measured by its coalesced values, a complex one by its real and imaginary parts. Coalescing
-    changes how an optimizer rounds, so whoever changes the tensors calls `install`.
-    """
-
-    __slots__ = ("batch", "layout", "sparse", "tensors", "touched_rows")
-
-    def __init__(
-        self,
-        tensors: list[Tensor],
-        layout: Layout,
-        touched_rows: dict[str, int],
-        sparse: Mapping[int, Tensor] | None = None,
-    ) -> None:
-        self.tensors, self.layout, self.touched_rows = tensors, layout, touched_rows
-        self.sparse: Mapping[int, Tensor] = sparse or {}
-        """The coalesced sparse gradients by their position, whose values are among the tensors."""
-        self.batch: Batch | Sequence[Tensor] = tensors
-        """The tensors as the measurer has prepared them, or as they are."""
-
-    def measure(self, measurer: Measurer) -> Moments:
-        """Return the sums of the gradients as they are now."""
-        return measurer.measure(self.batch, self.layout.group_of, len(self.layout.group_names))
-
-    def install(self) -> None:
-        """Put what was measured of sparse gradients in their place, since its values have changed."""
-        for index, grad in self.sparse.items():
-            self.layout.params[index].grad = grad
-
-    def count(self) -> Rows:
-        """Return for each group how many elements are in each bucket of a histogram."""
-        return count_elements(self.tensors, self.layout.group_of.tolist(), len(self.layout.group_names))
-
-
-Foresight = Callable[["SharedGradients", Moments], NDArray[np.float64]]
-"""Tells from what this rank has measured, for each tensor, how much an elementwise clipping would limit, and what
-sum of squares it would leave."""
-
-
-class SharedGradients(Gradients):
-    """The parts of the gradients that this rank has, whose sums are those of all ranks.
-
-    Until it is measured it has a tensor for every parameter, then for those that have a gradient on any rank.
-    """
-
-    __slots__ = ("_has_gradient", "_lay_out", "_positions", "merged", "ranks")
-
-    def __init__(
-        self,
-        params: Sequence[nn.Parameter],
-        ranks: Ranks,
-        lay_out: Callable[[Sequence[int]], Layout],
-        only: Container[int] | None = None,
-    ) -> None:
-        super().__init__(list(map(local_gradient, params)), lay_out(range(len(params))), {})
-        self.ranks, self._lay_out = ranks, lay_out
-        self._positions = np.arange(len(params))
-        wanted = [only is None or id(param) in only for param in params]
-        self._has_gradient = np.array([param.grad is not None for param in params]) & wanted
-        self.merged: Merged
-        """What the last measurement has found over all ranks."""
-
-    def measure(
-        self,
-        measurer: Measurer,
-        *,
-        extra: NDArray[np.float64] | None = None,
-        loss: float | None = None,
-        ends: bool = True,
-        ends_if_nonfinite: bool = False,
-        spread: bool = False,
-        limited: Foresight | None = None,
-        tally: bool = False,
-    ) -> Moments:
-        """Return the sums over all ranks, and leave what else was asked for in `merged`.
-
-        That are the sums of an extra number per parameter, the loss, how the ranks differ, what an elementwise
-        clipping is going to do and, with `tally`, the counts of a histogram for each group. Without `ends` the smallest
-        and largest elements stay unknown, which saves a collective, unless some element is not finite.
-        """
-        positions, layout = self._positions, self.layout
-        here = measurer.measure(self.batch, layout.group_of, len(layout.group_names))
-        there = self._has_gradient[positions]
-        share = Share(
-            rows=here.rows[there],
-            present=positions[there],
-            counts=np.array([tensor.numel() for tensor in self.tensors])[there],
-            extra=np.zeros(len(self._has_gradient)) if extra is None else extra,
-            limited=None if limited is None else limited(self, here)[there],
-            tallies=self._tally() if tally else None,
-            loss=loss,
-            ends=ends,
-            ends_if_nonfinite=ends_if_nonfinite,
-            spread=spread,
-            exponent=here.exponent,
-        )
-        self.merged = merged = self.ranks.merge(share)
-        rows = merged.rows[positions]
-        found = merge(rows, layout.group_of, len(layout.group_names))
-        moments = Moments(rows, *found, merged.exponent, has_ends=merged.has_ends)
-        if not merged.present[positions].all():
-            kept = np.flatnonzero(merged.present[positions])
-            self._narrow(kept)
-            moments = moments.of(kept)
-        self._recount()
-        return moments
-
-    @property
-    def limited(self) -> NDArray[np.float64]:
-        """Return what an elementwise clipping does over all ranks: how much it limits, and the squares it leaves."""
-        assert self.merged.limited is not None, "nobody has asked what a clipping would do"
-        found: NDArray[np.float64] = self.merged.limited[self._positions].sum(axis=0)
-        return found
-
-    @property
-    def has_shards(self) -> bool:
-        """Whether a rank holds only parts of any of these parameters."""
-        return bool(self.ranks.sharded[self._positions].any())
-
-    def count(self) -> Rows:
-        """Return the same over all ranks, as it was counted while they were measured."""
-        return self.merged.tallies.reshape(len(self.layout.group_names), -1)
-
-    def _tally(self) -> Rows:
-        """Count what this rank has for each group, so that a sum over the ranks has each element once."""
-        counts = count_elements(self.tensors, range(len(self.tensors)), len(self.tensors))
-        counts[~self._has_gradient[self._positions]] = 0.0
-        groups = np.zeros((len(self.layout.group_names), counts.shape[1]))
-        np.add.at(groups, self.layout.group_of, self.ranks.once(counts, self._positions))
-        return groups
-
-    def _narrow(self, kept: NDArray[np.int64]) -> None:
-        """Leave out the parameters that have a gradient on no rank."""
-        self.batch = self.tensors = [self.tensors[index] for index in kept]
-        self._positions = self._positions[kept]
-        self.layout = self._lay_out(self._positions.tolist())
-
-    def _recount(self) -> None:
-        """Take the sizes that all ranks have together, where a parameter here knows only its own."""
-        if self.merged.counts is None:
-            return
-        counts = self.merged.counts[self._positions].tolist()
-        if counts != self.layout.counts:
-            self.layout.recount(counts)
 
 
 class ParameterTable:

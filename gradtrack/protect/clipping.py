@@ -14,10 +14,11 @@ from torch import Tensor, nn
 
 from gradtrack.config import ClipType, GradientConfig
 from gradtrack.errors import UsageError
+from gradtrack.measure.gradients import Gradients, SharedGradients
 from gradtrack.measure.measurer import Measurer
 from gradtrack.measure.moments import MAX, MIN, SQUARES, Moments, Rows
 from gradtrack.measure.shards import local_part
-from gradtrack.measure.table import Gradients, ParameterTable, SharedGradients
+from gradtrack.measure.table import ParameterTable
 from gradtrack.protect.strategies import AdaptiveStrategy, FixedStrategy, Strategy, ZScoreStrategy
 from gradtrack.reports import ClippingReport
 

@@ -10,9 +10,9 @@ from typing import Any
 from torch import Tensor
 
 from gradtrack.errors import NonFiniteGradientError
+from gradtrack.measure.gradients import Foresight, Gradients
 from gradtrack.measure.moments import Moments, true_norm
 from gradtrack.measure.passing import PassedGradients
-from gradtrack.measure.table import Foresight, Gradients
 from gradtrack.protect.clipping import GradientClipper
 from gradtrack.protect.nonfinite import NaNInfHandler, count_nonfinite
 

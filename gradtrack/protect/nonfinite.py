@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from gradtrack.config import GradientConfig
 from gradtrack.errors import NonFiniteGradientError
+from gradtrack.measure.gradients import Gradients
 from gradtrack.measure.measurer import Measurer
 from gradtrack.measure.moments import NAN, NEGINF, POSINF, Moments, replaced
-from gradtrack.measure.table import Gradients, ParameterTable
+from gradtrack.measure.table import ParameterTable
 from gradtrack.reports import NanInfReport, NonFiniteParameter
 
 _NAMED_IN_ERRORS: Final = 5
