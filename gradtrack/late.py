@@ -62,12 +62,14 @@ class LateStep:
         config = self._config
         self._action = "off" if not config.enable_nan_inf_check else "scaler" if scaled else config.nonfinite_action
         if self._action == "replace":
+            grads.own()
             self._handler.replace(grads.tensors)
             grads.install()
         if self._action == "skip":
             for optimizer in optimizers:
                 optimizer.found_inf = (self._bad > 0).float()
         if config.enable_gradient_clipping:
+            grads.own()
             self._limit = self._clipper.limit()
             norm = self._norm_to_clip(grads)
             coefficient = (self._limit / (norm + self._clipper.epsilon)).clamp(max=1.0)

@@ -20,6 +20,7 @@ from gradtrack.measure.deviations import find_deviations
 from gradtrack.measure.gradients import Gradients, Layout
 from gradtrack.measure.measurer import Measurer
 from gradtrack.measure.moments import Moments, describe
+from gradtrack.measure.shards import local_numbers
 from gradtrack.reports import GradientStatistics, HealthReport, Issue, StepReport
 
 
@@ -108,4 +109,4 @@ class GradientMonitor:
 def _dense(grad: Tensor) -> Tensor:
     """Return the numbers of a gradient: the values of a sparse one, both parts of a complex one."""
     values = grad.coalesce().values() if grad.layout is torch.sparse_coo else grad
-    return torch.view_as_real(values) if values.is_complex() else values
+    return local_numbers(values)

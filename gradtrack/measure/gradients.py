@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Mapping, Sequence
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
@@ -56,21 +57,21 @@ class Gradients:
     """The gradients of one step: the tensors to measure and their layout.
 
     A sparse gradient is measured by its coalesced values, a complex one by its real and imaginary parts. Coalescing
-    changes how an optimizer rounds, so whoever changes the tensors calls `install`.
+    changes how an optimizer rounds, so whoever changes the tensors calls `install`; and `own` before that.
     """
 
-    __slots__ = ("batch", "layout", "sparse", "tensors", "touched_rows")
+    __slots__ = ("batch", "layout", "stand_ins", "tensors", "touched_rows")
 
     def __init__(
         self,
         tensors: list[Tensor],
         layout: Layout,
         touched_rows: dict[str, int],
-        sparse: Mapping[int, Tensor] | None = None,
+        stand_ins: Mapping[int, Tensor] | None = None,
     ) -> None:
         self.tensors, self.layout, self.touched_rows = tensors, layout, touched_rows
-        self.sparse: Mapping[int, Tensor] = sparse or {}
-        """The coalesced sparse gradients by their position, whose values are among the tensors."""
+        self.stand_ins: Mapping[int, Tensor] = stand_ins or {}
+        """Sparse gradients coalesced and conjugate ones resolved, by their position; their values are measured."""
         self.batch: Batch | Sequence[Tensor] = tensors
         """The tensors as the measurer has prepared them, or as they are."""
 
@@ -78,9 +79,27 @@ class Gradients:
         """Return the sums of the gradients as they are now."""
         return measurer.measure(self.batch, self.layout.group_of, len(self.layout.group_names))
 
+    def own(self) -> None:
+        """Give each parameter a gradient of its own, where a loop has given one to several or to many elements.
+
+        Whatever is about to change the gradients would otherwise change some of them twice.
+        """
+        others = self.batch.others if isinstance(self.batch, Batch) else range(len(self.tensors))
+        bad = {index for index in others if _is_expanded(self.tensors[index])}
+        if len(set(map(id, self.tensors))) < len(self.tensors):
+            first: dict[int, int] = {}
+            bad |= {index for index, one in enumerate(self.tensors) if first.setdefault(id(one), index) != index}
+        for index in bad - self.stand_ins.keys():
+            param = self.layout.params[index]
+            assert param.grad is not None
+            grad = param.grad = param.grad.detach().clone(memory_format=torch.contiguous_format)
+            self.tensors[index] = torch.view_as_real(grad) if grad.is_complex() else grad
+        if bad:
+            self.batch = self.tensors
+
     def install(self) -> None:
-        """Put what was measured of sparse gradients in their place, since its values have changed."""
-        for index, grad in self.sparse.items():
+        """Put what was measured in the place of the gradients that it stands for, since its values have changed."""
+        for index, grad in self.stand_ins.items():
             self.layout.params[index].grad = grad
 
     def count(self) -> Rows:
@@ -161,6 +180,9 @@ class SharedGradients(Gradients):
         self._recount()
         return moments
 
+    def own(self) -> None:
+        """Leave parts as they are: what made them gave each parameter its own."""
+
     @property
     def limited(self) -> NDArray[np.float64]:
         """Return what an elementwise clipping does over all ranks: how much it limits, and the squares it leaves."""
@@ -198,3 +220,10 @@ class SharedGradients(Gradients):
         counts = self.merged.counts[self._positions].tolist()
         if counts != self.layout.counts:
             self.layout.recount(counts)
+
+
+def _is_expanded(grad: Tensor) -> bool:
+    """Say whether several elements share their memory."""
+    if grad.layout is not torch.strided or grad.is_contiguous():
+        return False
+    return any(stride == 0 and size > 1 for stride, size in zip(grad.stride(), grad.shape, strict=True))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,7 @@ from gradtrack.measure.moments import MAX, MIN, WIDTH, Moments, merge
 from gradtrack.measure.torch_engine import TorchEngine
 
 EngineName = Literal["auto", "torch", "native"]
+_SMALLEST_FACTOR: Final = 2.0**-100
 
 
 class Batch:
@@ -81,6 +82,9 @@ class Measurer:
     def scale(self, tensors: Sequence[Tensor] | Batch, coefficient: float) -> None:
         """Multiply every gradient in place."""
         batch = tensors if isinstance(tensors, Batch) else self.prepare(tensors)
+        if 0 < coefficient < _SMALLEST_FACTOR:  # as a float32 it would keep only a few of its digits
+            self.scale(batch, _SMALLEST_FACTOR)
+            coefficient /= _SMALLEST_FACTOR
         if batch.native:
             self._native.scale(batch.native_tensors, coefficient, table=batch.table)
         if batch.others:

@@ -69,6 +69,8 @@ def local_gradient(param: nn.Parameter) -> Tensor:
         )
     if is_distributed(param) and tuple(grad.placements) != tuple(param.placements):  # type: ignore[attr-defined]
         grad = param.grad = grad.redistribute(placements=param.placements)  # type: ignore[attr-defined]
+    if grad.is_conj():
+        grad = param.grad = grad.resolve_conj()
     local = local_part(grad)
     return torch.view_as_real(local) if local.is_complex() else local
 

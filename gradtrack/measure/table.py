@@ -127,17 +127,19 @@ class ParameterTable:
     def _unusual(self, tensors: Sequence[Tensor], layout: Layout) -> Gradients:
         touched: dict[str, int] = {}
         dense: list[Tensor] = []
-        sparse: dict[int, Tensor] = {}
+        stand_ins: dict[int, Tensor] = {}
         for index, grad in enumerate(tensors):
             if grad.layout is not torch.strided:
-                sparse[index] = _coalesced(grad)
-                grad = sparse[index]._values()
+                stand_ins[index] = _coalesced(grad)
+                grad = stand_ins[index]._values()
                 touched[layout.names[index]] = grad.shape[0]
+            elif grad.is_conj():  # autograd leaves one where a model takes the conjugate of a parameter
+                grad = stand_ins[index] = grad.resolve_conj()
             dense.append(torch.view_as_real(grad) if grad.is_complex() else grad)
         counts = [grad.numel() for grad in dense]
         if counts != layout.counts:
             layout = Layout(layout.names, layout.params, counts, layout.group_of, layout.group_names, layout.missing)
-        return Gradients(dense, layout, touched, sparse)
+        return Gradients(dense, layout, touched, stand_ins)
 
     def _take_fingerprint(self) -> list[int]:
         modules = chain.from_iterable(map(_values, self._module_dicts))

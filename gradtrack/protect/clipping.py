@@ -17,7 +17,7 @@ from gradtrack.errors import UsageError
 from gradtrack.measure.gradients import Gradients, SharedGradients
 from gradtrack.measure.measurer import Measurer
 from gradtrack.measure.moments import MAX, MIN, SQUARES, Moments, Rows
-from gradtrack.measure.shards import local_part
+from gradtrack.measure.shards import local_numbers
 from gradtrack.measure.table import ParameterTable
 from gradtrack.protect.strategies import AdaptiveStrategy, FixedStrategy, Strategy, ZScoreStrategy
 from gradtrack.reports import ClippingReport
@@ -113,6 +113,7 @@ class GradientClipper:
     def _clip_norm(self, grads: Gradients, norm: float) -> dict[str, Any]:
         found = coefficient_for(norm, self.limit(), self.epsilon)
         if found["clipped"]:
+            grads.own()
             self._measurer.scale(grads.batch, found["coefficient"])
             grads.install()
         return found
@@ -147,6 +148,7 @@ class GradientClipper:
         if isinstance(grads, SharedGradients):
             count, after = self._clip_together(grads, norm)
         else:
+            grads.own()
             count = sum(self._limit(grads.tensors[index], grads, index) for index in self._beyond(moments))
             after = grads.measure(self._measurer).norm if count else norm
         if count:
@@ -186,7 +188,7 @@ class GradientClipper:
         """Limit the elements or units of a tensor in place; return how many were beyond their limit."""
         if self.config.effective_clip_type == "value":
             return _clamp(tensor, self.config.max_grad_norm)
-        return _limit_units(tensor, grads.layout.params[index], self.config.agc_clip_factor, grads.sparse.get(index))
+        return _limit_units(tensor, grads.layout.params[index], self.config.agc_clip_factor, grads.stand_ins.get(index))
 
 
 def coefficient_for(norm: float, threshold: float, epsilon: float) -> dict[str, Any]:
@@ -203,36 +205,45 @@ def _clamp(grad: Tensor, limit: float) -> int:
     return beyond
 
 
-def _limit_units(grad: Tensor, param: nn.Parameter, factor: float, sparse: Tensor | None) -> int:
+def _limit_units(grad: Tensor, param: nn.Parameter, factor: float, stand_in: Tensor | None) -> int:
     """Scale down the units whose gradient is too large for their weights; return how many."""
-    grad, weight = grad.detach(), local_part(param.detach())
+    grad, weight = grad.detach(), local_numbers(param.detach())
     if not grad.numel():
         return 0
-    if weight.is_complex():
-        weight = torch.view_as_real(weight)
-    if sparse is not None:
-        weight = weight[tuple(sparse._indices())]
-    dims = _unit_dims(grad)
+    if stand_in is not None and stand_in.layout is torch.sparse_coo:
+        weight = weight[tuple(stand_in._indices())]
+    dims = tuple(range(1 if _has_rows(grad, param) else 0, grad.ndim))
     limit = _norms(weight, dims).clamp_min(_AGC_SMALLEST_WEIGHT) * factor
     norms = _norms(grad, dims)
     beyond = norms > limit
     count = int(beyond.sum())
     if count:
-        grad.mul_(torch.where(beyond, limit / norms.clamp_min(torch.finfo(norms.dtype).tiny), 1.0).to(grad.dtype))
+        factors = torch.where(beyond, limit / norms.clamp_min(torch.finfo(norms.dtype).tiny), 1.0)
+        grad.copy_(grad * factors)  # in the wider type of the two, since half precision cannot hold such factors
     return count
 
 
 def _num_units(grads: Gradients) -> int:
     """Return how many units there are; a rank without a gradient has none of its own, but the weights."""
-    tensors = grads.layout.params if isinstance(grads, SharedGradients) else grads.tensors
-    return sum(tensor.shape[0] if tensor.ndim + tensor.is_complex() > 1 else 1 for tensor in tensors)
+    params = grads.layout.params
+    tensors = params if isinstance(grads, SharedGradients) else grads.tensors
+    pairs = zip(tensors, params, strict=True)
+    return sum(tensor.shape[0] if _has_rows(tensor, param) else 1 for tensor, param in pairs)
 
 
-def _unit_dims(grad: Tensor) -> Sequence[int]:
-    return tuple(range(grad.ndim)) if grad.ndim <= 1 else tuple(range(1, grad.ndim))
+def _has_rows(grad: Tensor, param: nn.Parameter) -> bool:
+    """Say whether the units are rows; a vector is one, also where its complex numbers are two real ones each."""
+    return min(grad.ndim, param.ndim) > 1
 
 
-def _norms(values: Tensor, dims: Sequence[int]) -> Tensor:
-    """Return the norm of each unit, in a precision whose squares do not overflow."""
+def _norms(values: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """Return the norm of each unit; by its largest element where the squares overflow."""
     wide = values if values.dtype == torch.float64 else values.float()
-    return torch.linalg.vector_norm(wide, dim=tuple(dims), keepdim=True) if dims else wide.abs()
+    if not dims:
+        return wide.abs()
+    norms: Tensor = torch.linalg.vector_norm(wide, dim=dims, keepdim=True)
+    if bool(norms.isfinite().all()):
+        return norms
+    largest = wide.abs().amax(dim=dims, keepdim=True).clamp_min(torch.finfo(wide.dtype).tiny)
+    norms = torch.linalg.vector_norm(wide / largest, dim=dims, keepdim=True)
+    return largest.mul(norms)

@@ -61,6 +61,7 @@ class NaNInfHandler:
             for param in owned:
                 param.grad = None
         elif action == "replace":
+            grads.own()
             self.replace(grads.tensors[index] for index in moments.nonfinite_rows())
             grads.install()
             return {**found, "action": action, "replaced_count": moments.nonfinite_count}

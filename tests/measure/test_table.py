@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from gradtrack.errors import UsageError
 from gradtrack.measure.table import ParameterTable
-from tests.training import batch_loss, layer, small_model
+from tests.training import batch_loss, layer, look, small_model
 
 
 def test_names_and_missing_gradients() -> None:
@@ -121,6 +121,26 @@ class TestUnusualGradients:
         grads = ParameterTable(model).gradients()
         assert grads.layout.total_count == 6
         assert float(torch.linalg.vector_norm(grads.tensors[0])) == pytest.approx(26**0.5)
+
+    @pytest.mark.parametrize("action", ["measured", "clipped"])
+    def test_conjugate(self, action: str) -> None:
+        """A gradient that autograd leaves as a conjugate view is measured as what it is, and clipped like any other."""
+        param = nn.Parameter(torch.tensor([1 + 2j, 3j]))
+        model = nn.Module()
+        model.z = param
+        torch.autograd.backward((param.conj().resolve_conj() * torch.tensor([10 + 5j, 2 - 7j])).abs().sum())
+        assert param.grad is not None
+        assert param.grad.is_conj()
+        grad, before = param.grad, param.grad.resolve_conj()
+        norm = float(torch.linalg.vector_norm(torch.view_as_real(before)))
+        report = look(model, max_grad_norm=0.5 if action == "clipped" else 1e9)
+        assert report.statistics is not None
+        assert report.statistics.mean == pytest.approx(float(torch.view_as_real(before).mean()))
+        assert report.clipping.norm_before == pytest.approx(norm)
+        if action == "measured":
+            assert param.grad is grad
+        else:
+            assert torch.allclose(param.grad, before * (0.5 / norm))
 
     @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
     def test_unknown_layout(self) -> None:

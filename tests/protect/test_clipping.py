@@ -112,8 +112,61 @@ def test_one_bad_step_does_not_disable_clipping(clip_type: Any, bad: float) -> N
     assert math.isfinite(after)
 
 
+@ENGINES
+@pytest.mark.parametrize("clip_type", ["norm", "value", "agc"])
+@pytest.mark.parametrize("kind", ["one for two", "expanded"])
+def test_gradients_in_shared_memory(engine: Any, clip_type: Any, kind: str) -> None:
+    """What two parameters or many elements share is clipped as separate gradients with the same numbers are."""
+    grad = torch.tensor([3.0]).expand(5) if kind == "expanded" else torch.full((5,), 3.0)
+    shared, separate = with_gradients([grad, grad]), with_gradients([grad.clone(), grad.clone()])
+    reports = [look(model, engine=engine, clip_type=clip_type).clipping for model in (shared, separate)]
+    assert reports[0] == reports[1]
+    for one, other in zip(shared.parameters(), separate.parameters(), strict=True):
+        assert one.grad is not None
+        assert other.grad is not None
+        assert torch.equal(one.grad, other.grad)
+
+
+@ENGINES
+def test_a_tiny_coefficient_keeps_its_digits(engine: Any) -> None:
+    """Where a float32 cannot hold the coefficient, the norm after is the limit all the same."""
+    model = with_gradients([torch.full((1_000_000,), 3e38)])
+    look(model, engine=engine)
+    (param,) = model.parameters()
+    assert param.grad is not None
+    assert float(param.grad.double().norm()) == pytest.approx(1.0, rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_value_at_the_limit_is_within_it(dtype: torch.dtype) -> None:
+    """An element that lies where its type puts the limit is not clipped, and clipping says so."""
+    report = look(with_gradients([torch.full((5,), 0.1, dtype=dtype)]), clip_type="value", max_grad_norm=0.1).clipping
+    assert not report.clipped
+    assert report.clipped_fraction == 0.0
+
+
 class TestAgc:
     """Limits for each unit by its own weights."""
+
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+    @pytest.mark.parametrize("size", [1e3, 6e4, 1e30, 1e200])
+    def test_gradients_of_any_size(self, dtype: torch.dtype, size: float) -> None:
+        """A unit is scaled down to its limit, neither to zero where its squares overflow nor short of it in halves."""
+        if size > torch.finfo(dtype).max:
+            return
+        model = with_gradients([torch.full((4, 3), size, dtype=dtype)])
+        (param,) = model.parameters()
+        torch.nn.init.ones_(param)
+        look(model, clip_type="agc")
+        assert param.grad is not None
+        rows = param.grad.double().norm(dim=1)
+        assert torch.allclose(rows, torch.full((4,), 0.01 * 3**0.5).double(), rtol=2 * torch.finfo(dtype).eps)
+
+    def test_complex_vectors_are_one_unit(self) -> None:
+        """A vector of complex numbers is one unit, as one of real numbers is."""
+        model = with_gradients([torch.tensor([300 + 400j, 1j, 0])])
+        report = look(model, clip_type="agc").clipping
+        assert report.clipped_fraction == 1.0
 
     def test_every_unit_is_limited_by_its_weights(self) -> None:
         """A row's gradient is at most the factor times the row's weights, and direction is kept."""
