@@ -16,12 +16,13 @@ class CloseAtExit:
     """Closes a manager's sink when the interpreter exits or the manager is collected, whichever comes first.
 
     What is registered last runs first. It is registered again at the first record, so that it runs before what a
-    tracker's own package registered in between.
+    tracker's own package registered in between. `unhook`, which takes off the hooks that are left, must not lead to
+    the manager, since this keeps it.
     """
 
     def __init__(self, owner: Any, sink: Sink, unhook: Callable[[], object]) -> None:
-        self._owner, self._sink = weakref.ref(owner), sink
-        self._collected = weakref.finalize(owner, self._let_go, sink, unhook)
+        self._owner, self._sink, self.unhook = weakref.ref(owner), sink, unhook
+        self._collected = weakref.finalize(owner, self._let_go)
         self._collected.atexit = False
         atexit.register(self._exit)
         sink.on_open = self.renew
@@ -37,10 +38,11 @@ class CloseAtExit:
         self._collected.detach()
         atexit.unregister(self._exit)
 
-    def _let_go(self, sink: Sink, unhook: Callable[[], object]) -> None:
+    def _let_go(self) -> None:
         """End what a manager that was collected has begun."""
         atexit.unregister(self._exit)
-        unhook()
+        self.unhook()
+        sink = self._sink
         if threading.current_thread().daemon:  # it may be one that the close waits for
             threading.Thread(target=sink.close, kwargs={"failed": False}, name="gradtrack-close").start()
         else:

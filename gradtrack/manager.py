@@ -231,6 +231,8 @@ class GradientManager:
                 self._look(pair, scale)
 
         self._hooks.append(BeforeSteps(optimizers, look))
+        # The optimizer keeps the manager from now on; what is kept until that is collected must not keep the optimizer.
+        self._at_exit.unhook = self._roster.models_alone()
 
     def flush(self) -> None:
         """Make everything that was recorded durable."""

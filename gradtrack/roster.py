@@ -11,6 +11,7 @@ from torch import nn
 from gradtrack.checks import as_sequence, check_model
 from gradtrack.config import GradientConfig
 from gradtrack.errors import UsageError
+from gradtrack.gauge import Gauge
 from gradtrack.live import LiveAnalyzers, build_analyzers
 from gradtrack.measure.measurer import Measurer
 from gradtrack.monitor import GradientMonitor
@@ -38,6 +39,7 @@ class Roster:
         self.first_analyzers = self._analyzers(config.analyzers)
         self._pairs: dict[tuple[int, ...], Pair] = {}
         self._shares = Shares()
+        self._on_models: list[Gauge | LiveAnalyzers] = []
         self._restored: dict[str, Any] = {}
 
     def __iter__(self) -> Iterator[Pair]:
@@ -97,6 +99,10 @@ class Roster:
         for pair in self:
             pair.close()
 
+    def models_alone(self) -> Callable[[], None]:
+        """Return what removes the hooks from the models, and does not keep the optimizers alive as this does."""
+        return partial(_close_all, self._on_models)
+
     def _meet(self, model: nn.Module, optimizers: Sequence[Any]) -> Pair:
         check_model(model)
         waiting = [pair for pair in self if pair.model is model and not pair.optimizers]
@@ -138,6 +144,7 @@ class Roster:
         pair.arm()
         self._pairs[(id(model), *map(id, optimizers))] = pair
         self._divide()
+        self._on_models += (pair.gauge, pair.analyzers)
         if first:
             self._on_first()
         return pair
@@ -202,3 +209,8 @@ class Roster:
             GradientClipper(self._config, measurer=self._measurer),
             NaNInfHandler(self._config, measurer=self._measurer),
         )
+
+
+def _close_all(parts: Sequence[Gauge | LiveAnalyzers]) -> None:
+    for part in parts:
+        part.close()
