@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
@@ -20,6 +20,11 @@ def as_sequence(optimizer: Any) -> tuple[Any, ...]:
     if isinstance(optimizer, Sequence) and not hasattr(optimizer, "param_groups"):
         return tuple(optimizer)
     return (optimizer,)
+
+
+def is_several(value: object) -> bool:
+    """Say whether something is a collection of things, and not a text or a mapping."""
+    return isinstance(value, Iterable) and not isinstance(value, (str, Mapping))
 
 
 def check_model(model: object) -> None:
@@ -43,11 +48,29 @@ def check_loss(loss: object, backward: bool) -> None:
             )
     elif backward:
         raise InputTypeError(
-            f"loss {loss!r}: expected a tensor to run backward on. "
+            f"loss {_shown(loss)}: expected a tensor to run backward on. "
             "Pass the tensor, or backward=False after your own backward."
         )
     elif loss is not None and not isinstance(loss, Real):
-        raise InputTypeError(f"loss {loss!r}: expected a tensor, a number or None.")
+        raise InputTypeError(f"loss {_shown(loss)}: expected a tensor, a number or None. Mind the order of arguments.")
+
+
+def _shown(value: object) -> str:
+    """Show a plain value as it is, and anything larger by its type."""
+    return repr(value) if value is None or isinstance(value, (str, Real)) else type(value).__name__
+
+
+def run_backward(loss: Tensor) -> None:
+    """Run the backward pass; where the graph is used up already, say who has probably done it."""
+    try:
+        torch.autograd.backward(loss)
+    except RuntimeError as fault:
+        if "a second time" in str(fault):
+            fault.add_note(
+                "gradtrack runs the backward pass of a loss itself: leave out your own loss.backward(), "
+                "or call manager.step(model, optimizer, loss, backward=False) after it."
+            )
+        raise
 
 
 def check_optimizer(optimizer: Any, params: Sequence[nn.Parameter]) -> None:
@@ -64,6 +87,17 @@ def check_optimizer(optimizer: Any, params: Sequence[nn.Parameter]) -> None:
             f"optimizer {type(optimizer).__name__} owns none of the model's trainable parameters: "
             "expected at least one. Make it from model.parameters(), after the model was moved or wrapped."
         )
+
+
+def check_state(state: object) -> None:
+    """Refuse what is no state of a manager, or that of another version."""
+    if not isinstance(state, Mapping) or "version" not in state:
+        raise InputTypeError(f"state {type(state).__name__}: expected what manager.state_dict() returned.")
+    if state["version"] != 1:
+        raise UsageError(f"state version {state['version']!r}: expected 1. Load it with the gradtrack that wrote it.")
+    missing = {"history", "pairs"} - state.keys()
+    if missing:
+        raise UsageError(f"state without {' and '.join(sorted(missing))}: expected what state_dict() returned.")
 
 
 def hookable(optimizer: Any) -> Any:

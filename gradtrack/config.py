@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
@@ -127,6 +127,15 @@ class GradientConfig(BaseModel):
             _check_regex(pattern)
         return patterns
 
+    @field_validator("backends", "analyzers", mode="before")
+    @classmethod
+    def _check_is_list(cls, specs: Any, info: Any) -> Any:
+        name, is_plain = info.field_name, isinstance(specs, (str, Mapping))
+        if (name == "analyzers" and specs == "auto") or (isinstance(specs, Iterable) and not is_plain):
+            return specs
+        shown, auto = redact(repr(specs)) if is_plain else "...", " or 'auto'" if name == "analyzers" else ""
+        raise ValueError(f"expected a list{auto}. Write {name}=[{shown}].")
+
     @field_validator("backends", "analyzers")
     @classmethod
     def _check_plugins(cls, specs: Any, info: Any) -> Any:
@@ -197,8 +206,10 @@ def _mapping(source: object) -> dict[str, Any]:
         return dict(source)
     if isinstance(source, (str, Path)):
         return _read(Path(source))
+    shown = redact(repr(source)) if isinstance(source, (int, float, bytes, list, tuple)) else type(source).__name__
     raise InputTypeError(
-        f"config {redact(repr(source))}: expected a GradientConfig, a mapping or the path of a YAML, TOML or JSON file."
+        f"config {shown}: expected a GradientConfig, a mapping or the path of a YAML, TOML or JSON file. "
+        "Model and optimizer go to safe_backward, watch or attach."
     )
 
 

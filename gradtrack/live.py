@@ -204,7 +204,11 @@ def build_analyzers(specs: Any) -> dict[str, Analyzer]:
             name, options = named
             analyzer = _construct(name, options)
         if not isinstance(analyzer, Analyzer):
-            raise InputTypeError(f"analyzer {spec!r}: expected an Analyzer. Derive its class from gradtrack.Analyzer.")
+            is_class = inspect.isclass(spec) and issubclass(spec, Analyzer)
+            remedy = (
+                f"Pass an instance: {spec.__name__}()." if is_class else "Derive its class from gradtrack.Analyzer."
+            )
+            raise InputTypeError(f"analyzer {spec!r}: expected an Analyzer. {remedy}")
         if name in built:
             raise UsageError(f"analyzer {name!r} is named twice: expected each once. Remove one of them.")
         built[name] = analyzer

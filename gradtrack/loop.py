@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from gradtrack.checks import as_sequence, check_hookable, check_model, hookable
 from gradtrack.config import GradientConfig
+from gradtrack.errors import InputTypeError, UsageError
 from gradtrack.manager import GradientManager
 from gradtrack.reports import StepReport
 
@@ -32,6 +33,11 @@ def safe_backward(
     Without a manager a model gets one of its own with the default configuration, which is kept until the program ends.
     """
     manager = gradient_manager if gradient_manager is not None else _default_manager(model, optimizer)
+    if not isinstance(manager, GradientManager):
+        raise InputTypeError(
+            f"gradient_manager {type(manager).__name__}: expected a GradientManager. "
+            "Make one before the loop, with GradientManager(config) for example."
+        )
     return manager.step(model, optimizer, loss, True, scaler=scaler, accumulate=accumulate, epoch=epoch, batch=batch)
 
 
@@ -76,7 +82,12 @@ def watch(
     Of several optimizers, which step together after one backward pass, the first to step is looked before. Close the
     manager, or let the interpreter's exit do it.
     """
+    check_model(model)
     optimizers = tuple(map(hookable, as_sequence(optimizer)))
+    if not optimizers:
+        raise UsageError(
+            f"optimizer {optimizer!r}: expected at least one, before whose steps to look. Pass the loop's."
+        )
     for one in optimizers:
         check_hookable(one)
     manager = GradientManager(config, **settings)

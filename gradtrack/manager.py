@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NoReturn, Self, SupportsIndex
 
 import torch
 from torch import Tensor, nn
 
 from gradtrack.analyzers.base import Analyzer
 from gradtrack.backends.base import Backend
-from gradtrack.checks import as_sequence, check_loss
+from gradtrack.checks import as_sequence, check_loss, check_state, is_several, run_backward
 from gradtrack.config import GradientConfig
 from gradtrack.errors import ClosedError, InputTypeError, UsageError
 from gradtrack.exits import CloseAtExit
@@ -51,9 +51,9 @@ class GradientManager:
         **overrides: Any,
     ) -> None:
         if backends is not None:
-            overrides["backends"] = backends if isinstance(backends, str) else list(backends)
+            overrides["backends"] = list(backends) if is_several(backends) else backends
         if analyzers is not None:
-            overrides["analyzers"] = analyzers if isinstance(analyzers, str) else list(analyzers)
+            overrides["analyzers"] = list(analyzers) if is_several(analyzers) else analyzers
         self.config = GradientConfig.load(config, **overrides)
         self._sink = Sink(self.config)
         self._roster = Roster(self.config, process_group, on_first=self._sink.prepare)
@@ -89,11 +89,12 @@ class GradientManager:
         if backward:
             assert isinstance(loss, Tensor)
             with pair.analyzers.backward():
-                torch.autograd.backward(loss if scaler is None else scaler.scale(loss))
+                run_backward(loss if scaler is None else scaler.scale(loss))
         pair.add_loss(loss)
         if accumulate:
             return pair.unmeasured(epoch)
         scale = None if scaler is None else unscale(scaler, pair.optimizers, once=backward)
+        pair.seen_before_step = True
         return self._look(pair, scale, epoch=epoch, batch=batch)
 
     def _look(self, pair: Pair, scale: Scale | None, *, epoch: int | None = None, batch: object = None) -> StepReport:
@@ -210,23 +211,24 @@ class GradientManager:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` returned; pairs that are not there yet get theirs when they are attached."""
-        if state.get("version") != 1:
-            raise UsageError(
-                f"state version {state.get('version')!r}: expected 1. Load it with the gradtrack that wrote it."
-            )
-        missing = {"history", "pairs"} - state.keys()
-        if missing:
-            raise UsageError(f"state without {' and '.join(sorted(missing))}: expected what state_dict() returned.")
+        check_state(state)
         self._history.load_state_dict(state["history"])
         self._roster.load_state_dict(state["pairs"])
 
     def follow(self, model: nn.Module, optimizer: Any) -> None:
-        """Look by itself just before the first of the optimizers steps, or after each call of its closure."""
+        """Look by itself just before the first of the optimizers steps, or after each call of its closure.
+
+        What the loop has shown to `step` itself since the last one is not looked at again.
+        """
+        if self._closed:
+            raise ClosedError(_CLOSED)
         optimizers = as_sequence(optimizer)
 
         def look(loss: Tensor | float | None, scale: Scale | None) -> None:
-            if not self._closed:
-                pair = self._roster.find(model, optimizers)
+            pair = self._roster.find(model, optimizers)
+            if pair.seen_before_step:
+                pair.seen_before_step = False
+            elif not self._closed:
                 pair.add_loss(loss)
                 self._look(pair, scale)
 
@@ -256,7 +258,15 @@ class GradientManager:
             self._at_exit.cancel()
 
     def __enter__(self) -> Self:
+        if self._closed:
+            raise ClosedError(_CLOSED)
         return self
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise InputTypeError(
+            "a GradientManager cannot be pickled or copied: expected plain data, since it holds files, threads and "
+            "hooks. Save manager.state_dict(), and keep the manager out of what is saved or copied."
+        )
 
     def __exit__(
         self, kind: type[BaseException] | None, fault: BaseException | None, traceback: TracebackType | None

@@ -62,6 +62,8 @@ class Pair:
         self.step_count = 0
         self.flight = FlightRecorder()
         self.coming_notes: list[str] = []
+        self.seen_before_step = False
+        """Whether the loop itself has shown the gradients for the optimizer's coming step."""
         self._loss: Tensor | float | None = None
         self._late: Outcome | None = None
         self._settling = threading.RLock()

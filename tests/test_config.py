@@ -56,12 +56,16 @@ def test_a_configuration_is_not_copied() -> None:
         ({"mute": ["["]}, "not a regular expression"),
         ({"backends": ["memry"]}, r"Did you mean 'memory'\?$"),
         ({"check_frequency": 0}, "check_frequency"),
+        ({"backends": "json"}, r"expected a list. Write backends=['json']."),
+        ({"backends": {"name": "json"}}, r"Write backends=[{'name': 'json'}]."),
+        ({"backends": 3}, r"expected a list. Write backends=[...]."),
+        ({"analyzers": "flow"}, r"expected a list or 'auto'. Write analyzers=['flow']."),
         ({"adaptive_percentile": 101}, "adaptive_percentile"),
     ],
 )
 def test_errors_name_the_value_and_the_remedy(values: dict[str, Any], text: str) -> None:
     """What is not valid is refused with a text that helps."""
-    with pytest.raises(ConfigError, match=text.replace("(", r"\(")):
+    with pytest.raises(ConfigError, match=text.replace("(", r"\(").replace("[", r"\[")):
         GradientConfig(**values)
 
 

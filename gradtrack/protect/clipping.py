@@ -148,8 +148,9 @@ class GradientClipper:
         if isinstance(grads, SharedGradients):
             count, after = self._clip_together(grads, norm)
         else:
-            grads.own()
-            count = sum(self._limit(grads.tensors[index], grads, index) for index in self._beyond(moments))
+            if beyond := self._beyond(moments):
+                grads.own()
+            count = sum(self._limit(grads.tensors[index], grads, index) for index in beyond)
             after = grads.measure(self._measurer).norm if count else norm
         if count:
             grads.install()

@@ -195,14 +195,20 @@ def _build(spec: object, *, absent: bool) -> tuple[str, Backend]:
     else:
         name, options = named
         backend = Absent() if absent and not registry.backends.load(name).inline else build(name, options)
-    if not callable(getattr(backend, "write", None)):
-        raise InputTypeError(
-            f"backend {redact(repr(spec))}: expected a Backend. Derive its class from gradtrack.Backend."
-        )
     if not isinstance(backend, Backend):
-        shown = redact(repr(spec))
-        raise InputTypeError(f"backend {shown}: expected a subclass of gradtrack.Backend. Derive its class from it.")
+        raise InputTypeError(f"backend {redact(repr(spec))}: expected a gradtrack.Backend. {_remedy(spec)}")
     return name, backend
+
+
+def _remedy(spec: object) -> str:
+    """Say how to pass what is no backend."""
+    if inspect.isclass(spec):
+        return f"Pass an instance: {spec.__name__}()." if issubclass(spec, Backend) else "Derive it from that."
+    if callable(getattr(spec, "add_scalar", None)):
+        return "Pass {'name': 'tensorboard', 'writer': ...} with this writer."
+    if type(spec).__module__.partition(".")[0] == "wandb":
+        return "Pass {'name': 'wandb', 'run': ...} with this run."
+    return "Derive its class from that."
 
 
 def build(name: str, options: Mapping[str, Any]) -> Backend:

@@ -129,7 +129,7 @@ def mark_events(axes: Any, events: Sequence[tuple[float, str]], *, texts: bool =
 def _in_rows(texts: Sequence[tuple[float, str]]) -> tuple[dict[int, int], int]:
     """Return the row of each text for which one is free at its place, and how many found none."""
     taken: list[list[tuple[float, float]]] = [[] for _ in range(_ROWS)]
-    placed = {}
+    placed: dict[int, int] = {}
     for index, (share, text) in enumerate(texts[: _LABELS * _ROWS]):
         wide = _LETTER * (len(text) + 2)
         start, end = (share - wide, share) if share > _TURN else (share, share + wide)

@@ -1,0 +1,133 @@
+"""Calls that cannot mean anything, and what they are told."""
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gradtrack
+from gradtrack import GradientConfig, GradientFlowAnalyzer, GradientManager, safe_backward
+from gradtrack.backends.memory import MemoryBackend
+from gradtrack.errors import ClosedError, GradtrackError, InputTypeError
+from tests.training import batch_loss, optimizer_of, small_model
+
+
+class Writer:
+    """Something that writes scalars, as TensorBoard's writer does."""
+
+    def add_scalar(self, *_: object) -> None:
+        """Write."""
+
+
+def closed() -> GradientManager:
+    """Return a manager that is closed."""
+    manager = GradientManager()
+    manager.close()
+    return manager
+
+
+Call = Callable[[nn.Module, torch.optim.Optimizer, Tensor], object]
+MISTAKES: dict[str, tuple[Call, str]] = {
+    "a configuration for a manager": (
+        lambda model, optimizer, loss: safe_backward(loss, model, optimizer, GradientConfig()),  # type: ignore[arg-type]
+        "gradient_manager GradientConfig: expected a GradientManager",
+    ),
+    "model and loss in the wrong order": (
+        lambda model, optimizer, loss: safe_backward(model, loss, optimizer, GradientManager()),  # type: ignore[arg-type]
+        "loss Sequential: expected a tensor",
+    ),
+    "optimizer and loss in the wrong order": (
+        lambda model, optimizer, loss: GradientManager().step(model, loss, optimizer, False),  # type: ignore[arg-type]
+        "loss SGD: expected a tensor, a number or None. Mind the order",
+    ),
+    "a model for a configuration": (
+        lambda model, optimizer, loss: GradientManager(model),  # type: ignore[arg-type]
+        "config Sequential: expected a GradientConfig.* Model and optimizer go to safe_backward",
+    ),
+    "watch in the wrong order": (
+        lambda model, optimizer, loss: gradtrack.watch(optimizer, model),  # type: ignore[arg-type]
+        "model SGD: expected a torch.nn.Module",
+    ),
+    "watch without an optimizer": (
+        lambda model, optimizer, loss: gradtrack.watch(model, []),
+        r"optimizer \[\]: expected at least one",
+    ),
+    "a backend's class": (
+        lambda model, optimizer, loss: GradientManager(backends=[MemoryBackend]),
+        r"Pass an instance: MemoryBackend\(\)",
+    ),
+    "a backend alone": (
+        lambda model, optimizer, loss: GradientManager(backends=MemoryBackend()),  # type: ignore[arg-type]
+        r"expected a list. Write backends=\[\.\.\.\]",
+    ),
+    "an analyzer's class": (
+        lambda model, optimizer, loss: GradientManager(analyzers=[GradientFlowAnalyzer]),
+        r"Pass an instance: GradientFlowAnalyzer\(\)",
+    ),
+    "a tracker's own writer": (
+        lambda model, optimizer, loss: GradientManager(backends=[Writer()]),
+        "'name': 'tensorboard', 'writer'",
+    ),
+    "entering after the close": (
+        lambda model, optimizer, loss: closed().__enter__(),
+        "this GradientManager is closed",
+    ),
+    "following after the close": (
+        lambda model, optimizer, loss: closed().follow(model, optimizer),
+        "this GradientManager is closed",
+    ),
+    "a state that is none": (
+        lambda model, optimizer, loss: GradientManager().load_state_dict(model.state_dict()),
+        r"expected what manager.state_dict\(\) returned",
+    ),
+    "pickling": (lambda model, optimizer, loss: pickle.dumps(GradientManager()), r"Save manager.state_dict\(\)"),
+    "copying": (lambda model, optimizer, loss: copy.deepcopy(GradientManager()), r"Save manager.state_dict\(\)"),
+}
+
+
+@pytest.mark.parametrize(("call", "text"), MISTAKES.values(), ids=MISTAKES.keys())
+def test_what_a_mistake_is_told(call: Call, text: str) -> None:
+    """The error is one of this package, short, and says what to do instead."""
+    model = small_model()
+    with pytest.raises(GradtrackError, match=text) as told:
+        call(model, optimizer_of(model), batch_loss(model))
+    assert len(str(told.value)) < 250
+    assert isinstance(told.value, (TypeError, ValueError, ClosedError))
+
+
+@pytest.mark.parametrize("state", [None, {}, []])
+def test_no_state_at_all(state: Any) -> None:
+    """Whatever is no state is refused and changes nothing."""
+    with pytest.raises(InputTypeError, match="state_dict"):
+        GradientManager().load_state_dict(state)
+
+
+def test_a_backward_pass_of_ones_own() -> None:
+    """Torch's error about a graph that is used up gets a note that says who uses it."""
+    model = small_model()
+    loss = batch_loss(model)
+    torch.autograd.backward(loss)
+    with pytest.raises(RuntimeError, match="a second time") as told:
+        safe_backward(loss, model, optimizer_of(model), GradientManager())
+    (note,) = told.value.__notes__
+    assert "leave out your own loss.backward()" in note
+
+
+def test_a_watched_step_that_is_shown_as_well_counts_once() -> None:
+    """Where the manager of a watched optimizer is passed to `safe_backward` too, each step is one report."""
+    model = small_model()
+    optimizer = optimizer_of(model)
+    manager = gradtrack.watch(model, optimizer, max_grad_norm=1e-3)
+    for step in range(4):
+        optimizer.zero_grad()
+        if step < 3:
+            safe_backward(batch_loss(model, step), model, optimizer, manager)
+        else:
+            torch.autograd.backward(batch_loss(model, step))
+        optimizer.step()
+    assert [report.step for report in manager.reports] == [1, 2, 3, 4]
+    assert all(report.clipping.clipped for report in manager.reports)
