@@ -6,6 +6,7 @@ import inspect
 import logging
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -122,12 +123,20 @@ class LiveAnalyzers:
         for name, analyzer in list(self._analyzers.items()):
             if not self._is_due(name, analyzer, snapshot.step):
                 continue
-            report = self._guard(name, lambda analyzer=analyzer: _usable(analyzer.inspect(snapshot)))
+            shown = self._shown_to(name, snapshot)
+            report = self._guard(name, lambda analyzer=analyzer, shown=shown: _usable(analyzer.inspect(shown)))
             self._disarm(name)
             if isinstance(report, Report):
                 reports[name] = report
             notes += self._guard(name, analyzer.notes) or []
         return reports, notes
+
+    def _shown_to(self, name: str, snapshot: Snapshot) -> Snapshot:
+        """Contain the faults of what an analyzer leaves to be called from within the optimizer's step."""
+        call = snapshot.call_before_step
+        if call is None:
+            return snapshot
+        return replace(snapshot, call_before_step=lambda look: call(lambda: self._guard(name, look)))
 
     def issues(self) -> list[Issue]:
         """Return the faults that the analyzers know of."""

@@ -154,6 +154,9 @@ class Faulty(Analyzer):
     def inspect(self, snapshot: Snapshot) -> Report:
         """Return a report that may fail later."""
         where = self.where
+        if where == "optimizer":
+            assert snapshot.call_before_step is not None
+            snapshot.call_before_step(lambda: self._fail("optimizer"))
 
         class Late(Report):
             def metrics(self) -> dict[str, float]:
@@ -169,7 +172,7 @@ class Faulty(Analyzer):
         return {}
 
 
-@pytest.mark.parametrize("where", ["due", "metrics", "state_dict"])
+@pytest.mark.parametrize("where", ["due", "metrics", "state_dict", "optimizer"])
 def test_a_faulty_analyzer_never_stops_the_training(where: str) -> None:
     """Whatever method of it fails, steps, records and checkpoints go on."""
     manager = GradientManager(analyzers=[Faulty(where)], backends=["memory"], grad_log_every_n_steps=1)

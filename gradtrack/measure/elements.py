@@ -18,6 +18,9 @@ _COUNT: Final = 256
 _SPARSE: Final = 0.1
 _SUBNORMAL: Final = 2.0**-14
 _SEARCHED: Final = 1 << 23
+_quiet: Final = np.errstate(over="ignore", under="ignore", invalid="ignore")
+"""Weights that are not finite are a finding of their own, not one of numpy's."""
+
 Values = NDArray[np.float64]
 Index = int | Tensor
 """A stride through the flat tensor, or the places of single elements."""
@@ -71,6 +74,7 @@ class Elements:
         last = (len(self._weights[name]) - 1) * index if isinstance(index, int) else int(index.max())
         return tensor.numel() > last
 
+    @_quiet
     def changes(self, params: Mapping[str, nn.Parameter]) -> dict[str, Change]:
         """Compare with the parameters after the step."""
         found: dict[str, Change] = {}
@@ -91,6 +95,7 @@ class Elements:
             found[name] = Change(_norm(moved) / size if size else math.nan, still, tiny)
         return found
 
+    @_quiet
     def left(self, grads: Mapping[str, Tensor]) -> float:
         """Return how much of the gradients is left, as a ratio of norms."""
         squares = np.zeros(2)
@@ -101,6 +106,7 @@ class Elements:
                 squares += grad.numel() / len(before) * np.array([before @ before, after @ after])
         return float(math.sqrt(squares[1] / squares[0])) if squares[0] > 0 else math.nan
 
+    @_quiet
     def cosine_to(self, earlier: Elements) -> float:
         """Return the cosine between these gradients and earlier ones."""
         products = np.zeros(3)
@@ -114,6 +120,7 @@ class Elements:
         mine, its = self._index[name], other._index[name]
         return isinstance(mine, int) and isinstance(its, int) and mine == its
 
+    @_quiet
     def cosine(self, params: Mapping[str, nn.Parameter], grads: Mapping[str, Tensor]) -> float:
         """Return the cosine between the gradients before the step and those of the next one."""
         products = np.zeros(3)
