@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.utils.checkpoint import checkpoint
 
+import gradtrack
 from gradtrack import GradientManager
 from tests.distributed.communication import Counted
 from tests.distributed.edges import Holder, look
@@ -53,7 +55,8 @@ class Trainee:
 
     def __init__(self, model: Any, *, part: tuple[int, int] = (0, 1), **settings: Any) -> None:
         self.model, self.part, self.manager = model, part, GradientManager(track_parameters=True, **settings)
-        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        self.optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        self.set_to_none = True
 
     def step(self, batch: Tensor, *, micro_batches: int = 1) -> dict[str, Any]:
         """Train on one global batch, with as many backward passes as wanted, and return the report."""
@@ -66,7 +69,7 @@ class Trainee:
             loss = self.model(piece).square().mean() / len(pieces)
             report = self.manager.step(self.model, self.optimizer, loss, accumulate=not last)
         self.optimizer.step()
-        self.optimizer.zero_grad()
+        self.optimizer.zero_grad(set_to_none=self.set_to_none)
         return report.model_dump(mode="json", exclude={"time"})
 
 
@@ -74,6 +77,54 @@ def twins(mesh: Any, **settings: Any) -> tuple[Trainee, Trainee]:
     """Return the same training in shards and in this process alone."""
     model = make_model()
     return Trainee(shards_of(model, mesh), part=(dist.get_rank(), 2), **settings), Trainee(model, **settings)
+
+
+class Checkpointed(nn.Sequential):
+    """Layers whose middle is computed again in the backward pass."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Return what the layers make of the inputs."""
+
+        def middle(values: Tensor) -> Tensor:
+            found: Tensor = self[2](self[1](values))
+            return found
+
+        found: Tensor = self[4](self[3](checkpoint(middle, self[0](inputs), use_reentrant=False)))
+        return found
+
+
+def ways(mesh: Any) -> dict[str, list[Twins]]:
+    """Return the reports of both where the shards are compiled, checkpointed or stepped in other ways."""
+    part, inputs, found = (dist.get_rank(), 2), batches(4), {}
+    model = make_model().requires_grad_(True)
+    again = copy.deepcopy(model)
+    again.__class__ = Checkpointed
+    compiled: Any = torch.compile(shards_of(model, mesh), backend="eager")
+    for name, spread in (("compiled", compiled), ("checkpointed", shards_of(again, mesh))):
+        pair = Trainee(spread, part=part, max_grad_norm=0.05), Trainee(copy.deepcopy(model), max_grad_norm=0.05)
+        found[name] = [[one.step(batch) for one in pair] for batch in inputs]
+    for name, options in (("foreach", {"foreach": True}), ("fused", {"fused": True})):
+        pair = Trainee(shards_of(model, mesh), part=part), Trainee(copy.deepcopy(model))
+        for one in pair:
+            one.optimizer = torch.optim.AdamW(one.model.parameters(), lr=0.05, **options)  # type: ignore[arg-type]
+            one.set_to_none = False
+        found[name] = [[one.step(batch) for one in pair] for batch in inputs]
+    found["watched"] = watched(shards_of(model, mesh), copy.deepcopy(model), inputs)
+    return found
+
+
+def watched(parts: Any, whole: Any, inputs: Tensor) -> list[Twins]:
+    """Return the reports of both where only the optimizer is watched."""
+    reports = []
+    for model, share in ((parts, (dist.get_rank(), 2)), (whole, (0, 1))):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        manager = gradtrack.watch(model, optimizer, max_grad_norm=0.05, track_parameters=True)
+        for batch in inputs:
+            model(batch.chunk(share[1])[share[0]]).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        reports.append([report.model_dump(mode="json", exclude={"time"}) for report in manager.reports])
+    return [list(pair) for pair in zip(*reports, strict=True)]
 
 
 def frozen(mesh: Any) -> list[Twins]:
@@ -169,6 +220,7 @@ def main() -> None:
     mesh = init_device_mesh("cpu", (2,))
     replacing = {"replace_nan_with": 0.5, "replace_inf_with": 7.0}
     found = {
+        "ways": ways(mesh),
         "frozen": frozen(mesh),
         "accumulated": accumulated(mesh),
         "continued": continued(mesh),

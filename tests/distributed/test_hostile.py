@@ -30,6 +30,14 @@ def assert_twins(pairs: list[list[Found]]) -> None:
         assert not differences(parts, whole)
 
 
+@pytest.mark.parametrize("way", ["compiled", "checkpointed", "foreach", "fused", "watched"])
+def test_ways_to_step_in_shards(ranks: list[Found], way: str) -> None:
+    """A compiled model, checkpoints, gradients that are kept and an optimizer that is watched change no number."""
+    for found in ranks:
+        assert_twins(found["ways"][way])
+        assert [pair[0]["step"] for pair in found["ways"][way]] == [1, 2, 3, 4]
+
+
 def test_frozen_layers(ranks: list[Found]) -> None:
     """What is frozen has no place in the reports until it is set free, on every rank at the same step."""
     for found in ranks:
