@@ -37,6 +37,10 @@ _DIVIDED = (
     "{} of the {} parameters are measured and clipped with other pairs, whose optimizers own them. "
     "Pass all optimizers as one sequence to clip by the norm of the whole model."
 )
+_GONE = (
+    "the optimizers step inside the backward pass: gradients that are spread over ranks are gone by now, "
+    "so there is nothing to report. Step after the backward pass to see them."
+)
 
 
 class Gauge:
@@ -101,6 +105,8 @@ class Gauge:
             return self._passing.take(self.table)
         if self._passing is None and may_step_in_backward(self.table.params):
             self._watch_passing()
+            if self.table.ranks is not None:
+                self.coming_notes.append(_GONE)
         return self.table.gradients(only)
 
     def read(

@@ -199,6 +199,23 @@ def scaled(mesh: Any) -> dict[str, Any]:
     return {"reports": reports, "weights": weights, "scales": scales}
 
 
+def stepped_inside(mesh: Any) -> dict[str, Any]:
+    """Return the notes and the missing parameters where optimizers step shards inside the backward pass."""
+    model, reports = shards_of(make_model(), mesh), []
+    optimizers = {param: torch.optim.SGD([param], lr=0.1) for param in model.parameters() if param.requires_grad}
+
+    def step(param: Tensor) -> None:
+        optimizers[param].step()
+        optimizers[param].zero_grad()
+
+    for param in optimizers:
+        param.register_post_accumulate_grad_hook(step)
+    manager = GradientManager()
+    for batch in batches(2):
+        reports.append(manager.step(model, list(optimizers.values()), model(batch).square().mean()))
+    return {"notes": [list(one.notes) for one in reports], "missing": [one["statistics"]["missing"] for one in reports]}
+
+
 def subnormal(mesh: Any, scale: float) -> float:
     """Return the share of float16 gradients that the flow analyzer finds too small, in shards."""
     torch.manual_seed(0)
@@ -230,6 +247,7 @@ def main() -> None:
         "replace-value": one_bad_shard(mesh, Shard(0), **replacing, max_grad_norm=2.5, clip_type="value"),
         "replace-agc": one_bad_shard(mesh, Replicate(), **replacing, clip_type="agc"),
         "scaled": scaled(mesh),
+        "stepped_inside": stepped_inside(mesh),
         "subnormal": [subnormal(mesh, scale) for scale in (1.0, 1e-5)],
     }
     Path(sys.argv[1]).with_suffix(f".{dist.get_rank()}.json").write_text(json.dumps(found))

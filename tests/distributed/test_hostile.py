@@ -91,3 +91,12 @@ def test_a_loss_scaler_of_dtensors(ranks: list[Found]) -> None:
         assert (first["skipped"], first["nan_inf"]["action"]) == (True, "scaler")
         assert (second["skipped"], second["scaler"]["scale"]) == (False, 2.0)
         assert second["statistics"]["total_norm"] == pytest.approx(2.0 * float(hostile.VALUES.norm()))
+
+
+def test_shards_that_are_stepped_inside_the_backward_pass(ranks: list[Found]) -> None:
+    """Nothing is left to be measured, nobody waits for another, and a note says so once."""
+    for found in ranks:
+        first, second = found["stepped_inside"]["notes"]
+        assert any("inside the backward pass" in note for note in first)
+        assert second == []
+        assert [len(missing) for missing in found["stepped_inside"]["missing"]] == [4, 4]
