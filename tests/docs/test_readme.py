@@ -75,3 +75,12 @@ def test_what_was_not_run_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert written.count("## ") == 2
     assert written.index("3.00x") < written.index("2.00x")
     assert "1.00x" not in written
+
+
+@pytest.mark.parametrize("page", [README, DOCS / "getting-started.md"], ids=lambda page: page.name)
+def test_installing_takes_the_versions_that_are_known_to_work(page: Path) -> None:
+    """What a reader copies to install from a clone names the constraints, which are there."""
+    commands = re.findall(r'^pip install .*"\.\[.*$', page.read_text(encoding="utf-8"), flags=re.M)
+    assert commands
+    assert all("-c constraints.txt " in command for command in commands)
+    assert (ROOT / "constraints.txt").is_file()
