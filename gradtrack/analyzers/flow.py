@@ -46,6 +46,12 @@ class FlowReport(Report):
         Metric(
             "flow/gradient_cosine", "Cosine of two successive gradients at the sample before.", when="second sample on"
         ),
+        Metric(
+            "flow/subnormal_fraction",
+            "Gradients too small for all digits of float16, at the sample before.",
+            unit="share",
+            when="float16",
+        ),
     )
 
     def metrics(self) -> dict[str, float]:
