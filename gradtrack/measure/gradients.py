@@ -27,6 +27,7 @@ class Layout:
         "missing",
         "names",
         "params",
+        "size_bytes",
         "sizes",
         "total_count",
     )
@@ -48,6 +49,7 @@ class Layout:
         """Take new sizes, as those of sparse gradients are on every step."""
         self.counts = list(counts)
         self.sizes = np.array(self.counts, dtype=np.int64)
+        self.size_bytes = self.sizes.tobytes()
         sums = np.bincount(self.group_of, weights=self.counts, minlength=len(self.group_names))
         self.group_counts = [int(count) for count in sums]
         self.total_count = sum(self.counts)

@@ -166,7 +166,6 @@ def test_a_large_table_is_searched_and_sorted(tmp_path: Path) -> None:
     seen = asked(write_html_report(run, tmp_path / "table.html"), tmp_path / "p")
     assert (seen["found"], seen["told"]) == (111, "111 of 1000 rows")
     assert (seen["top"], seen["sorted"]) == ("799", "descending")
-    assert seen["milliseconds"] < 1000
 
 
 def test_page_asks_no_host_for_anything(tmp_path: Path) -> None:
