@@ -94,6 +94,7 @@ CHECKED_OTHERWISE: Final[dict[str, Callable[[list[str]], None]]] = {
     "bash": lambda arguments: _require((ROOT / arguments[0]).is_file()),
     "python": _modules,
     "torchrun": _scripts,
+    "accelerate": _scripts,
     "mlflow": _installed("mlflow"),
     "tensorboard": _installed("tensorboard"),
     "wandb": _installed("wandb"),
