@@ -342,6 +342,8 @@ def test_case_24_store_errors_are_redacted(monkeypatch: pytest.MonkeyPatch) -> N
         def log_batch(self, *_: object, **__: object) -> None:
             raise RuntimeError("API request to http://user:s3cr3t@host/api failed")
 
+        get_run = log_batch
+
     monkeypatch.setattr(backend._store, "_known_client", Client())
     with pytest.raises(BackendError, match=r"http://\*\*\*@host/api"):
         backend.write(make_records(1))
@@ -587,3 +589,61 @@ def test_trainings_that_begin_together_make_one_store(tmp_path: Path) -> None:
     started = [subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) for _ in range(3)]
     ended = [(process.communicate(timeout=120)[1], process.returncode) for process in started]
     assert [code for _, code in ended] == [0, 0, 0], ended
+
+
+@pytest.mark.parametrize("body", [b"<html>sign in</html>", b"{}", b"", b"[]", b"\xff"])
+@pytest.mark.parametrize("options", [{"run_id": "abc"}, {"experiment": "x"}, {}])
+def test_case_13_gateway_that_answers_anything_takes_no_row(body: bytes, options: dict[str, Any]) -> None:
+    """What says 200 to everything is no MLflow server, and no row counts as taken by it."""
+
+    class Gateway(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            if self.command != "HEAD":
+                self.wfile.write(body)
+
+        do_GET = do_HEAD = do_POST
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Say nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Gateway) as server:
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        backend = MlflowBackend(tracking_uri=f"http://127.0.0.1:{server.server_port}", **options)
+        for _ in range(2):
+            with pytest.raises(BackendError, match=r"not with a run|not in a valid JSON"):
+                backend.write(make_records(1))
+        server.shutdown()
+
+
+def test_history_is_fetched_once_however_many_parts_are_asked_for(tmp_path: Path) -> None:
+    """A replay of a million rows asks in thousands of parts; only after a write that failed is it asked for again."""
+    shutil.copy(empty_store(), tmp_path / "store.db")
+    records = make_records(40)
+    backend = MlflowBackend(tracking_uri=f"sqlite:///{tmp_path}/store.db")
+    backend.write(records[:20])
+    fetched: list[str] = []
+    again = MlflowBackend(**backend.address())
+    history = again._store.client.get_metric_history
+
+    def counted(run_id: str, name: str) -> Any:
+        fetched.append(name)
+        return history(run_id, name)
+
+    again._store.client.get_metric_history = counted
+    for start in range(0, 40, 5):
+        part = records[start : start + 5]
+        there = again.present(part) or set()
+        assert there == ({("", record.step) for record in part} if start < 20 else set())
+        again.write([record for record in part if (record.source, record.step) not in there])
+    assert len(fetched) == 1
+    assert again.present(records) == {("", record.step) for record in records}
+    log_batch, again._store.client.log_batch = again._store.client.log_batch, None
+    with pytest.raises(BackendError):
+        again.write(records[:1])
+    again._store.client.log_batch = log_batch
+    assert again.present(records) == {("", record.step) for record in records}
+    assert len(fetched) == 2

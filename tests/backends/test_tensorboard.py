@@ -19,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradtrack.backends.tensorboard import TensorBoardBackend
+from gradtrack.backends.tensorboard.reading import Index
 from gradtrack.errors import BackendError, ClosedError, PermanentBackendError, UsageError
 from gradtrack.record.leavings import note_files
 from gradtrack.record.panels import CORE_PANELS
@@ -473,3 +474,28 @@ def test_withheld_metrics_do_not_hide_a_row(tmp_path: Path) -> None:
     backend.write(records)
     again = TensorBoardBackend(log_dir=tmp_path, withhold=["train/grad_norm"])
     assert again.present(records) == {("", record.step) for record in records}
+
+
+def test_files_are_read_once_however_many_parts_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asking in parts reads each event once, also those that come in between; a file that was replaced is read anew."""
+    records, taken = make_records(40), []
+    take = Index._take
+
+    def counted(index: Index, event: Any) -> None:
+        taken.append(event)
+        take(index, event)
+
+    monkeypatch.setattr(Index, "_take", counted)
+    backend = TensorBoardBackend(log_dir=tmp_path)
+    backend.write(records[:20])
+    for start in range(0, 40, 5):
+        part = records[start : start + 5]
+        there = backend.present(part) or set()
+        assert there == ({("", record.step) for record in part} if start < 20 else set())
+        backend.write([record for record in part if (record.source, record.step) not in there])
+    assert backend.present(records) == {("", record.step) for record in records}
+    assert len(taken) == len(records) + 1  # and the version of the file
+    (path,) = tmp_path.glob("*tfevents*")
+    path.unlink()
+    backend.write(records[:3])
+    assert backend.present(records) == {("", record.step) for record in records[:3]}

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 wandb: Any = pytest.importorskip("wandb")
 
 from gradtrack.backends.wandb import WandbBackend  # noqa: E402
+from gradtrack.backends.wandb.history import Index  # noqa: E402
 from gradtrack.backends.wandb.names import metric_name  # noqa: E402
 from gradtrack.errors import BackendError, ClosedError, PermanentBackendError, UsageError  # noqa: E402
 from gradtrack.records import Histogram, Record, RunInfo  # noqa: E402
@@ -585,6 +586,28 @@ def test_present_reads_the_file_of_the_run() -> None:
     assert again.present(changed) == set()
 
 
+def test_file_is_read_once_however_many_parts_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asking in parts reads each row once; a file that was replaced by a shorter one is read anew."""
+    backend, records, taken = WandbBackend(), make_records(40), []
+    backend.write(records[:30])
+    backend.close()
+    messages_of(file_of(backend.run))
+    take = Index._take
+
+    def counted(index: Index, items: Any) -> None:
+        taken.append(items)
+        take(index, items)
+
+    monkeypatch.setattr(Index, "_take", counted)
+    again = WandbBackend(**backend.address())
+    found = [again.present(records[start : start + 5]) or set() for start in range(0, 40, 5)]
+    assert set().union(*found) == {("", step) for step in range(1, 31)}
+    assert len(taken) == 30
+    (file,) = file_of(backend.run).glob("*.wandb")
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    assert (again.present(records) or set()) < {("", step) for step in range(1, 31)}
+
+
 def test_replay_adds_what_is_missing() -> None:
     """A new instance writes the rest into a run of the same identity, and then nothing is missing."""
     backend, records = WandbBackend(), make_records(10)
@@ -623,9 +646,9 @@ def test_case_07_killed_process_loses_a_second_at_most(tmp_path: Path) -> None:
         from tests.backends.rows import make_records
         backend = WandbBackend()
         backend.write(make_records(50))
-        (file,) = Path(backend.run.dir).parent.glob("*.wandb")
-        end = time.monotonic() + 10
-        while len(list(read_history(file))) < 50 and time.monotonic() < end:
+        directory, end = Path(backend.run.dir).parent, time.monotonic() + 60
+        while sum(len(list(read_history(file))) for file in directory.glob("*.wandb")) < 50:
+            assert time.monotonic() < end
             time.sleep(0.1)
         print(backend.run.dir, flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -635,7 +658,8 @@ def test_case_07_killed_process_loses_a_second_at_most(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_case_10_unreachable_server_keeps_the_run_on_disk(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("mode", ["online", "shared"])
+def test_case_10_unreachable_server_keeps_the_run_on_disk(mode: str) -> None:
     """A run of our own that cannot reach the server is kept offline, with every row in its file."""
     program = """
         from gradtrack.backends.wandb import WandbBackend
@@ -646,7 +670,7 @@ def test_case_10_unreachable_server_keeps_the_run_on_disk(caplog: pytest.LogCapt
         assert backend.run.offline
         print(backend.run.dir)
     """
-    environment: Any = {"WANDB_MODE": "online", "WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": "x" * 40}
+    environment: Any = {"WANDB_MODE": mode, "WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": "x" * 40}
     assert ours(rows_of(file_in(run_program(program, **environment)))) == expected(make_records(5))
 
 
@@ -672,7 +696,10 @@ def test_alerts_are_asked_for_and_rare(monkeypatch: pytest.MonkeyPatch) -> None:
     """A critical issue alerts once in a while, a lesser one never, and none unless it was asked for."""
     critical = {"severity": "CRITICAL", "issue_type": "NUMERICAL", "layer": "", "message": "NaN"}
     lesser = {"severity": "HIGH", "issue_type": "EXPLODING", "layer": "", "message": "large"}
-    rows = [Record(step=step, time=step * 100.0, metrics={"a": 1.0}, issues=(critical, lesser)) for step in range(7)]
+    times = [0.0, 100.0, 200.0, 300.0, 400.0, 500.0, 50.0]
+    rows = [
+        Record(step=step, time=time, metrics={"a": 1.0}, issues=(critical, lesser)) for step, time in enumerate(times)
+    ]
     sent: list[str] = []
     monkeypatch.setattr("wandb.Run.alert", lambda _, **options: sent.append(options["text"]))
     for alerts, wanted in ((False, []), (True, ["step 0: NaN", "step 3: NaN", "step 6: NaN"])):

@@ -17,7 +17,8 @@ wandb: Any = pytest.importorskip("wandb")
 from gradtrack.backends.wandb import WandbBackend  # noqa: E402
 from gradtrack.backends.wandb.charts import Charts  # noqa: E402
 from gradtrack.record.leavings import note_files  # noqa: E402
-from gradtrack.records import Panel, Record  # noqa: E402
+from gradtrack.record.panels import CORE_PANELS  # noqa: E402
+from gradtrack.records import Histogram, Panel, Record  # noqa: E402
 from tests.backends.history import messages_of, rows_of  # noqa: E402
 from tests.backends.rows import PICTURE, finished_run  # noqa: E402
 from tests.backends.wandb_runs import (  # noqa: E402, F401
@@ -78,6 +79,57 @@ def test_own_run_is_shown_with_its_files_and_charts(tmp_path: Path) -> None:
     wanted = [(step, math.log10(value)) for step, value in expected(records, "train/grad_norm_clipped")]
     assert clipped == wanted
     assert ours(rows_of(directory)) == expected(records)
+
+
+def test_everything_that_the_page_is_made_of_is_in_the_file(tmp_path: Path) -> None:
+    """Each column has one definition by its exact name on its pair's hidden axis, each panel its lines, and the rest.
+
+    The page itself needs W&B's server; it draws what the file says.
+    """
+    records = finished_run(tmp_path / "run", 5)
+    buckets = Histogram(edges=(0.0, 1.0, 2.0), counts=(3.0, 4.0))
+    odd = Record(step=5, time=9.0, source="a.b", metrics={"train/grad_norm/a.b": 2.0}, histograms={"h/a.b": buckets})
+    backend = WandbBackend()
+    backend.write([*records, odd])
+    backend.close()
+    directory = file_of(backend.run)
+    messages = messages_of(directory)
+    defined = [message.metric for message in messages if message.HasField("metric")]
+    assert not any(metric.glob_name for metric in defined)
+    axes = {metric.name: metric.step_metric for metric in defined if metric.step_metric}
+    hidden = {metric.name for metric in defined if metric.options.hidden}
+    assert hidden == {"gradtrack/step", "gradtrack/step/a:b"}
+    rows = rows_of(directory)
+    for row in rows:
+        columns = {name for name in row if "/" in name and not name.startswith(("gradtrack", "Custom Chart"))}
+        own = {name for name in columns if "._type" not in name and not name.startswith("h/")}
+        axis = next((name for name in sorted(row, reverse=True) if name in hidden), None)
+        assert all(axes[name] == axis for name in own), row
+    assert axes["h/a:b"] == axes["train/grad_norm/a:b"] == "gradtrack/step/a:b"
+    assert len(axes) + len(hidden) == len({metric.name for metric in defined}) == len(defined)
+    summary = _last_summary(messages)
+    assert summary["train/grad_norm_clipped"] == records[-1].metrics["train/grad_norm_clipped"]
+    assert summary["gradtrack/step/a:b"] == 5
+    config = _config(messages)["gradtrack"]
+    assert config["run_id"] == "a-run"
+    drawn = {name.partition("/")[2]: rows for name, rows in charts_of(directory).items()}
+    there = {name for record in records for name in record.metrics}
+    for panel in CORE_PANELS:
+        lines = {name for name in panel.pick(there) if name in there}
+        if len(lines) > 1:
+            assert {name for _, name, _ in drawn[panel.title]} == lines
+
+
+def _last_summary(messages: list[Any]) -> dict[str, Any]:
+    """Return the newest value of each key of a run's summary."""
+    items = (item for message in messages for item in message.summary.update)
+    return {".".join(item.nested_key) or item.key: json.loads(item.value_json) for item in items}
+
+
+def _config(messages: list[Any]) -> dict[str, Any]:
+    """Return the configuration that a run was opened with."""
+    found = [message.run.config.update for message in messages if message.HasField("run")]
+    return {item.key: json.loads(item.value_json) for items in found for item in items}
 
 
 def test_run_of_the_user_is_shown_after_the_last_step_of_the_user(tmp_path: Path) -> None:

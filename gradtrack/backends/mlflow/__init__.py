@@ -14,9 +14,10 @@ from typing import Any, Final, Literal, final
 
 from gradtrack.backends.base import Backend
 from gradtrack.backends.mlflow.names import metric_name
+from gradtrack.backends.mlflow.points import Points
 from gradtrack.backends.mlflow.store import MOST_METRICS, Store, absolute, batches
 from gradtrack.backends.mlflow.views import saved_view
-from gradtrack.errors import ClosedError, MissingExtraError, UsageError
+from gradtrack.errors import BackendError, ClosedError, MissingExtraError, UsageError
 from gradtrack.record.leavings import files_to_show
 from gradtrack.record.naming import HASH_LENGTH, digest_of
 from gradtrack.records import Panel, Record, RunInfo
@@ -70,11 +71,13 @@ class MlflowBackend(Backend):
         self._timeout_seconds = timeout_seconds
         self._own_process = own_process
         self._owner = owner or uuid.uuid4().hex
-        self._owned = self._closed = False
+        self._owned = self._closed = self._met = False
         self._run: RunInfo | None = None
         self._panels: list[Panel] = []
         self._files: dict[str, None] = {}
         self._names: dict[str, str] = {}
+        self._told_names = 0
+        self._stored = Points()
 
     @property
     def run_id(self) -> str | None:
@@ -92,11 +95,13 @@ class MlflowBackend(Backend):
             self._files.update(dict.fromkeys(record.files))
         self._store.check_alive()
         run_id = self._ensure_run()
-        known = len(self._names)
-        for metrics in batches(self._metrics(record) for record in records):
-            self._store.log(run_id, metrics)
-        if len(self._names) > known:
-            self._after_new_names(run_id, dict(list(self._names.items())[known:]))
+        with self._stored.changing():
+            for metrics in batches(self._metrics(record) for record in records):
+                self._store.log(run_id, metrics)
+                self._stored.add(metrics)
+        if len(self._names) > self._told_names:
+            self._after_new_names(run_id, dict(list(self._names.items())[self._told_names :]))
+            self._told_names = len(self._names)
 
     def close(self, *, failed: bool = False) -> None:
         if self._closed:
@@ -170,8 +175,7 @@ class MlflowBackend(Backend):
         while waiting:
             names = Counter(metric.key for metrics in waiting.values() for metric in metrics)
             name = names.most_common(1)[0][0]
-            history = self._store.call(self._store.client.get_metric_history, self._store.run_id, name)
-            stored = {(point.step, point.timestamp) for point in history}
+            stored = self._stored.of(name, self._history)
             for key, metrics in list(waiting.items()):
                 for metric in metrics:
                     if metric.key == name:
@@ -179,6 +183,10 @@ class MlflowBackend(Backend):
                         if (metric.step, metric.timestamp) in stored:
                             there.add(key)
         return there
+
+    def _history(self, name: str) -> list[Any]:
+        found: list[Any] = self._store.call(self._store.client.get_metric_history, self._store.run_id, name)
+        return found
 
     def _metrics(self, record: Record) -> list[Any]:
         """Return the metrics of a record as MLflow takes them."""
@@ -201,9 +209,21 @@ class MlflowBackend(Backend):
             found = self._find_run()
             self._adopt(found if found is not None else self._create_run())
         assert self._store.run_id is not None
+        if not self._met:
+            self._check(self._store.call(self._store.client.get_run, self._store.run_id), self._store.run_id)
         return self._store.run_id
 
+    def _check(self, run: Any, run_id: str) -> None:
+        """Believe nothing of what answers to everything, such as a gateway: it would take every row and keep none."""
+        if not run_id or run.info.run_id != run_id:
+            raise BackendError(
+                f"mlflow: {self._store.address} answers, but not with a run: expected an MLflow server. "
+                "Check tracking_uri and what lies between."
+            )
+        self._met = True
+
     def _adopt(self, run: Any) -> None:
+        self._check(run, run.info.run_id)
         self._store.run_id, self._experiment_id = run.info.run_id, run.info.experiment_id
         # A run whose creation succeeded although its answer was lost is ours as well.
         self._owned = run.data.tags.get(_OWNER_TAG) == self._owner

@@ -14,7 +14,7 @@ from gradtrack.backends.tensorboard.events import Events
 from gradtrack.backends.tensorboard.files import EventFile
 from gradtrack.backends.tensorboard.images import image_event, image_tag
 from gradtrack.backends.tensorboard.layout import layout_event
-from gradtrack.backends.tensorboard.reading import read_rows, read_tags
+from gradtrack.backends.tensorboard.reading import Index, read_tags
 from gradtrack.backends.tensorboard.user_run import UserRun
 from gradtrack.errors import ClosedError, UsageError
 from gradtrack.record.leavings import files_to_show
@@ -23,6 +23,7 @@ from gradtrack.redact import redact
 
 _SUB_RUN: Final = "gradtrack"
 _LATE_RUN: Final = "gradtrack-late"
+_NOTHING: Final[frozenset[str]] = frozenset()
 _logger = logging.getLogger("gradtrack")
 
 
@@ -52,6 +53,7 @@ class TensorBoardBackend(Backend):
         self._layout: EventFile | None = None
         self._panels: list[Panel] = []
         self._run_id = ""
+        self._index = Index()
         self._reached: dict[str, int] = {}
         self._info: RunInfo | None = None
         self._named: dict[str, None] = {}
@@ -111,15 +113,13 @@ class TensorBoardBackend(Backend):
                 self._open(record.run)
         if self._directory is None or (self._writer is not None and not self._writer.keeps_identity):
             return None
-        there: dict[tuple[str, int, float], set[str]] = {}
-        for directory in (self._directory, self._directory / _LATE_RUN):
-            for source, step, when, tags in read_rows(directory, self._run_id):
-                self._reached[source] = max(step, self._reached.get(source, -1))
-                there.setdefault((source, step, when), set()).update(tags)
+        there = self._index.read([self._directory, self._directory / _LATE_RUN], self._run_id)
+        for source, step in self._index.reached.items():
+            self._reached[source] = max(step, self._reached.get(source, -1))
         return {
             (record.source, record.step)
             for record in records
-            if there.get((record.source, record.step, record.time), set()) > set(record.metrics) - self._withheld
+            if there.get((record.source, record.step, record.time), _NOTHING) > set(record.metrics) - self._withheld
         }
 
     def _open(self, run: RunInfo) -> None:

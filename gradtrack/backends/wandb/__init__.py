@@ -13,7 +13,7 @@ from gradtrack.backends.base import Backend
 from gradtrack.backends.wandb.alerts import Alerts
 from gradtrack.backends.wandb.columns import Columns
 from gradtrack.backends.wandb.ending import Ending
-from gradtrack.backends.wandb.history import files_of, find_rows
+from gradtrack.backends.wandb.history import Index, files_of
 from gradtrack.backends.wandb.keeping import check_attached, check_own
 from gradtrack.backends.wandb.own_run import open_run, project_of
 from gradtrack.backends.wandb.rows import Rows, StepMode, rows_of
@@ -68,6 +68,7 @@ class WandbBackend(Backend):
         self._columns = Columns(self._wandb, withhold, owned=self._owned, tell=self._tell)
         self._show = Show(self._wandb, self._tell)
         self._rows: Rows | None = None
+        self._index = Index()
         if run is not None:
             self._attach(run)
 
@@ -142,7 +143,7 @@ class WandbBackend(Backend):
             return found
         wanted = {(record.source, record.step): self._columns.named(record) for record in records}
         self._show.take(records, written=False)
-        return found | find_rows(files_of(run_id, directory or "."), wanted)
+        return found | self._index.find(files_of(run_id, directory or "."), wanted)
 
     def _attach(self, run: Any) -> None:
         if getattr(run, "disabled", False):  # it keeps nothing

@@ -5,14 +5,19 @@ from __future__ import annotations
 import importlib
 import json
 import math
+import os
 import struct
+from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from gradtrack.backends.wandb.names import STEP, axis_of
 
 Wanted = Mapping[tuple[str, int], Mapping[str, float]]
+_Row = tuple[tuple[str, ...], "array[float]"]
+_BLOCK: Final = 32768
+_HEADER: Final = 7
 
 
 def files_of(run_id: str, directory: str) -> list[Path]:
@@ -20,68 +25,107 @@ def files_of(run_id: str, directory: str) -> list[Path]:
     return sorted(Path(directory, "wandb").glob(f"*run-*-{run_id}*/run-{run_id}.wandb"))
 
 
-def find_rows(files: Iterable[Path], wanted: Wanted) -> set[tuple[str, int]]:
-    """Return which of these rows, by source and step, the files hold with the same values."""
-    sources = {source for source, _ in wanted}
-    found = set()
-    for row in (row for path in files for row in read_history(path)):
-        for source in sources:
-            step = row.get(axis_of(source))
-            metrics = wanted.get((source, step)) if isinstance(step, int) else None
-            if metrics is not None and all(_same(row.get(name), value) for name, value in metrics.items()):
-                found.add((source, int(step or 0)))
-    return found
+class Index:
+    """The rows of ours in a run's files, which are read on as they grow: asking again costs only what is new."""
+
+    def __init__(self) -> None:
+        self._files: dict[Path, _File] = {}
+        self._rows: dict[tuple[str, int], list[_Row]] = {}
+        self._names: dict[tuple[str, ...], tuple[str, ...]] = {}
+
+    def find(self, files: Iterable[Path], wanted: Wanted) -> set[tuple[str, int]]:
+        """Return which of these rows, by source and step, the files hold with the same values."""
+        files = list(files)
+        if any(path not in files or known.shrunk() for path, known in self._files.items()):
+            self._files, self._rows = {}, {}  # somebody removed or replaced one
+        for path in files:
+            for items in self._files.setdefault(path, _File(path)).read_items():
+                self._take(items)
+        return {key for key, metrics in wanted.items() if self._has(axis_of(key[0]), key[1], metrics)}
+
+    def _take(self, items: Any) -> None:
+        found = {_name_of(item): json.loads(item.value_json) for item in items}
+        row = {name: value for name, value in found.items() if isinstance(value, (int, float))}
+        names = self._names.setdefault(tuple(row), tuple(row))
+        for name, value in row.items():
+            if _is_axis(name) and isinstance(value, int):
+                self._rows.setdefault((name, value), []).append((names, array("d", row.values())))
+
+    def _has(self, axis: str, step: int, metrics: Mapping[str, float]) -> bool:
+        rows = (dict(zip(names, values, strict=True)) for names, values in self._rows.get((axis, step), ()))
+        return any(all(_same(row.get(name), value) for name, value in metrics.items()) for row in rows)
+
+
+class _File:
+    """A run's own file: blocks of records, each whole or in parts, read from where the last reading ended."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._position = path, _HEADER
+
+    def shrunk(self) -> bool:
+        """Say whether the file is shorter than what was read of it."""
+        try:
+            return self._path.stat().st_size < self._position
+        except OSError:
+            return self._position > _HEADER
+
+    def read_items(self) -> Iterator[Any]:
+        """Yield the items of each row that is new, as far as the file is intact."""
+        message = importlib.import_module("wandb.proto.wandb_internal_pb2").Record
+        for content in self._read_records():
+            record = message()
+            try:
+                record.ParseFromString(content)
+            except Exception:
+                return
+            if record.HasField("history"):
+                yield record.history.item
+
+    def _read_records(self) -> Iterator[bytes]:
+        with self._path.open("rb") as stream:
+            position, parts = stream.seek(self._position), b""
+            while True:
+                left = _BLOCK - position % _BLOCK
+                if left < _HEADER:
+                    position = stream.seek(left, os.SEEK_CUR)
+                    continue
+                header = stream.read(_HEADER)
+                if len(header) < _HEADER:
+                    return
+                _, length, kind = struct.unpack("<IHB", header)
+                data = stream.read(length)
+                if kind == 0 or len(data) < length:
+                    return
+                position += _HEADER + length
+                parts = data if kind in (1, 2) else parts + data
+                if kind in (1, 4):
+                    self._position = position
+                    yield parts
 
 
 def read_history(path: Path) -> Iterator[dict[str, Any]]:
-    """Read the rows of a run's own file: blocks of records, each whole or in parts, as far as they are intact."""
-    for items in _read_items(path):
-        yield {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in items}
+    """Read the rows of a run's own file, as far as it is intact."""
+    for items in _File(path).read_items():
+        yield {_name_of(item): json.loads(item.value_json) for item in items}
 
 
 def count_rows(path: Path) -> int:
     """Count the rows of ours."""
-    return sum(any(_is_axis(item) for item in items) for items in _read_items(path))
+    return sum(any(_is_axis(_name_of(item)) for item in items) for items in _File(path).read_items())
 
 
-def _is_axis(item: Any) -> bool:
-    name: str = item.key or ".".join(item.nested_key)
+def _name_of(item: Any) -> str:
+    return item.key or ".".join(item.nested_key)
+
+
+def _is_axis(name: str) -> bool:
     return name == STEP or name.startswith(f"{STEP}/")
 
 
 def read_keys(files: Iterable[Path]) -> set[str]:
     """Return the names under which anything was logged."""
-    rows = (items for path in files for items in _read_items(path))
+    rows = (items for path in files for items in _File(path).read_items())
     return {item.key or item.nested_key[0] for items in rows for item in items}
-
-
-def _read_items(path: Path) -> Iterator[Any]:
-    message = importlib.import_module("wandb.proto.wandb_internal_pb2").Record
-    for content in _read_records(path.read_bytes()):
-        record = message()
-        try:
-            record.ParseFromString(content)
-        except Exception:
-            return
-        if record.HasField("history"):
-            yield record.history.item
-
-
-def _read_records(content: bytes, block: int = 32768, header: int = 7) -> Iterator[bytes]:
-    position, parts = header, b""
-    while position + header <= len(content):
-        left = block - position % block
-        if left < header:
-            position += left
-            continue
-        _, length, kind = struct.unpack_from("<IHB", content, position)
-        data = content[position + header : position + header + length]
-        if kind == 0 or len(data) < length:
-            return
-        position += header + length
-        parts = data if kind in (1, 2) else parts + data
-        if kind in (1, 4):
-            yield parts
 
 
 def _same(left: object, right: float) -> bool:
