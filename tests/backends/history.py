@@ -25,7 +25,7 @@ def messages_of(run_directory: Path, *, ended: bool = True) -> list[Any]:
 
     One that does not end is read when nothing has come for a while.
     """
-    end, quiet, last = time.monotonic() + 60, 0.0, -1
+    end, quiet, last = time.monotonic() + 120, 0.0, -1
     while True:
         files = list(run_directory.glob("*.wandb"))
         messages = list(_parse(files[0].read_bytes())) if files else []

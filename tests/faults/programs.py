@@ -34,7 +34,7 @@ def train(loop, steps):
         loop.run(1)
         user_logs(loop)
 def await_delivery(loop, count=1):
-    end = time.monotonic() + 60
+    end = time.monotonic() + 180
     while time.monotonic() < end:
         if all(found["acknowledged"] >= count for found in loop.manager.status()["backends"].values()):
             return
@@ -61,7 +61,7 @@ def start(program: str, directory: Path, tracker: str, **environment: str) -> su
 
 
 def run(
-    program: str, directory: Path, tracker: str, *, timeout_seconds: float = 150, **environment: str
+    program: str, directory: Path, tracker: str, *, timeout_seconds: float = 300, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     """Run a training program to its end, whatever that is."""
     started = start(program, directory, tracker, **environment)
@@ -81,7 +81,7 @@ def replay(directory: Path, *more: str) -> str:
     inherited = {name: value for name, value in os.environ.items() if "WANDB_SERVICE" not in name}
     own = {"PYTHONPATH": str(ROOT), "WANDB_MODE": "offline", "WANDB_SILENT": "true", "COLUMNS": "200"}
     command = [sys.executable, "-c", program, "replay", str(directory / "run"), *more]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**inherited, **own}, timeout=150)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**inherited, **own}, timeout=300)
     assert done.returncode == 0, f"{done.stdout}{done.stderr}"
     return done.stdout + done.stderr
 

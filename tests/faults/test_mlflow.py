@@ -79,7 +79,7 @@ def test_case_11_server_that_dies_and_comes_back(tmp_path: Path) -> None:
     started.stdin.flush()
     assert started.stdout.readline() == "more\n"
     with served(tmp_path / "store.db", port) as address:
-        out, err = started.communicate("\n", timeout=120)
+        out, err = started.communicate("\n", timeout=300)
         assert started.returncode == 0, err
         assert status_of(out)["acknowledged"] == 120
         assert on_server(address) == once(STEPS)
@@ -91,7 +91,7 @@ def test_case_12_server_that_never_answers(tmp_path: Path) -> None:
         listener.bind(("127.0.0.1", 0))
         listener.listen(128)
         uri = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        done = run(TRAIN.format(uri=uri, close=2.0, middle=""), tmp_path, "mlflow", timeout_seconds=60)
+        done = run(TRAIN.format(uri=uri, close=2.0, middle=""), tmp_path, "mlflow")
     assert done.returncode == 0, done.stderr
     assert status_of(done.stdout)["acknowledged"] == 0
     assert f"gradtrack replay {tmp_path}/run" in done.stderr

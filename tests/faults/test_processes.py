@@ -76,7 +76,7 @@ def test_case_22_four_ranks_are_one_run(tmp_path: Path, tracker: str) -> None:
     """Of four ranks one has a run in the tracker, with every row once; each has a journal of its own."""
     prepare(tmp_path, tracker)
     started = [start(RANKS, tmp_path, tracker, OF_FOUR=str(rank)) for rank in range(4)]
-    ends = [one.communicate(timeout=150) for one in started]
+    ends = [one.communicate(timeout=300) for one in started]
     assert [one.returncode for one in started] == [0] * 4, ends
     assert held(tmp_path, tracker) == once(STEPS)
     assert len(list((tmp_path / "run").glob("journal*.jsonl"))) == 4

@@ -14,7 +14,7 @@ from tests.faults.programs import held, journaled, once, replay, run
 STEPS = range(1, 121)
 TRAIN = """
     import shutil
-    loop = Loop(directory / "run", backends_of(tracker, directory), close_timeout_seconds=1.0)
+    loop = Loop(directory / "run", backends_of(tracker, directory), close_timeout_seconds={close})
     loop.run(60)
     await_delivery(loop, 60)
     {fault}
@@ -28,9 +28,10 @@ TRAIN = """
 def test_case_14_disk_without_room_for_event_files(tmp_path: Path) -> None:
     """Where no file can grow the training goes on, what is missing is told, and a replay brings what is journaled."""
     program = TRAIN.format(
+        close=1.0,
         fault="""import resource
     sizes = [path.stat().st_size for path in (directory / "logs").glob("*tfevents*")]
-    resource.setrlimit(resource.RLIMIT_FSIZE, (max(sizes) + 5000, resource.RLIM_INFINITY))"""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (max(sizes) + 5000, resource.RLIM_INFINITY))""",
     )
     done = run(program, tmp_path, "tensorboard")
     assert done.returncode == 0, done.stderr
@@ -45,7 +46,7 @@ def test_case_14_disk_without_room_for_event_files(tmp_path: Path) -> None:
 
 def test_case_15_removed_directory(tmp_path: Path) -> None:
     """The directory is made again, its loss is told, and a replay brings back what it held."""
-    done = run(TRAIN.format(fault='shutil.rmtree(directory / "logs")'), tmp_path, "tensorboard")
+    done = run(TRAIN.format(close=60.0, fault='shutil.rmtree(directory / "logs")'), tmp_path, "tensorboard")
     assert done.returncode == 0, done.stderr
     assert "was removed" in done.stderr
     assert held(tmp_path, "tensorboard") == once(range(61, 121))
@@ -57,7 +58,7 @@ def test_case_15_removed_directory(tmp_path: Path) -> None:
 def test_case_15_directory_that_cannot_be_written(tmp_path: Path) -> None:
     """What cannot be written is told at the close, and comes by a replay when it can be."""
     fault = 'shutil.rmtree(directory / "logs"); (directory / "logs").write_text("in the way")'
-    done = run(TRAIN.format(fault=fault), tmp_path, "tensorboard")
+    done = run(TRAIN.format(close=1.0, fault=fault), tmp_path, "tensorboard")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1])[0]["acknowledged"] == 60
     assert "tensorboard has 60 of 120 rows (60 pending" in done.stderr

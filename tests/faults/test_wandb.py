@@ -50,7 +50,7 @@ def test_case_09_killed_core_does_not_reach_the_training(tmp_path: Path, tracker
     """After W&B's own process was killed the training goes on, one warning tells, and a replay completes the run."""
     program = """
         import psutil
-        loop = Loop(directory / "run", backends_of(tracker, directory), close_timeout_seconds=1.0)
+        loop = Loop(directory / "run", backends_of(tracker, directory), close_timeout_seconds=3.0)
         loop.run(60)
         await_delivery(loop)
         for child in psutil.Process().children(recursive=True):
@@ -75,7 +75,7 @@ def test_case_09_killed_core_does_not_reach_the_training(tmp_path: Path, tracker
 def test_case_10_own_run_without_a_server(tmp_path: Path) -> None:
     """A run of our own whose server is unreachable is offline at once: a training of a moment is in its file."""
     program = """
-        loop = Loop(directory / "run", backends_of(tracker, directory))
+        loop = Loop(directory / "run", backends_of(tracker, directory), close_timeout_seconds=60.0)
         train(loop, 120)
         loop.manager.close()
         print(json.dumps(loop.manager.status()["backends"]["wandb"]))
@@ -100,7 +100,7 @@ ATTACHED = """
     os.environ["WANDB_BASE_URL"] = server.address
     settings = wandb.Settings(mode={mode!r}, finish_timeout=1, x_disable_stats=True, console="off")
     run = wandb.init(project="faults", id="case", dir=str(directory), settings=settings)
-    loop = Loop(directory / "run", ["wandb"])
+    loop = Loop(directory / "run", ["wandb"], close_timeout_seconds=60.0)
     train(loop, 60)
     server.stop()
     train(loop, 60)

@@ -200,7 +200,7 @@ def test_tracker_that_stays_away_still_ends_in_time(tmp_path: Path, caplog: pyte
 
     class Slow(Recorder):
         def close(self, *, failed: bool = False) -> None:
-            time.sleep(0.2)
+            time.sleep(0.05)
             super().close(failed=failed)
 
     recorder = Slow(Failing(1000, OSError("gone")))

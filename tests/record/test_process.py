@@ -135,7 +135,7 @@ def test_killed_process_is_replaced(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("trouble", ["path", "files"])
 def test_process_that_cannot_start_does_not_reach_the_training(
-    trouble: str, backend: ProcessBackend, monkeypatch: pytest.MonkeyPatch
+    trouble: str, backend: ProcessBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A path that is no text is left out; whatever else fails is told by the first write, as a tracker's error."""
     if trouble == "path":
@@ -143,7 +143,7 @@ def test_process_that_cannot_start_does_not_reach_the_training(
         backend.prepare()
         backend.write([row(1)])
     else:
-        monkeypatch.setattr(tempfile, "tempdir", "/nonexistent")
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
         backend.prepare()
         with pytest.raises(BackendError, match="No such file"):
             backend.write([row(1)])

@@ -20,7 +20,7 @@ class Alerts:
         """Send what a record gives reason for."""
         for issue in record.issues:
             title = f"gradtrack: {issue.get('issue_type')} {issue.get('layer', '')}".strip()
-            recent = record.time - self._times.get(title, -math.inf) < _SECONDS
+            recent = 0 <= record.time - self._times.get(title, -math.inf) < _SECONDS  # a clock may be set back
             if issue.get("severity") == "CRITICAL" and not recent:
                 self._times[title] = record.time
                 text = f"step {record.step}: {issue.get('message')}"

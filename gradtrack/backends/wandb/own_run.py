@@ -50,7 +50,8 @@ def _out_of_reach(package: Any) -> str | None:
     """Say why the server cannot be connected to, where that is certain at once: W&B would try for half a minute."""
     known = package.setup().settings
     parts = urlsplit(str(known.base_url))
-    if known.mode not in ("online", None) or parts.hostname is None or {"http", "https", "all"} & set(getproxies()):
+    talks = known.mode in ("online", "shared", None) and parts.hostname is not None
+    if not talks or {"http", "https", "all"} & set(getproxies()):
         return None
     port = parts.port or (443 if parts.scheme == "https" else 80)
     try:
