@@ -164,3 +164,31 @@ def test_case_14_store_without_room_is_told(tmp_path: Path) -> None:
     assert held(tmp_path, "mlflow") == once(range(1, 61))
     replay(tmp_path)
     assert held(tmp_path, "mlflow") == once(STEPS)
+
+
+@pytest.mark.slow
+def test_case_05_and_23_nested_run_and_autolog_of_the_user_stay_apart(tmp_path: Path) -> None:
+    """Rows go to the run that was active at the start; a nested run and MLflow's own logging keep what is theirs."""
+    shutil.copy(empty_store(), tmp_path / "store.db")
+    program = """
+        import mlflow
+        mlflow.set_tracking_uri(f"sqlite:///{directory}/store.db")
+        mlflow.autolog(silent=True)
+        with mlflow.start_run() as parent:
+            loop = Loop(directory / "run", ["mlflow"], close_timeout_seconds=60.0)
+            with mlflow.start_run(nested=True) as child:
+                loop.run(60)
+                mlflow.log_metric("theirs", 1.0)
+            mlflow.log_metric("outer", 2.0)
+            loop.run(60)
+            loop.manager.close()
+            print(json.dumps([parent.info.run_id, child.info.run_id]))
+    """
+    done = run(program, tmp_path, "mlflow")
+    assert done.returncode == 0, done.stderr
+    parent, child = json.loads(done.stdout.splitlines()[-1])
+    client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{tmp_path}/store.db")
+    assert Counter(point.step for point in client.get_metric_history(parent, NORM)) == once(STEPS)
+    assert client.get_run(parent).data.metrics["outer"] == 2.0
+    assert set(client.get_run(child).data.metrics) == {"theirs"}
+    assert [client.get_run(one).info.status for one in (parent, child)] == ["FINISHED"] * 2
