@@ -53,6 +53,8 @@ def train(run: Run, manager: GradientManager, step: int, scale: float) -> None:
 
 def compensate(run: Run, scale: float) -> None:
     """Change an optimizer so that the trajectory is the same with the loss multiplied by a scale."""
+    if scale == 1.0:
+        return
     for optimizer in run.optimizers:
         coupled = not isinstance(optimizer, torch.optim.AdamW)
         for group in optimizer.param_groups:

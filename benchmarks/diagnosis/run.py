@@ -60,8 +60,8 @@ class Scenario:
 
     @property
     def part(self) -> str:
-        """Return `tuned` or `held` for the halves that came first, and `fresh` or `blind` for what came later."""
-        for later in ("fresh", "blind"):
+        """Return `tuned` or `held` for the halves that came first, or the name of a part that came later."""
+        for later in ("fresh", "blind", "unseen"):
             if self.family.startswith(f"{later}_"):
                 return later
         return "held" if hashlib.sha256(self.name.encode()).digest()[0] % 2 else "tuned"

@@ -5,8 +5,10 @@ from __future__ import annotations
 from benchmarks.diagnosis import faults, fresh, healthy, special
 from benchmarks.diagnosis.blind import adapted, book, broken, broken_dynamics, odd, supervised
 from benchmarks.diagnosis.run import SCENARIOS, Scenario
+from benchmarks.diagnosis.unseen import agents, series, tables, vision
+from benchmarks.diagnosis.unseen import broken as unseen_broken
 
-BLIND = (adapted, broken, broken_dynamics, odd, supervised)
+LATER = (adapted, broken, broken_dynamics, odd, supervised, agents, series, tables, unseen_broken, vision)
 """Modules that list their runs when they are imported."""
 
 

@@ -15,21 +15,21 @@ Build = Callable[[], Run]
 _RUNS: dict[str, tuple[Build, Expected | None]] = {}
 
 
-def healthy(name: str) -> Callable[[Build], Build]:
+def healthy(name: str, part: str = "blind") -> Callable[[Build], Build]:
     """List a run that has no fault."""
 
     def take(build: Build) -> Build:
-        _RUNS[f"blind_{name}"] = (build, None)
+        _RUNS[f"{part}_{name}"] = (build, None)
         return build
 
     return take
 
 
-def faulty(name: str, kind: str, where: str, *others: str) -> Callable[[Build], Build]:
+def faulty(name: str, kind: str, where: str, *others: str, part: str = "blind") -> Callable[[Build], Build]:
     """List a run with its fault, where it lies, and the other types that are right as well."""
 
     def take(build: Build) -> Build:
-        _RUNS[f"blind_{name}"] = (build, Expected(kind, where, others))
+        _RUNS[f"{part}_{name}"] = (build, Expected(kind, where, others))
         return build
 
     return take
