@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from typing import Final, final
 
 from gradtrack.config import GradientConfig
@@ -19,6 +20,8 @@ _JUMP: Final = math.log(10.0)
 _BEYOND: Final = math.log(3.0)
 _TWICE: Final = math.log(2.0)
 _BUILT_UP: Final = 0.4
+_FIRST: Final = 8
+_LEARNED: Final = 0.5
 _LARGEST: Final = 700.0
 """Where exp() ends."""
 
@@ -29,8 +32,9 @@ class SpikeRule(Rule):
 
     It must be beyond the largest of the window as well: a jump that happens again and again is no jump any more. A
     spike does not enter the window, so that a run of them is one issue; a new level that lasts for a whole window is
-    accepted as the new normal. What has grown over several steps is the training's own doing, of which it may recover,
-    and weighs less than the jump of a single batch.
+    accepted as the new normal. Where norm and loss are both below what they were on the first steps, the loss by half,
+    there is none: once nearly all is learned, the norm is that of the few inputs that are not. What has grown over
+    several steps is the training's own doing, of which it may recover, and weighs less than the jump of a single batch.
     """
 
     def __init__(self) -> None:
@@ -38,14 +42,19 @@ class SpikeRule(Rule):
         self.streak = 0
         self.last = math.nan
         self.grown = False
+        self.first_norms: list[float] = []
+        self.first_losses: list[float] = []
 
     def judge(self, evidence: Evidence, config: GradientConfig) -> list[Issue]:
         found = beyond_limit(evidence, IssueType.EXPLODING, config.exploding_threshold)
         log_norm = evidence.log_norm
         if not math.isfinite(log_norm):
             return found
+        if len(self.first_norms) < _FIRST:
+            self.first_norms.append(log_norm)
+            self.first_losses += [] if evidence.loss is None else [evidence.loss]
         height = log_norm - self.window.median if len(self.window) >= _WARMUP else 0.0
-        spike = height >= _JUMP and self._is_new(height)
+        spike = height >= _JUMP and self._is_new(height) and not self._is_left_over(evidence)
         if spike and not self.streak:
             before = self.last - self.window.median
             self.grown = before > max(_TWICE, _BUILT_UP * height)
@@ -62,6 +71,12 @@ class SpikeRule(Rule):
     def _is_new(self, height: float) -> bool:
         largest = max(self.window.values) - self.window.median
         return height > max(_DEVIATIONS * self.window.deviation, largest + _BEYOND)
+
+    def _is_left_over(self, evidence: Evidence) -> bool:
+        """Whether norm and loss are both below what they were on the first steps, the loss by half."""
+        if evidence.loss is None or not self.first_losses or evidence.log_norm > max(self.first_norms):
+            return False
+        return 0 < evidence.loss < _LEARNED * statistics.median(self.first_losses)
 
     def _relative(self, evidence: Evidence, height: float) -> Issue:
         median, jump = math.exp(self.window.median), math.exp(min(height, _LARGEST))
