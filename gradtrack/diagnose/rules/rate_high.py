@@ -12,6 +12,8 @@ _RISEN: Final = 0.03
 _HEALTHY: Final = 1e-3
 _THROWN: Final = 0.7
 _SAMPLES: Final = 3
+_EARLY: Final = 8
+_FEWEST: Final = 2
 
 
 @windowed
@@ -19,21 +21,32 @@ def judge(case: Case) -> list[Issue]:
     """Open where the median weight moves by over 7.5 % a step, sample after sample, and the loss has not come down.
 
     Three per cent are enough where the loss is worse than before the training. One step is enough that, as the very
-    first, leaves nothing of most of the weights: after it even large steps are small beside what they have become.
+    first, leaves nothing of most of the weights: after it even large steps are small beside what they have become. And
+    where the loss has risen, the middle of the first samples is: a rate that is far too high soon leaves units that are
+    dead, and weights without a gradient do not move.
     """
     if case.moved and _is_thrown(case.moved[0]) and not case.trend.learned:
         return [_thrown(case, case.moved[0])]
     moved = [sample for sample in case.moved if sample.step > 1][-_SAMPLES:]
-    if len(moved) < _SAMPLES:
-        return []
     ratios = [_of_grown(case, sample) for sample in moved]
-    if not all(ratios):
+    if len(moved) == _SAMPLES and all(ratios):
+        typical = min(median(found.values()) for found in ratios)
+        limit = _RISEN if case.trend.risen else _HIGH
+        if typical > limit and not case.trend.learned:
+            return [_issue(case, moved, ratios[-1], typical, limit)]
+    return _early(case)
+
+
+def _early(case: Case) -> list[Issue]:
+    """Judge the first samples on which weights still moved, of a run that has got worse."""
+    if not case.trend.risen:
         return []
-    typical = min(median(found.values()) for found in ratios)
-    limit = _RISEN if case.trend.risen else _HIGH
-    if not typical > limit or case.trend.learned:
+    moved = [sample for sample in case.moved if _of_grown(case, sample)][:_EARLY]
+    typical = median(median(_of_grown(case, sample).values()) for sample in moved)
+    limit = _RISEN if len(moved) == _EARLY else _HIGH
+    if len(moved) < _FEWEST or not typical > limit:
         return []
-    return [_issue(case, moved[-1], ratios[-1], typical, limit)]
+    return [_issue(case, moved, _of_grown(case, moved[-1]), typical, limit)]
 
 
 def _of_grown(case: Case, sample: Sample) -> dict[str, float]:
@@ -49,23 +62,25 @@ def _is_thrown(sample: Sample) -> bool:
 
 def _thrown(case: Case, sample: Sample) -> Issue:
     typical = median(sample.ratios.values())
-    return _issue(case, sample, sample.ratios, typical, _THROWN).model_copy(update={"step": 1, "window": 1})
+    return _issue(case, [sample], sample.ratios, typical, _THROWN)
 
 
-def _issue(case: Case, sample: Sample, ratios: dict[str, float], typical: float, limit: float) -> Issue:
-    name = max(ratios, key=lambda key: ratios[key])
+def _issue(case: Case, moved: list[Sample], ratios: dict[str, float], typical: float, limit: float) -> Issue:
+    """Report a rate from the first of the samples on, since what it has done by the last is its consequence."""
+    sample, name = moved[-1], max(ratios, key=lambda key: ratios[key])
+    became = "has risen" if case.trend.risen else "does not fall"
     return Issue(
         issue_type=IssueType.LR_TOO_HIGH,
         severity=IssueSeverity.HIGH,
         message=(
             f"lr {sample.lr:.3g} moved {name} by {ratios[name]:.0%} per step and the median weight by {typical:.0%}, "
-            "while the loss does not fall."
+            f"while the loss {became}."
         ),
         statistic="median_update_ratio",
         value=typical,
         threshold=limit,
-        window=_SAMPLES,
-        step=case.step,
+        window=len(moved),
+        step=moved[0].step,
         confidence=0.9,
         recommendation=(
             f"Try lr {sample.lr * _HEALTHY / typical:.1g}, which would move the median weight by 0.1 % per step."
