@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from gradtrack.diagnose.graph import FlowGraph
-from gradtrack.diagnose.sample import Case, module_of
+from gradtrack.diagnose.sample import Case, Sample, module_of
 from gradtrack.reports import Issue, IssueSeverity, IssueType
 
 _STEPS: Final = 4
@@ -16,7 +16,8 @@ _FLAT: Final = frozenset(f"{name}Backward0" for name in ("Round", "Sign", "Sgn",
 def judge(case: Case) -> list[Issue]:
     """Open where trainable parameters had no gradient on any step.
 
-    Silent on what no optimizer owns and what only ran without gradients, as target networks do.
+    Silent on what no optimizer owns and what only ran without gradients, as target networks do; and on the bias of a
+    layer whose weight has one: where the loss is about the derivative of the output, a constant does not count.
     """
     if case.series.num_steps < _STEPS or not case.samples:
         return []
@@ -27,6 +28,7 @@ def judge(case: Case) -> list[Issue]:
         if steps >= case.series.num_steps - case.series.nonfinite_steps
         and name in last.params
         and not last.params[name].has_grad
+        and not _is_constant(last, name)
     ]
     ran = {node.name for node in last.nodes}
     wanted = [
@@ -40,6 +42,15 @@ def judge(case: Case) -> list[Issue]:
     moved = {name for sample in case.moved for name, change in (sample.changes or {}).items() if change.ratio > 0}
     wanted = [name for name in wanted if name not in moved]
     return [_issue(case, names) for names in _by_module(wanted).values()][:2]
+
+
+def _is_constant(sample: Sample, name: str) -> bool:
+    """Whether a vector belongs to a module whose matrix has a gradient."""
+    return sample.params[name].ndim < 2 and any(
+        other.ndim > 1 and other.norm > 0
+        for other_name, other in sample.params.items()
+        if module_of(other_name) == module_of(name)
+    )
 
 
 def _starved(case: Case) -> list[str]:
