@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 
@@ -17,6 +18,7 @@ class FlowGraph:
 
     def __init__(self, nodes: Sequence[Node]) -> None:
         self.nodes = nodes
+        self.chained = self._chained()
         self.delta = self._deltas()
         self._gammas: dict[int, dict[str, float]] = {}
         self.children: list[list[int]] = [[] for _ in nodes]
@@ -27,27 +29,42 @@ class FlowGraph:
                     self.children[parent].append(index)
                 self.after[parent].append(ops[0])
 
-    def _deltas(self) -> list[float]:
-        """Return the gradient at every call, for a module that feeds itself that of all its calls."""
-        chained: set[str] = set()
+    def _chained(self) -> set[str]:
+        """Return the modules that feed themselves."""
+        if len({node.name for node in self.nodes}) == len(self.nodes):
+            return set()
+        found: set[str] = set()
         above: list[frozenset[str]] = []
         for node in self.nodes:
             names = frozenset().union(*(above[parent] | {self.nodes[parent].name} for parent, _ in node.parents))
             above.append(names)
             if node.name in names:
-                chained.add(node.name)
+                found.add(node.name)
+        return found
+
+    def _deltas(self) -> list[float]:
+        """Return the gradient at every call; where a module feeds itself, for every module that of all its calls."""
+        if not self.chained:
+            return [node.delta or 0.0 for node in self.nodes]
         squares: dict[str, float] = {}
         for node in self.nodes:
             squares[node.name] = squares.get(node.name, 0.0) + (node.delta or 0.0) ** 2
-        return [math.sqrt(squares[node.name]) if node.name in chained else node.delta or 0.0 for node in self.nodes]
+        return [math.sqrt(squares[node.name]) for node in self.nodes]
 
     @cached_property
     def paths(self) -> dict[str, list[int]]:
-        """Return, for each parametric module that no other one feeds, the calls from it to the loss."""
+        """Return, for each parametric module that no other one feeds in any call, the calls from it to the loss.
+
+        The first call of a part of a recurrent model starts from a state that nothing has fed yet.
+        """
+        own = [index for index, node in enumerate(self.nodes) if node.parametric and node.delta is not None]
+        fed = {index for index in own if self._fed(index)}
+        later = {self.nodes[index].name for index in fed}
+        starts = [index for index in own if self.nodes[index].name not in later] or [i for i in own if i not in fed]
         found: dict[str, list[int]] = {}
-        for index, node in enumerate(self.nodes):
-            if node.parametric and node.delta is not None and node.name not in found and not self._fed(index):
-                found[node.name] = self.path(index)
+        for index in starts:
+            if self.nodes[index].name not in found:
+                found[self.nodes[index].name] = self.path(index)
         return found
 
     def _fed(self, index: int) -> bool:
@@ -74,6 +91,11 @@ class FlowGraph:
         """Return the parametric calls of a path, each module once, the one next to the loss last."""
         found = {self.nodes[index].name: self.nodes[index] for index in path if self.nodes[index].parametric}
         return list(found.values())
+
+    def turns(self, path: Sequence[int]) -> tuple[str, int]:
+        """Return the module of a path that feeds itself most often and its calls there; no name where there is none."""
+        calls = Counter(self.nodes[index].name for index in path if self.nodes[index].name in self.chained)
+        return max(calls.items(), key=lambda item: item[1], default=("", 0))
 
     def gammas(self, path: Sequence[int]) -> dict[str, float]:
         """Return for each layer of a path the gradient at its output over that at the last layer's."""

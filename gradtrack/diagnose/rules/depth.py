@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
 
@@ -14,6 +15,22 @@ _SMALL: Final = 1e-3
 _LARGE: Final = 100.0
 _GROWN: Final = 1.2
 _SAMPLES: Final = 2
+
+
+@dataclass(frozen=True, slots=True)
+class _Between:
+    """What a gradient has come through: layers, or the calls of a cell that feeds itself from step to step."""
+
+    layers: int
+    cell: str
+    calls: int
+
+    @property
+    def count(self) -> int:
+        return max(1, self.calls if self.cell else self.layers)
+
+    def __str__(self) -> str:
+        return f"{self.calls} calls of {self.cell} (time steps)" if self.cell else f"{self.layers} layers"
 
 
 @windowed
@@ -42,15 +59,15 @@ def _entry(case: Case, entry: str) -> list[Issue]:
     series = [graph.gammas(graph.paths[entry]) for graph in graphs]
     if any(len(gammas) < 2 for gammas in series):
         return []
-    depth = len(series[-1])
+    between = _Between(len(series[-1]) - 1, *graphs[-1].turns(graphs[-1].paths[entry]))
     first = [gammas[entry] * _fewer_rows(graph, entry) for gammas, graph in zip(series, graphs, strict=True)]
     ratio = median(first)
     if ratio > 0 and max(first) < _SMALL and not _begins_at_zero(case, series[-1]):
-        return [_issue(case, IssueType.VANISHING, entry, ratio, depth)]
+        return [_issue(case, IssueType.VANISHING, entry, ratio, between)]
     peaks = [max(gammas.values()) for gammas in series]
     if min(peaks) > _LARGE and not _is_learned(case, entry):
         layer = max(series[-1], key=lambda name: series[-1][name])
-        return [_issue(case, IssueType.EXPLODING, layer, median(peaks), depth)]
+        return [_issue(case, IssueType.EXPLODING, layer, median(peaks), between)]
     return []
 
 
@@ -81,8 +98,8 @@ def _begins_at_zero(case: Case, gammas: dict[str, float]) -> bool:
     return any(last[name].weight > _GROWN * first[name].weight for name in weights)
 
 
-def _issue(case: Case, kind: IssueType, layer: str, ratio: float, depth: int) -> Issue:
-    per_layer = ratio ** (1 / max(1, depth - 1))
+def _issue(case: Case, kind: IssueType, layer: str, ratio: float, between: _Between) -> Issue:
+    per_one = ratio ** (1 / between.count)
     small = kind is IssueType.VANISHING
     what = "of what reaches" if small else "times what reaches"
     return Issue(
@@ -90,8 +107,8 @@ def _issue(case: Case, kind: IssueType, layer: str, ratio: float, depth: int) ->
         severity=IssueSeverity.HIGH,
         layer=layer,
         message=(
-            f"The gradient at {layer} is {ratio:.2g} {what} the last layer: a factor of {per_layer:.2g} "
-            f"for each of the {depth - 1} layers in between."
+            f"The gradient at {layer} is {ratio:.2g} {what} the last layer: a factor of {per_one:.2g} "
+            f"for each of the {between} in between."
         ),
         statistic="gradient_over_last_layer",
         value=ratio,
@@ -100,7 +117,8 @@ def _issue(case: Case, kind: IssueType, layer: str, ratio: float, depth: int) ->
         step=case.step,
         confidence=0.95,
         recommendation=(
-            f"Initialise for a gain near 1 per layer (multiply the weights by {1 / per_layer:.2g}), "
-            "or add normalisation or skip connections."
+            f"Initialise for a gain near 1 per {'time step' if between.cell else 'layer'} (multiply the weights "
+            f"{f'of {between.cell} ' if between.cell else ''}by {1 / per_one:.2g}), or add "
+            f"{'gates' if between.cell else 'normalisation or skip connections'}."
         ),
     )
