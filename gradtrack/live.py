@@ -36,6 +36,7 @@ class LiveAnalyzers:
         self._faults: dict[str, int] = {}
         self._armed: set[str] = set()
         self._alert: int | None = None
+        self._planned: int | None = None
         self._idle: set[str] = set()
         self._eager, self._told_eager = EagerSteps(), False
         self.chosen: list[str] = []
@@ -43,6 +44,7 @@ class LiveAnalyzers:
     def __getitem__(self, name: str) -> Analyzer:
         if name not in self._analyzers and self.open and name in registry.analyzers.builtin():
             self._analyzers[name] = registry.analyzers.load(name)()
+            self._planned = None
         if name not in self._analyzers:
             there = ", ".join(self._analyzers) or "none"
             raise UsageError(f"analyzer {name!r}: expected one of those configured ({there}).{_add(name)}")
@@ -74,12 +76,12 @@ class LiveAnalyzers:
             found = registry.analyzers.load(name)
             reason = found.suits(model)
             if reason is not None and name not in self._analyzers:
-                self._analyzers[name] = found()
+                self._analyzers[name], self._planned = found(), None
                 self.chosen.append(f"analyzer {name} was chosen: {reason}.")
 
     def alert(self, step: int) -> None:
         """Make every analyzer due at a step, because something has just happened."""
-        self._alert = step
+        self._alert, self._planned = step, None
 
     def rest(self) -> list[str]:
         """Let those have no turn from now on that compute with whole parameters; name those that had one before.
@@ -96,11 +98,14 @@ class LiveAnalyzers:
     def arm(self, model: nn.Module, step: int) -> None:
         """Let those analyzers place their hooks that are due at the coming step, which then runs eagerly."""
         self._eager.end()
+        due = [(name, analyzer) for name, analyzer in self._analyzers.items() if self._is_due(name, analyzer, step)]
+        self._planned = None if due else step
+        if not due:
+            return
         inner = unwrapped(model)
-        for name, analyzer in list(self._analyzers.items()):
-            if self._is_due(name, analyzer, step):
-                self._armed.add(name)
-                self._guard(name, lambda analyzer=analyzer: analyzer.arm(inner))
+        for name, analyzer in due:
+            self._armed.add(name)
+            self._guard(name, lambda analyzer=analyzer: analyzer.arm(inner))
         if any(_looks_inside(one) for name, one in self._analyzers.items() if name in self._armed):
             self._run_eagerly(model)
 
@@ -146,7 +151,9 @@ class LiveAnalyzers:
         return found
 
     def due(self, step: int) -> bool:
-        """Say whether any analyzer is due at a step."""
+        """Say whether any analyzer is due at a step, which is mostly known since the last one to be not so."""
+        if step == self._planned:
+            return False
         return any(self._is_due(name, analyzer, step) for name, analyzer in list(self._analyzers.items()))
 
     def _is_due(self, name: str, analyzer: Analyzer, step: int) -> bool:
@@ -166,6 +173,7 @@ class LiveAnalyzers:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` returned."""
+        self._planned = None
         for name, analyzer in list(self._analyzers.items()):
             if state.get(name):
                 self._guard(name, lambda analyzer=analyzer, own=state[name]: analyzer.load_state_dict(own))
