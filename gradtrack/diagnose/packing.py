@@ -43,6 +43,7 @@ def unpack(state: Mapping[str, Any]) -> Sample:
 
 
 def _pack_node(node: Node) -> dict[str, Any]:
+    node.rank = node.effective_rank
     plain = {one.name: getattr(node, one.name) for one in fields(node)}
     units = {name: None if plain[name] is None else plain[name].tolist() for name in _UNITS}
     return {**plain, **units, "parents": [[index, list(ops)] for index, ops in node.parents]}

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from gradtrack.analyzers.base import Series
 from gradtrack.diagnose.graph import FlowGraph
@@ -20,6 +20,7 @@ Seen = TypeVar("Seen")
 
 KEPT_WINDOWS: Final = 16
 _FEWEST: Final = 2
+_AROUND: Final = 5
 RECENT: Final = 3
 """How many of the last samples a state must be seen in: a fault of the last ten steps of a short run shows in three."""
 
@@ -62,6 +63,17 @@ class Sample:
     cosine: float = math.nan
     turned: float = math.nan
     clip: float = math.nan
+
+    def remembered(self, what: str, see: Callable[[Sample], Seen]) -> Seen:
+        """Return what a rule sees in this sample, which it looks at once for all the windows that hold it."""
+        if what not in self._remembered:
+            self._remembered[what] = see(self)
+        found: Seen = self._remembered[what]
+        return found
+
+    @cached_property
+    def _remembered(self) -> dict[str, Any]:
+        return {}
 
     @cached_property
     def graph(self) -> FlowGraph:
@@ -116,7 +128,10 @@ class Case:
     def windows(self) -> list[Case]:
         """Return the run as it was after each of the last samples."""
         last = len(self.samples)
-        return [Case(self.series, self.samples[:end]) for end in range(max(_FEWEST, last - KEPT_WINDOWS), last + 1)]
+        found = [Case(self.series, self.samples[:end]) for end in range(max(_FEWEST, last - KEPT_WINDOWS), last + 1)]
+        for case in found:
+            case.trend = self.trend  # which is about the whole run, and costs more than all the rest
+        return found
 
     @cached_property
     def recent(self) -> list[Sample]:
@@ -146,6 +161,15 @@ class Case:
     def trend(self) -> Trend:
         """Return which way the loss goes."""
         return Trend(self.series.first_losses, self.series.losses)
+
+    def halved_since(self, step: int) -> bool:
+        """Whether the loss has halved since a step."""
+        losses = list(self.series.losses)
+        ago = self.series.num_steps - step
+        before, last = losses[: len(losses) - ago][-_AROUND:], losses[-_AROUND:]
+        if len(before) < _AROUND or ago < _AROUND:
+            return False
+        return 0 < statistics.median(last) < 0.5 * statistics.median(before)
 
 
 def median(values: Iterable[float]) -> float:

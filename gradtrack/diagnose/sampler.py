@@ -7,7 +7,9 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from gradtrack.analyzers.base import Series, Snapshot
@@ -17,6 +19,7 @@ from gradtrack.diagnose.stale import StaleWatch
 from gradtrack.diagnose.standing import Standing
 from gradtrack.measure.elements import Elements
 from gradtrack.measure.probe import Probe
+from gradtrack.measure.samples import small_array
 from gradtrack.measure.shards import local_numbers, local_part
 
 _KEPT: Final = 32
@@ -172,6 +175,15 @@ def _norms(params: Iterable[Tensor]) -> list[float]:
     pairs = [(param.numel(), local_part(param.detach())) for param in params]
     if not pairs:
         return []
-    numbers = (local_numbers(part) for _, part in pairs)
-    norms = torch.stack([torch.linalg.vector_norm(part, dtype=torch.float64) for part in numbers]).tolist()
+    known = [small_array(part) for _, part in pairs]
+    large = [local_numbers(part) for (_, part), small in zip(pairs, known, strict=True) if small is None]
+    rest = (
+        torch.stack([torch.linalg.vector_norm(part, dtype=torch.float64) for part in large]).tolist() if large else []
+    )
+    norms = [rest.pop(0) if small is None else _size(small) for small in known]
     return [norm * math.sqrt(size / max(1, part.numel())) for norm, (size, part) in zip(norms, pairs, strict=True)]
+
+
+def _size(values: NDArray[Any]) -> float:
+    flat = values.reshape(-1).astype(np.float64)
+    return math.sqrt(flat @ flat)

@@ -22,7 +22,7 @@ class Standing:
         self._found.append(judge_units(case))
         for sample in case.samples[: 1 - RECENT]:
             for node in sample.nodes:
-                node.unit_max = node.unit_min = None
+                node.unit_max = node.unit_min = node.gram = None
 
     def issues(self) -> list[Issue]:
         """Return each issue as it was found last, with the step at which it was found first."""

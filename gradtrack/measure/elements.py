@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from gradtrack.measure.samples import small_array
 from gradtrack.measure.shards import local_numbers
 
 _COUNT: Final = 256
@@ -48,25 +49,33 @@ class Elements:
         self._weights: dict[str, Values] = {}
         self._grads: dict[str, Values] = {}
         self._shares: dict[str, float] = {}
-        self._squares: dict[str, float] = {}
         for name, param in params.items():
             grad, own = grads.get(name), local_numbers(param.detach())
             if own.is_floating_point() and own.numel():
                 self._add(name, own, grad if grad is not None and grad.shape == own.shape else None)
+        self._join()
 
     def _add(self, name: str, param: Tensor, grad: Tensor | None) -> None:
         index: Index = max(1, param.numel() // _COUNT)
-        if grad is not None and param.ndim > 1 and param.numel() <= _SEARCHED:
+        taken = None if grad is None else _take(grad, index)
+        searched = param.ndim > 1 and param.numel() <= _SEARCHED
+        if grad is not None and taken is not None and searched and np.count_nonzero(taken) < _SPARSE * len(taken):
+            touched = grad.reshape(-1).nonzero()[:, 0]
+            index = touched[:: max(1, len(touched) // _COUNT)][:_COUNT] if len(touched) else index
             taken = _take(grad, index)
-            if float((taken != 0).mean()) < _SPARSE:
-                touched = grad.reshape(-1).nonzero()[:, 0]
-                index = touched[:: max(1, len(touched) // _COUNT)][:_COUNT] if len(touched) else index
         self._index[name] = index
         self._weights[name] = _take(param, index)
         self._shares[name] = param.numel() / max(1, len(self._weights[name]))
-        if grad is not None:
-            kept = self._grads[name] = _take(grad, index)
-            self._squares[name] = float(kept @ kept)
+        if taken is not None:
+            self._grads[name] = taken
+
+    def _join(self) -> None:
+        """Put the gradients into one vector, each element standing for its share of them, where it always can be."""
+        weighed = [math.sqrt(self._shares[name]) * grad for name, grad in self._grads.items()]
+        self._vector = np.concatenate(weighed) if weighed else np.zeros(0)
+        self._square = float(self._vector @ self._vector)
+        places = tuple((name, self._index[name], len(grad)) for name, grad in self._grads.items())
+        self._places = places if all(isinstance(index, int) for _, index, _ in places) else None
 
     def _covers(self, name: str, tensor: Tensor) -> bool:
         """Whether a tensor still has the elements that were sampled."""
@@ -87,10 +96,10 @@ class Elements:
             moved = _take(param, self._index[name]) - before
             size = max(_norm(before), _norm(before + moved))
             grad = self._grads.get(name)
-            live = grad != 0 if grad is not None else np.zeros(0, dtype=bool)
-            still = float((moved[live] == 0).mean()) if live.any() else math.nan
+            live = np.count_nonzero(grad) if grad is not None else 0
+            still = math.nan if grad is None or not live else float(np.count_nonzero((moved == 0) & (grad != 0)) / live)
             tiny = math.nan
-            if grad is not None and param.dtype == torch.float16 and live.any():
+            if grad is not None and param.dtype == torch.float16 and live:
                 tiny = float((abs(grad) < _SUBNORMAL).mean())
             found[name] = Change(_norm(moved) / size if size else math.nan, still, tiny)
         return found
@@ -109,11 +118,14 @@ class Elements:
     @_quiet
     def cosine_to(self, earlier: Elements) -> float:
         """Return the cosine between these gradients and earlier ones."""
+        if self._places is not None and self._places == earlier._places:
+            return _cosine(np.array([self._vector @ earlier._vector, earlier._square, self._square]))
         products = np.zeros(3)
         for name, grad in self._grads.items():
             before = earlier._grads.get(name)
             if before is not None and before.shape == grad.shape and self._same_places(name, earlier):
-                products += self._shares[name] * np.array([before @ grad, earlier._squares[name], self._squares[name]])
+                inner, mine, its = before @ grad, float(grad @ grad), float(before @ before)
+                products += self._shares[name] * np.array([inner, its, mine])
         return _cosine(products)
 
     def _same_places(self, name: str, other: Elements) -> bool:
@@ -134,6 +146,9 @@ class Elements:
 
 
 def _take(tensor: Tensor, index: Index) -> Values:
+    small = small_array(tensor, tensor.numel())
+    if small is not None and isinstance(index, int):
+        return small.reshape(-1)[::index][:_COUNT].astype(np.float64)
     flat = tensor.detach().reshape(-1)
     chosen = flat[::index][:_COUNT] if isinstance(index, int) else flat[index]
     return chosen.to("cpu", torch.float64, copy=True).numpy()

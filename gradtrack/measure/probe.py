@@ -14,18 +14,20 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from gradtrack.measure.hooks import ModuleHook
-from gradtrack.measure.samples import sample
+from gradtrack.measure.samples import sample, small_array
 
 _MAX_CALLS: Final = 256
 _MAX_WALK: Final = 4000
 _MAX_ROWS: Final = 32
 _MAX_COLUMNS: Final = 256
+_FEW_ROWS: Final = 8
 _MAX_WIDE: Final = 1 << 20
+_FLAT: Final = 40.0
+_TANH_CELLS: Final = "RNN_TANH"
+TANH: Final = 0.97
 TANH_LIMIT: Final = 2.0923  # |tanh| > 0.97
 SIGMOID_LIMIT: Final = 3.4761  # outside 0.03 .. 0.97
-RECTIFIERS: Final = {"ReLU", "ReLU6", "GELU", "SiLU", "Mish", "Hardswish", "ELU", "SELU", "CELU", "Softplus"}
-SQUASHERS: Final = {"Tanh": TANH_LIMIT, "Sigmoid": SIGMOID_LIMIT}
-_CHANNELS_FIRST: Final = re.compile(r"Conv|BatchNorm|GroupNorm|InstanceNorm")
+_CHANNELS_FIRST: Final = re.compile(r"Conv|BatchNorm|GroupNorm|InstanceNorm|Pool|Upsample|Dropout[123]d")
 _NORMS: Final = re.compile(r"Norm")
 
 
@@ -34,6 +36,8 @@ class Node:
     """One call of one module: its output, the gradient there, and the calls whose output it used.
 
     `ops` are the names of the functions between a parent's output and this call, the one nearest to the parent first.
+    The slopes are the root mean square of those of tanh or sigmoid, over the largest that they have; they are known
+    where most values are beyond the limits.
     """
 
     name: str
@@ -46,12 +50,30 @@ class Node:
     rank: float = float("nan")
     beyond_tanh: float = float("nan")
     beyond_sigmoid: float = float("nan")
+    slope_tanh: float = float("nan")
+    slope_sigmoid: float = float("nan")
     unit_max: NDArray[np.float64] | None = None
     unit_min: NDArray[np.float64] | None = None
     rows: int = 0
     varies: bool = True
     finite: bool = True
     finite_input: bool = True
+    gram: NDArray[np.float64] | None = None
+
+    @property
+    def effective_rank(self) -> float:
+        """Return exp(entropy) of the normalised singular values of the gradient; it is worked out once."""
+        if self.gram is not None:
+            self.rank, self.gram = _effective_rank(self.gram), None
+        return self.rank
+
+    @property
+    def least_rank(self) -> float:
+        """Return what the effective rank is no less than: that by squares, which costs far less to know."""
+        if self.gram is None:
+            return self.rank
+        flat = self.gram.reshape(-1)
+        return float(np.trace(self.gram) ** 2 / (flat @ flat))
 
 
 class Probe:
@@ -82,7 +104,7 @@ class Probe:
         self._functions = {}
 
     def _seeing(self, name: str, module: nn.Module) -> Callable[..., None]:
-        kind = type(module).__name__
+        kind = getattr(module, "mode", "") if isinstance(module, nn.RNN) else type(module).__name__
         parametric = any(True for _ in module.parameters(recurse=False))
 
         def see(_: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
@@ -92,6 +114,8 @@ class Probe:
                 self.without_grad.add(name)
                 return
             found = next(_tensors(output), None)
+            if found is not None and _is_transformed(found):
+                return  # vmap and its like have no numbers to show until they are over
             calls = self._calls[name] = self._calls.get(name, 0) + 1
             if found is not None and calls <= _MAX_CALLS and not torch.compiler.is_compiling():
                 self._guard(lambda: self._record(name, kind, parametric, inputs, found))
@@ -117,7 +141,11 @@ class Probe:
         _look(node, output.detach(), inputs)
         self._functions[function] = len(self.nodes)
         self.nodes.append(node)
-        output.register_hook(lambda gradient: self._guard(lambda: _take(node, gradient)))  # type: ignore[no-untyped-call]
+        output.register_hook(lambda gradient: self._receive(node, gradient))  # type: ignore[no-untyped-call]
+
+    def _receive(self, node: Node, gradient: Tensor) -> None:
+        if not _is_transformed(gradient):
+            self._guard(lambda: _take(node, gradient))
 
     def _walk(self, start: Any) -> Iterator[tuple[int, tuple[str, ...]]]:
         """Find the recorded calls that a function's value was computed from, with the functions on the way."""
@@ -149,6 +177,11 @@ def _observed(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name or ("model" if leaf else ""), module
 
 
+def _is_transformed(tensor: Tensor) -> bool:
+    """Whether a tensor belongs to a transform of torch.func that is still running."""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+
+
 def _tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         if value.is_floating_point() or value.is_complex():
@@ -164,10 +197,10 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _axis(kind: str, parametric: bool, output: Tensor, parent: Node | None) -> int:
-    """Return the dimension of the units: channels after a convolution, features elsewhere."""
+    """Return the dimension of the units: channels after a convolution and what keeps them, features elsewhere."""
     if _CHANNELS_FIRST.search(kind):
         return min(1, output.ndim - 1)
-    if parametric or parent is None:
+    if parent is None or (parametric and hasattr(nn, kind)):
         return output.ndim - 1
     if parent.axis == 1 and output.ndim >= 3 and output.shape[1] == parent.width:
         return 1
@@ -180,22 +213,34 @@ def _look(node: Node, output: Tensor, inputs: Any) -> None:
         node.finite_input = all(bool(torch.isfinite(value).all()) for value in _tensors(inputs))
     elif output.is_complex():
         return  # what is dead or saturated is defined for real numbers
-    elif node.kind in SQUASHERS:
-        limit = 0.97 if node.kind == "Tanh" else 0.47
-        (node.beyond_tanh,) = _shares(node, output - (0.0 if node.kind == "Tanh" else 0.5), limit)
-    elif node.kind == "RNN":
-        (node.beyond_tanh,) = _shares(node, output, 0.97)
+    elif node.kind == _TANH_CELLS:
+        _take_saturation(node, output, put_out=True)
     elif node.parametric:
-        node.beyond_tanh, node.beyond_sigmoid = _shares(node, output, TANH_LIMIT, SIGMOID_LIMIT)
+        _take_saturation(node, output, put_out=False)
 
 
-def _shares(node: Node, output: Tensor, *limits: float) -> list[float]:
-    """Return the share of the elements, of many an even sample, that are beyond each limit on either side."""
+def _take_saturation(node: Node, output: Tensor, *, put_out: bool) -> None:
+    """Note how much of a layer is where tanh and sigmoid are flat; what a layer has `put_out` has passed tanh."""
     low, high = node.unit_min, node.unit_max
-    if node.kind not in SQUASHERS and low is not None and high is not None and max(-low.min(), high.max()) <= limits[0]:
-        return [0.0] * len(limits)
-    sizes = sample(output).abs_().float().cpu().numpy()
-    return [int(np.count_nonzero(sizes > limit)) / len(sizes) for limit in limits]
+    limit = TANH if put_out else TANH_LIMIT
+    node.beyond_tanh = node.beyond_sigmoid = 0.0
+    if low is not None and high is not None and max(-low.min(), high.max()) <= limit:
+        return
+    small = small_array(output)
+    sizes = sample(output).abs_().float().cpu().numpy() if small is None else np.abs(small).reshape(-1)
+    node.beyond_tanh = float(np.count_nonzero(sizes > limit) / len(sizes))
+    if put_out:
+        node.slope_tanh = _size(1 - sizes**2)
+        return
+    if node.beyond_tanh > 0.5:
+        node.slope_tanh = _size(np.cosh(sizes.clip(max=_FLAT)) ** -2)
+    node.beyond_sigmoid = float(np.count_nonzero(sizes > SIGMOID_LIMIT) / len(sizes))
+    if node.beyond_sigmoid > 0.5:
+        node.slope_sigmoid = _size(np.cosh(sizes.clip(max=_FLAT) / 2) ** -2)
+
+
+def _size(values: NDArray[np.float32]) -> float:
+    return float(np.sqrt(np.mean(values**2, dtype=np.float64)))
 
 
 def _take_range(node: Node, output: Tensor) -> bool:
@@ -203,9 +248,7 @@ def _take_range(node: Node, output: Tensor) -> bool:
     if output.ndim < 2 or output.is_complex():
         node.rows = output.numel() // node.width if output.ndim > 1 else 0
         return bool(torch.isfinite(output).all())
-    others = [dim for dim in range(output.ndim) if dim != node.axis % output.ndim]
-    found = torch.stack([torch.amin(output, dim=others), torch.amax(output, dim=others)])
-    low, high = found.double().cpu().numpy()
+    low, high = _ranges(output, tuple(dim for dim in range(output.ndim) if dim != node.axis % output.ndim))
     if not (np.isfinite(low).all() and np.isfinite(high).all()):
         return False
     node.unit_min, node.unit_max = low, high
@@ -214,20 +257,33 @@ def _take_range(node: Node, output: Tensor) -> bool:
     return True
 
 
+def _ranges(output: Tensor, over: tuple[int, ...]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    values = small_array(output)
+    if values is None:
+        low, high = torch.stack([torch.amin(output, dim=over), torch.amax(output, dim=over)]).double().cpu().numpy()
+        return low, high
+    with np.errstate(invalid="ignore"):
+        return values.min(over).astype(np.float64), values.max(over).astype(np.float64)
+
+
 def _take(node: Node, gradient: Tensor) -> None:
     """Take in the gradient at a call's output; several arrive where a backward pass runs more than once."""
     gradient = gradient.detach()
     units = gradient.movedim(node.axis, -1) if gradient.ndim > 1 else gradient
     rows = units.reshape(-1, units.shape[-1] if units.ndim else 1)
-    squares = _row_squares(torch.view_as_real(rows.resolve_conj()).flatten(1) if rows.is_complex() else rows)
+    small = small_array(rows)
+    values = None if small is None else small.astype(np.float64)
+    squares = _row_squares(rows) if values is None else np.einsum("ij,ij->i", values, values)
     size = math.sqrt(squares.sum())
     node.delta = size if node.delta is None else math.hypot(node.delta, size)
     if gradient.ndim > 1 and not rows.is_complex() and node.kind not in ("Embedding", "EmbeddingBag"):
-        node.rank = _effective_rank(rows, np.sqrt(squares))
+        node.rank, node.gram = math.nan, _gram(rows if values is None else values, squares)
 
 
 def _row_squares(rows: Tensor) -> NDArray[np.float64]:
     """Return the sum of squares of each row in float64, several times faster than torch takes norms of rows."""
+    if rows.is_complex():
+        rows = torch.view_as_real(rows.resolve_conj()).flatten(1)
     parts = torch.split(rows, max(1, _MAX_WIDE // max(rows.shape[1], 1)))
     found: NDArray[np.float64] = (
         torch.cat([part.to(torch.float64, copy=True).square_().sum(1) for part in parts]).cpu().numpy()
@@ -235,13 +291,22 @@ def _row_squares(rows: Tensor) -> NDArray[np.float64]:
     return found
 
 
-def _effective_rank(rows: Tensor, sizes: NDArray[np.float64]) -> float:
-    """Return exp(entropy) of the normalised singular values of a gradient, rows by units."""
-    alive = np.flatnonzero(sizes)
-    if len(alive) < 8 or not np.isfinite(sizes).all():
-        return float("nan")
-    chosen = torch.from_numpy(alive[:: -(-len(alive) // _MAX_ROWS)]).to(rows.device)
-    part = rows[chosen, :: -(-rows.shape[1] // _MAX_COLUMNS)].double().cpu().numpy() / sizes.max()
-    values = np.sqrt(np.linalg.eigvalsh(part @ part.T).clip(min=0))
+def _gram(rows: Tensor | NDArray[np.float64], squares: NDArray[np.float64]) -> NDArray[np.float64] | None:
+    """Return the products of some rows of a gradient with each other, or nothing where too few are there."""
+    alive = np.flatnonzero(squares)
+    if len(alive) < _FEW_ROWS or not math.isfinite(squares.sum()):
+        return None
+    alive, every = alive[:: -(-len(alive) // _MAX_ROWS)], -(-rows.shape[1] // _MAX_COLUMNS)
+    if isinstance(rows, Tensor):
+        part = rows[torch.from_numpy(alive).to(rows.device), ::every].double().cpu().numpy()
+    else:
+        part = rows[alive, ::every]
+    part = part / math.sqrt(squares.max())
+    return part @ part.T
+
+
+def _effective_rank(gram: NDArray[np.float64]) -> float:
+    """Return exp(entropy) of the normalised singular values, of which the matrix has the squares."""
+    values = np.sqrt(np.linalg.eigvalsh(gram).clip(min=0))
     shares = values[values > 0] / values.sum()
-    return float(np.exp(-(shares * np.log(shares)).sum()))
+    return float(np.exp(-(shares @ np.log(shares))))

@@ -10,6 +10,7 @@ from typing import Final
 
 from gradtrack.diagnose.graph import FlowGraph
 from gradtrack.diagnose.sample import Case, Sample, about_units, in_all, median, module_of
+from gradtrack.measure.probe import Node
 from gradtrack.reports import Issue, IssueSeverity, IssueType
 
 _SHARE: Final = 0.3
@@ -32,7 +33,7 @@ def judge(case: Case) -> list[Issue]:
     that passes as little as a narrow one, is not. Nor is one unit that takes in no more than one, as a normalisation
     of a single channel does.
     """
-    necks = in_all([dict(_all_necks(sample)) for sample in case.recent])
+    necks = in_all([sample.remembered("necks", lambda sample: dict(_all_necks(sample))) for sample in case.recent])
     return [
         _issue(case, name, median(neck.rank for neck in found), median(neck.last for neck in found))
         for name, found in list(necks.items())[-1:]
@@ -56,16 +57,22 @@ def _takes_in(sample: Sample, layer: str) -> float:
 def _necks(graph: FlowGraph, path: Sequence[int]) -> Iterator[_Neck]:
     """Return the layers before which the rank of the gradient falls at once, going back from the loss."""
     nodes = [graph.nodes[index] for index in path]
-    last = next((node.rank for node in reversed(nodes) if node.parametric), math.nan)
+    last = next((node.effective_rank for node in reversed(nodes) if node.parametric), math.nan)
     layer = nodes[0]
     for before, after in pairwise(nodes):
         layer = before if before.parametric else layer
         wide = after.parametric and min(before.width, after.width) >= _WIDE
-        if not (before.width == 1 or wide) or math.isnan(before.rank):
+        if not (before.width == 1 or wide) or not _is_narrow(before, after, last):
             continue
         neck = layer if before.width == 1 else after
-        if before.rank < _SHARE * min(last, after.rank) and graph.separates(neck.name, path):
-            yield _Neck(neck.name, neck.width, before.rank, last)
+        if graph.separates(neck.name, path):
+            yield _Neck(neck.name, neck.width, before.effective_rank, last)
+
+
+def _is_narrow(before: Node, after: Node, last: float) -> bool:
+    if before.least_rank >= _SHARE * last:
+        return False
+    return before.effective_rank < _SHARE * min(last, after.effective_rank)
 
 
 def _issue(case: Case, layer: str, rank: float, last: float) -> Issue:
