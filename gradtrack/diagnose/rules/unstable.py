@@ -16,7 +16,6 @@ _WINDOW: Final = 20
 _CHANGE: Final = math.log(10.0)
 _LARGE: Final = math.log(1e3)
 _SHARED: Final = 0.5
-_STAYS: Final = 0.5
 _FIRST: Final = 8
 _LEARNED: Final = 0.2
 
@@ -25,7 +24,7 @@ _LEARNED: Final = 0.2
 class UnstableRule(Rule):
     """Opens when half of the last twenty steps changed the norm more than tenfold, or a third more than a thousandfold.
 
-    Once open, it closes when both are down to half of that. A tenfold change that the loss hardly shares does not
+    A tenfold change that the loss hardly shares does not
     count: where most batches have nothing to teach, as with rewards that are rare, the norm goes up and down with
     nothing being wrong. Nor does one of a loss that is under a fifth of what it was at first and has not come up again:
     what is left of it are the few inputs of a batch that are not learned yet, and the norm is theirs.
@@ -36,7 +35,6 @@ class UnstableRule(Rule):
         self.jumps: deque[int] = deque(maxlen=_WINDOW)
         self.first_losses: list[float] = []
         self.losses: deque[float] = deque(maxlen=_WINDOW)
-        self.is_open = False
 
     def judge(self, evidence: Evidence, config: GradientConfig) -> list[Issue]:
         log_norm = evidence.log_norm
@@ -47,12 +45,11 @@ class UnstableRule(Rule):
             self.jumps.append(self._grade(abs(log_norm - self.last), evidence.loss))
         self.last, self.last_loss = log_norm, math.nan if evidence.loss is None else evidence.loss
         if len(self.jumps) < _WINDOW or not any(self.jumps):
-            self.is_open = False
             return []
         large, all_ = self.jumps.count(2), _WINDOW - self.jumps.count(0)
-        needed = _WINDOW * (_STAYS if self.is_open else 1.0)
-        self.is_open = (all_ * 2 >= needed or large * 3 >= needed) and not self._has_learned()
-        return [_issue(evidence, all_)] if self.is_open else []
+        if (all_ * 2 < _WINDOW and large * 3 < _WINDOW) or self._has_learned():
+            return []
+        return [_issue(evidence, all_)]
 
     def _follow(self, loss: float | None) -> None:
         if loss is None or not math.isfinite(loss):
