@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.diagnosis.blind.book import adam, entropy, generator, learn, randn, sgd, spirals, stack
+from benchmarks.diagnosis.common import schedule
 from benchmarks.diagnosis.run import Run
 from benchmarks.diagnosis.unseen.book import adamw, cosine, curve, graph, healthy, lion
 
@@ -143,12 +144,7 @@ def restarts() -> Run:
     model = stack(2, 48, 48, 3)
     optimizer = sgd(model, 0.3, momentum=0.9, weight_decay=5e-4)
     run = learn(model, spirals, optimizer, steps=160)
-
-    def change(step: int) -> None:
-        optimizer.param_groups[0]["lr"] = 0.15 * (1 + math.cos(math.pi * (step % 40) / 40))
-
-    run.before.append(change)
-    return run
+    return schedule(run, lambda step: 0.5 * (1 + math.cos(math.pi * (step % 40) / 40)))
 
 
 @healthy("tables/prototypes")
