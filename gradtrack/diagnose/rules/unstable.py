@@ -25,8 +25,9 @@ class UnstableRule(Rule):
     """Opens when half of the last twenty steps changed the norm more than tenfold, or a third more than a thousandfold.
 
     A tenfold change that the loss hardly shares does not count: where most batches have nothing to teach, as with
-    rewards that are rare, the norm goes up and down with nothing being wrong. Nor does one of a loss that is under a fifth of what it was at first and has not come up again:
-    what is left of it are the few inputs of a batch that are not learned yet, and the norm is theirs.
+    rewards that are rare, the norm goes up and down with nothing being wrong. Nor does one of a loss that is under a
+    fifth of what it was at first and has not come up again: what is left of it are the few inputs of a batch that are
+    not learned yet, and the norm is theirs.
     """
 
     def __init__(self) -> None:
