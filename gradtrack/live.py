@@ -36,7 +36,6 @@ class LiveAnalyzers:
         self._faults: dict[str, int] = {}
         self._armed: set[str] = set()
         self._alert: int | None = None
-        self._planned: int | None = None
         self._idle: set[str] = set()
         self._eager, self._told_eager = EagerSteps(), False
         self.chosen: list[str] = []
@@ -44,7 +43,6 @@ class LiveAnalyzers:
     def __getitem__(self, name: str) -> Analyzer:
         if name not in self._analyzers and self.open and name in registry.analyzers.builtin():
             self._analyzers[name] = registry.analyzers.load(name)()
-            self._planned = None
         if name not in self._analyzers:
             there = ", ".join(self._analyzers) or "none"
             raise UsageError(f"analyzer {name!r}: expected one of those configured ({there}).{_add(name)}")
@@ -76,12 +74,12 @@ class LiveAnalyzers:
             found = registry.analyzers.load(name)
             reason = found.suits(model)
             if reason is not None and name not in self._analyzers:
-                self._analyzers[name], self._planned = found(), None
+                self._analyzers[name] = found()
                 self.chosen.append(f"analyzer {name} was chosen: {reason}.")
 
     def alert(self, step: int) -> None:
         """Make every analyzer due at a step, because something has just happened."""
-        self._alert, self._planned = step, None
+        self._alert = step
 
     def rest(self) -> list[str]:
         """Let those have no turn from now on that compute with whole parameters; name those that had one before.
@@ -98,8 +96,8 @@ class LiveAnalyzers:
     def arm(self, model: nn.Module, step: int) -> None:
         """Let those analyzers place their hooks that are due at the coming step, which then runs eagerly."""
         self._eager.end()
-        due = [(name, analyzer) for name, analyzer in self._analyzers.items() if self._is_due(name, analyzer, step)]
-        self._planned = None if due else step
+        # A list of them, since one that fails too often is left out on the way.
+        due = [(name, one) for name, one in list(self._analyzers.items()) if self._is_due(name, one, step)]
         if not due:
             return
         inner = unwrapped(model)
@@ -151,9 +149,7 @@ class LiveAnalyzers:
         return found
 
     def due(self, step: int) -> bool:
-        """Say whether any analyzer is due at a step, which is mostly known since the last one to be not so."""
-        if step == self._planned:
-            return False
+        """Say whether any analyzer is due at a step, which may depend on what it was shown since it was last asked."""
         return any(self._is_due(name, analyzer, step) for name, analyzer in list(self._analyzers.items()))
 
     def _is_due(self, name: str, analyzer: Analyzer, step: int) -> bool:

@@ -114,10 +114,11 @@ class Probe:
                 self.without_grad.add(name)
                 return
             found = next(_tensors(output), None)
-            if found is not None and _is_transformed(found):
+            compiling = torch.compiler.is_compiling()
+            if found is not None and not compiling and _is_transformed(found):
                 return  # vmap and its like have no numbers to show until they are over
             calls = self._calls[name] = self._calls.get(name, 0) + 1
-            if found is not None and calls <= _MAX_CALLS and not torch.compiler.is_compiling():
+            if found is not None and calls <= _MAX_CALLS and not compiling:
                 self._guard(lambda: self._record(name, kind, parametric, inputs, found))
 
         return see

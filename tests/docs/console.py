@@ -56,6 +56,9 @@ def _extras(arguments: list[str]) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert arguments[0] == "install"
     for argument in arguments[1:]:
+        if argument.endswith(".txt"):
+            assert (ROOT / argument).is_file()
+            continue
         match = re.fullmatch(r"(?:gradtrack|\.)\[(.+)\]", argument)
         if match:
             assert set(match[1].split(",")) <= project["optional-dependencies"].keys()

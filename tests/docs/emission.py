@@ -29,7 +29,7 @@ def every() -> dict[str, Callable[[], Names]]:
     """Return what makes the core and each analyzer emit, by the name of the analyzer."""
     return {
         "core": lambda: _core() | _scaled() | on_ranks(),
-        "flow": lambda: _live(_blocks(), ["flow"]),
+        "flow": lambda: _live(_blocks(), ["flow"]) | _live(_blocks().half(), ["flow"]),
         "gain": lambda: _live(_blocks(), ["gain"]),
         "jacobian": lambda: _live(_blocks(), ["jacobian"]),
         "recurrent": _recurrent,
@@ -124,7 +124,7 @@ def _live(model: nn.Module, analyzers: list[Any]) -> Names:
     with GradientManager(backends=["memory"], analyzers=analyzers, grad_log_every_n_steps=1) as manager:
         optimizer = torch.optim.Adam(model.parameters())
         manager.attach(model, optimizer)
-        _train(manager, model, optimizer, torch.randn(8, 6), steps=9)
+        _train(manager, model, optimizer, torch.randn(8, 6, dtype=next(model.parameters()).dtype), steps=9)
         return _recorded(manager)
 
 
