@@ -46,6 +46,7 @@ def status_of(output: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_case_11_server_that_is_down_until_the_replay(tmp_path: Path) -> None:
     """A training whose server is down ends in time and names the replay, which brings each row once, however often."""
     shutil.copy(empty_store(), tmp_path / "store.db")

@@ -46,6 +46,7 @@ PROGRAM = f"""
 """
 
 
+@pytest.mark.slow
 def test_case_24_no_secret_comes_out_of_a_training(tmp_path: Path) -> None:
     """Not from a log, a warning, an error, the journal, a report, a page, a repr, the doctor or the replay."""
     uri = f"http://user:{SECRET}@127.0.0.1:9/path?token={SECRET}"
