@@ -19,7 +19,7 @@ from gradtrack.diagnose.stale import StaleWatch
 from gradtrack.diagnose.standing import Standing
 from gradtrack.measure.elements import Elements
 from gradtrack.measure.probe import Probe
-from gradtrack.measure.samples import small_array
+from gradtrack.measure.samples import dot, small_array
 from gradtrack.measure.shards import local_numbers, local_part
 
 _KEPT: Final = 32
@@ -186,4 +186,4 @@ def _norms(params: Iterable[Tensor]) -> list[float]:
 
 def _size(values: NDArray[Any]) -> float:
     flat = values.reshape(-1).astype(np.float64)
-    return math.sqrt(flat @ flat)
+    return math.sqrt(dot(flat, flat))

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from gradtrack.measure.samples import small_array
+from gradtrack.measure.samples import dot, small_array
 from gradtrack.measure.shards import local_numbers
 
 _COUNT: Final = 256
@@ -73,7 +73,7 @@ class Elements:
         """Put the gradients into one vector, each element standing for its share of them, where it always can be."""
         weighed = [math.sqrt(self._shares[name]) * grad for name, grad in self._grads.items()]
         self._vector = np.concatenate(weighed) if weighed else np.zeros(0)
-        self._square = float(self._vector @ self._vector)
+        self._square = dot(self._vector, self._vector)
         places = tuple((name, self._index[name], len(grad)) for name, grad in self._grads.items())
         self._places = places if all(isinstance(index, int) for _, index, _ in places) else None
 
@@ -112,19 +112,19 @@ class Elements:
             grad = grads.get(name)
             if grad is not None and not grad.is_sparse and self._covers(name, grad):
                 after = _take(grad, self._index[name])
-                squares += grad.numel() / len(before) * np.array([before @ before, after @ after])
+                squares += grad.numel() / len(before) * np.array([dot(before, before), dot(after, after)])
         return float(math.sqrt(squares[1] / squares[0])) if squares[0] > 0 else math.nan
 
     @_quiet
     def cosine_to(self, earlier: Elements) -> float:
         """Return the cosine between these gradients and earlier ones."""
         if self._places is not None and self._places == earlier._places:
-            return _cosine(np.array([self._vector @ earlier._vector, earlier._square, self._square]))
+            return _cosine(np.array([dot(self._vector, earlier._vector), earlier._square, self._square]))
         products = np.zeros(3)
         for name, grad in self._grads.items():
             before = earlier._grads.get(name)
             if before is not None and before.shape == grad.shape and self._same_places(name, earlier):
-                inner, mine, its = before @ grad, float(grad @ grad), float(before @ before)
+                inner, mine, its = dot(before, grad), dot(grad, grad), dot(before, before)
                 products += self._shares[name] * np.array([inner, its, mine])
         return _cosine(products)
 
@@ -141,7 +141,9 @@ class Elements:
             if grad is None or param is None or grad.shape != local_numbers(param.detach()).shape:
                 continue
             after = _take(grad, self._index[name])
-            products += grad.numel() / len(before) * np.array([before @ after, before @ before, after @ after])
+            products += (
+                grad.numel() / len(before) * np.array([dot(before, after), dot(before, before), dot(after, after)])
+            )
         return _cosine(products)
 
 
@@ -160,4 +162,4 @@ def _cosine(products: Values) -> float:
 
 
 def _norm(values: Values) -> float:
-    return float(np.sqrt(values @ values))
+    return math.sqrt(dot(values, values))

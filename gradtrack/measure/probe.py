@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from gradtrack.measure.hooks import ModuleHook
-from gradtrack.measure.samples import sample, small_array
+from gradtrack.measure.samples import dot, sample, small_array
 
 _MAX_CALLS: Final = 256
 _MAX_WALK: Final = 4000
@@ -73,7 +73,7 @@ class Node:
         if self.gram is None:
             return self.rank
         flat = self.gram.reshape(-1)
-        return float(np.trace(self.gram) ** 2 / (flat @ flat))
+        return float(np.trace(self.gram) ** 2 / dot(flat, flat))
 
 
 class Probe:
@@ -303,11 +303,13 @@ def _gram(rows: Tensor | NDArray[np.float64], squares: NDArray[np.float64]) -> N
     else:
         part = rows[alive, ::every]
     part = part / math.sqrt(squares.max())
-    return part @ part.T
+    wide = torch.from_numpy(np.ascontiguousarray(part))  # the threads of numpy's BLAS would spin beside torch's
+    product: NDArray[np.float64] = (wide @ wide.T).numpy()
+    return product
 
 
 def _effective_rank(gram: NDArray[np.float64]) -> float:
     """Return exp(entropy) of the normalised singular values, of which the matrix has the squares."""
-    values = np.sqrt(np.linalg.eigvalsh(gram).clip(min=0))
+    values = np.sqrt(torch.linalg.eigvalsh(torch.from_numpy(gram)).numpy().clip(min=0))
     shares = values[values > 0] / values.sum()
-    return float(np.exp(-(shares @ np.log(shares))))
+    return float(np.exp(-dot(shares, np.log(shares))))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any, Final
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
@@ -23,6 +24,11 @@ def small_array(tensor: Tensor, most: int = MOST) -> NDArray[Any] | None:
         return None
     found: NDArray[Any] = tensor.detach().numpy()
     return found
+
+
+def dot(first: NDArray[np.float64], second: NDArray[np.float64]) -> float:
+    """Return the product of two vectors without the threads of numpy's BLAS, which would spin beside those of torch."""
+    return float(np.einsum("i,i->", first, second))
 
 
 def sample(tensor: Tensor, most: int = MOST) -> Tensor:
