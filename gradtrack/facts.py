@@ -96,6 +96,9 @@ class StepFacts:
         """Forget the rows of the single parameters, unless the report is to show them."""
         if not self.with_parameters:
             self.rows = None
+            self.group_rows = self.group_rows.copy()  # which would keep all rows, being a part of their memory
+            if self.deviations is not None:
+                self.deviations = self.deviations._replace(rows=self.deviations.rows[:0].copy())
 
     def learning_rates(self) -> dict[str, float]:
         """Name the learning rate of each parameter group by its name or its position."""
