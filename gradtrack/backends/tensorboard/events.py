@@ -32,12 +32,10 @@ class Events:
             from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary, SummaryMetadata
             from tensorboard.compat.proto.tensor_pb2 import TensorProto
             from tensorboard.plugins.custom_scalar import layout_pb2
-            from tensorboard.summary.writer.record_writer import RecordWriter
         except ImportError as fault:
             raise MissingExtraError("tensorboard backend", "tensorboard", "tensorboard") from fault
         self.event, self.origin, self.value, self.histogram_type = Event, SourceMetadata, Summary.Value, HistogramProto
         self.summary, self.metadata, self.tensor, self.shapes = Summary, SummaryMetadata, TensorProto, layout_pb2
-        self.record_writer = RecordWriter
 
     def first(self) -> Any:
         """Return the event that every event file begins with."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from gradtrack.backends.tensorboard.events import Events
+from gradtrack.backends.tensorboard.framing import frame
 from gradtrack.errors import BackendError
 
 _file_numbers: Final = itertools.count()
@@ -50,26 +51,11 @@ class EventFile:
             found = [self._events.first().SerializeToString(), *found]
             if self._started:
                 _logger.warning("tensorboard: %s was removed; `gradtrack replay` brings back what it held", self._path)
-        buffer = _Buffer()
-        writer = self._events.record_writer(buffer)
-        for event in found:
-            writer.write(event)
         try:
-            view = memoryview(buffer.content)
+            view = memoryview(b"".join(map(frame, found)))
             while view:
                 view = view[stream.write(view) :]
         except OSError:
             stream.truncate(end)
             raise
         self._started = True
-
-
-class _Buffer:
-    """What TensorBoard's record writer writes to."""
-
-    def __init__(self) -> None:
-        self.content = bytearray()
-
-    def write(self, data: bytes) -> None:
-        """Keep what was framed."""
-        self.content += data
