@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Container
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from gradtrack.config import GradientConfig
@@ -125,10 +123,10 @@ class Gauge:
         (`first_nonfinite`) what only a row shows. What is asked for must follow from the step and the settings alone,
         so that all ranks send the same.
         """
-        grads.batch = self._measurer.prepare(grads.tensors)
         tally = row_due and self._config.log_histograms
         if self.table.ranks is None:
-            self.fit(grads, facts, self._measurer.sizes(grads.batch))
+            self.fit(grads, facts)
+        grads.prepare(self._measurer)
         if isinstance(grads, SharedGradients):
             weigh, config = row_due and facts.with_groups, self._config
             moments = grads.measure(
@@ -151,9 +149,9 @@ class Gauge:
             facts.histograms = histograms_of(grads.count(), grads.layout.group_names if facts.with_groups else ())
         return moments
 
-    def fit(self, grads: Gradients, facts: StepFacts, sizes: NDArray[np.int64]) -> None:
+    def fit(self, grads: Gradients, facts: StepFacts) -> None:
         """Take the sizes that the gradients have, where a parameter was given data of another shape."""
-        if len(sizes) and sizes.tobytes() != grads.layout.size_bytes:  # a tenth of the time of np.array_equal
+        if grads.tensors and list(map(Tensor.numel, grads.tensors)) != grads.layout.counts:
             self.table.resize(grads)
             facts.layout = grads.layout
 

@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -178,7 +177,7 @@ class Pair:
         )
 
     def _leave_on_device(self, grads: Gradients, outcome: Outcome, loss: Tensor | float | None) -> None:
-        self.gauge.fit(grads, outcome.facts, np.array([grad.numel() for grad in grads.tensors]))
+        self.gauge.fit(grads, outcome.facts)
         outcome.pending = LateStep(grads, loss, self.clipper, self.handler)
         outcome.pending.protect(grads, self.optimizers, scaled=outcome.scale is not None)
         self._stepping.may_hold_found_inf = True

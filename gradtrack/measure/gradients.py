@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,7 +28,7 @@ class Layout:
         "missing",
         "names",
         "params",
-        "size_bytes",
+        "plan",
         "sizes",
         "total_count",
     )
@@ -49,7 +50,8 @@ class Layout:
         """Take new sizes, as those of sparse gradients are on every step."""
         self.counts = list(counts)
         self.sizes = np.array(self.counts, dtype=np.int64)
-        self.size_bytes = self.sizes.tobytes()
+        self.plan: Any = None
+        """What the measurer has found of gradients of these sizes, to be given to it with the next ones."""
         sums = np.bincount(self.group_of, weights=self.counts, minlength=len(self.group_names))
         self.group_counts = [int(count) for count in sums]
         self.total_count = sum(self.counts)
@@ -76,6 +78,11 @@ class Gradients:
         """Sparse gradients coalesced and conjugate ones resolved, by their position; their values are measured."""
         self.batch: Batch | Sequence[Tensor] = tensors
         """The tensors as the measurer has prepared them, or as they are."""
+
+    def prepare(self, measurer: Measurer) -> None:
+        """Let the measurer sort the tensors once for all that is done with them; the layout has their sizes."""
+        self.batch = batch = measurer.prepare(self.tensors, self.layout.plan)
+        self.layout.plan = batch.plan
 
     def measure(self, measurer: Measurer) -> Moments:
         """Return the sums of the gradients as they are now."""
@@ -181,6 +188,10 @@ class SharedGradients(Gradients):
             moments = moments.of(kept)
         self._recount()
         return moments
+
+    def prepare(self, measurer: Measurer) -> None:
+        """Let the measurer sort the parts that are here, whose sizes are not those of the layout."""
+        self.batch = measurer.prepare(self.tensors)
 
     def own(self) -> None:
         """Leave parts as they are: what made them gave each parameter its own."""

@@ -21,10 +21,14 @@ _SMALLEST_FACTOR: Final = 2.0**-100
 class Batch:
     """The tensors of one step, sorted by the engine that covers them, and where the native engine finds them."""
 
-    __slots__ = ("native", "others", "table", "tensors")
+    __slots__ = ("native", "others", "plan", "table", "tensors")
 
-    def __init__(self, tensors: Sequence[Tensor], native: Sequence[int], others: Sequence[int], table: Any) -> None:
+    def __init__(
+        self, tensors: Sequence[Tensor], native: Sequence[int], others: Sequence[int], table: Any, plan: Any = None
+    ) -> None:
         self.tensors, self.native, self.others, self.table = tensors, native, others, table
+        self.plan = plan
+        """What `prepare` may be given with further tensors of the same sizes."""
 
     @property
     def native_tensors(self) -> Sequence[Tensor]:
@@ -49,25 +53,21 @@ class Measurer:
         self._native: Any = None if engine == "torch" else _native(required=engine == "native")
         self.engine = engine
 
-    def prepare(self, tensors: Sequence[Tensor]) -> Batch:
-        """Sort tensors by engine once, for the several calls of a step."""
+    def prepare(self, tensors: Sequence[Tensor], plan: Any = None) -> Batch:
+        """Sort tensors by engine once, for the several calls of a step; `plan` is that of a batch of the same sizes."""
         everything = range(len(tensors))
         if self._native is None:
             return Batch(tensors, (), everything, None)
+        if plan is not None and plan.fits(tensors):
+            return Batch(tensors, everything, (), plan.tabulate(tensors), plan)
         if self._native.covers_all(tensors):
-            return Batch(tensors, everything, (), self._native.tabulate(tensors))
+            table = self._native.tabulate(tensors)
+            return Batch(tensors, everything, (), table, self._native.plan(tensors, table))
         covered = [self._native.covers(tensor) for tensor in tensors]
         native = [index for index, fits in enumerate(covered) if fits]
         others = [index for index, fits in enumerate(covered) if not fits]
         table = self._native.tabulate([tensors[index] for index in native]) if native else None
         return Batch(tensors, native, others, table)
-
-    def sizes(self, batch: Batch) -> NDArray[np.int64]:
-        """Return the number of elements of each tensor."""
-        if batch.table is None or batch.others:
-            return np.fromiter(map(Tensor.numel, batch.tensors), np.int64, len(batch.tensors))
-        found: NDArray[np.int64] = self._native.sizes(batch.table)
-        return found
 
     def measure(self, tensors: Sequence[Tensor] | Batch, group_of: NDArray[np.int64], num_groups: int) -> Moments:
         """Return the sums of the gradients; measured again, rescaled, where squares leave the float64 range."""

@@ -31,6 +31,26 @@ _ALL_PHASES = kernels.PREPARE | kernels.WORK | kernels.MERGE
 
 
 @final
+class Plan:
+    """What the kernels are told of gradients of the same sizes at every step, all but where they lie."""
+
+    __slots__ = ("_dtypes", "_table")
+
+    def __init__(self, grads: Sequence[torch.Tensor], table: Integers) -> None:
+        self._dtypes, self._table = list(map(_dtype, grads)), table.copy()
+
+    def fits(self, grads: Sequence[torch.Tensor]) -> bool:
+        """Tell whether gradients of these sizes are of the same types, and as plain as those that it was made for."""
+        return list(map(_dtype, grads)) == self._dtypes and _are_plain(grads)
+
+    def tabulate(self, grads: Sequence[torch.Tensor]) -> Integers:
+        """Describe gradients that it fits, as the engine does."""
+        table, num_grads = self._table.copy(), len(grads)
+        table[kernels.ADDRESS, :num_grads] = np.fromiter(map(torch.Tensor.data_ptr, grads), np.int64, num_grads)
+        return table
+
+
+@final
 class NativeEngine:
     """A measurement of gradients on the CPU: one pass over their memory, on as many threads as torch uses.
 
@@ -58,14 +78,13 @@ class NativeEngine:
 
         Negative views and tensors without storage, which autograd does not store in a gradient, pass.
         """
-        quick = (
-            _PLAIN_TYPES.issuperset(map(type, grads))
-            and all(map(_is_cpu, grads))
-            and _STRIDED.issuperset(map(_layout, grads))
-            and _CODES.keys() >= set(map(_dtype, grads))
-            and all(map(torch.Tensor.is_contiguous, grads))
-        )
+        quick = _CODES.keys() >= set(map(_dtype, grads)) and _are_plain(grads)
         return quick or all(map(NativeEngine.covers, grads))
+
+    @staticmethod
+    def plan(grads: Sequence[torch.Tensor], table: Integers) -> Plan:
+        """Return what the table of gradients has in common with those of later ones of the same sizes."""
+        return Plan(grads, table)
 
     @staticmethod
     def tabulate(grads: Sequence[torch.Tensor]) -> Integers:
@@ -80,11 +99,6 @@ class NativeEngine:
         codes = list(map(_CODES.__getitem__, map(_dtype, grads)))
         table[kernels.CODE, :num_grads] = codes
         return table
-
-    @staticmethod
-    def sizes(table: Integers) -> Integers:
-        """Return the number of elements of each gradient in a table."""
-        return table[kernels.SIZE, :-1]
 
     def measure(
         self,
@@ -126,6 +140,16 @@ class NativeEngine:
         if not 0 <= length <= kernels.SHORT_LINE:
             rest = table, progress, coefficient
             _work_together(lambda phases: kernels.scale(phases, *rest), grads, progress, _count_items(length))
+
+
+def _are_plain(grads: Sequence[torch.Tensor]) -> bool:
+    """Tell whether gradients are dense tensors in the memory of the CPU, in the order of their dimensions."""
+    return (
+        _PLAIN_TYPES.issuperset(map(type, grads))
+        and all(map(_is_cpu, grads))
+        and _STRIDED.issuperset(map(_layout, grads))
+        and all(map(torch.Tensor.is_contiguous, grads))
+    )
 
 
 def _halves(exponent: int) -> tuple[float, float]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
-from itertools import chain
-from operator import attrgetter
+from itertools import chain, repeat
+from operator import attrgetter, is_not
 from typing import Any, Final
 
 import numpy as np
@@ -73,6 +73,7 @@ class ParameterTable:
             self.ranks = Ranks(self.params, group, replicas=replicated_params(wrapped))
         self._layout: Layout | None = None
         self._present: Sequence[int] = ()
+        self._everything = list(range(len(self.params)))
 
     @property
     def has_dtensors(self) -> bool:
@@ -90,9 +91,11 @@ class ParameterTable:
         if self.ranks is not None:
             return SharedGradients(self.params, self.ranks, self._lay_out_cached, only)
         found = list(map(_grad, self.params))
-        present = [index for index, grad in enumerate(found) if grad is not None]
-        if only is not None:
-            present = [index for index in present if id(self.params[index]) in only]
+        present: Sequence[int] = self._everything
+        if only is not None or not all(map(is_not, found, repeat(None))):
+            present = [index for index, grad in enumerate(found) if grad is not None]
+            if only is not None:
+                present = [index for index in present if id(self.params[index]) in only]
         layout = self._lay_out_cached(present)
         tensors = found if len(present) == len(found) else [found[index] for index in present]
         if not self._has_complex and set(map(_layout, tensors)) <= _DENSE:

@@ -1,6 +1,7 @@
 """Both engines against exact arithmetic, alone and together."""
 
 import math
+from collections.abc import Callable
 from typing import Literal
 
 import numpy as np
@@ -113,6 +114,29 @@ def test_mixed_engines_agree_with_torch_alone() -> None:
     mixed, alone = measure(grads, "native", 2), measure(grads, "torch", 2)
     np.testing.assert_allclose(mixed.rows, alone.rows, rtol=1e-6)
     np.testing.assert_allclose(mixed.group_rows, alone.group_rows, rtol=1e-6)
+
+
+def _other_order(grad: Tensor) -> Tensor:
+    return torch.randn(3, 5).t()
+
+
+def _sparse_in_memory(grad: Tensor) -> Tensor:
+    return torch.randn(5, 6)[:, ::2]
+
+
+LATER = [torch.randn_like, Tensor.double, Tensor.bfloat16, _other_order, _sparse_in_memory]
+
+
+@pytest.mark.parametrize("later", LATER)
+def test_a_plan_is_for_gradients_of_the_same_sizes(later: Callable[[Tensor], Tensor]) -> None:
+    """What was found of the gradients of one step misleads nobody about later ones, whatever their type and layout."""
+    measurer, group_of = Measurer("native"), np.zeros(2, np.int64)
+    first = [torch.randn(5, 3), torch.randn(7)]
+    batch = measurer.prepare(first)
+    assert measurer.prepare([torch.randn(5, 3), torch.randn(7)], batch.plan).plan is batch.plan
+    then = [later(first[0]), torch.randn(7)]
+    found = measurer.measure(measurer.prepare(then, batch.plan), group_of, 1)
+    assert same(describe(found.total, 22), oracle(flat(then)))
 
 
 @pytest.mark.parametrize("engine", ENGINES)
