@@ -219,11 +219,14 @@ def test_scaling_large_mixed_gradients_touches_each_element_once(two_threads: No
     assert all(map(torch.equal, grads, expected))
 
 
-def test_neighbouring_memory_is_left_alone() -> None:
-    """Scaling a slice changes nothing beside it."""
-    buffer = torch.ones(1000)
-    ENGINE.scale([buffer[13:777]], 0.0)
-    assert buffer.sum() == 1000 - (777 - 13)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("begin", "end"), [(13, 777), (13, 778), (14, 777), (14, 778), (13, 14), (14, 15)])
+def test_neighbouring_memory_is_left_alone(dtype: torch.dtype, begin: int, end: int) -> None:
+    """Scaling a slice, wherever in a word it begins and ends, changes all of it and nothing beside it."""
+    buffer = torch.ones(1000, dtype=dtype)
+    ENGINE.scale([buffer[begin:end]], 0.0)
+    assert not buffer[begin:end].any()
+    assert buffer.sum(dtype=torch.float64) == 1000 - (end - begin)
 
 
 LAYOUTS = {
