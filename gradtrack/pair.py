@@ -326,5 +326,5 @@ def _summable(loss: Tensor | float) -> Tensor | float:
     if not isinstance(loss, Tensor):
         return float(loss)
     if loss.is_cpu and not loss.is_meta and type(loss) in (Tensor, nn.Parameter):
-        return float(loss.detach())
+        return float(loss.item())
     return loss.detach() if loss.dtype == torch.float64 else loss.detach().float()

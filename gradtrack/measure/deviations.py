@@ -10,8 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gradtrack.measure.gradients import Gradients
-from gradtrack.measure.moments import MAX, MIN, NAN, SQUARES, SUM, Moments, Rows
+from gradtrack.measure.gradients import Gradients, Layout
+from gradtrack.measure.moments import MAX, MIN, NAN, SQUARES, SUM, Moments
 from gradtrack.measure.torch_cpu import flat
 from gradtrack.measure.torch_device import WITHOUT_FLOAT64
 
@@ -34,30 +34,41 @@ def find_deviations(grads: Gradients, moments: Moments) -> Deviations | None:
 
     Only tensors whose mean hides their variance are read again; not over ranks, which would have to send it.
     """
-    rows = moments.rows
+    rows, layout = moments.rows, grads.layout
     if len(rows) != len(grads.tensors) or not len(rows):
         return None  # gradients that are gone by now
-    if max(rows[:, MIN].tolist()) <= 0.0 <= min(rows[:, MAX].tolist()):
-        return (
-            None  # no tensor has all elements on one side of zero, so none has less variance than its mean squared / n
-        )
-    counts = grads.layout.sizes if moments.finite else grads.layout.sizes - rows[:, NAN:].sum(axis=1)
-    hidden = _hides(rows, counts)
-    if not hidden.any():
-        return None  # where it is hidden in no tensor, it is hidden in no group of them either
-    if not (counts[hidden] > 1).any():  # tensors of one element have no variance of their own, only together
-        whole = np.vstack([moments.group_rows, moments.total])
-        sizes = np.array([*grads.layout.group_counts, grads.layout.total_count]) - whole[:, NAN:].sum(axis=1)
-        if not (_hides(whole, sizes) & (sizes > 1)).any():
-            return None
-    return _merge(grads, moments, counts.astype(np.float64), hidden)
-
-
-def _hides(rows: Rows, counts: NDArray[Any]) -> NDArray[np.bool_]:
-    """Say which rows have a variance that is next to nothing beside the square of their mean."""
+    if moments.finite and not _is_any_hidden(layout, moments):
+        return None
+    counts = layout.sizes if moments.finite else layout.sizes - rows[:, NAN:].sum(axis=1)
     with np.errstate(over="ignore"):
-        found: NDArray[np.bool_] = rows[:, SUM] ** 2 > (1.0 - _HIDDEN) * counts * rows[:, SQUARES]
-    return found
+        hidden = _hides(rows[:, SUM], rows[:, SQUARES], counts)
+    return _merge(grads, moments, counts.astype(np.float64), hidden) if hidden.any() else None
+
+
+def _is_any_hidden(layout: Layout, moments: Moments) -> bool:
+    """Say whether the variance of any tensor, group or of everything is hidden, which it is not on most steps.
+
+    None is of a tensor whose elements lie on both sides of zero, nor of a group in which it is of no tensor. One
+    element has no variance of its own. The few that are left are looked at one by one: arrays would take longer.
+    """
+    rows, counts = moments.rows, layout.counts
+    found: list[int] = []
+    for index, (low, high) in enumerate(zip(rows[:, MIN].tolist(), rows[:, MAX].tolist(), strict=True)):
+        if (low > 0.0 or high < 0.0) and _hides(float(rows[index, SUM]), float(rows[index, SQUARES]), counts[index]):
+            if counts[index] > 1:
+                return True
+            found.append(index)
+    if not found:
+        return False
+    groups = set(layout.group_of[found].tolist())
+    wholes = [(moments.group_rows[group].tolist(), layout.group_counts[group]) for group in groups]
+    wholes.append((moments.total, layout.total_count))
+    return any(count > 1 and _hides(row[SUM], row[SQUARES], count) for row, count in wholes)
+
+
+def _hides(total: Any, squares: Any, count: Any) -> Any:
+    """Say whether a sum and a sum of squares have a variance that is next to nothing beside the mean's square."""
+    return total * total > (1.0 - _HIDDEN) * count * squares
 
 
 def _merge(grads: Gradients, moments: Moments, counts: Floats, hidden: NDArray[np.bool_]) -> Deviations:
