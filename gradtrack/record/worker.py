@@ -28,7 +28,9 @@ _IDLE_SECONDS: Final = 1.0
 _GATHER_SECONDS: Final = 0.05
 _POLL_SECONDS: Final = 0.05
 _REST: Final = 3.0
-"""How long a worker rests after a write, in times of its duration, while training goes on and few rows wait."""
+_REST_OF_INTERPRETER: Final = 9.0
+"""How long a worker rests after a write, in times of its duration and of what of that it computed here, holding the
+interpreter: while training goes on and few rows wait."""
 _LONGEST_REST_SECONDS: Final = 5.0
 _MANY_ROWS: Final = 1000
 
@@ -123,14 +125,15 @@ class Worker:
     def _work(self) -> None:
         while not self._out_of_time():
             rows = self.feed.take(BATCH_ROWS, _IDLE_SECONDS)
-            begin = time.monotonic()
+            begin, computed = time.monotonic(), time.thread_time()
             if rows:
                 self._deliver(rows)
             self._flush_due()
             if self._end is not None and self.feed.position >= self.feed.accepted:
                 break
             if rows:
-                self._rest(time.monotonic() - begin)
+                taken, of_interpreter = time.monotonic() - begin, time.thread_time() - computed
+                self._rest(max(_REST * taken, _REST_OF_INTERPRETER * of_interpreter))
         self._close()
 
     def _deliver(self, rows: list[Row]) -> None:
@@ -165,9 +168,9 @@ class Worker:
         self._hurry.wait(delay_seconds)
         self._hurry.clear()
 
-    def _rest(self, taken_seconds: float) -> None:
+    def _rest(self, seconds: float) -> None:
         """Leave the machine to the training and let rows come together, unless somebody or many rows wait."""
-        end = time.monotonic() + max(min(_REST * taken_seconds, _LONGEST_REST_SECONDS), _GATHER_SECONDS)
+        end = time.monotonic() + max(min(seconds, _LONGEST_REST_SECONDS), _GATHER_SECONDS)
         while self._end is None and not self._flushes and self.feed.accepted - self.feed.position < _MANY_ROWS:
             remaining = end - time.monotonic()
             if remaining <= 0:

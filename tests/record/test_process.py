@@ -72,6 +72,14 @@ def test_work_is_done_elsewhere_by_one_process(backend: ProcessBackend, tmp_path
     assert told_in(tmp_path) == ["prepare", "run run-1 /somewhere", "flush", "present 2"]
 
 
+@pytest.mark.skipif(not hasattr(os, "getpriority"), reason="the system has no priorities of processes")
+def test_the_training_goes_first(backend: ProcessBackend) -> None:
+    """The system gives the process the time that the training leaves."""
+    backend.write([row(1)])
+    assert backend.pid is not None
+    assert os.getpriority(os.PRIO_PROCESS, backend.pid) == min(os.getpriority(os.PRIO_PROCESS, 0) + 10, 19)
+
+
 def test_no_process_starts_without_a_record(backend: ProcessBackend, tmp_path: Path) -> None:
     """A training that records nothing starts no process, and its close has nothing to tell."""
     backend.flush()
