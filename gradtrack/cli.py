@@ -7,44 +7,14 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any
 
 import typer
 
 from gradtrack._version import __version__
 from gradtrack.errors import GradtrackError, UsageError
+from gradtrack.usage import EPILOG, epilog
 from gradtrack.view.newest import HERE, find_run
-
-# What the help of each command shows, and when the command ends with another code than 0 or 2.
-_EXAMPLES: Final = {
-    "demo": ("gradtrack demo", "gradtrack demo --steps 60 --out my_first_run"),
-    "show": (
-        "gradtrack show",
-        "gradtrack show gradtrack_runs/exp1 --follow",
-        "gradtrack show exp1 --check && ./deploy",
-    ),
-    "report": ("gradtrack report", "gradtrack report gradtrack_runs/exp1 --out exp1.html"),
-    "diff": ("gradtrack diff good_run bad_run", "gradtrack diff good_run bad_run --html diff.html --check"),
-    "replay": ("gradtrack replay exp1", "gradtrack replay exp1 --to mlflow --tracking-uri http://127.0.0.1:5000"),
-    "doctor": ("gradtrack doctor", "gradtrack doctor gradtrack.yaml --json"),
-    "backends": ("gradtrack backends", "gradtrack backends --json"),
-    "analyzers": ("gradtrack analyzers", "gradtrack analyzers --json"),
-}
-_CODES: Final = {
-    "show": "with --check the run is unhealthy",
-    "diff": "with --check an issue appeared",
-    "replay": "rows are still missing",
-    "doctor": "a backend cannot be used",
-}
-
-
-def _epilog(command: str) -> str:
-    """Return what follows the help of a command; an empty line is a line break there."""
-    lines = ["Examples:", *(f"[bold]{example}[/bold]" for example in _EXAMPLES[command])]
-    if command in _CODES:
-        lines += [f"Exit codes: 0 done; 1 {_CODES[command]}; 2 wrong usage or input."]
-    return "\n\n".join(lines)
-
 
 app = typer.Typer(
     name="gradtrack",
@@ -52,11 +22,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="Exit codes: 0 done; 1 done, but the run is unhealthy (show --check), issues appeared (diff --check), "
-    "rows are still missing (replay) or a backend cannot be used (doctor); 2 wrong usage or an input that cannot be "
-    "used: one line on stderr says why; 130 interrupted; 141 nobody reads the output any more."
-    "\n\n[bold]gradtrack COMMAND --help[/bold] has examples; "
-    "[bold]gradtrack --install-completion[/bold] completes commands and options in your shell.",
+    epilog=EPILOG,
 )
 Run = Annotated[
     Path | None,
@@ -98,7 +64,7 @@ def gradtrack(
     """
 
 
-@app.command(epilog=_epilog("demo"))
+@app.command(epilog=epilog("demo"))
 def demo(
     out: Annotated[
         Path | None, typer.Option(help="Where the files go. Default: a new directory in gradtrack_runs.")
@@ -116,7 +82,7 @@ def demo(
     typer.echo(json.dumps(finding.as_dict(), indent=1) if as_json else _folded(finding.describe()))
 
 
-@app.command(epilog=_epilog("show"))
+@app.command(epilog=epilog("show"))
 def show(
     run: Run = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Stay until the run ends.")] = False,
@@ -145,7 +111,7 @@ def show(
     raise typer.Exit(int(check and not found.healthy))
 
 
-@app.command(epilog=_epilog("report"))
+@app.command(epilog=epilog("report"))
 def report(
     run: Run = None,
     out: Annotated[
@@ -163,7 +129,7 @@ def report(
     typer.echo(path)
 
 
-@app.command(epilog=_epilog("diff"))
+@app.command(epilog=epilog("diff"))
 def diff(
     first: Annotated[Path, typer.Argument(help="The directory of the run to compare with.")],
     second: Annotated[Path, typer.Argument(help="The directory of the other run.")],
@@ -188,7 +154,7 @@ def diff(
     raise typer.Exit(int(check and bool(found.appeared)))
 
 
-@app.command(epilog=_epilog("replay"))
+@app.command(epilog=epilog("replay"))
 def replay(
     run: Run = None,
     to: Annotated[
@@ -231,7 +197,7 @@ def replay(
     raise typer.Exit(int(not all(one.complete for one in found)))
 
 
-@app.command(epilog=_epilog("doctor"))
+@app.command(epilog=epilog("doctor"))
 def doctor(
     config: Annotated[
         Path | None, typer.Argument(help="A YAML, TOML or JSON file. Default: no file.", show_default=False)
@@ -254,13 +220,13 @@ def doctor(
     raise typer.Exit(int(not found.healthy))
 
 
-@app.command(epilog=_epilog("backends"))
+@app.command(epilog=epilog("backends"))
 def backends(as_json: AsJson = False) -> None:
     """List the trackers that a run can write to, and whether what each needs is installed."""
     _list_plugins("backends", as_json)
 
 
-@app.command(epilog=_epilog("analyzers"))
+@app.command(epilog=epilog("analyzers"))
 def analyzers(as_json: AsJson = False) -> None:
     """List the analyzers that can look beyond the gradients themselves."""
     _list_plugins("analyzers", as_json)

@@ -11,8 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradtrack.view.heat import HeatMap, heat_of
-from gradtrack.view.run_data import RunData, Track
+from gradtrack.view.run_data import RunData
 from gradtrack.view.thinning import thin_out
+from gradtrack.view.track import Track
 
 _NUMBERS_PER_PAGE: Final = 60_000
 _LINES_PER_CHART: Final = 12

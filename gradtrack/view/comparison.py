@@ -16,10 +16,12 @@ from gradtrack.reports.step import spell
 from gradtrack.view.charts import Chart, Line, spans_decades
 from gradtrack.view.heat import HeatMap, heat_of
 from gradtrack.view.html import fill, issue_card
-from gradtrack.view.run_data import IssueHistory, RunData, Track
+from gradtrack.view.issue_history import IssueHistory
+from gradtrack.view.run_data import RunData
 from gradtrack.view.sparks import WIDTH, sparkline
 from gradtrack.view.tables import Table, number, one_line
 from gradtrack.view.terminal import Fitted, short
+from gradtrack.view.track import Track
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

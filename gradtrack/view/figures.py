@@ -22,6 +22,9 @@ SKY: Final = "#56B4E9"
 GREY: Final = "#767676"
 CYCLE: Final = (BLUE, ORANGE, GREEN, PURPLE, SKY, RED)
 
+NAMES: Final = 40
+"""So many rows have their names; of more, every so many."""
+
 _LABELS: Final = 6
 _ROWS: Final = 3
 _ROW_SHARE: Final = 0.055
@@ -203,3 +206,18 @@ def spread(values: ArrayLike) -> tuple[float, float]:
     low, high = float(finite.min()), float(finite.max())
     air = (high - low) * 0.05 or max(abs(high), 1.0) * 0.5
     return low - air, high + air
+
+
+def name_rows(axes: Any, names: Sequence[str]) -> None:
+    """Write the names of rows beside them, as many as there is room for."""
+    every = math.ceil(len(names) / NAMES)
+    axes.set_yticks(
+        range(0, len(names), every), [plain(name, length=32) for name in names[::every]], fontsize=8, parse_math=False
+    )
+
+
+def colours(name: str) -> Any:
+    """Return a colour map in which what is not known is grey."""
+    from matplotlib import colormaps
+
+    return colormaps[name].with_extremes(bad="#c8c8c8")

@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gradtrack.view.run_data import RunData, Track, load_run
+from gradtrack.view.run_data import RunData, load_run
 from gradtrack.view.tables import number, one_line
 from gradtrack.view.terminal import show, show_live
+from gradtrack.view.track import Track
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -10,7 +10,7 @@ from typing import Any
 
 from gradtrack.record.naming import file_part
 from gradtrack.reports import GradientStatistics, StepReport
-from gradtrack.view import panels, plots
+from gradtrack.view import depth, panels, plots
 from gradtrack.view.recorded import recorded_statistics
 
 Drawer = Callable[[Path], Path]
@@ -45,7 +45,7 @@ def _pictures_of_pair(
     return {
         "gradient_statistics": lambda path: plots.plot_gradient_statistics_over_time(over_time, path),
         "gradient_stats": lambda path: plots.plot_gradient_statistics(statistics, path),
-        "gradient_flow": lambda path: panels.plot_gradient_flow(norms, path, steps=steps, issues=issues),
+        "gradient_flow": lambda path: depth.plot_gradient_flow(norms, path, steps=steps, issues=issues),
         **_pictures_of_analyzers(reports),
     }
 
@@ -92,7 +92,7 @@ def _gain(report: Any) -> Drawer | None:
     parts = [block.split(".") for block in report.blocks]
     shared = next((depth for depth, names in enumerate(zip(*parts, strict=False)) if len(set(names)) > 1), 0)
     names = [f"{before} to {after}" for before, after in pairwise(".".join(names[shared:]) for names in parts)]
-    return partial(_drawn, panels.plot_gain, report.gains, names=names) if report.gains else None
+    return partial(_drawn, depth.plot_gain, report.gains, names=names) if report.gains else None
 
 
 def _spectrum(report: Any) -> Drawer | None:

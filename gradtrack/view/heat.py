@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from gradtrack.view.run_data import Track
+from gradtrack.view.track import Track
 
 _ROWS: Final = 80
 _COLUMNS: Final = 120

@@ -16,7 +16,8 @@ from gradtrack.record.files import write_atomically
 from gradtrack.reports import IssueSeverity
 from gradtrack.view.charts import Chart, charts_of, to_plain
 from gradtrack.view.heat import HeatMap
-from gradtrack.view.run_data import IssueHistory, RunData
+from gradtrack.view.issue_history import IssueHistory
+from gradtrack.view.run_data import RunData
 from gradtrack.view.tables import number, tables_of
 
 REPORT: Final = "report.html"

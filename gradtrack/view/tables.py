@@ -9,7 +9,8 @@ from typing import Final
 
 from gradtrack.reports import ParameterStatistics, StepReport
 from gradtrack.view.plots import has_finite
-from gradtrack.view.run_data import RunData, Track
+from gradtrack.view.run_data import RunData
+from gradtrack.view.track import Track
 
 _PARAMETERS: Final = 5000
 

@@ -13,9 +13,11 @@ from gradtrack.reports import IssueSeverity
 from gradtrack.reports.step import spell
 from gradtrack.view.charts import spans_decades
 from gradtrack.view.files import listing, ways_to_open
-from gradtrack.view.run_data import IssueHistory, RunData, Track
+from gradtrack.view.issue_history import IssueHistory
+from gradtrack.view.run_data import RunData
 from gradtrack.view.sparks import WIDTH, sparkline
 from gradtrack.view.tables import number, one_line
+from gradtrack.view.track import Track
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

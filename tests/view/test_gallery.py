@@ -13,7 +13,7 @@ from torch import nn
 
 from gradtrack import GradientManager, RLPolicyAnalyzer, StepReport
 from gradtrack.record.naming import file_part
-from gradtrack.view import panels
+from gradtrack.view import depth, panels
 from gradtrack.view.gallery import flow_of, pictures_of
 from tests.view.runs import issue, report, unhealthy
 from tests.view.test_plots import GROUP
@@ -45,7 +45,7 @@ def drawn(reports: list[StepReport], name: str, plot: str, monkeypatch: pytest.M
         calls.append((*values, options))
         return Path()
 
-    monkeypatch.setattr(panels, plot, keep)
+    monkeypatch.setattr(panels if hasattr(panels, plot) else depth, plot, keep)
     pictures_of(reports, [])[name](Path("picture.png"))
     (call,) = calls
     return call

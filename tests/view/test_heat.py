@@ -8,7 +8,7 @@ import math
 import pytest
 
 from gradtrack.view.heat import HeatMap, heat_of
-from gradtrack.view.run_data import Track
+from gradtrack.view.track import Track
 from tests.view.runs import gather, row
 
 

@@ -1,0 +1,99 @@
+"""The issues of a run over time: when each opened and closed, and what was said of it last."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from gradtrack.records import Record
+from gradtrack.reports import IssueSeverity
+
+_HEALTHY: Final = "train/grad_healthy"
+_SPANS: Final = 3
+
+
+@dataclass(slots=True, kw_only=True)
+class IssueHistory:
+    """An issue of a run: its latest text and the steps between which it was open; None is an end not reached."""
+
+    key: str
+    source: str
+    latest: Mapping[str, Any]
+    severity: IssueSeverity
+    spans: list[tuple[int, int | None]] = field(default_factory=list)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the issue was open at the end."""
+        return self.spans[-1][1] is None
+
+    @property
+    def is_cause(self) -> bool:
+        """Whether no other issue explains it."""
+        return not self.latest.get("explained_by")
+
+    @property
+    def first_step(self) -> int:
+        """Return the step on which it opened first."""
+        return self.spans[0][0]
+
+    @property
+    def when(self) -> str:
+        """Tell in words when it was open."""
+        spans = [f"{start} to {end}" for start, end in self.spans if end is not None]
+        told = [f"steps {', '.join(spans[:_SPANS])}"] if spans else []
+        if len(spans) > _SPANS:
+            told.append("once more" if len(spans) == _SPANS + 1 else f"{len(spans) - _SPANS} times more")
+        if self.is_open:
+            told.append(f"from step {self.spans[-1][0]}")
+        return told[0] if len(told) == 1 else f"{', '.join(told[:-1])} and {told[-1]}"
+
+
+class IssueLog:
+    """The issues of a run, followed from row to row: one that tells the health of its pair names all that are open."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[str, str], IssueHistory] = {}
+        self._open: dict[str, set[str]] = {}
+
+    def add(self, record: Record) -> None:
+        """Take in one row."""
+        if not record.issues and not any(name.startswith(_HEALTHY) for name in record.metrics):
+            return
+        now: set[str] = set()
+        for issue in record.issues:
+            kind, layer = str(issue.get("issue_type", "")), str(issue.get("layer", ""))
+            key = f"{kind}:{layer}" if layer else kind
+            now.add(key)
+            self._see(record, key, issue)
+        before = self._open.get(record.source, set())
+        for key in before - now:
+            history = self._found[record.source, key]
+            history.spans[-1] = (history.spans[-1][0], record.step)
+        self._open[record.source] = now
+
+    def ordered(self) -> list[IssueHistory]:
+        """Return the issues: those that are open first, causes before what they explain, then severity and time."""
+        return sorted(
+            self._found.values(),
+            key=lambda issue: (issue.is_open, issue.is_cause, issue.severity, -issue.first_step),
+            reverse=True,
+        )
+
+    def _see(self, record: Record, key: str, issue: Mapping[str, Any]) -> None:
+        severity = _severity(issue.get("severity"))
+        history = self._found.get((record.source, key))
+        if history is None:
+            history = IssueHistory(key=key, source=record.source, latest=issue, severity=severity)
+            self._found[record.source, key] = history
+        if key not in self._open.get(record.source, set()):
+            history.spans.append((record.step, None))
+        history.latest, history.severity = issue, max(history.severity, severity)
+
+
+def _severity(name: object) -> IssueSeverity:
+    try:
+        return IssueSeverity(name)
+    except ValueError:
+        return IssueSeverity.MEDIUM
