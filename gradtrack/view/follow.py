@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
-from gradtrack.view.run_data import RunData, load_run
+from gradtrack.view.run_data import RunData, is_running, load_run
 from gradtrack.view.tables import number, one_line
 from gradtrack.view.terminal import show, show_live
 from gradtrack.view.track import Track
@@ -15,24 +15,31 @@ from gradtrack.view.track import Track
 if TYPE_CHECKING:
     from rich.console import Console
 
-Pause = Callable[[], object]
+Pause = Callable[[float], object]
+Clock = Callable[[], float]
+_PAUSE_SECONDS: Final = 1.0
+_REST: Final = 3.0
 
 
-def follow(directory: Path, console: Console, *, pause: Pause = lambda: time.sleep(1.0)) -> RunData:
-    """Show a run until it ends: a picture that renews itself on a terminal, a line for each row elsewhere."""
+def follow(directory: Path, console: Console, *, pause: Pause = time.sleep, clock: Clock = time.monotonic) -> RunData:
+    """Show a run until it ends: a picture that renews itself on a terminal, a line for each row elsewhere.
+
+    Reading a long run takes seconds: it rests for longer than that, so that a core is left to the training.
+    """
+    changes = _changes(directory, pause, clock)
     if not console.is_terminal:
-        return _follow_lines(directory, console, pause)
+        return _follow_lines(changes, console)
     from rich.live import Live
 
     with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
-        for run in _changes(directory, pause):
+        for run in changes:
             live.update(show_live(run) if run.is_running else show(run), refresh=True)
     return run
 
 
-def _follow_lines(directory: Path, console: Console, pause: Pause) -> RunData:
+def _follow_lines(changes: Iterator[RunData], console: Console) -> RunData:
     told: dict[str, int] = {}
-    for run in _changes(directory, pause):
+    for run in changes:
         for name, track in run.tracks.items():
             for line in _lines(track, told.get(name, 0)):
                 console.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -40,20 +47,22 @@ def _follow_lines(directory: Path, console: Console, pause: Pause) -> RunData:
     return run
 
 
-def _changes(directory: Path, pause: Pause) -> Iterator[RunData]:
+def _changes(directory: Path, pause: Pause, clock: Clock) -> Iterator[RunData]:
     """Yield the run whenever its journal has grown, and once more at its end."""
-    size = -1
+    size, rest = -1, _PAUSE_SECONDS
     while True:
         grown = sum(path.stat().st_size for path in directory.glob("journal-*.jsonl"))
         if grown != size:
+            begin = clock()
             size, run = grown, load_run(directory)
+            rest = max(_PAUSE_SECONDS, _REST * (clock() - begin))
             yield run
             if not run.is_running:
                 return
-        elif not load_run(directory).is_running:
+        elif not is_running(directory):
             size = -1
             continue
-        pause()
+        pause(rest)
 
 
 def _lines(track: Track, start: int) -> Iterator[str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from gradtrack.errors import JournalError
 from gradtrack.progress import Bar
 from gradtrack.record.journal import is_being_written
-from gradtrack.record.reading import find_journals
+from gradtrack.record.reading import SavedJournal, find_journals
 from gradtrack.record.run_end import RUN_END, RunEnd
 from gradtrack.records import Record, RunInfo
 from gradtrack.reports import IssueSeverity
@@ -79,13 +79,22 @@ class RunData:
 
 def load_run(directory: Path, *, watched: bool = False) -> RunData:
     """Read the newest run in a directory; `watched` shows how far it is, where that takes long."""
-    journals = find_journals(directory)
-    if not journals:
-        raise JournalError(f"{str(directory)!r} has an empty journal: expected one that a run has begun. Try it later.")
-    journal = max(journals, key=lambda found: (found.run.created, -found.rank))
+    journal = _newest(directory)
     with Bar(f"Reading {directory.name}", total=journal.size(), unit="bytes") as bar:
         rows = journal.rows(bar.advance if watched else None)
         run = RunData.of(journal.run, directory, (record for _, record in rows))
     run.damaged = list(journal.damaged)
     run.is_running = is_being_written(journal.parts[-1])
     return run
+
+
+def is_running(directory: Path) -> bool:
+    """Tell whether the newest run in a directory goes on, without reading it."""
+    return is_being_written(_newest(directory).parts[-1])
+
+
+def _newest(directory: Path) -> SavedJournal:
+    journals = find_journals(directory)
+    if not journals:
+        raise JournalError(f"{str(directory)!r} has an empty journal: expected one that a run has begun. Try it later.")
+    return max(journals, key=lambda found: (found.run.created, -found.rank))
