@@ -73,15 +73,15 @@ def draw_gain(gains: Sequence[float | None], *, names: Sequence[str] = ()) -> An
     axes.axhspan(*np.log(HEALTHY_GAIN), color=GREEN, alpha=0.12, label="0.5 to 2")
     axes.axhline(0.0, color=GREY, linewidth=0.8)
     _gain_bars(axes, at, values, logs)
-    if len(names) == len(values) <= figures.NAMES:
-        axes.set_xticks(at, [plain(name, length=20) for name in names], rotation=60, ha="right", parse_math=False)
     total = panel(
         figure, (1, 2, 2), "From the output back to the input", "transition", "gradient relative to the output"
     )
     _cumulative_gain(total, at, logs)
     axes.set_xlim(0.5, max(len(at), 1) + 0.5)
-    total.xaxis.get_major_locator().set_params(integer=True)
     for each in figure.axes:
+        each.xaxis.get_major_locator().set_params(integer=True)
+        if len(names) == len(values) <= figures.NAMES:
+            each.set_xticks(at, [plain(name, length=20) for name in names], rotation=60, ha="right", parse_math=False)
         figures.legend(each)
     return figure
 

@@ -43,7 +43,9 @@ def _pictures_of_pair(
         over_time = {name: earlier[name] + values for name, values in over_time.items()}
     steps, norms, issues = flow_of(reports)
     return {
-        "gradient_statistics": lambda path: plots.plot_gradient_statistics_over_time(over_time, path),
+        "gradient_statistics": lambda path: plots.plot_gradient_statistics_over_time(
+            over_time, path, events=plots.events_of(reports)
+        ),
         "gradient_stats": lambda path: plots.plot_gradient_statistics(statistics, path),
         "gradient_flow": lambda path: depth.plot_gradient_flow(norms, path, steps=steps, issues=issues),
         **_pictures_of_analyzers(reports),

@@ -103,6 +103,7 @@ def draw_policy(
     others = []
     if np.isfinite(figures.numbers(returns)).any():
         others = [axes.twinx()]
+        others[0].spines["top"].set_visible(False)
         curve(others[0], steps, figures.numbers(returns), label="return (right)", colour=ORANGE, linestyle="--")
         others[0].set_ylabel("return")
     figures.mark_events(axes, events)

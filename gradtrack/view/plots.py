@@ -26,13 +26,15 @@ def plot_gradient_statistics(statistics: Sequence[GradientStatistics], path: Pat
     return figures.save(draw_gradient_statistics(statistics), path)
 
 
-def plot_gradient_statistics_over_time(rows: Mapping[str, Sequence[float | None]], path: Path) -> Path:
+def plot_gradient_statistics_over_time(
+    rows: Mapping[str, Sequence[float | None]], path: Path, *, events: Sequence[tuple[float, str]] = ()
+) -> Path:
     """Draw variance, norm, absolute mean and range over time, each on a log axis.
 
     `rows` holds lists of equal length, as `gradient_statistics.json` does: `step` and `grad_variance`, `grad_norm`,
-    `grad_mean`, `grad_max`, `grad_min`.
+    `grad_mean`, `grad_max`, `grad_min`. `events` are steps and texts to be marked.
     """
-    return figures.save(draw_gradient_statistics_over_time(rows), path)
+    return figures.save(draw_gradient_statistics_over_time(rows, events=events), path)
 
 
 def draw_training_curves(reports: Sequence[StepReport]) -> Any:
@@ -73,7 +75,9 @@ def draw_gradient_statistics(statistics: Sequence[GradientStatistics]) -> Any:
     return figure
 
 
-def draw_gradient_statistics_over_time(rows: Mapping[str, Sequence[float | None]]) -> Any:
+def draw_gradient_statistics_over_time(
+    rows: Mapping[str, Sequence[float | None]], *, events: Sequence[tuple[float, str]] = ()
+) -> Any:
     """Return the figure of `plot_gradient_statistics_over_time`."""
     figure = figures.new_figure()
     figure.suptitle("Gradient statistics over time", fontsize=14)
@@ -92,7 +96,9 @@ def draw_gradient_statistics_over_time(rows: Mapping[str, Sequence[float | None]
         axes = panel(figure, (2, 2, index + 1), title, "step", "")
         for label, values, colour, style in lines:
             log_curve(axes, steps, values, label=label, colour=colour, linestyle=style)
-        if not len(steps):
+        if len(steps):
+            figures.mark_events(axes, events, texts=index < 2)
+        else:
             figures.say(axes, _EMPTY)
         figures.legend(axes)
     return figure
@@ -197,6 +203,8 @@ def _nonfinite(axes: Any, reports: Sequence[StepReport]) -> None:
         if len(there):
             axes.vlines(np.take(steps, there), 0, values[there], color=colour, alpha=0.5)
             axes.plot(np.take(steps, there), values[there], marker, color=colour, label=label, markersize=5)
+    if not (nan.any() and infinite.any()):
+        axes.set_ylabel("NaN elements" if nan.any() else "infinite elements")  # one kind has no legend to name it
     highest = max(nan.max(), infinite.max())
     axes.set_xlim(*figures.spread(steps))
     axes.set_ylim(0, 1.15 * highest)

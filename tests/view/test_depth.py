@@ -51,6 +51,12 @@ def test_gains_are_bars_around_one_and_add_up_over_depth() -> None:
     assert line(total, "total gain").get_ydata() == pytest.approx([0.5, 1.0, 0.25])
 
 
+def test_both_panels_name_their_transitions() -> None:
+    """The total over depth is read by the same names as the gains."""
+    for axes in depth.draw_gain([0.5, 4.0], names=["a to b", "b to c"]).axes:
+        assert [label.get_text() for label in axes.get_xticklabels()] == ["a to b", "b to c"]
+
+
 def test_unknown_and_blocked_gains_are_named() -> None:
     """A gain that is not known and one without limit have no bar but a word."""
     gain, total = depth.draw_gain([0.5, None, math.inf, 1.0]).axes

@@ -55,6 +55,23 @@ def test_training_curves_show_loss_norms_counts_and_clipping() -> None:
     assert norms.get_yscale() == "log"
 
 
+def test_the_only_kind_of_non_finite_elements_is_named() -> None:
+    """Where there is but one, no legend tells whether elements are NaN or infinite: the axis does."""
+    axes = {}
+    for name in ("nan_count", "inf_count"):
+        reports = [report(step, nan_inf={name: step % 2}) for step in range(1, 6)]
+        axes[name] = plots.draw_training_curves(reports).axes[2].get_ylabel()
+    assert axes == {"nan_count": "NaN elements", "inf_count": "infinite elements"}
+
+
+def test_statistics_over_time_mark_where_an_issue_opened() -> None:
+    """An issue is a line in every panel, with a text above the upper two."""
+    rows = plots.statistics_over_time([report(step) for step in range(1, 11)])
+    figure = plots.draw_gradient_statistics_over_time(rows, events=[(4, "EXPLODING")])
+    assert [texts(axes) for axes in figure.axes] == [["EXPLODING"], ["EXPLODING"], [], []]
+    assert all(any(list(one.get_xdata()) == [4, 4] for one in axes.get_lines()) for axes in figure.axes)
+
+
 def test_training_curves_mark_where_an_issue_opened() -> None:
     """An issue is a line in every panel on the step where it opened, and a text above the loss and the norm."""
     sick = unhealthy(issue("encoder.weight"))
