@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradtrack.view.heat import HeatMap, heat_of
+from gradtrack.view.issue_history import IssueHistory
 from gradtrack.view.run_data import RunData
 from gradtrack.view.thinning import thin_out
 from gradtrack.view.track import Track
@@ -81,11 +82,14 @@ def spans_decades(values: NDArray[np.float64]) -> bool:
     return bool(len(finite)) and bool(finite.min() > 0) and bool(finite.max() > 20 * finite.min())
 
 
-def events_of(run: RunData, source: str) -> list[tuple[int, str, int]]:
-    """Return where the issues of a pair opened, in the order of the steps, each with its number among all issues."""
+def events_of(issues: Sequence[tuple[IssueHistory, str]], source: str) -> list[tuple[int, str, int]]:
+    """Return where the issues of a pair opened, in the order of the steps, each with its number among all issues.
+
+    Each comes with what is told of it.
+    """
     found = [
-        (start, issue.key, number)
-        for number, issue in enumerate(run.issues, 1)
+        (start, told, number)
+        for number, (issue, told) in enumerate(issues, 1)
         for start, _ in issue.spans
         if issue.source == source
     ]
@@ -93,7 +97,7 @@ def events_of(run: RunData, source: str) -> list[tuple[int, str, int]]:
 
 
 def _charts(track: Track, run: RunData) -> Iterator[Chart | HeatMap]:
-    events = events_of(run, track.name)
+    events = events_of([(issue, issue.key) for issue in run.issues], track.name)
     section = f"Training: {track.name}" if track.name else "Training"
 
     def chart(title: str, lines: Sequence[Line], *, log_scale: bool = False, about: str = "") -> Chart:

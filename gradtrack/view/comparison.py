@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -13,9 +13,9 @@ import numpy as np
 
 from gradtrack.record.files import write_atomically
 from gradtrack.reports.step import spell
-from gradtrack.view.charts import Chart, Line, spans_decades
+from gradtrack.view.charts import Chart, Line, events_of, spans_decades
 from gradtrack.view.heat import HeatMap, heat_of
-from gradtrack.view.html import fill, issue_card
+from gradtrack.view.html import fill, issue_cards
 from gradtrack.view.issue_history import IssueHistory
 from gradtrack.view.run_data import RunData
 from gradtrack.view.sparks import WIDTH, sparkline
@@ -34,6 +34,7 @@ _CURVES: Final = (
 )
 _GROUP_CHARTS: Final = 8
 _ROWS: Final = 40
+_SHARE: Final = "clip rate"
 _LESS: Final = ("gradient norm after clipping", "variance")
 _LAST: Final = "Last recorded"
 
@@ -109,20 +110,29 @@ class Comparison:
         for source, first, second in self._tracks():
             section = f"Curves: {source}" if source else "Curves"
             pair = [("A", first), ("B", second)]
-            lines = [Line(name=name, steps=track.steps, values=track.loss) for name, track in pair]
-            log_scale = spans_decades(np.concatenate([first.loss, second.loss]))
-            charts.append(Chart(title="Loss", lines=lines, section=section, log_scale=log_scale))
-            shared = [group for group in first.groups if group in second.groups][:_GROUP_CHARTS]
-            groups = [(f"Norm of {group}", f"train/grad_norm/{group}", True) for group in shared]
-            for title, metric, log_scale in (*_CURVES, *groups):
-                lines = [Line(name=name, steps=track.steps, values=track.over_finite(metric)) for name, track in pair]
-                charts.append(Chart(title=title, lines=lines, section=section, log_scale=log_scale))
+            charts += self._curves(source, section, pair)
             for name, track in pair:
-                heat = heat_of(track, section=section, events=[])
-                charts += (
-                    [] if heat is None else [replace(heat, title=f"{name}: {heat.title[0].lower()}{heat.title[1:]}")]
-                )
+                heat = heat_of(track, section=section, events=self._marks(source, name))
+                charts += [] if heat is None else [replace(heat, title=f"{name}: {_lowered(heat.title)}")]
         return [chart for chart in charts if isinstance(chart, HeatMap) or chart.is_wanted]
+
+    def _curves(self, source: str, section: str, pair: Sequence[tuple[str, Track]]) -> Iterator[Chart]:
+        events = self._marks(source, "A", "B")
+        (_, first), (_, second) = pair
+        lines = [Line(name=name, steps=track.steps, values=track.loss, lost=track.nan_losses()) for name, track in pair]
+        log_scale = spans_decades(np.concatenate([first.loss, second.loss]))
+        yield Chart(title="Loss", lines=lines, section=section, log_scale=log_scale, events=events)
+        shared = [group for group in first.groups if group in second.groups][:_GROUP_CHARTS]
+        groups = [(f"Norm of {group}", f"train/grad_norm/{group}", True) for group in shared]
+        for title, metric, log_scale in (*_CURVES, *groups):
+            lines = [Line(name=name, steps=track.steps, values=track.over_finite(metric)) for name, track in pair]
+            yield Chart(title=title, lines=lines, section=section, log_scale=log_scale, events=events)
+
+    def _marks(self, source: str, *runs: str) -> list[tuple[int, str, int]]:
+        """Return where the issues of these runs opened that the other one did not have, numbered as on the page."""
+        told = [(issue, "B") for issue in self.appeared] + [(issue, "A") for issue in self.gone]
+        events = events_of([(issue, f"{issue.key} in {name}") for issue, name in told], source)
+        return [event for event in events if event[1].endswith(tuple(f" in {name}" for name in runs))]
 
     def write_html(self, path: Path) -> Path:
         """Write the comparison as one page."""
@@ -168,8 +178,9 @@ class Comparison:
         return parts
 
     def _page(self) -> str:
-        issues = [{**issue_card(issue), "mark": "appeared in B"} for issue in self.appeared]
-        issues += [{**issue_card(issue), "mark": "gone from A"} for issue in self.gone]
+        changes = [(issue, "appeared in B") for issue in self.appeared] + [
+            (issue, "gone from A") for issue in self.gone
+        ]
         tables = [
             Table(id="numbers", title="Numbers", columns=("", "A", "B"), rows=_in_words(self.numbers())),
             Table(id="settings", title="Settings that differ", columns=("setting", "A", "B"), rows=self.settings()),
@@ -187,7 +198,7 @@ class Comparison:
             healthy=not self.appeared,
             verdict=f"{len(self.appeared)} appeared, {len(self.gone)} gone",
             tiles=[(_capitalised(name), f"{a} → {b}", "A → B") for name, a, b in _in_words(self._main_numbers())],
-            issues=issues,
+            issues=issue_cards(changes),
             no_issues="No issue appeared or went.",
             tables=[table for table in tables if table.rows],
             details=[],
@@ -209,6 +220,10 @@ def _only_in(run: RunData, other: RunData) -> list[IssueHistory]:
 
 def _capitalised(name: str) -> str:
     return f"{name[0].upper()}{name[1:]}"
+
+
+def _lowered(title: str) -> str:
+    return f"{title[0].lower()}{title[1:]}"
 
 
 def _identity(run: RunData) -> str:
@@ -239,10 +254,12 @@ def _skipped(run: RunData) -> int | None:
 
 
 def _in_words(rows: Sequence[Pair]) -> list[tuple[str, ...]]:
-    return [(name, _in_digits(before), _in_digits(after)) for name, before, after in rows]
+    return [(name, _in_digits(name, before), _in_digits(name, after)) for name, before, after in rows]
 
 
-def _in_digits(value: int | float | None) -> str:
+def _in_digits(name: str, value: int | float | None) -> str:
+    if name.startswith(_SHARE) and value is not None:
+        return f"{value:.1%}"
     return f"{value:,}" if isinstance(value, int) else number(value)
 
 

@@ -16,7 +16,7 @@ from gradtrack.record.files import write_atomically
 from gradtrack.reports import IssueSeverity
 from gradtrack.view.charts import Chart, charts_of, to_plain
 from gradtrack.view.heat import HeatMap
-from gradtrack.view.issue_history import IssueHistory
+from gradtrack.view.issue_history import ADVICE, IssueHistory
 from gradtrack.view.run_data import RunData
 from gradtrack.view.tables import number, tables_of
 
@@ -44,7 +44,7 @@ def render(run: RunData) -> str:
         healthy=run.healthy,
         verdict=verdict(run),
         tiles=_tiles(run),
-        issues=[{**issue_card(issue), "number": n} for n, issue in enumerate(run.issues[:_ISSUES], 1)],
+        issues=issue_cards([(issue, "") for issue in run.issues[:_ISSUES]]),
         no_issues="No issue opened in this run.",
         tables=[table for table in tables_of(run) if table.rows],
         details=[
@@ -116,8 +116,16 @@ def _age(step: int | None) -> str:
     return "" if step is None else f"; of step {step}, no number since"
 
 
-def issue_card(issue: IssueHistory) -> dict[str, str]:
-    """Return what the page tells about an issue."""
+def issue_cards(issues: Sequence[tuple[IssueHistory, str]]) -> list[dict[str, Any]]:
+    """Return what the page tells about issues, each of which comes with a remark; causes are called by their number."""
+    numbers = {(issue.source, issue.key): number for number, (issue, _) in enumerate(issues, 1)}
+    return [
+        {**_issue_card(issue, remark), "number": number, "cause_number": numbers.get((issue.source, issue.cause))}
+        for number, (issue, remark) in enumerate(issues, 1)
+    ]
+
+
+def _issue_card(issue: IssueHistory, remark: str) -> dict[str, Any]:
     latest = issue.latest
     evidence = []
     if latest.get("statistic"):
@@ -126,14 +134,16 @@ def issue_card(issue: IssueHistory) -> dict[str, str]:
         evidence.append(f"over {latest['window']} steps")
     if latest.get("confidence", 1.0) != 1.0:
         evidence.append(f"confidence {_shown(latest['confidence'])}")
-    marks = [issue.source, "" if issue.is_open else "closed"]
+    marks = [issue.source, remark, "" if issue.is_open else "closed"]
     return {
         "severity": issue.severity.value,
         "kind": str(latest.get("issue_type", "")),
         "layer": str(latest.get("layer", "")),
         "mark": ", ".join(mark for mark in marks if mark),
         "message": str(latest.get("message", "")),
-        "cause": str(latest.get("explained_by") or ""),
+        "cause": issue.cause,
+        "is_open": issue.is_open,
+        "before_advice": ADVICE[bool(issue.cause)],
         "advice": str(latest.get("recommendation", "")),
         "when": issue.when,
         "evidence": ", ".join(evidence),

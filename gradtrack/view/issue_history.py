@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -11,6 +11,8 @@ from gradtrack.reports import IssueSeverity
 
 _HEALTHY: Final = "train/grad_healthy"
 _SPANS: Final = 3
+ADVICE: Final = {False: "What to do", True: "If it stays without that"}
+"""What stands before the advice on an issue: of one that another explains, the other one is to be mended first."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -29,9 +31,9 @@ class IssueHistory:
         return self.spans[-1][1] is None
 
     @property
-    def is_cause(self) -> bool:
-        """Whether no other issue explains it."""
-        return not self.latest.get("explained_by")
+    def cause(self) -> str:
+        """Name the issue that explains it; empty where none does."""
+        return str(self.latest.get("explained_by") or "")
 
     @property
     def first_step(self) -> int:
@@ -74,12 +76,13 @@ class IssueLog:
         self._open[record.source] = now
 
     def ordered(self) -> list[IssueHistory]:
-        """Return the issues: those that are open first, causes before what they explain, then severity and time."""
-        return sorted(
+        """Return the issues by openness, severity and time, each followed by what it explains."""
+        ranked = sorted(
             self._found.values(),
-            key=lambda issue: (issue.is_open, issue.is_cause, issue.severity, -issue.first_step),
+            key=lambda issue: (issue.is_open, not issue.cause, issue.severity, -issue.first_step),
             reverse=True,
         )
+        return _with_effects(ranked)
 
     def _see(self, record: Record, key: str, issue: Mapping[str, Any]) -> None:
         severity = _severity(issue.get("severity"))
@@ -90,6 +93,27 @@ class IssueLog:
         if key not in self._open.get(record.source, set()):
             history.spans.append((record.step, None))
         history.latest, history.severity = issue, max(history.severity, severity)
+
+
+def _with_effects(ranked: Sequence[IssueHistory]) -> list[IssueHistory]:
+    """Put what an issue explains behind it, where both are open or both are closed."""
+    known = {(issue.source, issue.key): issue for issue in ranked}
+    effects: dict[tuple[str, str], list[IssueHistory]] = {}
+    for issue in ranked:
+        cause = known.get((issue.source, issue.cause))
+        if cause is not None and cause.is_open == issue.is_open:
+            effects.setdefault((cause.source, cause.key), []).append(issue)
+    explained = {id(issue) for found in effects.values() for issue in found}
+    placed: dict[int, IssueHistory] = {}
+    # Those that explain each other have no beginning: they come after the others.
+    for start in [*(issue for issue in ranked if id(issue) not in explained), *ranked]:
+        waiting = [start]
+        while waiting:
+            issue = waiting.pop()
+            if id(issue) not in placed:
+                placed[id(issue)] = issue
+                waiting += reversed(effects.get((issue.source, issue.key), ()))
+    return sorted(placed.values(), key=lambda issue: not issue.is_open)
 
 
 def _severity(name: object) -> IssueSeverity:

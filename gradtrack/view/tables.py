@@ -29,8 +29,11 @@ class Table:
 
 
 def number(value: float | None) -> str:
-    """Write a number in a few digits."""
-    return "–" if value is None else f"{value:.4g}"
+    """Write a number in a few digits, and a count in all of them."""
+    if value is None:
+        return "–"
+    is_whole = abs(value) < 1e6 and (abs(value) >= 1e4 or value == int(value))
+    return f"{value:.0f}" if is_whole else f"{value:.4g}"
 
 
 def one_line(text: str) -> str:

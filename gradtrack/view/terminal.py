@@ -13,7 +13,7 @@ from gradtrack.reports import IssueSeverity
 from gradtrack.reports.step import spell
 from gradtrack.view.charts import spans_decades
 from gradtrack.view.files import listing, ways_to_open
-from gradtrack.view.issue_history import IssueHistory
+from gradtrack.view.issue_history import ADVICE, IssueHistory
 from gradtrack.view.run_data import RunData
 from gradtrack.view.sparks import WIDTH, sparkline
 from gradtrack.view.tables import number, one_line
@@ -199,10 +199,10 @@ def _issues(run: RunData) -> Iterator[RenderableType]:
     for issue in run.issues[:_ISSUES]:
         yield _issue_head(issue)
         lines = [str(issue.latest.get("message", ""))]
-        if issue.latest.get("explained_by"):
-            lines.append(f"Root cause: {issue.latest['explained_by']}")
+        if issue.cause:
+            lines.append(f"Root cause: {issue.cause}")
         if issue.latest.get("recommendation"):
-            lines.append(f"What to do: {issue.latest['recommendation']}")
+            lines.append(f"{ADVICE[bool(issue.cause)]}: {issue.latest['recommendation']}")
         yield Padding(Text("\n".join(map(one_line, lines))), (0, 0, 0, 4))
     if len(run.issues) > _ISSUES:
         yield Text(f"and {len(run.issues) - _ISSUES} more", style="dim")

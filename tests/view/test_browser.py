@@ -159,6 +159,19 @@ def test_page_is_used_without_a_mouse(tmp_path: Path) -> None:
     assert seen["unnamed"] == 0
 
 
+def test_a_mark_leads_to_its_card(tmp_path: Path) -> None:
+    """The number of an issue in a chart is a link to the issue's card, and the headings of plugins are capitalised."""
+    script = """<script>setTimeout(() => {
+      const mark = document.querySelector(".chart a"), card = document.querySelector(mark.getAttribute("href"));
+      const heads = [...document.querySelectorAll("#charts h2")].map((one) => one.textContent);
+      document.title = JSON.stringify({ card: card.className, mark: mark.textContent, heads });
+    }, 500);</script></body>"""
+    run = gather(row(1, metrics={"rnn/radius": 1.0, "flow/gain": 1.0}), row(2, issues=[issue("encoder")]))
+    seen = asked(write_html_report(run, tmp_path / "marks.html"), tmp_path / "p", script)
+    assert (seen["card"], seen["mark"]) == ("issue high", "1")
+    assert seen["heads"] == ["Training", "RNN", "Flow"]
+
+
 def test_a_large_table_is_searched_and_sorted(tmp_path: Path) -> None:
     """A thousand parameters are searched while one types, and the number of those that were found is told."""
     run = gather(*(row(step) for step in range(1, 4)))

@@ -106,6 +106,29 @@ def test_curves_of_both_are_in_one_chart() -> None:
     assert [(line.name, line.values.tolist()) for line in chart.lines] == [("A", [2.0, 2.0]), ("B", [2.0, 4.0])]
 
 
+def test_issues_are_marked_on_the_curves(tmp_path: Path) -> None:
+    """Where an issue opened that only one of the runs has, the curves of both have the number of its card."""
+    healthy = {f"train/grad_norm/{name}": 0.5 for name in "abc"}
+    first = gather(*(row(step, metrics=healthy, issues=[issue("both")]) for step in range(1, 5)))
+    sick = [issue("both"), issue("new", IssueType.NUMERICAL)]
+    second = gather(*(row(step, metrics=healthy, issues=sick[: 1 + (step == 3)]) for step in range(1, 5)))
+    page = Page(Comparison(first, second).write_html(tmp_path / "diff.html").read_text(encoding="utf-8"))
+    assert page.chart("Loss")["events"] == [[3, "NUMERICAL:new in B", 1]]
+    assert page.chart("Norm of a")["events"] == [[3, "NUMERICAL:new in B", 1]]
+    assert page.chart("B: gradient norm over depth and time")["events"] == [[3, "NUMERICAL:new in B", 1]]
+    assert page.chart("A: gradient norm over depth and time")["events"] == []
+    assert [attributes["id"] for tag, attributes in page.tags if tag == "article"] == ["issue1"]
+    back = Comparison(second, first).charts()[0]
+    assert isinstance(back, Chart)
+    assert back.events == [(3, "NUMERICAL:new in A", 1)]
+
+
+def test_shares_are_per_cent() -> None:
+    """A clip rate reads as in the report of a run."""
+    lines = [line.split() for line in shown(Comparison(gather(row(1)), gather(row(1, metrics={})))).splitlines()]
+    assert ["clip", "rate,", "median", "50.0%", "–"] in lines
+
+
 def test_comparison_is_shown_as_text_page_and_data(tmp_path: Path) -> None:
     """The three forms tell the same."""
     found = pair()

@@ -95,6 +95,24 @@ def test_marks_in_the_charts_are_the_numbers_of_the_cards() -> None:
     assert [event[2] for event in page.chart("Loss")["events"]] == [2, 1]
 
 
+def test_an_effect_leads_to_its_cause() -> None:
+    """The card of a consequence links to that of its root cause, and says that its advice is for afterwards."""
+    effect = issue("head").model_copy(update={"explained_by": "EXPLODING:encoder"})
+    text = html.render(gather(row(1, issues=[effect, issue("encoder")])))
+    page = Page(text)
+    cards = {attributes["id"]: attributes["class"] for tag, attributes in page.tags if tag == "article"}
+    assert cards == {"issue1": "issue high", "issue2": "issue high effect"}
+    assert '<a href="#issue1">1</a> <code>EXPLODING:encoder</code>' in text
+    assert page.text.count("What to do:") == page.text.count("If it stays without that:") == 1
+
+
+def test_a_closed_issue_is_told_from_an_open_one() -> None:
+    """What is over does not look as urgent as what is not."""
+    page = Page(html.render(gather(row(1, issues=[issue("old"), issue("new")]), row(2, issues=[issue("new")]))))
+    looks = [attributes["class"] for tag, attributes in page.tags if tag == "article"]
+    assert looks == ["issue high", "issue high closed"]
+
+
 def test_columns_of_words_are_told_from_numbers() -> None:
     """Words stand on the left of their column and numbers on the right."""
     run = gather(row(1))
@@ -137,7 +155,8 @@ def test_page_needs_no_network() -> None:
     """Nothing on the page refers to another place, and its policy forbids it."""
     text = html.render(gather(row(1, issues=[issue()])))
     page = Page(text)
-    assert not [name for _, attributes in page.tags for name in attributes if name in ("src", "href", "action")]
+    assert not [name for _, attributes in page.tags for name in attributes if name in ("src", "action")]
+    assert all((attributes.get("href") or "#").startswith("#") for _, attributes in page.tags)
     assert not re.search(r"url\((?!#)|@import|fetch\(|XMLHttpRequest|import\(", text)
     (policy,) = [attributes["content"] for _, attributes in page.tags if "http-equiv" in attributes]
     assert policy is not None

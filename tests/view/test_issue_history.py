@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gradtrack.reports import IssueSeverity, IssueType
+from gradtrack.reports import Issue, IssueSeverity, IssueType
 from tests.view.runs import gather, issue, row
 
 
@@ -54,3 +54,29 @@ def test_causes_come_before_what_they_explain() -> None:
     worse = {"severity": IssueSeverity.CRITICAL, "explained_by": "EXPLODING:cause"}
     run = gather(row(1, issues=[issue("effect").model_copy(update=worse), issue("cause")]))
     assert [found.latest["layer"] for found in run.issues] == ["cause", "effect"]
+
+
+def explained(layer: str, by: str) -> Issue:
+    """Return an issue that another one explains."""
+    return issue(layer).model_copy(update={"explained_by": by})
+
+
+def test_what_a_cause_explains_follows_it() -> None:
+    """A person reads each cause with its consequences, and consequences of those, before the next cause."""
+    chain = [issue("a"), explained("a.1", "EXPLODING:a"), explained("a.1.1", "EXPLODING:a.1"), issue("b")]
+    run = gather(row(1, issues=[*reversed(chain), explained("b.1", "EXPLODING:b"), explained("c.1", "EXPLODING:gone")]))
+    layers = [found.latest["layer"] for found in run.issues]
+    assert sorted(layers) == ["a", "a.1", "a.1.1", "b", "b.1", "c.1"]
+    assert layers.index("a.1") == layers.index("a") + 1
+    assert layers.index("a.1.1") == layers.index("a.1") + 1
+    assert layers.index("b.1") == layers.index("b") + 1
+    assert layers[-1] == "c.1"
+
+
+def test_issues_that_explain_each_other_are_both_told() -> None:
+    """What has no beginning is not left out, and what is closed does not stand between the open ones."""
+    circle = [explained("a", "EXPLODING:b"), explained("b", "EXPLODING:a"), explained("c", "EXPLODING:c")]
+    run = gather(row(1, issues=[*circle, issue("old")]), row(2, issues=[*circle, explained("late", "EXPLODING:old")]))
+    layers = [found.latest["layer"] for found in run.issues]
+    assert sorted(layers) == ["a", "b", "c", "late", "old"]
+    assert layers[-1] == "old"

@@ -1,9 +1,13 @@
 const parent = document.getElementById("charts");
 const grids = new Map();
+// The section of a plugin is called like its metrics, in small letters; up to three of them are an abbreviation.
+const headed = (section) => section.replace(/^[a-z_]+/, (word) => (
+  word.length > 3 ? `${word[0].toUpperCase()}${word.slice(1).replaceAll("_", " ")}` : word.toUpperCase()
+));
 for (const data of charts) {
   if (!grids.has(data.section)) {
     const section = make("section", {}, parent);
-    make("h2", {}, section, data.section);
+    make("h2", {}, section, headed(data.section));
     grids.set(data.section, make("div", { class: "grid" }, section));
   }
   data.rows ? new HeatMap(data, grids.get(data.section)) : new Chart(data, grids.get(data.section));

@@ -27,8 +27,8 @@ const make = (name, attributes, parent, text) => {
 const short = (value) => {
   const size = Math.abs(value);
   if (value === 0) return "0";
-  if (size >= 1e5 || size < 1e-3) return value.toExponential(2).replace(/\.?0+e/, "e");
-  return String(Number(value.toPrecision(4)));
+  if (size >= 1e6 || size < 1e-3) return value.toExponential(2).replace(/\.?0+e/, "e");
+  return String(size >= 1e4 ? Math.round(value) : Number(value.toPrecision(4)));
 };
 // The middle of a name that is too long is left out; its title has all of it.
 const clipped = (name, letters = 60) => (
@@ -43,11 +43,11 @@ const ticks = (low, high, log, count) => {
     const from = Math.ceil(low), to = Math.floor(high), every = Math.max(1, Math.ceil((to - from + 1) / count));
     const found = [];
     for (let power = from; power <= to; power += every) found.push(power);
-    if (found.length > 1) return found;
+    if (found.length > 2) return found;
     for (let power = from - 1; power <= to; power += 1) {
       for (const part of [2, 5]) found.push(power + Math.log10(part));
     }
-    const inside = found.filter((value) => value >= low && value <= high);
+    const inside = found.filter((value) => value >= low && value <= high).sort((a, b) => a - b);
     if (inside.length > 1) return inside;
     return niceNumbers(10 ** low, 10 ** high, count).filter((value) => value > 0).map(Math.log10);
   }
@@ -78,7 +78,11 @@ const mark = (events, parent, at, down) => {
   for (const { x, numbers } of told) {
     numbers.sort((a, b) => a - b);
     const text = numbers.length > 4 ? `${numbers.slice(0, 3).join(" ")} …` : numbers.join(" ");
-    make("text", { class: "mark", x: x - 3, y: PAD.top - 5 }, parent, text);
+    // The keys have the links of the contents and of the cards: they need not pass every mark of every chart.
+    const link = parent.appendChild(document.createElementNS(SVG, "a"));
+    link.setAttribute("href", `#issue${numbers[0]}`);
+    link.setAttribute("tabindex", "-1");
+    make("text", { class: "mark", x: x - 3, y: PAD.top - 5 }, link, text);
   }
 };
 
