@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,32 +12,31 @@ import numpy as np
 
 from gradtrack.record.files import write_atomically
 from gradtrack.reports.step import spell
+from gradtrack.view.changes import Pair, in_words, most_changed, with_ratios
 from gradtrack.view.charts import Chart, Line, events_of, spans_decades
 from gradtrack.view.heat import HeatMap, heat_of
 from gradtrack.view.html import fill, issue_cards
 from gradtrack.view.issue_history import IssueHistory
 from gradtrack.view.run_data import RunData
 from gradtrack.view.sparks import WIDTH, sparkline
-from gradtrack.view.tables import Table, number, one_line
+from gradtrack.view.tables import Table, one_line
 from gradtrack.view.terminal import Fitted, short
 from gradtrack.view.track import Track
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+_NORM: Final = "train/grad_norm"
 _CURVES: Final = (
-    ("Gradient norm", "train/grad_norm", True),
+    ("Gradient norm", _NORM, True),
     ("Gradient norm after clipping", "train/grad_norm_clipped", True),
     ("Clip rate", "train/grad_clip_rate", False),
     ("Variance", "train/grad_variance", True),
 )
 _GROUP_CHARTS: Final = 8
 _ROWS: Final = 40
-_SHARE: Final = "clip rate"
 _LESS: Final = ("gradient norm after clipping", "variance")
 _LAST: Final = "Last recorded"
-
-Pair = tuple[str, int | float | None, int | float | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +74,7 @@ class Comparison:
         """Return loss and gradient norm of both runs as lines of characters, each on a scale that both share."""
         rows: list[tuple[str, ...]] = []
         for source, first, second in self._tracks():
-            losses, norms = ([first.loss, second.loss], [one.column("train/grad_norm") for one in (first, second)])
+            losses, norms = ([first.loss, second.loss], [one.column(_NORM) for one in (first, second)])
             curves = (("loss", losses, spans_decades(np.concatenate(losses))), ("gradient norm", norms, True))
             for name, pair, log_scale in curves:
                 scale = np.concatenate(pair)
@@ -125,7 +123,15 @@ class Comparison:
         shared = [group for group in first.groups if group in second.groups][:_GROUP_CHARTS]
         groups = [(f"Norm of {group}", f"train/grad_norm/{group}", True) for group in shared]
         for title, metric, log_scale in (*_CURVES, *groups):
-            lines = [Line(name=name, steps=track.steps, values=track.over_finite(metric)) for name, track in pair]
+            lines = [
+                Line(
+                    name=name,
+                    steps=track.steps,
+                    values=track.over_finite(metric),
+                    lost=track.nan_steps(metric) if metric == _NORM else (),
+                )
+                for name, track in pair
+            ]
             yield Chart(title=title, lines=lines, section=section, log_scale=log_scale, events=events)
 
     def _marks(self, source: str, *runs: str) -> list[tuple[int, str, int]]:
@@ -162,10 +168,10 @@ class Comparison:
         parts: list[RenderableType] = [names]
         last = self.last_values()
         for title, columns, rows in (
-            ("Numbers", ("", "A", "B"), _in_words(self.numbers())),
+            ("Numbers", ("", "A", "B"), in_words(self.numbers())),
             ("Curves", ("", "A", "B"), self.sparklines(max(8, min(WIDTH, (width - 20) // 2)))),
             ("Settings that differ", ("", "A", "B"), self.settings()),
-            (_LAST, ("", "A", "B", "B / A"), _with_ratios(_most_changed(last))),
+            (_LAST, ("", "A", "B", "B / A"), with_ratios(most_changed(last, _ROWS))),
         ):
             if rows:
                 parts += ["", Text(title, style="bold"), _table(columns, rows)]
@@ -182,22 +188,24 @@ class Comparison:
             (issue, "gone from A") for issue in self.gone
         ]
         tables = [
-            Table(id="numbers", title="Numbers", columns=("", "A", "B"), rows=_in_words(self.numbers())),
+            Table(id="numbers", title="Numbers", columns=("", "A", "B"), rows=in_words(self.numbers())),
             Table(id="settings", title="Settings that differ", columns=("setting", "A", "B"), rows=self.settings()),
             Table(
                 id="last",
                 title=_LAST,
                 columns=("metric", "A", "B", "B / A"),
-                rows=_with_ratios(self.last_values()),
+                rows=with_ratios(self.last_values()),
                 search=True,
             ),
         ]
+        main = in_words(self._main_numbers())
         return fill(
             title=" and ".join(_short_names(self.first, self.second)),
             subtitle=" · ".join(f"{name} is {_identity(run)}" for name, run in self._runs()),
             healthy=not self.appeared,
             verdict=f"{len(self.appeared)} appeared, {len(self.gone)} gone",
-            tiles=[(_capitalised(name), f"{a} → {b}", "A → B") for name, a, b in _in_words(self._main_numbers())],
+            warning="",
+            summary=[("", [(_capitalised(name), f"{a} → {b}", "A → B") for name, a, b in main])],
             issues=issue_cards(changes),
             no_issues="No issue appeared or went.",
             tables=[table for table in tables if table.rows],
@@ -251,38 +259,6 @@ def _median(track: Track, metric: str) -> float | None:
 
 def _skipped(run: RunData) -> int | None:
     return run.end.summary.nan_inf_summary.skipped_steps if run.end is not None else None
-
-
-def _in_words(rows: Sequence[Pair]) -> list[tuple[str, ...]]:
-    return [(name, _in_digits(name, before), _in_digits(name, after)) for name, before, after in rows]
-
-
-def _in_digits(name: str, value: int | float | None) -> str:
-    if name.startswith(_SHARE) and value is not None:
-        return f"{value:.1%}"
-    return f"{value:,}" if isinstance(value, int) else number(value)
-
-
-def _with_ratios(rows: Sequence[Pair]) -> list[tuple[str, ...]]:
-    return [
-        (*words, f"{ratio:.3g}" if math.isfinite(ratio := _ratio(pair)) else "–")
-        for words, pair in zip(_in_words(rows), rows, strict=True)
-    ]
-
-
-def _ratio(pair: Pair) -> float:
-    _, before, after = pair
-    return math.nan if not before or after is None else after / before
-
-
-def _most_changed(rows: Sequence[Pair]) -> list[Pair]:
-    """Return the rows that differ most, in their order: what is no number in one of the runs differs more than any."""
-
-    def change(index: int) -> float:
-        ratio, (before, after) = abs(_ratio(rows[index])), spell(list(rows[index][1:]))
-        return abs(math.log(ratio)) if 0.0 < ratio < math.inf else 0.0 if before == after else math.inf
-
-    return [rows[index] for index in sorted(sorted(range(len(rows)), key=change, reverse=True)[:_ROWS])]
 
 
 def _said(values: Mapping[str, Any], name: str) -> str:

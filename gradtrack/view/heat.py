@@ -21,12 +21,13 @@ _FEWEST: Final = 3
 class HeatMap:
     """Groups from the input to the output, each with the logarithm of its norm over time; None is no finite one.
 
-    Column i holds the steps from `steps[i]` to the next one.
+    Column i holds the steps from `steps[i]` to the next one, the last one those to the `end`.
     """
 
     title: str
     rows: Sequence[str]
     steps: Sequence[int]
+    end: int
     values: Sequence[Sequence[float | None]]
     section: str = "Training"
     about: str = ""
@@ -41,6 +42,7 @@ class HeatMap:
             "events": [list(event) for event in self.events],
             "rows": list(self.rows),
             "x": list(self.steps),
+            "end": self.end,
             "values": [[None if value is None else round(value, 2) for value in row] for row in self.values],
         }
 
@@ -60,6 +62,7 @@ def heat_of(track: Track, *, section: str, events: Sequence[tuple[int, str, int]
         title="Gradient norm over depth and time",
         rows=shown,
         steps=[int(step) for step in track.steps[edges[:-1]]],
+        end=int(track.steps[-1]),
         values=rows,
         section=section,
         about=about if every == 1 else f"{about} Every {every}. of {len(groups)} groups.",

@@ -35,6 +35,7 @@ def test_a_cell_is_the_logarithm_of_a_norm() -> None:
     made = heat(track(3, [1.0, 0.01, 0.0, 100.0], [0.1, 0.1, math.nan, 0.1]))
     assert list(made.rows) == ["layer0", "layer1", "layer2"]
     assert list(made.steps) == [1, 2, 3, 4]
+    assert made.to_plain()["end"] == 4
     assert list(made.values[0]) == pytest.approx([0.0, -2.0, None, 2.0])
 
 

@@ -37,7 +37,7 @@ class HeatMap {
   }
 
   draw() {
-    const width = this.svg.clientWidth, height = this.svg.clientHeight, { x, rows, values } = this.data;
+    const width = this.svg.clientWidth, height = this.svg.clientHeight, { x, end, rows, values } = this.data;
     if (!width) return;
     this.svg.replaceChildren();
     this.svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
@@ -56,7 +56,7 @@ class HeatMap {
       }
       values[row].forEach((value, column) => {
         const from = Math.max(this.at(x[column]), left);
-        const to = Math.min(column + 1 < x.length ? this.at(x[column + 1]) : right, right);
+        const to = Math.min(this.at(x[column + 1] ?? end + 1), right);
         if (value === null || to <= from) return;
         const fill = shade(value, low, high);
         make("rect", { x: from, y, width: to - from + 0.4, height: Math.max(tall - 0.6, 0.6), fill }, this.svg);
