@@ -104,7 +104,8 @@ def _charts(track: Track, run: RunData) -> Iterator[Chart | HeatMap]:
         return Chart(title=title, lines=lines, section=section, log_scale=log_scale, about=about, events=events)
 
     loss = Line(name="loss", steps=track.steps, values=track.loss, lost=track.nan_losses())
-    yield replace(chart("Loss", [loss], log_scale=spans_decades(track.loss)), always=bool(loss.lost))
+    is_recorded = bool(loss.lost) or bool(np.isinf(track.loss).any())
+    yield replace(chart("Loss", [loss], log_scale=spans_decades(track.loss)), always=is_recorded)
     lost = track.nan_steps("train/grad_norm")
     norms = [replace(_line(track, "train/grad_norm", "before clipping", style="wide"), lost=lost)]
     norms += [_line(track, "train/grad_norm_clipped", "after clipping")]
@@ -132,7 +133,8 @@ def _charts(track: Track, run: RunData) -> Iterator[Chart | HeatMap]:
     lines = [_line(track, f"train/grad_norm/{group}", group) for group in groups]
     left = len(track.groups) - len(groups)
     about = f"The strongest {len(groups)}; {left} more are below and in the table." if left else ""
-    yield chart("Gradient norm of each group", lines, log_scale=True, about=about)
+    if len(track.groups) > 1:
+        yield chart("Gradient norm of each group", lines, log_scale=True, about=about)
     heat = heat_of(track, section=section, events=events)
     if heat is not None:
         yield heat
@@ -155,8 +157,12 @@ def _analyzer_charts(track: Track, events: Sequence[tuple[int, str, int]]) -> It
         yield Chart(title=panel.title, lines=lines, section=panel.section, log_scale=panel.log_scale, events=events)
     for (section, stem), names in list(_by_stem(rest).items()):
         lines = [_line(track, name, name.removeprefix(f"{section}/")) for name in names[:_LINES_PER_CHART]]
-        title = stem if len(lines) > 1 else lines[0].name
+        title = _headed(stem if len(lines) > 1 else lines[0].name)
         yield Chart(title=title, lines=_without_stem(lines, stem), section=f"{section}{tail}", events=events)
+
+
+def _headed(name: str) -> str:
+    return f"{name[:1].upper()}{name[1:]}".replace("_", " ")
 
 
 def _is_own(metric: str) -> bool:

@@ -19,6 +19,7 @@ from gradtrack.view.heat import HeatMap
 from gradtrack.view.issue_history import ADVICE, IssueHistory
 from gradtrack.view.run_data import RunData
 from gradtrack.view.tables import number, tables_of
+from gradtrack.view.track import Track
 
 REPORT: Final = "report.html"
 _ISSUES: Final = 200
@@ -43,7 +44,8 @@ def render(run: RunData) -> str:
         subtitle=" · ".join(_subtitle(run)),
         healthy=run.healthy,
         verdict=verdict(run),
-        tiles=_tiles(run),
+        warning=_warning(run),
+        summary=_summary(run),
         issues=issue_cards([(issue, "") for issue in run.issues[:_ISSUES]]),
         no_issues="No issue opened in this run.",
         tables=[table for table in tables_of(run) if table.rows],
@@ -80,7 +82,8 @@ def fill(*, charts: Sequence[Chart | HeatMap], **values: Any) -> str:
 def verdict(run: RunData) -> str:
     """Sum up the health of a run in two words."""
     count = sum(issue.severity >= IssueSeverity.MEDIUM for issue in run.open_issues)
-    return "healthy" if run.healthy else f"{count} open issue{'s' if count > 1 else ''}"
+    when = "" if run.end is not None or run.is_running else " when last seen"
+    return f"healthy{when}" if run.healthy else f"{count} open issue{'s' if count > 1 else ''}"
 
 
 def _subtitle(run: RunData) -> list[str]:
@@ -88,26 +91,48 @@ def _subtitle(run: RunData) -> list[str]:
     return [part for part in (f"started {created}", run.state, run.left_out) if part]
 
 
-def _tiles(run: RunData) -> list[tuple[str, str, str]]:
+def _warning(run: RunData) -> str:
+    """Say what became of a run that did not end as it should, and what to do now."""
+    if run.end is not None:
+        return "The training raised an error." if run.end.failed else ""
+    if run.is_running:
+        return ""
+    return (
+        "The process ended without closing the run: what it recorded is here. "
+        "gradtrack replay delivers what its trackers are missing."
+    )
+
+
+Tile = tuple[str, str, str]
+
+
+def _summary(run: RunData) -> list[tuple[str, list[Tile]]]:
+    """Return the numbers of the run, and those of each of several pairs under its name."""
     tracks = list(run.tracks.values())
-    tiles = [("Steps", f"{run.total_steps:,}", f"{sum(len(track.steps) for track in tracks):,} recorded")]
-    for track in tracks:
-        name = f" ({track.name})" if track.name else ""
-        loss, step = track.end_of(track.loss)
-        if loss == loss:
-            first = track.loss[~np.isnan(track.loss)][0]
-            tiles.append((f"Loss{name}", number(loss), f"from {number(first)}{_age(step)}"))
-        elif track.last_loss() is not None:
-            tiles.append((f"Loss{name}", number(loss), "never a number"))
-        norm, step = track.end_of(track.over_finite("train/grad_norm"))
-        tiles.append((f"Gradient norm{name}", number(norm), f"last recorded, before clipping{_age(step)}"))
-        rate = track.last("train/grad_clip_rate")
-        if rate is not None:
-            tiles.append((f"Clipped{name}", f"{rate:.1%}", "of the last steps"))
+    steps = ("Steps", f"{run.total_steps:,}", f"{sum(len(track.steps) for track in tracks):,} recorded")
+    faults: list[Tile] = []
     if run.end is not None:
         found = run.end.summary
-        tiles.append(("Skipped", f"{found.nan_inf_summary.skipped_steps:,}", "steps with non-finite gradients"))
-        tiles.append(("Unhealthy", f"{found.health_issues.unhealthy_steps:,}", "steps"))
+        faults.append(("Skipped", f"{found.nan_inf_summary.skipped_steps:,}", "steps with non-finite gradients"))
+        faults.append(("Unhealthy", f"{found.health_issues.unhealthy_steps:,}", "steps"))
+    if len(tracks) == 1 and not tracks[0].name:
+        return [("", [steps, *_tiles(tracks[0]), *faults])]
+    return [("", [steps, *faults]), *((track.name or "default", _tiles(track)) for track in tracks)]
+
+
+def _tiles(track: Track) -> list[Tile]:
+    tiles = []
+    loss, step = track.end_of(track.loss)
+    if loss == loss:
+        first = track.loss[~np.isnan(track.loss)][0]
+        tiles.append(("Loss", number(loss), f"from {number(first)}{_age(step)}"))
+    elif track.last_loss() is not None:
+        tiles.append(("Loss", number(loss), "never a number"))
+    norm, step = track.end_of(track.over_finite("train/grad_norm"))
+    tiles.append(("Gradient norm", number(norm), f"last recorded, before clipping{_age(step)}"))
+    rate = track.last("train/grad_clip_rate")
+    if rate is not None:
+        tiles.append(("Clipped", f"{rate:.1%}", "of the last steps"))
     return tiles
 
 

@@ -172,6 +172,24 @@ def test_a_mark_leads_to_its_card(tmp_path: Path) -> None:
     assert seen["heads"] == ["Training", "RNN", "Flow"]
 
 
+def test_a_run_of_one_step_is_drawn_in_the_middle(tmp_path: Path) -> None:
+    """The only step is the only one that is named, and a zero has its place on the log axis named."""
+    script = """<script>setTimeout(() => {
+      const texts = [...document.querySelectorAll(".chart svg[role=img]")].map((svg) => (
+        [...svg.querySelectorAll("text")].map((one) => [one.textContent, one.getBoundingClientRect().left])));
+      const legends = [...document.querySelectorAll(".chart")].map((one) => one.querySelectorAll(".legend").length);
+      document.title = JSON.stringify({ texts, legends, wide: innerWidth });
+    }, 500);</script></body>"""
+    run = gather(row(1, metrics={"train/grad_norm": 2.0, "train/grad_norm/a": 0.0, "train/grad_norm/b": 2.0}))
+    seen = asked(write_html_report(run, tmp_path / "one.html"), tmp_path / "p", script)
+    loss, norm, groups = (dict(texts) for texts in seen["texts"])
+    assert "2" not in loss
+    assert loss["step"] + 100 < loss["1"]
+    assert "0" in groups
+    assert "0" not in norm
+    assert seen["legends"] == [0, 1, 1]
+
+
 def test_a_large_table_is_searched_and_sorted(tmp_path: Path) -> None:
     """A thousand parameters are searched while one types, and the number of those that were found is told."""
     run = gather(*(row(step) for step in range(1, 4)))

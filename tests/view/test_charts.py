@@ -57,8 +57,8 @@ def test_what_no_panel_names_is_gathered_by_its_name() -> None:
     """The same number of several layers is one chart, and one section never fills a page."""
     metrics = {f"attention/diversity/layer{index}": 0.5 for index in range(3)} | {"attention/floor": 0.1}
     charts = plain(row(1, metrics=metrics | {f"many/m{index}": 1.0 for index in range(50)}))
-    assert [line["name"] for line in charts["diversity"]["lines"]] == ["layer0", "layer1", "layer2"]
-    assert [line["name"] for line in charts["floor"]["lines"]] == ["floor"]
+    assert [line["name"] for line in charts["Diversity"]["lines"]] == ["layer0", "layer1", "layer2"]
+    assert [line["name"] for line in charts["Floor"]["lines"]] == ["floor"]
     assert len([chart for chart in charts.values() if chart["section"] == "many"]) == 12
 
 
@@ -76,7 +76,7 @@ def test_panels_gather_their_metrics_and_the_rest_stand_alone() -> None:
     assert [line["name"] for line in charts["Entropy"]["lines"]] == ["0", "1"]
     assert charts["Entropy"]["section"] == "attention"
     assert charts["Entropy"]["log"]
-    assert charts["rank"]["lines"][0]["y"] == [3.0]
+    assert charts["Rank"]["lines"][0]["y"] == [3.0]
 
 
 def test_panels_of_the_training_itself_are_not_drawn_twice() -> None:
@@ -89,6 +89,18 @@ def test_a_norm_that_is_never_finite_is_not_passed_over() -> None:
     """Where no norm is a number its chart stays, to say so."""
     charts = plain(row(1, norm=math.nan), row(2, norm=math.nan))
     assert charts["Gradient norm"]["lines"][0]["x"] == []
+
+
+def test_a_loss_that_is_never_finite_is_not_passed_over() -> None:
+    """A loss that was infinite throughout has a chart that says so."""
+    assert plain(row(1, loss=math.inf), row(2, loss=math.inf))["Loss"]["lines"][0]["bad"] == [1, 2]
+
+
+def test_one_group_is_not_drawn_beside_the_whole() -> None:
+    """The norm of the only group is that of all gradients, which has its chart."""
+    assert set(plain(row(1, loss=None, metrics={"train/grad_norm": 1.0, "train/grad_norm/all": 1.0}))) == {
+        "Gradient norm"
+    }
 
 
 def test_only_the_strongest_groups_are_drawn() -> None:
@@ -136,7 +148,7 @@ def test_each_pair_has_its_panels() -> None:
         for title, names in (
             ("Gain", ["gain", "low", "high"]),
             ("Ratio", ["W_in", "W_out"]),
-            ("rank", ["rank"]),
+            ("Rank", ["rank"]),
         )
     ]
     assert [chart["log"] for chart in charts] == [True, False, False] * 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 from gradtrack import __version__
@@ -93,6 +94,31 @@ def test_marks_in_the_charts_are_the_numbers_of_the_cards() -> None:
     numbers = [attributes for tag, attributes in page.tags if attributes.get("class") == "number" and tag == "span"]
     assert len(numbers) == 2
     assert [event[2] for event in page.chart("Loss")["events"]] == [2, 1]
+
+
+def test_a_killed_run_says_what_to_do() -> None:
+    """A run that has no end is no news of a training that goes on, and what its trackers miss can be delivered."""
+    run = gather(row(1))
+    text = Page(html.render(run)).text
+    assert "healthy when last seen" in text
+    assert "gradtrack replay delivers what its trackers are missing" in text
+    run.is_running = True
+    assert "when last seen" not in Page(html.render(run)).text
+    run.is_running, run.end = False, ended()
+    for failed, words in ((False, "ended"), (True, "The training raised an error.")):
+        run.end = replace(ended(), failed=failed)
+        text = Page(html.render(run)).text
+        assert words in text
+        assert "when last seen" not in text
+        assert ("raised" in text) == failed
+
+
+def test_pairs_have_their_numbers_apart() -> None:
+    """Those of the whole run stand first, then those of each pair under its name."""
+    page = Page(html.render(gather(row(1, source="gen"), row(1, source="critic"))))
+    labels = [name for tag, attributes in page.tags if tag == "section" and (name := attributes.get("aria-label"))]
+    assert labels == ["Summary", "Summary of gen", "Summary of critic"]
+    assert page.texts.count("Loss") == 2
 
 
 def test_an_effect_leads_to_its_cause() -> None:

@@ -35,6 +35,9 @@ class Chart {
   }
 
   legend() {
+    // A single curve that is called like the chart needs no other name.
+    const [only, ...others] = this.data.lines;
+    if (!others.length && only.name === this.data.title.toLowerCase()) return;
     const legend = make("div", { class: "legend" }, this.box);
     this.data.lines.forEach((line, index) => {
       const button = make("button", { type: "button", "aria-pressed": "true", title: line.name }, legend);
@@ -100,14 +103,17 @@ class Chart {
     this.data.lines.forEach((line, index) => { if (!this.hidden.has(index)) this.curve(line, index); });
     if (shown.length && isEmpty) {
       const place = { x: (PAD.left + width) / 2, y: (PAD.top + down) / 2, "text-anchor": "middle" };
-      make("text", place, this.svg, "No recorded value is a number.");
+      make("text", place, this.svg, "No recorded value is finite.");
     }
     this.cursor = make("g", {}, this.svg);
   }
 
   axis(low, high, width, down) {
+    const isZero = this.isLog && this.data.lines.some((line, index) => !this.hidden.has(index) && line.y.includes(0));
+    if (isZero) make("text", { x: PAD.left - 6, y: down + 4, "text-anchor": "end" }, this.svg, "0");
     for (const value of ticks(low, high, this.isLog, 5)) {
       const y = down - ((value - low) / (high - low)) * (down - PAD.top);
+      if (isZero && down - y < 13) continue;
       make("line", { class: "rule", x1: PAD.left, x2: width - PAD.right, y1: y, y2: y }, this.svg);
       const text = this.isLog ? short(10 ** value) : short(value);
       make("text", { x: PAD.left - 6, y: y + 4, "text-anchor": "end" }, this.svg, text);

@@ -16,7 +16,7 @@ for (const data of charts) {
 drawn.forEach((one) => one.draw());
 
 const contents = document.getElementById("contents");
-document.querySelectorAll("main h2").forEach((head, index) => {
+document.querySelectorAll("main h2:not(.pair)").forEach((head, index) => {
   head.id = `part${index}`;
   make("a", { href: `#${head.id}` }, contents, head.textContent);
 });
@@ -63,4 +63,13 @@ document.getElementById("theme").addEventListener("click", () => {
   root.dataset.theme = dark ? "light" : "dark";
 });
 
-addEventListener("beforeprint", () => document.querySelectorAll("details").forEach((one) => { one.open = true; }));
+// On paper everything is open, and the pictures are drawn for a sheet: scaled down to it nobody could read them.
+const printing = (isOn) => {
+  document.documentElement.classList.toggle("printing", isOn);
+  drawn.forEach((one) => one.draw());
+};
+addEventListener("beforeprint", () => {
+  document.querySelectorAll("details").forEach((one) => { one.open = true; });
+  printing(true);
+});
+addEventListener("afterprint", () => printing(false));

@@ -8,7 +8,7 @@ const stepsOf = (line) => [...line.x, ...line.bad, ...(line.lost ?? [])];
 const everyStep = charts.flatMap((chart) => chart.x ?? chart.lines.flatMap(stepsOf));
 const first = everyStep.reduce((low, step) => Math.min(low, step), Infinity);
 const last = everyStep.reduce((high, step) => Math.max(high, step), -Infinity);
-const whole = first > last ? [0, 1] : [first, Math.max(last, first + 1)];
+const whole = first > last ? [0, 1] : first === last ? [first - 1, first + 1] : [first, last];
 let span = whole;
 const zoom = (wanted) => { span = wanted; drawn.forEach((one) => one.draw()); };
 const zoomTo = (low, high) => {
@@ -88,7 +88,8 @@ const mark = (events, parent, at, down) => {
 
 const nameSteps = (parent, at, left, width, y) => {
   make("text", { x: left - 6, y, "text-anchor": "end" }, parent, "step");
-  for (const step of ticks(span[0], span[1], false, width < 420 ? 3 : 6).filter(Number.isInteger)) {
+  for (const step of ticks(span[0], span[1], false, width < 420 ? 4 : 6)) {
+    if (!Number.isInteger(step) || step < first || step > last) continue;
     const anchor = at(step) > width - 40 ? "end" : at(step) < left + 12 ? "start" : "middle";
     make("text", { x: at(step), y, "text-anchor": anchor }, parent, short(step));
   }
