@@ -205,7 +205,7 @@ class Pair:
         """Measure, protect, judge and keep a step here and now."""
         facts = outcome.facts
         self._stepping.forget_found_inf()
-        scaled, shared = outcome.scale is not None, self.table.ranks is not None
+        scaled = outcome.scale is not None
         moments = self.gauge.read(
             grads,
             facts,
@@ -217,7 +217,7 @@ class Pair:
         made = self.guard.protect(grads, moments, self._stepped(), scaled=scaled, remember=not outcome.repeated)
         facts.nan_inf, facts.clipping, facts.skipped = made.nan_inf, made.clipping, made.skipped
         outcome.error = made.error
-        if outcome.scale is not None and made.skipped and shared:
+        if outcome.scale is not None and made.skipped:
             outcome.scale.leave_out()
         if outcome.repeated:
             facts.health = self.judgement.health

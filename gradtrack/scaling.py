@@ -2,28 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import OptState
 
 from gradtrack.errors import UsageError
 from gradtrack.measure.shards import local_part
 
+# From a hook of an optimizer's step up to the scaler's: torch's own wrappers of a step and those of a schedule.
+_FRAMES: Final = 12
+
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """The loss scale of one step, where it is known, and the flags by which its scaler will leave the step out."""
+    """The loss scale of one step, where it is known, and the flags by which its scaler will leave the step out.
+
+    Of an optimizer that is stepping already, which no flag holds back any more, the parameters are `under_way`.
+    """
 
     value: Tensor | float | None
     flags: Sequence[Tensor] = ()
+    under_way: Sequence[Tensor] = ()
 
     def leave_out(self) -> None:
-        """Have the scaler leave the step out, as it does on the rank that holds the element which is not finite."""
+        """Have the scaler leave the step out, on every rank and for every optimizer, where one has found an overflow.
+
+        There is one verdict because there is one step: its gradients were judged and clipped by one norm.
+        """
         for flag in self.flags:
             flag.fill_(1.0)
+        for param in self.under_way:
+            param.grad = None
 
 
 class ScalerLog:
@@ -81,6 +95,35 @@ def take_over_scale(optimizer: Any) -> Scale | None:
     torch._foreach_mul_([local_part(param.grad) for param in params if param.grad is not None], 1.0 / scale)
     optimizer.grad_scale = None
     return Scale(scale, flags)
+
+
+def unscale_together(optimizer: Any, others: Iterable[Any]) -> Scale | None:
+    """Unscale for all optimizers of a step within the step of the first, where the scaler would unscale one by one.
+
+    Nobody tells us of the scaler, but it is the one that is calling.
+    """
+    own, scaler = take_over_scale(optimizer), _calling_scaler()
+    if scaler is None:
+        return own
+    states = scaler._per_optimizer_states
+    for other in others:
+        if other is not optimizer and states[id(other)]["stage"] is OptState.READY:
+            scaler.unscale_(other)
+    flags = [*(own.flags if own is not None else ()), *_flags(scaler, others)]
+    under_way = [] if own is not None else [param for group in optimizer.param_groups for param in group["params"]]
+    return Scale(_value(scaler), flags, under_way)
+
+
+def _calling_scaler() -> torch.amp.GradScaler | None:
+    """Return the scaler, if one is at work, out of whose `step` we are called."""
+    frame = sys._getframe(1)
+    for _ in range(_FRAMES):
+        if frame.f_code.co_name == "step" and isinstance(found := frame.f_locals.get("self"), torch.amp.GradScaler):
+            return found if found.is_enabled() else None
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return None
 
 
 def _stepped(optimizer: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -13,7 +14,7 @@ from gradtrack.checks import check_optimizer, hookable, needs_closure
 from gradtrack.measure.shards import is_distributed
 from gradtrack.measure.step_watch import StepWatch, take_off
 from gradtrack.measure.table import ParameterTable
-from gradtrack.scaling import take_over_scale
+from gradtrack.scaling import take_over_scale, unscale_together
 
 
 class Stepping:
@@ -96,12 +97,15 @@ class Stepping:
 class BeforeSteps:
     """Calls `look(loss, scale)` just before optimizers step, or after each call of a closure, until it is removed.
 
-    Of several, which step together, it is called before the first: one that has stepped already begins anew.
+    Of several, which step together, it is called before the first: one that has stepped already begins anew, and so
+    does one whose gradients came after the last look, since not all of them need to step every time.
     """
 
     def __init__(self, optimizers: Sequence[Any], look: Callable[..., None]) -> None:
         self._look: Callable[..., None] | None = look
+        self._optimizers = tuple(optimizers)
         self._stepped: set[int] = set()
+        self._looked_at: dict[int, Callable[[], Tensor | None]] = {}
         self._hooks = [(one, one.register_step_pre_hook(self._before_step)) for one in optimizers]
 
     def remove(self) -> None:
@@ -116,7 +120,9 @@ class BeforeSteps:
             return None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
-            look(None, take_over_scale(optimizer))
+            several = len(self._optimizers) > 1
+            look(None, unscale_together(optimizer, self._optimizers) if several else take_over_scale(optimizer))
+            self._looked_at = {id(one): _first_grad(one) for one in self._optimizers} if several else {}
             return None
 
         def looked_at() -> Any:
@@ -128,10 +134,22 @@ class BeforeSteps:
 
     def _begins(self, optimizer: Any) -> bool:
         """Whether this is the first of the optimizers to step after a backward pass."""
-        if id(optimizer) in self._stepped:
+        if id(optimizer) in self._stepped or self._has_new_grads(optimizer):
             self._stepped.clear()
         self._stepped.add(id(optimizer))
         return len(self._stepped) == 1
+
+    def _has_new_grads(self, optimizer: Any) -> bool:
+        """Whether a backward pass has left other tensors than those that were looked at."""
+        before = self._looked_at.get(id(optimizer))
+        return before is not None and _first_grad(optimizer)() is not before()
+
+
+def _first_grad(optimizer: Any) -> Callable[[], Tensor | None]:
+    """Return what returns the first gradient of an optimizer as long as it lives, and does not keep it alive."""
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    found = next((param.grad for param in params if param.grad is not None), None)
+    return weakref.ref(found) if found is not None else lambda: None
 
 
 def _owns_shards(optimizer: Any) -> bool:

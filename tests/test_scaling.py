@@ -134,3 +134,82 @@ def test_share_of_subnormal_float16_gradients(scale: float, expected: float) -> 
         optimizer.step()
     found: Any = manager.reports[7].analyzers["flow"]
     assert found.metrics()["flow/subnormal_fraction"] == pytest.approx(expected, abs=0.3)
+
+
+class Together:
+    """Two optimizers of one model, with a twin whose loop does by hand what gradtrack is to do."""
+
+    def __init__(self, *, fused: bool = False, scale: float = 1024.0) -> None:
+        self.model, self.twin = small_model(), small_model()
+        self.optimizers, self.twins = (self.split(model, fused=fused) for model in (self.model, self.twin))
+        self.scaler = scaler_of(scale)
+        self.manager = watch(self.model, self.optimizers, max_grad_norm=0.05)
+        self.norms: list[float] = []
+
+    @staticmethod
+    def split(model: nn.Module, *, fused: bool) -> list[torch.optim.Optimizer]:
+        """Return one optimizer for the matrices and one for the rest."""
+        parts = [[param for param in model.parameters() if (param.ndim > 1) == wide] for wide in (True, False)]
+        return [torch.optim.SGD(part, lr=0.1, momentum=0.9, fused=fused) for part in parts]
+
+    def step(self, seed: int, *, bad: bool = False) -> None:
+        """Train both for a step, without a word to the scaler about unscaling; a bad one overflows in one gradient."""
+        for optimizer in (*self.optimizers, *self.twins):
+            optimizer.zero_grad()
+        torch.autograd.backward(self.scaler.scale(batch_loss(self.model, seed)))
+        if bad:
+            grad = next(self.model.parameters()).grad
+            assert grad is not None
+            grad[0, 0] = math.inf
+        for optimizer in self.optimizers:
+            self.scaler.step(optimizer)
+        self.scaler.update()
+        if not bad:
+            torch.autograd.backward(batch_loss(self.twin, seed))
+            self.norms.append(float(nn.utils.clip_grad_norm_(self.twin.parameters(), 0.05)))
+            for optimizer in self.twins:
+                optimizer.step()
+
+    def assert_alike(self) -> None:
+        """Both models have the same weights."""
+        for one, other in zip(self.model.parameters(), self.twin.parameters(), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_watched_optimizers_are_unscaled_together(fused: bool) -> None:
+    """The loop need not unscale: the norm before the first of them steps is that of the loss itself, for all."""
+    both = Together(fused=fused)
+    for seed in range(4):
+        both.step(seed)
+    assert [report.clipping.norm_before for report in both.manager.reports] == pytest.approx(both.norms, rel=1e-5)
+    assert told(both.manager.reports) == [(1024.0, 0, 0)] * 4
+    both.assert_alike()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_overflow_of_one_leaves_out_the_step_of_all(fused: bool) -> None:
+    """It is one step, told once and no issue, and the next one is looked at before the first optimizer again."""
+    both = Together(fused=fused)
+    for seed, bad in enumerate((False, True, False, False)):
+        both.step(seed, bad=bad)
+    assert [report.skipped for report in both.manager.reports] == [False, True, False, False]
+    assert told(both.manager.reports) == [(1024.0, 0, 0), (1024.0, 1, 1), (512.0, 1, 0), (512.0, 1, 0)]
+    assert all(report.health.healthy for report in both.manager.reports)
+    both.assert_alike()
+
+
+def test_one_verdict_for_optimizers_that_are_shown_together() -> None:
+    """In a loop that passes the scaler, an overflow in the gradients of one leaves out the step of the other too."""
+    model = small_model()
+    optimizers = Together.split(model, fused=False)
+    scaler, before = scaler_of(), [param.detach().clone() for param in model.parameters()]
+    torch.autograd.backward(scaler.scale(batch_loss(model)))
+    grad = next(model.parameters()).grad
+    assert grad is not None
+    grad[0, 0] = math.inf
+    report = GradientManager().step(model, optimizers, None, backward=False, scaler=scaler)
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+    assert report.skipped
+    assert all(torch.equal(one, two) for one, two in zip(model.parameters(), before, strict=True))

@@ -143,3 +143,19 @@ def test_a_callback_may_close_the_manager_that_calls_it() -> None:
         optimizer.step()
     assert [report.skipped for report in manager.reports] == [False, True]
     assert all(torch.isfinite(param).all() for param in model.parameters())
+
+
+def test_optimizers_that_step_at_times_are_looked_at_before_the_first() -> None:
+    """Where one of several leaves out a step, the next look is before whichever steps first, and each step is one."""
+    model = small_model()
+    every, seldom = (torch.optim.SGD(part.parameters(), lr=0.1) for part in (model[2], model[0]))  # type: ignore[index]
+    manager = gradtrack.watch(model, [seldom, every], max_grad_norm=1e-3)
+    for step in range(6):
+        model.zero_grad()
+        torch.autograd.backward(batch_loss(model, step))
+        for optimizer in (seldom, every) if step % 3 != 1 else (every,):
+            grads = [param.grad for group in optimizer.param_groups for param in group["params"]]
+            optimizer.step()
+            assert float(torch.nn.utils.get_total_norm(grads)) <= 1e-3
+    assert [report.step for report in manager.reports] == [1, 2, 3, 4, 5, 6]
+    assert all(report.clipping.clipped for report in manager.reports)
