@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
 import tomllib
@@ -15,11 +16,46 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from gradtrack import registry
 from gradtrack.errors import ConfigError, InputTypeError
 from gradtrack.redact import redact, redact_values
+from gradtrack.reports import IssueType
 
+_NUMBERS = (float, int, float | None)
 ClipType = Literal["norm", "value", "adaptive", "agc", "zscore"]
 Action = Literal["skip", "replace", "raise", "report"]
 SECTION = "gradtrack"
-_REMEDIES = {"max_grad_norm": " Set enable_gradient_clipping=False to train without clipping."}
+_REMEDIES = {
+    "max_grad_norm": " Set enable_gradient_clipping=False to train without clipping.",
+    "mute": " Write mute=['DEAD', 'DEAD:encoder.*', 'decoder.*'], as far as they apply.",
+    "groups": " Write groups={'encoder': 'enc.*'}, a regular expression for each name.",
+    "run_dir": " Write the path of a directory.",
+}
+# What other tools call a setting, where spelling alone would lead to another one or nowhere.
+_ELSEWHERE = {
+    "clip_grad_norm": "max_grad_norm",
+    "clip_norm": "max_grad_norm",
+    "clip_val": "max_grad_norm",
+    "clip_value": "max_grad_norm",
+    "gradient_clip_val": "max_grad_norm",
+    "gradient_clipping": "max_grad_norm",
+    "grad_clip": "max_grad_norm",
+    "max_norm": "max_grad_norm",
+    "gradient_clip_algorithm": "clip_type",
+    "log_every": "grad_log_every_n_steps",
+    "log_every_n_steps": "grad_log_every_n_steps",
+    "log_freq": "grad_log_every_n_steps",
+    "log_interval": "grad_log_every_n_steps",
+    "logging_steps": "grad_log_every_n_steps",
+    "log_dir": "run_dir",
+    "output_dir": "run_dir",
+    "save_dir": "run_dir",
+    "loggers": "backends",
+    "report_to": "backends",
+    "trackers": "backends",
+    "plugins": "analyzers",
+    "ignore": "mute",
+    "silence": "mute",
+}
+_PATH = ("Input is not a valid path for <class 'pathlib.Path'>", "expected a path")
+_WORD = re.compile(r"[A-Za-z_]+")
 
 
 class GradientConfig(BaseModel):
@@ -37,11 +73,15 @@ class GradientConfig(BaseModel):
     zscore_alpha: float = Field(0.97, gt=0, lt=1, description="zscore: decay of the running mean and variance.")
     adaptive_clipping: bool = Field(False, description="Clip at a percentile of recent norms; wins over clip_type.")
     adaptive_window_size: int = Field(100, ge=1, description="adaptive: how many recent norms are kept.")
-    adaptive_percentile: float = Field(95.0, ge=0, le=100, description="adaptive: the percentile that is the limit.")
+    adaptive_percentile: float = Field(
+        95.0, ge=0, le=100, description="adaptive: the percentile that is the limit, from 0 to 100."
+    )
 
     enable_nan_inf_check: bool = Field(True, description="Look for non-finite gradients and act on them.")
     nonfinite_action: Action = Field("skip", description="What to do with a step whose gradients are not finite.")
-    nan_inf_threshold: float = Field(1e-6, ge=0, description="Share of non-finite elements that makes a step critical.")
+    nan_inf_threshold: float = Field(
+        1e-6, ge=0, le=1, description="Share of non-finite elements, from 0 to 1, that makes a step critical."
+    )
     replace_nan_with: float = Field(0.0, description="replace: the value for NaN. Setting it chooses replace.")
     replace_inf_with: float = Field(1e6, gt=0, description="replace: the value for Inf, with the sign kept.")
 
@@ -102,7 +142,7 @@ class GradientConfig(BaseModel):
     def load(cls, source: GradientConfig | Mapping[str, Any] | str | Path | None = None, **overrides: Any) -> Self:
         """Read a configuration; where the source has a `gradtrack` mapping, that is the configuration."""
         if isinstance(source, cls):
-            return source if not overrides else cls(**{**_explicit(source), **overrides})
+            return source if not overrides else cls(**{**explicit(source), **overrides})
         values = _mapping(source)
         if SECTION in values and isinstance(values[SECTION] or {}, Mapping):
             values = dict(values[SECTION] or {})
@@ -112,6 +152,33 @@ class GradientConfig(BaseModel):
     def pick(cls, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return the settings among the keys of a training configuration that holds other keys as well."""
         return {name: value for name, value in values.items() if name in cls.model_fields}
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _check_is_number(cls, value: Any, info: Any) -> Any:
+        """Refuse a switch in the place of a number, which Python would count as 0 or 1."""
+        if isinstance(value, bool) and cls.model_fields[info.field_name].annotation in _NUMBERS:
+            raise ValueError(f"expected a number, not a switch.{_REMEDIES.get(info.field_name, '')}")
+        return value
+
+    @field_validator("adaptive_percentile")
+    @classmethod
+    def _check_is_percentile(cls, percent: float) -> float:
+        if 0 < percent < 1:
+            raise ValueError(f"expected a percentile from 0 to 100. Write {round(100 * percent, 9):g} for that share.")
+        return percent
+
+    @field_validator("vanishing_threshold", "exploding_threshold")
+    @classmethod
+    def _check_order(cls, value: float | None, info: Any) -> float | None:
+        limits = {**info.data, info.field_name: value}
+        low, high = limits.get("vanishing_threshold"), limits.get("exploding_threshold")
+        if low is not None and high is not None and low >= high:
+            raise ValueError(
+                f"expected vanishing_threshold ({low:g}) below exploding_threshold ({high:g}). "
+                "Exchange them, or no norm is right."
+            )
+        return value
 
     @field_validator("groups")
     @classmethod
@@ -125,6 +192,7 @@ class GradientConfig(BaseModel):
     def _check_mute(cls, patterns: list[str]) -> list[str]:
         for pattern in patterns:
             _check_regex(pattern)
+            _check_issue_type(pattern)
         return patterns
 
     @field_validator("backends", "analyzers", mode="before")
@@ -134,12 +202,15 @@ class GradientConfig(BaseModel):
         if (name == "analyzers" and specs == "auto") or (isinstance(specs, Iterable) and not is_plain):
             return specs
         shown, auto = redact(repr(specs)) if is_plain else "...", " or 'auto'" if name == "analyzers" else ""
-        raise ValueError(f"expected a list{auto}. Write {name}=[{shown}].")
+        meant = "'auto'" if auto and str(specs).lower() == "auto" else f"[{shown}]"
+        raise ValueError(f"expected a list{auto}. Write {name}={meant}.")
 
     @field_validator("backends", "analyzers")
     @classmethod
     def _check_plugins(cls, specs: Any, info: Any) -> Any:
         for spec in [] if isinstance(specs, str) else specs:
+            if spec == "auto" and info.field_name == "analyzers":
+                raise ValueError("expected 'auto' alone or a list of names. Write analyzers='auto'.")
             _check_spec(spec, info.field_name)
         return specs
 
@@ -161,13 +232,17 @@ class GradientConfig(BaseModel):
         return self
 
 
-def _explicit(config: GradientConfig) -> dict[str, Any]:
+def explicit(config: GradientConfig) -> dict[str, Any]:
+    """Return the settings that were given, whether or not they are those that would be taken anyway."""
     return {name: getattr(config, name) for name in config.model_fields_set}
 
 
 def _unknown(name: str) -> str:
-    close = registry.nearest(name, GradientConfig.model_fields)
-    return f"unknown setting {name!r}: expected a field of GradientConfig.{close}"
+    known = _ELSEWHERE.get(name.lower())
+    names = [*GradientConfig.model_fields, SECTION]
+    close = f" Did you mean {known!r}?" if known else registry.nearest(name, names, cutoff=0.6)
+    other = close or f" Where a file holds other settings as well, put these under {SECTION!r}."
+    return f"unknown setting {name!r}: expected a field of GradientConfig.{other}"
 
 
 def _check_regex(pattern: str) -> None:
@@ -175,6 +250,17 @@ def _check_regex(pattern: str) -> None:
         re.compile(pattern)
     except re.error as fault:
         raise ValueError(f"{pattern!r} is not a regular expression ({fault}). Escape its special characters.") from None
+
+
+def _check_issue_type(entry: str) -> None:
+    """Refuse what is meant for a type of issue and is none: a word before a colon, or one in capitals that is near."""
+    word, colon, _ = entry.partition(":")
+    types = [kind.value for kind in IssueType]
+    if not _WORD.fullmatch(word) or word.upper() in types:
+        return
+    if colon or (word.isupper() and difflib.get_close_matches(word, types, n=1, cutoff=0.75)):
+        close = registry.nearest(word.upper(), types) or f" There are {', '.join(types)}."
+        raise ValueError(f"unknown issue type {word!r}: expected TYPE, TYPE:layer or a layer.{close}")
 
 
 def _check_spec(spec: object, kind: str) -> None:
@@ -192,8 +278,8 @@ def readable(fault: ValidationError) -> ConfigError:
     lines = []
     for error in fault.errors(include_url=False):
         where = ".".join(str(part) for part in error["loc"])
-        text = error["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
-        remedy = _REMEDIES.get(where, "")
+        text = error["msg"].removeprefix("Value error, ").replace("Input should be", "expected").replace(*_PATH)
+        remedy = "" if error["type"] == "value_error" else _REMEDIES.get(where.partition(".")[0], "")
         end = "" if text.endswith((".", "?")) else "."
         lines.append(redact(f"{where} = {error['input']!r}: {text}{end}{remedy}" if where else text))
     return ConfigError("; ".join(lines))

@@ -229,11 +229,11 @@ def build_analyzers(specs: Any) -> dict[str, Analyzer]:
 
 
 def _construct(name: str, options: Mapping[str, Any]) -> Analyzer:
-    found = registry.analyzers.load(name)
+    found = registry.analyzers.load_for(name, options)
     try:
         return found(**options)  # type: ignore[no-any-return]
     except TypeError as fault:
-        raise UsageError(f"analyzer {name!r}: {fault}. Expected options: {inspect.signature(found)}.") from fault
+        raise UsageError(f"analyzer {name!r}: {fault}. Check the values of its options.") from fault
 
 
 def _add(name: str) -> str:

@@ -6,11 +6,11 @@ import difflib
 import importlib
 import inspect
 import pkgutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Final
 
-from gradtrack.errors import InputTypeError, PluginError, UnknownPluginError
+from gradtrack.errors import InputTypeError, PluginError, UnknownPluginError, UsageError
 from gradtrack.redact import redact
 
 _HOOKS: Final = {"backends": {"write": 1}, "analyzers": {"inspect": 1}}
@@ -54,6 +54,24 @@ class Registry:
             found = self._from_file(name) if name in self.builtin() else self._from_entry_point(name)
             self._loaded[name] = self.validate(name, found)
         return self._loaded[name]
+
+    def load_for(self, name: str, options: Mapping[str, Any]) -> type[Any]:
+        """Return the class of a plugin that takes these options; one that it does not have names the nearest.
+
+        What an analyzer takes as its model comes from the training, and is no option.
+        """
+        found = self.load(name)
+        signature = inspect.signature(found)
+        known = [option for option in signature.parameters if option != "model"]
+        try:
+            signature.bind(**options)
+        except TypeError as fault:
+            wrong = next((option for option in options if option not in known), None)
+            text = str(fault) if wrong is None else f"{wrong!r} is no option of it"
+            close = "" if wrong is None else nearest(str(wrong), known)
+            expected = ", ".join(known) or "none"
+            raise UsageError(f"{self.singular} {name!r}: {text}. Its options: {expected}.{close}") from fault
+        return found
 
     def name_of(self, plugin: object) -> str:
         """Return the name of a plugin instance: its file's name, its entry point's name, or its `name`."""
@@ -121,9 +139,9 @@ def _distribution(point: EntryPoint) -> str:
     return point.dist.name if point.dist is not None else point.value
 
 
-def nearest(name: str, names: Iterable[str]) -> str:
-    """Say which name was probably meant, or nothing."""
-    close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)
+def nearest(name: str, names: Iterable[str], *, cutoff: float = 0.5) -> str:
+    """Say which name was probably meant, or nothing; among long names chance alone makes pairs look near."""
+    close = difflib.get_close_matches(name, list(names), n=1, cutoff=cutoff)
     return f" Did you mean {close[0]!r}?" if close else ""
 
 

@@ -54,19 +54,72 @@ def test_a_configuration_is_not_copied() -> None:
         ({"clip_type": "nrm"}, "'norm', 'value', 'adaptive', 'agc' or 'zscore'"),
         ({"groups": {"a": "("}}, "not a regular expression"),
         ({"mute": ["["]}, "not a regular expression"),
-        ({"backends": ["memry"]}, r"Did you mean 'memory'\?$"),
+        ({"backends": ["memry"]}, "Did you mean 'memory'?$"),
         ({"check_frequency": 0}, "check_frequency"),
         ({"backends": "json"}, r"expected a list. Write backends=['json']."),
         ({"backends": {"name": "json"}}, r"Write backends=[{'name': 'json'}]."),
         ({"backends": 3}, r"expected a list. Write backends=[...]."),
         ({"analyzers": "flow"}, r"expected a list or 'auto'. Write analyzers=['flow']."),
         ({"adaptive_percentile": 101}, "adaptive_percentile"),
+        ({"adaptive_percentile": 0.95}, "expected a percentile from 0 to 100. Write 95 for that share."),
+        ({"nan_inf_threshold": 5}, "expected less than or equal to 1"),
+        ({"mute": ["SATURATON"]}, "unknown issue type 'SATURATON': .* Did you mean 'SATURATION'"),
+        ({"mute": ["deaed:decoder.*"]}, "unknown issue type 'deaed': .* Did you mean 'DEAD'"),
+        ({"mute": "DEAD"}, "expected a valid list. Write mute=['DEAD', "),
+        ({"mute": [3]}, "mute.0 = 3: expected a valid string. Write mute="),
+        ({"groups": ["enc.*"]}, "expected a valid dictionary. Write groups={'encoder': 'enc.*'}"),
+        ({"max_grad_norm": True}, "max_grad_norm = True: expected a number, not a switch."),
+        ({"check_frequency": True}, "expected a number, not a switch"),
+        ({"vanishing_threshold": True}, "expected a number, not a switch"),
+        (
+            {"vanishing_threshold": 1, "exploding_threshold": 0.5},
+            "expected vanishing_threshold (1",
+        ),
+        ({"run_dir": 3}, "run_dir = 3: expected a path. Write the path of a directory."),
+        ({"analyzers": "Auto"}, "Write analyzers='auto'."),
+        ({"analyzers": ["auto"]}, "Write analyzers='auto'."),
+        ({"gradtrak": {}}, "Did you mean 'gradtrack'?"),
+        ({"learning_rate": 0.1}, "Where a file holds other settings as well, put these under 'gradtrack'."),
+        ({"lr": 0.1}, "Where a file holds other settings as well"),
+        ({"gradient_clip_val": 1.0}, "Did you mean 'max_grad_norm'?"),
+        ({"clip_norm": 1.0}, "Did you mean 'max_grad_norm'?"),
+        ({"logging_steps": 10}, "Did you mean 'grad_log_every_n_steps'?"),
     ],
 )
 def test_errors_name_the_value_and_the_remedy(values: dict[str, Any], text: str) -> None:
     """What is not valid is refused with a text that helps."""
-    with pytest.raises(ConfigError, match=text.replace("(", r"\(").replace("[", r"\[")):
+    with pytest.raises(ConfigError, match=text.replace("(", r"\(").replace("[", r"\[").replace("?", r"\?")):
         GradientConfig(**values)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"mute": ["dead", "DEAD:encoder.*", "decoder", "LSTM", "W_rec", "(?:a|b).c", "0.weight"]},
+        {"adaptive_percentile": 0},
+        {"adaptive_percentile": 1},
+        {"max_grad_norm": "1.0"},
+        {"max_grad_norm": 1},
+        {"enable_gradient_clipping": "no"},
+        {"check_frequency": 2.0},
+        {"vanishing_threshold": 1e-6, "exploding_threshold": 10.0},
+        {"nan_inf_threshold": 1},
+    ],
+)
+def test_legitimate_values_are_taken(values: dict[str, Any]) -> None:
+    """What can be meant is no error."""
+    config = GradientConfig(**values)
+    assert config.model_fields_set == values.keys()
+
+
+def test_a_refused_order_of_thresholds_changes_nothing() -> None:
+    """Assigned to a configuration in use as well, whichever of the two is assigned."""
+    config = GradientConfig(vanishing_threshold=1e-3, exploding_threshold=10.0)
+    with pytest.raises(ConfigError, match="expected vanishing_threshold"):
+        config.exploding_threshold = 1e-4
+    with pytest.raises(ConfigError, match="expected vanishing_threshold"):
+        config.vanishing_threshold = 20.0
+    assert (config.vanishing_threshold, config.exploding_threshold) == (1e-3, 10.0)
 
 
 def test_wrong_types_of_plugins() -> None:

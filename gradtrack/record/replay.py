@@ -21,7 +21,7 @@ from gradtrack.record.feed import Row
 from gradtrack.record.journal import alone_with
 from gradtrack.record.offsets import Offsets, offsets_path, read_offsets
 from gradtrack.record.reading import SavedJournal, find_journals
-from gradtrack.record.sink import build, check_options
+from gradtrack.record.sink import build
 from gradtrack.record.writer import Writer
 
 Progress = Callable[[str, int, int], object]
@@ -100,7 +100,7 @@ def _targets(journal: SavedJournal, to: str | None, given: Mapping[str, Any]) ->
 def _fitting(name: str, given: Mapping[str, Any], *, strict: bool) -> dict[str, Any]:
     """Leave out an option that one of several backends does not have; the one that was asked for must have it."""
     if strict:
-        check_options(name, given)
+        registry.backends.load_for(name, given)
         return dict(given)
     try:
         accepted = inspect.signature(registry.backends.load(name)).parameters

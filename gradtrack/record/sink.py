@@ -213,15 +213,4 @@ def _remedy(spec: object) -> str:
 
 def build(name: str, options: Mapping[str, Any]) -> Backend:
     """Make one backend."""
-    return check_options(name, options)(**options)
-
-
-def check_options(name: str, options: Mapping[str, Any]) -> type[Backend]:
-    """Return a backend's class; an option that it does not have is an error that names those it has."""
-    found = registry.backends.load(name)
-    try:
-        inspect.signature(found).bind(**options)
-    except TypeError as fault:
-        expected = ", ".join(inspect.signature(found).parameters) or "none"
-        raise UsageError(f"backend {name!r}: {fault}. Its options: {expected}.") from fault
-    return found
+    return registry.backends.load_for(name, options)(**options)  # type: ignore[no-any-return]
