@@ -16,6 +16,7 @@ from gradtrack.checks import as_sequence, check_loss, check_state, is_several, r
 from gradtrack.config import GradientConfig
 from gradtrack.errors import ClosedError, InputTypeError, UsageError
 from gradtrack.exits import CloseAtExit
+from gradtrack.idle import IdleSettings
 from gradtrack.outcome import Outcome, late_records, talk, to_record
 from gradtrack.pair import Pair
 from gradtrack.record.history import History
@@ -55,6 +56,7 @@ class GradientManager:
         if analyzers is not None:
             overrides["analyzers"] = list(analyzers) if is_several(analyzers) else analyzers
         self.config = GradientConfig.load(config, **overrides)
+        self._idle = IdleSettings(self.config)
         self._sink = Sink(self.config)
         self._roster = Roster(self.config, process_group, on_first=self._sink.prepare)
         self.monitor, self.clipper, self.nan_inf_handler = self._roster.first_components
@@ -289,6 +291,8 @@ class GradientManager:
         self._history.append(report, norm=outcome.norm, clipped=outcome.clipped, skipped=facts.skipped, healthy=healthy)
         if "nan_count" in facts.nan_inf:
             self._history.add_nonfinite(facts.nan_inf)
+        if self._idle.waits:
+            self._idle.step({pair.name: pair.model for pair in self._roster})
         for issue in outcome.issues:
             self._history.add_issue(issue.issue_type.value)
         if not healthy and not self._flight:

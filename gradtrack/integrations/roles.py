@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from gradtrack import registry
-from gradtrack.config import GradientConfig
+from gradtrack.config import GradientConfig, explicit
+from gradtrack.idle import changed_settings
 
+_logger = logging.getLogger("gradtrack")
 Source = GradientConfig | Mapping[str, Any] | str | Path | None
 _CLIPPING: Final = {"enable_gradient_clipping", "max_grad_norm", "clip_type", "adaptive_clipping"}
+_LIMITS: Final = {
+    *("max_grad_norm", "clip_type", "adaptive_clipping", "adaptive_window_size", "adaptive_percentile"),
+    *("agc_clip_factor", "zscore_threshold", "zscore_alpha"),
+}
 _ACTION: Final = {"nonfinite_action", "replace_nan_with", "replace_inf_with"}
 
 
@@ -19,10 +26,18 @@ def wants_clipping(config: GradientConfig) -> bool:
     return config.enable_gradient_clipping and bool(config.model_fields_set & _CLIPPING)
 
 
-def only_measuring(config: GradientConfig) -> GradientConfig:
-    """Return the configuration without clipping; non-finite gradients are left alone unless an action was chosen."""
+def only_measuring(config: GradientConfig, *, clips: str = "") -> GradientConfig:
+    """Return the configuration without clipping; non-finite gradients are left alone unless an action was chosen.
+
+    Where the framework clips, `clips` says so for the settings of our own clipping, which have no effect then.
+    """
+    values = explicit(config)
     watching = {} if config.model_fields_set & _ACTION else {"nonfinite_action": "report"}
-    return GradientConfig.load(config, enable_gradient_clipping=False, **watching)
+    if clips:
+        for name in _LIMITS & changed_settings(config).keys():
+            _logger.warning("%s=%r has no effect: %s", name, values[name], clips)
+        values = {name: value for name, value in values.items() if name not in _LIMITS}
+    return GradientConfig(**{**values, **watching, "enable_gradient_clipping": False})
 
 
 def joined(
