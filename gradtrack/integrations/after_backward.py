@@ -23,11 +23,12 @@ class AfterBackward:
 
     def __init__(self, params: Iterable[nn.Parameter], call: Callable[[], object]) -> None:
         self._call = call
+        self.params = list(params)
         self.listening = True
         self._queued = self._embraced = self._ended = False
         self._hooks = [
             param.register_post_accumulate_grad_hook(self._reached)  # type: ignore[no-untyped-call]
-            for param in params
+            for param in self.params
             if param.requires_grad
         ]
 

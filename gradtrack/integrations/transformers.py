@@ -51,6 +51,7 @@ class GradtrackCallback(ManagedTraining, TrainerCallback, ExportableState):  # t
         self._after: AfterBackward | None = None
         self._restored: Mapping[str, Any] | None = None
         self._look: Callable[[], None] = lambda: None
+        self._within_step = self._due = False
         self._measured_step = -1
         self._global_step = 0
         self._loss: Tensor | None = None
@@ -62,7 +63,8 @@ class GradtrackCallback(ManagedTraining, TrainerCallback, ExportableState):  # t
         assert model is not None
         self._stop()
         clips = args.max_grad_norm is not None and args.max_grad_norm > 0
-        config = only_measuring(self._config) if clips else self._config
+        who = f"the Trainer clips at max_grad_norm {args.max_grad_norm}"
+        config = only_measuring(self._config, clips=who) if clips else self._config
         # A checkpoint from before gradtrack has no place for its state, and the Trainer expects one.
         saved = state.stateful_callbacks.setdefault(type(self).__name__, {})
         restored = self._restored or (saved.get("attributes", {}).get("_restored") if isinstance(saved, dict) else None)
@@ -73,8 +75,8 @@ class GradtrackCallback(ManagedTraining, TrainerCallback, ExportableState):  # t
             self._watch_trainer(_caller(Trainer))
         if clips:
             manager.note(
-                f"the Trainer clips at max_grad_norm {args.max_grad_norm}; gradtrack only measures, before it clips. "
-                "Set max_grad_norm=0 in TrainingArguments to let gradtrack clip."
+                f"{who}; gradtrack only measures, before it clips. Set max_grad_norm=0 in "
+                "TrainingArguments to let gradtrack clip."
             )
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -134,8 +136,28 @@ class GradtrackCallback(ManagedTraining, TrainerCallback, ExportableState):  # t
         if scaler is not None:
             self._undo.append(_after_unscaling(scaler, look))
         else:
-            self._after = AfterBackward(model.parameters(), lambda: look() if GradientState().sync_gradients else None)
+            self._after = AfterBackward(model.parameters(), self._take_notice)
             self._undo.append(self._after.close)
+            if hasattr(inner, "register_step_pre_hook"):  # a step of the Trainer's may hold one of the optimizer's
+                self._undo.append(inner.register_step_pre_hook(lambda *_: self._look_if_due()).remove)
+
+    def _take_notice(self) -> None:
+        """Look at the gradients of a step as soon as no further backward pass of it can come."""
+        if GradientState().sync_gradients:
+            self._due = True
+            if not self._within_step:
+                self._look_if_due()
+
+    def _look_if_due(self) -> None:
+        if self._due:
+            self._due = False
+            self._look()
+
+    def _has_passed_by(self) -> bool:
+        """Whether gradients are there that no hook has told of, as where others were set free during the training."""
+        if self._after is None or not GradientState().sync_gradients or self._measured_step == self._global_step:
+            return False
+        return any(param.grad is not None for param in self._after.params)
 
     def _watch_trainer(self, trainer: Any) -> None:
         """See the Trainer's own backward passes only, and the exceptions that end its training."""
@@ -158,10 +180,14 @@ class GradtrackCallback(ManagedTraining, TrainerCallback, ExportableState):  # t
         after = self._after
         if after is not None:
             after.listening = True
+        self._within_step, self._due = True, False
         try:
             with self._in_training():
                 yield
+                self._due = self._due or self._has_passed_by()
+                self._look_if_due()
         finally:
+            self._within_step = False
             if after is not None:
                 after.listening = False
 

@@ -115,6 +115,137 @@ def test_the_norm_is_the_trainers_and_torchs(limit: float, accumulation: int, bf
     assert not any(report.notes for report in callback.reports[1:])
 
 
+class Direct(transformers.Trainer):  # type: ignore[misc]
+    """Runs the backward pass without a word to accelerate."""
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        """Return the loss of a micro-batch."""
+        loss = self.compute_loss(model, self._prepare_inputs(inputs)) / self.args.gradient_accumulation_steps
+        loss.backward()
+        return loss.detach()
+
+
+class Twice(transformers.Trainer):  # type: ignore[misc]
+    """Adds up two losses by a backward pass of each."""
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        """Return the sum of both."""
+        losses = []
+        for weight in (0.25, 0.75):
+            losses.append(weight * self.compute_loss(model, self._prepare_inputs(inputs)))
+            self.accelerator.backward(losses[-1])
+        return sum(loss.detach() for loss in losses)
+
+
+class Stepping(transformers.Trainer):  # type: ignore[misc]
+    """Steps by itself, so that the Trainer's own step finds nothing to do."""
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        """Return the loss of a step that is made."""
+        loss = self.compute_loss(model, self._prepare_inputs(inputs))
+        self.accelerator.backward(loss)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+
+@pytest.mark.parametrize("kind", [Direct, Twice])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_steps_of_other_kinds_of_trainers(kind: Any, accumulation: int, tmp_path: Path) -> None:
+    """Whatever runs backward in a step, and how often: one report with the Trainer's own norm, clipped once."""
+    callback, ours = GradtrackCallback(), GradtrackCallback(max_grad_norm=0.2)
+    options: dict[str, Any] = {"kind": kind, "gradient_accumulation_steps": accumulation}
+    trainer = train(callback, tmp_path / "a", max_grad_norm=0.2, **options)
+    assert norms(callback) == pytest.approx(own_norms(trainer), rel=1e-5)
+    assert [report.step for report in callback.reports] == [1, 2, 3, 4, 5, 6]
+    clipped = train(ours, tmp_path / "b", max_grad_norm=0, **options)
+    assert norms(ours) == pytest.approx(norms(callback), rel=1e-3)
+    for one, two in zip(clipped.model.parameters(), trainer.model.parameters(), strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-3, atol=1e-4)
+
+
+def test_a_step_within_the_trainers_is_looked_at_before(tmp_path: Path) -> None:
+    """Where a Trainer's step makes the optimizer's itself, that is what is measured and clipped."""
+    callback = GradtrackCallback(max_grad_norm=0.2)
+    trainer = train(callback, tmp_path, kind=Stepping, max_grad_norm=0)
+    assert [report.step for report in callback.reports] == [1, 2, 3, 4, 5, 6]
+    assert all(report.clipping.clipped for report in callback.reports)
+    assert not trainer.optimizer.optimizer._optimizer_step_pre_hooks
+
+
+def test_parts_that_are_set_free_are_seen_before_the_clipping(tmp_path: Path) -> None:
+    """A training that begins with a part of the model and goes on with the rest has every step's norm."""
+
+    class SetFree(transformers.TrainerCallback):  # type: ignore[misc]
+        def on_step_begin(self, args: Any, state: Any, control: Any, model: Any, **keywords: Any) -> None:
+            for name, param in model.named_parameters():
+                param.requires_grad = ("ln_f" in name) == (state.global_step < 3)
+
+    class Gradual(transformers.Trainer):  # type: ignore[misc]
+        def __init__(self, *, callbacks: Any, **keywords: Any) -> None:
+            super().__init__(callbacks=[*callbacks, SetFree()], **keywords)
+
+        def create_optimizer(self, *arguments: Any, **keywords: Any) -> Any:
+            self.optimizer = torch.optim.AdamW(self.model.parameters())
+            return self.optimizer
+
+    model, callback = tiny_model(), GradtrackCallback()
+    for name, param in model.named_parameters():
+        param.requires_grad = "ln_f" in name
+    trainer = train(callback, tmp_path, model=model, kind=Gradual, max_grad_norm=0.01)
+    assert norms(callback) == pytest.approx(own_norms(trainer), rel=1e-5)
+    assert not any("only" in note for report in callback.reports[1:] for note in report.notes)
+
+
+SMOOTHED = {"label_smoothing_factor": 0.1, "bf16": True, "gradient_accumulation_steps": 3}
+
+
+@pytest.mark.parametrize("limit", [0.0, 0.2])
+def test_adapters_with_smoothed_labels(limit: float, tmp_path: Path) -> None:
+    """A model of which little is trained, accumulated under bf16: the norm is the Trainer's, or ours clipped."""
+    model = tiny_model()
+    for name, param in model.named_parameters():
+        param.requires_grad = "ln_f" in name or "h.1.mlp" in name
+    callback = GradtrackCallback(max_grad_norm=0.1)
+    trainer = train(callback, tmp_path, model=model, max_grad_norm=limit, **SMOOTHED)
+    reports = {report.step: report.clipping for report in callback.reports}
+    own = {step: one.norm_before if limit else one.norm_after for step, one in reports.items()}
+    assert own == pytest.approx(own_norms(trainer), rel=1e-5)
+    assert any(one.clipped for one in reports.values()) == (limit == 0)
+
+
+def test_fp16_without_a_scaler(tmp_path: Path) -> None:
+    """On the CPU fp16 is autocast alone, and the norm is the Trainer's."""
+    callback = GradtrackCallback()
+    trainer = train(callback, tmp_path, fp16=True)
+    assert norms(callback) == pytest.approx(own_norms(trainer), rel=1e-5)
+
+
+def test_a_smaller_batch_after_a_lack_of_memory(tmp_path: Path) -> None:
+    """Where the Trainer begins anew with a smaller batch, so do the reports, and nothing stays hooked twice."""
+
+    class Tight(transformers.Trainer):  # type: ignore[misc]
+        def training_step(self, model: Any, inputs: Any, *arguments: Any, **keywords: Any) -> Any:
+            if len(inputs["input_ids"]) > 2 and self.state.global_step == 2:
+                raise RuntimeError("CUDA out of memory.")
+            return super().training_step(model, inputs, *arguments, **keywords)
+
+    callback = GradtrackCallback()
+    trainer = train(callback, tmp_path, kind=Tight, auto_find_batch_size=True)
+    assert [report.step for report in callback.reports] == [1, 2, 3, 4, 5, 6]
+    assert norms(callback) == pytest.approx(dict(list(own_norms(trainer).items())[-6:]), rel=1e-5)
+
+
+def test_limits_without_an_effect_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A limit that is given to the callback while the Trainer clips is named, with who clips."""
+    with caplog.at_level(logging.WARNING, logger="gradtrack"):
+        train(GradtrackCallback(max_grad_norm=0.3), tmp_path / "a", max_grad_norm=0.5)
+        train(GradtrackCallback(max_grad_norm=0.3), tmp_path / "b", max_grad_norm=0)
+        train(GradtrackCallback(max_grad_norm=1.0), tmp_path / "c", max_grad_norm=1.0)
+    (record,) = caplog.records
+    assert record.getMessage() == "max_grad_norm=0.3 has no effect: the Trainer clips at max_grad_norm 0.5"
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointed_blocks_are_one_backward_pass(reentrant: bool, tmp_path: Path) -> None:
     """Where only checkpointed blocks are trained, the passes within the pass are not taken for steps."""
