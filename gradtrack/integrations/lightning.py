@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from gradtrack.config import GradientConfig
 from gradtrack.errors import MissingExtraError
 from gradtrack.integrations.callback import ManagedTraining
 from gradtrack.integrations.roles import joined, only_measuring, wants_clipping
+from gradtrack.integrations.stand_in import stand_in
 from gradtrack.manager import GradientManager, IssueCallback
 
 try:
@@ -20,6 +22,7 @@ try:
 except ImportError as fault:
     raise MissingExtraError("the callback for Lightning", "lightning", "lightning") from fault
 
+_logger = logging.getLogger("gradtrack")
 Config = dict[str, Any] | str | None
 
 
@@ -55,6 +58,7 @@ class GradientStatisticsCallback(ManagedTraining, Callback):  # type: ignore[mis
         self._prepare(GradientConfig.load(known, **settings), on_issue)
         self._restored: Mapping[str, Any] | None = None
         self._modules: dict[int, tuple[nn.Module, str]] = {}
+        self._seen: set[int] = set()
         self._loss: Tensor | None = None
         self._last_step = 0
 
@@ -62,13 +66,17 @@ class GradientStatisticsCallback(ManagedTraining, Callback):  # type: ignore[mis
         """Join the trainer's loggers, and take back the checkpoint's state."""
         restored = self.state_dict() or None
         clips = bool(trainer.gradient_clip_val)
-        config = self._config if wants_clipping(self._config) and not clips else only_measuring(self._config)
+        who = f"the trainer clips at gradient_clip_val {trainer.gradient_clip_val}"
+        ours = wants_clipping(self._config) and not clips
+        config = self._config if ours else only_measuring(self._config, clips=who if clips else "")
         manager = self._begin(_in_its_place(config, trainer), restored)
         self._attach(manager, trainer, pl_module)
+        if not pl_module.automatic_optimization:
+            self._look_before_clipping(trainer, pl_module)
         if clips:
             note = (
-                f"the trainer clips at gradient_clip_val {trainer.gradient_clip_val}; gradtrack only measures, before "
-                "it clips. Leave gradient_clip_val out and set max_grad_norm here to let gradtrack clip."
+                f"{who}; gradtrack only measures, before it clips. "
+                "Leave gradient_clip_val out and set max_grad_norm here to let gradtrack clip."
             )
             for _, name in self._modules.values():
                 manager.note(note, name=name)
@@ -78,7 +86,13 @@ class GradientStatisticsCallback(ManagedTraining, Callback):  # type: ignore[mis
         self._loss = loss.detach() if self._loss is None else self._loss + loss.detach()
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        """Measure, protect and report."""
+        """Measure, protect and report, unless that was done before the module's own clipping."""
+        if id(optimizer) in self._seen:
+            self._seen.remove(id(optimizer))
+        else:
+            self._look(trainer, pl_module, optimizer)
+
+    def _look(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         module, name = self._modules.get(id(optimizer), (pl_module, ""))
         count = trainer.global_step
         # A closure that is called several times within one step finds its step counted already.
@@ -107,9 +121,23 @@ class GradientStatisticsCallback(ManagedTraining, Callback):  # type: ignore[mis
         """Take back what a checkpoint has, when the training begins."""
         self._restored = state_dict
 
+    def _look_before_clipping(self, trainer: Any, pl_module: Any) -> None:
+        """Look when a module that optimizes by itself calls its `clip_gradients`, since its step comes after that."""
+        plugin = trainer.precision_plugin
+        clip = plugin.clip_gradients
+
+        def look_and_clip(optimizer: Any, *arguments: Any, **keywords: Any) -> Any:
+            stepped = getattr(optimizer, "optimizer", optimizer)
+            if getattr(plugin, "scaler", None) is None and id(stepped) not in self._seen:
+                self._seen.add(id(stepped))
+                self._look(trainer, pl_module, stepped)
+            return clip(optimizer, *arguments, **keywords)
+
+        self._undo.append(stand_in(plugin, "clip_gradients", look_and_clip))
+
     def _attach(self, manager: GradientManager, trainer: Any, pl_module: nn.Module) -> None:
         optimizers = trainer.optimizers
-        self._restored, self._loss, self._modules = None, None, {}
+        self._restored, self._loss, self._modules, self._seen = None, None, {}, set()
         for index, optimizer in enumerate(optimizers):
             module, name = (pl_module, "") if len(optimizers) == 1 else _owned_by(optimizer, pl_module, index)
             # Optimizers may share a module, each with a part of its parameters.
@@ -124,11 +152,18 @@ class GradientStatisticsCallback(ManagedTraining, Callback):  # type: ignore[mis
 
 def _in_its_place(config: GradientConfig, trainer: Any) -> GradientConfig:
     """Return the configuration with the trainer's directory and loggers."""
+    if trainer.fast_dev_run and config.run_dir is None:  # which is to leave nothing behind
+        return GradientConfig.load(config, backends=config.backends)
     # Every process has to ask, because the answer of the first one is sent to all.
     directory = trainer.log_dir or trainer.default_root_dir
     if config.run_dir is None:
         config = GradientConfig.load(config, run_dir=Path(directory))
-    found = {name: options for logger in trainer.loggers for name, options in _joined_to(logger, trainer)}
+    found: dict[str, dict[str, Any]] = {}
+    for logger in trainer.loggers:
+        for name, options in _joined_to(logger, trainer):
+            if name in found and trainer.is_global_zero:
+                _logger.warning("a second %s gets no rows of ours: the first one has them", type(logger).__name__)
+            found.setdefault(name, options)
     return joined(config, ["json", *found], found.get)
 
 

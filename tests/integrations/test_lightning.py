@@ -292,6 +292,93 @@ def test_several_optimizers_have_names_of_their_own(tmp_path: Path) -> None:
     assert found == {(name, step) for name in ("generator", "discriminator") for step in (1, 2, 3)}
 
 
+class Clipping(Game):
+    """Clips each network by itself, the generator on every second batch only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own: list[tuple[str, float]] = []
+
+    def training_step(self, batch: Any, index: int) -> None:
+        """Clip and step."""
+        names = ("generator", "discriminator") if index % 2 else ("discriminator",)
+        for name, optimizer in zip(("generator", "discriminator"), self.optimizers(), strict=True):
+            if name in names:
+                self.toggle_optimizer(optimizer)
+                optimizer.zero_grad()
+                self.manual_backward(self.discriminator(self.generator(batch[0][:, 0])).square().mean())
+                grads = [param.grad for group in optimizer.param_groups for param in group["params"]]
+                self.own.append((name, float(nn.utils.get_total_norm(grads))))
+                self.clip_gradients(optimizer, gradient_clip_val=1e-3, gradient_clip_algorithm="norm")
+                optimizer.step()
+                assert float(nn.utils.get_total_norm(grads)) <= 1e-3
+                self.untoggle_optimizer(optimizer)
+
+
+def test_a_module_that_clips_by_itself_is_looked_at_before(tmp_path: Path) -> None:
+    """In manual optimization the norm is the one before `clip_gradients`, once for each optimizer's step."""
+    callback = GradientStatisticsCallback()
+    module, trainer = fit(callback, tmp_path, module=Clipping(), max_steps=6)
+    assert [report.source for report in callback.reports] == [name for name, _ in module.own]
+    assert [report.clipping.norm_before for report in callback.reports] == pytest.approx(
+        [norm for _, norm in module.own], rel=1e-5
+    )
+    assert "clip_gradients" not in vars(trainer.precision_plugin)
+
+
+def test_a_fast_run_leaves_nothing_behind(tmp_path: Path) -> None:
+    """As Lightning promises for it: no files, unless a directory is named."""
+    callback = GradientStatisticsCallback(1)
+    fit(callback, tmp_path, fast_dev_run=3, logger=True)
+    assert list(norms(callback)) == [1, 2, 3]
+    assert list(tmp_path.iterdir()) == []
+    fit(GradientStatisticsCallback(1, run_dir=str(tmp_path / "named")), tmp_path, fast_dev_run=3)
+    assert json.loads((tmp_path / "named" / "gradient_statistics.json").read_text())["step"] == [1, 2, 3]
+
+
+def test_a_validation_alone_is_no_training(tmp_path: Path) -> None:
+    """Nothing begins and nothing is written."""
+
+    class Judged(Tagger):
+        def validation_step(self, batch: Any, index: int) -> None:
+            self.log("val/loss", self.readout(self.rnn(batch[0])[0]).square().mean())
+
+    callback = GradientStatisticsCallback(1)
+    trainer = pl.Trainer(accelerator="cpu", logger=False, callbacks=[callback], default_root_dir=str(tmp_path))
+    trainer.validate(Judged(), loader(), verbose=False)
+    assert callback.reports == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_interrupted_training_ends_as_failed(tmp_path: Path) -> None:
+    """Lightning makes an exit of an interrupt; what was recorded is delivered before."""
+
+    class Interrupted(Tagger):
+        def training_step(self, batch: Any, index: int) -> Tensor:
+            if self.trainer.global_step == 3:
+                raise KeyboardInterrupt
+            loss: Tensor = super().training_step(batch, index)
+            return loss
+
+    callback = GradientStatisticsCallback(1, backends=["memory", "json"])
+    with pytest.raises((SystemExit, KeyboardInterrupt)):
+        fit(callback, tmp_path, module=Interrupted())
+    assert callback.manager.backend("memory").failed  # type: ignore[attr-defined]
+    assert json.loads((tmp_path / "gradient_statistics.json").read_text())["step"] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("limit", [None, 1e-4])
+def test_limits_without_an_effect_are_told(
+    limit: float | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A limit that is given to the callback while the trainer clips is named, with who clips."""
+    fit(GradientStatisticsCallback(1, max_grad_norm=0.3), tmp_path, max_steps=1, gradient_clip_val=limit)
+    told = [record.getMessage() for record in caplog.records if record.name == "gradtrack"]
+    assert told == (
+        [] if limit is None else ["max_grad_norm=0.3 has no effect: the trainer clips at gradient_clip_val 0.0001"]
+    )
+
+
 class Halves(Game):
     """One network whose weights and biases have optimizers of their own, beside another."""
 
