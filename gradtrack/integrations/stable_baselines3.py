@@ -33,8 +33,10 @@ class GradtrackCallback(ManagedTraining, BaseCallback):  # type: ignore[misc]
     """Reports on the gradients of every optimizer step of an algorithm, and on the policy where it has a distribution.
 
     Where the algorithm clips (PPO, A2C, DQN), gradtrack looks before that and only measures; elsewhere (SAC, TD3) it
-    clips where a setting asks for that. Actor and critic have names and counts of their own. Without `backends` the
-    rows go to the algorithm's own logger; without `analyzers` the policy of PPO, A2C and SAC is looked at.
+    clips where a setting asks for that. Actor and critic have names and counts of their own. A learning that goes on
+    (`reset_num_timesteps=False`) counts on, also in a model that was loaded and with a callback that is new. Without
+    `backends` the rows go to the algorithm's own logger; without `analyzers` the policy of PPO, A2C and SAC is looked
+    at.
     """
 
     _begins_with = "model.learn()"
@@ -53,13 +55,11 @@ class GradtrackCallback(ManagedTraining, BaseCallback):  # type: ignore[misc]
         with self._failing():
             for name, module, optimizer in _pairs(self.model):
                 manager.attach(module, optimizer, name=name or None)
+                if before is None and self.model.num_timesteps:
+                    manager.continue_from(_steps_made(optimizer), name=name)
                 self._watch(module, optimizer, clips=clips)
                 if clips:
-                    manager.note(
-                        f"{type(self.model).__name__} clips at max_grad_norm {self.model.max_grad_norm}; gradtrack "
-                        "only measures, before it clips.",
-                        name=name,
-                    )
+                    manager.note(f"{_who_clips(self.model)}; gradtrack only measures, before it clips.", name=name)
             if _watched_call(self.model.policy) is not None and self._has_policy_analyzer():
                 self._watch_policy(self.model.policy)
             self._watch_algorithm(self.model)
@@ -73,7 +73,7 @@ class GradtrackCallback(ManagedTraining, BaseCallback):  # type: ignore[misc]
     def _effective(self, *, clips: bool) -> GradientConfig:
         config = self._config
         if clips or not wants_clipping(config):
-            config = only_measuring(config)
+            config = only_measuring(config, clips=_who_clips(self.model) if clips else "")
         given = config.model_fields_set
         defaults: dict[str, Any] = {}
         if "backends" not in given:
@@ -152,6 +152,15 @@ class _LoggerBackend(Backend):
                 narrow = name.removesuffix(tail).count("/") == 1
                 self._logger.record(name, value, exclude=None if narrow else ("stdout", "log"))
             self._logger.record(f"gradtrack/step{tail}", record.step)
+
+
+def _steps_made(optimizer: torch.optim.Optimizer) -> int:
+    """Return how many steps an optimizer counts of its own, with those before its model was saved."""
+    return max((int(state.get("step", 0)) for state in optimizer.state.values()), default=0)
+
+
+def _who_clips(model: Any) -> str:
+    return f"{type(model).__name__} clips at max_grad_norm {model.max_grad_norm}"
 
 
 def _pairs(model: Any) -> list[tuple[str, nn.Module, Any]]:

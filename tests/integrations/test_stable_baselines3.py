@@ -11,7 +11,8 @@ from gradtrack.errors import UsageError
 
 pytest.importorskip("stable_baselines3")
 import stable_baselines3
-from stable_baselines3.common.callbacks import BaseCallback
+from stable_baselines3.common.callbacks import BaseCallback, CallbackList, CheckpointCallback
+from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.logger import configure
 
 from gradtrack.integrations.stable_baselines3 import GradtrackCallback
@@ -153,6 +154,31 @@ def test_learning_on_counts_on() -> None:
     assert callback.manager.get_training_summary().total_steps == 4
     assert "_get_action_dist_from_latent" not in vars(model.policy)
     assert not any(param._post_accumulate_grad_hooks for param in model.policy.parameters())
+
+
+@pytest.mark.parametrize("name", ["PPO", "A2C", "DQN", "SAC"])
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_a_loaded_model_counts_on(name: str, goes_on: bool, tmp_path: Path) -> None:
+    """A new callback on a loaded model goes on with the steps of the optimizer, unless the learning begins anew."""
+    model, first, second = algorithm(name), GradtrackCallback(), GradtrackCallback()
+    model.learn(128, callback=first).save(tmp_path / "model.zip")
+    loaded = getattr(stable_baselines3, name).load(tmp_path / "model.zip", env=model.get_env())
+    loaded.learn(64, callback=CallbackList([second]), reset_num_timesteps=not goes_on)
+    last = {report.source: report.step for report in first.reports}
+    begins = {report.source: report.step for report in reversed(second.reports)}
+    assert begins == {source: step + 1 if goes_on else 1 for source, step in last.items()}
+
+
+def test_several_worlds_among_other_callbacks(tmp_path: Path) -> None:
+    """With a vector of worlds and in a list of callbacks: one report for each update, entropy as the algorithm's."""
+    worlds = make_vec_env("CartPole-v1", 4, seed=0)
+    model = stable_baselines3.PPO("MlpPolicy", worlds, n_steps=16, batch_size=32, n_epochs=2, seed=0, device="cpu")
+    callback = GradtrackCallback()
+    model.learn(64, callback=CallbackList([CheckpointCallback(8, str(tmp_path)), CallbackList([callback])]))
+    assert [report.step for report in callback.reports] == [1, 2, 3, 4]
+    ours = [report.analyzers["rl_policy"]["discrete_entropy_mean"] for report in callback.reports]
+    assert -sum(ours) / 4 == pytest.approx(model.logger.name_to_value["train/entropy_loss"], rel=1e-5)
+    assert list(tmp_path.glob("rl_model_*.zip"))
 
 
 @pytest.mark.parametrize("name", ["PPO", "SAC"])
