@@ -6,14 +6,12 @@ that a layer adds to the residual stream, and it does not fall with Post-LN.
     python examples/preln_postln_gain.py preln_postln_gain.png
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 
 import matplotlib as mpl
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from gradtrack import GradientGainMonitor
 
@@ -50,11 +48,8 @@ def last_gradient(depth: int, pre_norm: bool, *, seed: int) -> tuple[float, Grad
     with GradientGainMonitor(blocks) as monitor:
         for block in blocks:
             h = block(h)
-        loss = nn.functional.cross_entropy((final(h) @ head).flatten(0, 1), targets)
-        torch.autograd.backward(loss)
-    gradient = blocks[-1].linear2.weight.grad
-    assert isinstance(gradient, Tensor)
-    return float(gradient.norm()), monitor
+        nn.functional.cross_entropy((final(h) @ head).flatten(0, 1), targets).backward()
+    return float(blocks[-1].linear2.weight.grad.norm()), monitor
 
 
 def decay(pre_norm: bool, *, shallow: int = 2, deep: int = 16, seeds: int = 6) -> float:
