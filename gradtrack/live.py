@@ -18,6 +18,7 @@ from gradtrack.errors import InputTypeError, UsageError
 from gradtrack.measure.shards import unwrapped
 from gradtrack.records import Panel
 from gradtrack.reports import Issue, Report
+from gradtrack.signals import pass_on
 
 _logger = logging.getLogger("gradtrack")
 _PATIENCE = 3
@@ -182,7 +183,8 @@ class LiveAnalyzers:
     def _guard(self, name: str, call: Any) -> Any:
         try:
             return call()
-        except Exception:
+        except Exception as fault:
+            pass_on(fault)
             self._faults[name] = self._faults.get(name, 0) + 1
             if self._faults[name] == 1:
                 _logger.warning("analyzer %s failed; training goes on", name, exc_info=True)

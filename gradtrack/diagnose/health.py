@@ -16,6 +16,7 @@ from gradtrack.diagnose.evidence import Evidence
 from gradtrack.diagnose.ledger import unmuted
 from gradtrack.diagnose.rule import Rule
 from gradtrack.reports import Issue
+from gradtrack.signals import pass_on
 
 _logger = logging.getLogger("gradtrack")
 
@@ -44,7 +45,8 @@ class Health:
         for name, rule in list(self._rules.items()):
             try:
                 found += rule.judge(evidence, config)
-            except Exception:  # a rule that fails must not stop the training
+            except Exception as fault:  # a rule that fails must not stop the training
+                pass_on(fault)
                 _logger.warning("rule %s failed and is left out from now on", name, exc_info=True)
                 del self._rules[name]
         if not found:

@@ -31,6 +31,7 @@ from gradtrack.measure.block_tokens import (
     token_statistics,
 )
 from gradtrack.measure.interception import Interception
+from gradtrack.signals import pass_on
 
 _logger = logging.getLogger("gradtrack")
 _FUSED: Final = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
@@ -236,7 +237,8 @@ class AttentionRecorder:
         try:
             with torch.no_grad(), torch._C.DisableTorchFunction(), _full_precision():
                 return call()
-        except Exception:
+        except Exception as fault:
+            pass_on(fault)
             if not self._faulty:
                 self._faulty = True
                 _logger.warning("attention could not be read; training goes on", exc_info=True)

@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import nn
 
+from gradtrack.signals import pass_on
+
 
 class Faults:
     """The first fault of several hooks, kept out of the user's forward and backward passes.
@@ -26,6 +28,7 @@ class Faults:
                 try:
                     call(*args, **kwargs)
                 except Exception as fault:
+                    pass_on(fault)
                     self._first = fault
 
         return guard

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from gradtrack.measure.hooks import ModuleHook
 from gradtrack.measure.samples import dot, sample, small_array
+from gradtrack.signals import pass_on
 
 _MAX_CALLS: Final = 256
 _MAX_WALK: Final = 4000
@@ -128,6 +129,7 @@ class Probe:
             try:
                 call()
             except Exception as fault:
+                pass_on(fault)
                 self.fault = fault
 
     def _record(self, name: str, kind: str, parametric: bool, inputs: Any, output: Tensor) -> None:

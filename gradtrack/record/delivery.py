@@ -19,6 +19,7 @@ from gradtrack.record.summary import log_summary
 from gradtrack.record.validation import validate
 from gradtrack.record.worker import Worker
 from gradtrack.records import Record, RunInfo
+from gradtrack.signals import pass_on
 
 
 class Delivery:
@@ -188,6 +189,7 @@ class _Inline:
         try:
             action()
         except Exception as fault:
+            pass_on(fault)
             self._faults.note(fault, "it misses rows")
             return False
         return True

@@ -16,6 +16,7 @@ from gradtrack.record.codec import encode_row, encode_run, to_line
 from gradtrack.record.reading import FORMAT, read_rows
 from gradtrack.record.syncing import Syncer, is_unlinked
 from gradtrack.records import Record, RunInfo
+from gradtrack.signals import pass_on
 
 if sys.platform != "win32":
     import fcntl
@@ -77,6 +78,7 @@ class Journal:
                 self._marks.append((number, self.parts[-1], self._size))
             self._write(line)
         except Exception as fault:  # also a row that holds what cannot be written down
+            pass_on(fault)
             self.failed += 1
             self.fault = fault
             return False
@@ -168,9 +170,7 @@ class Journal:
         try:
             _write_whole(self._handle, line, self._size)
             self._size += len(line)
-        except OSError:
-            raise
-        except BaseException:  # an interrupt from the keyboard, which may come between the two
+        except BaseException:  # also what a signal raises, which may come between the two
             self._size = os.lseek(self._handle, 0, os.SEEK_END)
             raise
 

@@ -19,6 +19,7 @@ from gradtrack.errors import BackendError, ClosedError, PermanentBackendError
 from gradtrack.record.codec import encode_row, encode_run, to_line
 from gradtrack.records import Panel, Record, RunInfo
 from gradtrack.redact import redact
+from gradtrack.signals import pass_on
 
 ROOT: Final = Path(os.sep)
 _START: Final = (
@@ -182,6 +183,7 @@ class ProcessBackend(Backend):
             self._process.stdin.write(f"{json.dumps(paths)}\n".encode("ascii") + to_line(self._greeting))
             self._process.stdin.flush()
         except Exception as fault:  # whatever it is must not reach the training, which has begun here
+            pass_on(fault)
             raise self._died(fault) from None
 
     def _died(self, fault: Exception) -> BackendError:

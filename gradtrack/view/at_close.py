@@ -11,6 +11,7 @@ from pathlib import Path
 from gradtrack.record.leavings import note_files
 from gradtrack.record.run_end import RUN_END, RunEnd
 from gradtrack.reports import GradientStatistics, StepReport
+from gradtrack.signals import pass_on
 
 _logger = logging.getLogger("gradtrack")
 
@@ -30,7 +31,8 @@ def save_pictures(
 
     try:
         pictures = pictures_of(reports, statistics, directory=directory)
-    except Exception:
+    except Exception as fault:
+        pass_on(fault)
         _logger.warning("no picture could be drawn; the training is not affected", exc_info=True)
         return []
     return [path for name, draw in pictures.items() for path in _contained(name, partial(draw, directory / name))]
@@ -55,6 +57,7 @@ def _contained(what: str, write: Callable[[], Path]) -> list[Path]:
     """Write a file; one that fails is logged and left out, since it must not end a training."""
     try:
         return [write()]
-    except Exception:
+    except Exception as fault:
+        pass_on(fault)
         _logger.warning("%s could not be written; the training is not affected", what, exc_info=True)
         return []

@@ -1,0 +1,24 @@
+"""What a handler of the user's raises when a signal comes: it ends the training, wherever in a step it strikes."""
+
+from __future__ import annotations
+
+from types import FrameType, TracebackType
+
+
+def pass_on(fault: BaseException) -> None:
+    """Raise a fault again that came out of a signal's handler, for whoever contains the faults of others.
+
+    The interpreter calls a handler at any line of the main thread, so what it raises looks like a fault of that line: a
+    `Terminated` or a `TimeoutError` would be taken for a broken tracker, and the training would never hear of it.
+    """
+    above: TracebackType | None = fault.__traceback__
+    while above is not None and above.tb_next is not None:
+        if _was_given(above.tb_next.tb_frame, above.tb_frame):
+            raise fault
+        above = above.tb_next
+
+
+def _was_given(handler: FrameType, struck: FrameType) -> bool:
+    """Say whether a function was called with the frame that it struck, as only handlers are."""
+    values = handler.f_locals.values()
+    return any(value is struck or (type(value) is tuple and any(one is struck for one in value)) for value in values)
