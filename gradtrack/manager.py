@@ -309,8 +309,9 @@ class GradientManager:
 
     def _leave_files(self, *, failed: bool) -> None:
         """Write how the run ended, and what the configuration asks for of pictures and a report."""
-        directory, config = self._sink.directory, self.config
-        if directory is None or not self._history.reports or self._sink.rank != 0:
+        config = self.config
+        directory = self._sink.claim() if self._history.reports and self._sink.rank == 0 else None
+        if directory is None:
             return
         last = [report for pair in self._roster for report in pair.flight.read()[-1:]]
         end = RunEnd(

@@ -12,6 +12,7 @@ from typing import Any, Final, final
 
 from gradtrack.backends.base import Backend
 from gradtrack.errors import BackendError, ClosedError
+from gradtrack.record.claims import Claim, claim_or_own
 from gradtrack.record.files import write_atomically
 from gradtrack.record.naming import file_part
 from gradtrack.records import Record, tail_of
@@ -30,11 +31,13 @@ class JsonBackend(Backend):
     The first holds seven lists of equal length, the second the same for each group of weights; NaN and Infinity are
     written as Python's own `json` reads them. The files are replaced as a whole, and at most a twentieth of the time is
     spent on that; `flush` and `close` always bring them up to date. A pair with a name has files of its own. A run that
-    is resumed goes on in the files it finds; where it repeats a step, what they hold from there on is left behind.
+    is resumed goes on in the files it finds; where it repeats a step, what they hold from there on is left behind. A
+    directory that another run writes to is left to it, with a warning: this one has its files in one of its own inside.
     """
 
     def __init__(self, directory: str | Path | None = None) -> None:
         self._given = self._directory = None if directory is None else Path(directory)
+        self._claim: Claim | None = None
         self._series: dict[str, _Series] = {}
         self._closed = False
 
@@ -54,7 +57,11 @@ class JsonBackend(Backend):
     def close(self, *, failed: bool = False) -> None:
         if not self._closed:
             self._closed = True
-            self.flush()
+            try:
+                self.flush()
+            finally:
+                if self._claim is not None:
+                    self._claim.release()
 
     def present(self, records: Sequence[Record]) -> set[tuple[str, int]] | None:
         self._learn_directory(records)
@@ -67,17 +74,21 @@ class JsonBackend(Backend):
         }
 
     def address(self) -> Mapping[str, Any]:
-        return {} if self._given is None else {"directory": os.path.abspath(self._given)}
+        return {} if self._given is None else {"directory": os.path.abspath(self._directory or self._given)}
 
     @classmethod
     def probe(cls, directory: str | Path | None = None, **options: Any) -> str:
         return f"files in {'the run directory' if directory is None else os.path.abspath(directory)}"
 
     def _learn_directory(self, records: Sequence[Record]) -> None:
-        """Take the run's directory, unless another one was given."""
-        for record in records:
-            if self._directory is None and record.run is not None and record.run.run_dir is not None:
-                self._directory = Path(record.run.run_dir)
+        """Take the run's directory, unless another one was given, which is then kept from other runs."""
+        run = next((record.run for record in records if record.run is not None), None)
+        if run is None:
+            return
+        if self._directory is None and run.run_dir is not None:
+            self._directory = Path(run.run_dir)
+        elif self._given is not None and self._claim is None and not _is_same(self._given, run.run_dir):
+            self._directory, self._claim = claim_or_own(self._given, run.run_id, what="json: directory")
 
     def _of(self, source: str) -> _Series:
         if source not in self._series:
@@ -153,6 +164,10 @@ class _Series:
         columns["step"].append(record.step)
         for name in _MATRIX:
             columns[name].append(record.metrics.get(f"train/grad_{name}{self._suffix}/{group}", math.nan))
+
+
+def _is_same(directory: Path, run_dir: str | None) -> bool:
+    return run_dir is not None and os.path.realpath(directory) == os.path.realpath(run_dir)
 
 
 def _has_statistics(record: Record) -> bool:

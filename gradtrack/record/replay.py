@@ -16,6 +16,7 @@ from gradtrack import registry
 from gradtrack.backends.base import Backend
 from gradtrack.errors import JournalError, PluginError, UsageError
 from gradtrack.record.destinations import moved_along, without_hidden
+from gradtrack.record.claims import Claim
 from gradtrack.record.faults import describe
 from gradtrack.record.feed import Row
 from gradtrack.record.journal import alone_with
@@ -77,12 +78,16 @@ def replay(
         plans = [(journal, name, found) for journal in journals for name, found in _targets(journal, to, given)]
         if not plans:
             raise UsageError(f"{str(run_dir)!r}: no tracker is known for its rows. Name one, as in --to mlflow.")
+        claim = Claim(directory)  # some backends keep files there, which a run that begins now would write as well
+        stack.callback(claim.release)
+        if not claim.held:
+            raise _busy(directory)
         return [_deliver(journal, name, found, progress) for journal, name, found in plans]
 
 
-def _busy(part: Path) -> JournalError:
+def _busy(path: Path) -> JournalError:
     return JournalError(
-        f"{str(part)!r} is still being written, or another replay reads it: expected a run that has ended. "
+        f"{str(path)!r} is still being written, or another replay reads it: expected a run that has ended. "
         "A running process delivers its rows by itself."
     )
 

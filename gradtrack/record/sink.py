@@ -17,6 +17,7 @@ from gradtrack._version import __version__
 from gradtrack.backends.base import Backend
 from gradtrack.config import GradientConfig
 from gradtrack.errors import InputTypeError, UsageError
+from gradtrack.record.claims import Claim, claim_or_own
 from gradtrack.record.delivery import Delivery, idle_status
 from gradtrack.record.destinations import destinations
 from gradtrack.record.files import ensure_writable, new_run_id
@@ -34,7 +35,8 @@ Opened = Callable[[], object]
 class Sink:
     """The way out of a manager: one identity, one run directory, the backends, the journal and the delivery.
 
-    Only rank 0 makes and feeds backends; every other rank keeps a journal where the run has files.
+    Only rank 0 makes and feeds backends; every other rank keeps a journal where the run has files. A directory that
+    another run is writing to is left to it: this run then has one of its own inside of it.
     """
 
     def __init__(self, config: GradientConfig) -> None:
@@ -47,6 +49,7 @@ class Sink:
         self._working = {name: outsourced(backend) for name, backend in self.backends.items()}
         self._config = config
         self._directory = None if config.run_dir is None else config.run_dir.absolute()
+        self._claim: Claim | None = None
         self._delivery: Delivery | None = None
         self._guard = ForkGuard()
         self._closed = False
@@ -66,6 +69,14 @@ class Sink:
         """Return the run's directory, or None where nothing is written."""
         if self._directory is None and self.keeps_files:
             self._directory = (Path("gradtrack_runs") / self.run_id).absolute()
+        return self._directory
+
+    def claim(self) -> Path | None:
+        """Return the run's directory, which from now on no other run writes to."""
+        directory = self.directory
+        if directory is None or self._claim is not None or self.rank != 0 or self._guard.forked:
+            return directory
+        self._directory, self._claim = claim_or_own(directory, self.run_id, what="run_dir")
         return self._directory
 
     def prepare(self) -> None:
@@ -111,6 +122,8 @@ class Sink:
                 close_timeout_seconds=self._config.close_timeout_seconds,
             )
         self._delivery.close(failed=failed)
+        if self._claim is not None:
+            self._claim.release()
         self._closed = True
 
     def status(self) -> dict[str, dict[str, Any]]:
@@ -129,7 +142,7 @@ class Sink:
             self.on_open()
         if self.rank != 0 and self.backends:
             _logger.info("rank %d leaves the trackers to rank 0", self.rank)
-        directory, run = self.directory, self._run_info()
+        directory, run = self.claim(), self._run_info()
         journal = None
         if directory is not None:
             journal = Journal(

@@ -17,6 +17,7 @@ from gradtrack.backends.tensorboard.layout import layout_event
 from gradtrack.backends.tensorboard.reading import Index, read_tags
 from gradtrack.backends.tensorboard.user_run import UserRun
 from gradtrack.errors import ClosedError, UsageError
+from gradtrack.record.claims import Claim, claim_or_own, own_directory
 from gradtrack.record.leavings import files_to_show
 from gradtrack.records import Panel, Record, RunInfo
 from gradtrack.redact import redact
@@ -35,7 +36,8 @@ class TensorBoardBackend(Backend):
     event files in `log_dir`, which is `tensorboard` in the run directory unless it is given. The layout of the panels
     and the pictures of the run go to the sub-run `gradtrack` in both cases. A value is stored as a float, with a double
     beside it where a float would overflow or underflow. The metrics in `withhold` are left out, for those that somebody
-    else writes to the same run.
+    else writes to the same run. A `log_dir` that another run of gradtrack writes to is left to it, since TensorBoard
+    would draw both as one: this one is then a run of its own inside, named by its identity.
     """
 
     def __init__(
@@ -48,6 +50,8 @@ class TensorBoardBackend(Backend):
         self._writer = None if writer is None else UserRun(writer)
         directory = log_dir if self._writer is None else self._writer.directory
         self._directory = None if directory is None else Path(directory).absolute()
+        self._claim: Claim | None = None
+        self._home = self._directory
         self._run: UserRun | EventFile | None = self._writer
         self._late: EventFile | None = None
         self._layout: EventFile | None = None
@@ -93,12 +97,14 @@ class TensorBoardBackend(Backend):
             self._show()
         except Exception as fault:
             _logger.warning("tensorboard: the pictures of the run could not be shown (%s)", redact(str(fault)))
+        if self._claim is not None:
+            self._claim.release()
         if self._writer is not None and not self._writer.closed:
             self._writer.flush()
 
     def address(self) -> dict[str, Any]:
         withheld = {"withhold": sorted(self._withheld)} if self._withheld else {}
-        return withheld if self._directory is None else {"log_dir": str(self._directory), **withheld}
+        return withheld if self._home is None else {"log_dir": str(self._home), **withheld}
 
     @classmethod
     def probe(cls, **options: Any) -> str:
@@ -111,9 +117,10 @@ class TensorBoardBackend(Backend):
         for record in records:
             if record.run is not None:
                 self._open(record.run)
-        if self._directory is None or (self._writer is not None and not self._writer.keeps_identity):
+        if self._home is None or (self._writer is not None and not self._writer.keeps_identity):
             return None
-        there = self._index.read([self._directory, self._directory / _LATE_RUN], self._run_id)
+        homes = (self._home, own_directory(self._home, self._run_id)) if self._run_id else (self._home,)
+        there = self._index.read([home / late for home in homes for late in ("", _LATE_RUN)], self._run_id)
         for source, step in self._index.reached.items():
             self._reached[source] = max(step, self._reached.get(source, -1))
         return {
@@ -126,11 +133,13 @@ class TensorBoardBackend(Backend):
         self._info, self._run_id = run, run.run_id
         if self._directory is None:
             parent = Path(run.run_dir) if run.run_dir else Path("gradtrack_runs") / run.run_id
-            self._directory = (parent / "tensorboard").absolute()
+            self._home = self._directory = (parent / "tensorboard").absolute()
 
     def _opened(self) -> tuple[UserRun | EventFile, EventFile, EventFile]:
         if self._directory is None:
-            self._directory = Path("gradtrack_runs", "tensorboard").absolute()
+            self._home = self._directory = Path("gradtrack_runs", "tensorboard").absolute()
+        if self._run is None and self._run_id:
+            self._directory, self._claim = claim_or_own(self._directory, self._run_id, what="tensorboard: log_dir")
         if self._run is None:
             self._run = EventFile(self._directory, self._events)
         if self._late is None:
