@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -192,7 +192,7 @@ def replay(
     for one in [] if as_json else found:
         typer.echo(
             f"{one.backend}: {one.rows} rows, {one.present} were there, {one.delivered} delivered, "
-            f"{one.refused} refused" + (f" ({one.fault})" if one.fault else "")
+            f"{one.refused} refused" + (f" ({one.fault})" if one.fault else "") + _tell_damage(one.damaged)
         )
     raise typer.Exit(int(not all(one.complete for one in found)))
 
@@ -242,6 +242,11 @@ def _writing(path: Path, option: str) -> Iterator[None]:
             f"{str(path)!r}: expected a file that can be written ({fault.strerror or fault}). "
             f"Choose another with {option}."
         ) from fault
+
+
+def _tell_damage(lines: Sequence[str]) -> str:
+    """Say how many lines of a journal could not be read, and why the first of them could not."""
+    return f"; {len(lines)} line(s) of the journal left out: {lines[0]}" if lines else ""
 
 
 def _backend_names() -> list[str]:

@@ -362,6 +362,9 @@ def test_a_torn_row_is_told_and_left_out(well: Path) -> None:
     result = python("-m", "gradtrack.cli", "show", str(well))
     assert result.returncode == 0
     assert "1 damaged row left out" in result.stdout
+    replayed = CliRunner().invoke(cli.app, ["replay", str(well), "--to", "json"])
+    assert replayed.exit_code == 0
+    assert "1 line(s) of the journal left out: journal-000.jsonl" in replayed.output
 
 
 @pytest.mark.parametrize("arguments", [["show", "RUN"], ["backends"], ["doctor"], ["diff", "RUN", "RUN"]])

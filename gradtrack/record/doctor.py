@@ -23,7 +23,8 @@ from gradtrack.record.rank import process_rank
 from gradtrack.redact import redact, redact_values
 
 State = Literal["ready", "not installed", "unreachable", "silent", "broken"]
-_TIMEOUT_SECONDS: Final = 5.0
+_TIMEOUT_SECONDS: Final = 20.0
+"""Long enough for a cold start of a tracker's package; a server that is silent is given up by its backend sooner."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -72,5 +72,5 @@ def read_offsets(path: Path) -> dict[str, dict[str, Any]]:
             }
             for name, entry in values["backends"].items()
         }
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
         return {}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +16,7 @@ from gradtrack.records import Record, RunInfo
 
 FORMAT: Final = 1
 _LONGEST_LINE: Final = 64 * 2**20
+_PART: Final = re.compile(r"journal-.*\.jsonl", re.DOTALL)
 Note = Callable[[str], object]
 
 
@@ -54,9 +57,10 @@ class SavedJournal:
 
 
 def find_journals(run_dir: Path) -> list[SavedJournal]:
-    """Return the journals in a run's directory, the oldest first."""
+    """Return the journals in a run's directory, the oldest first; of a part that was copied, the longer file."""
     found: dict[tuple[str, int], SavedJournal] = {}
-    parts = sorted(run_dir.glob("journal-*.jsonl"), key=_order)
+    known: dict[tuple[str, int, int], Path] = {}
+    parts = sorted((run_dir / name for name in _names_in(run_dir) if _PART.fullmatch(name)), key=_order)
     if not parts:
         raise JournalError(f"{str(run_dir)!r} holds no journal: expected a run's directory. {_remedy(run_dir)}")
     for path in parts:
@@ -67,8 +71,29 @@ def find_journals(run_dir: Path) -> list[SavedJournal]:
         backends = [dict(backend) for backend in header["backends"]]
         home = str(header["run"].get("run_dir") or "")
         new = SavedJournal(run=run, home=home, rank=rank, backends=backends, parts=[])
-        found.setdefault((run.run_id, rank), new).parts.append(path)
+        parts_of_run = found.setdefault((run.run_id, rank), new).parts
+        first = known.setdefault((run.run_id, rank, int(header["part"])), path)
+        if first is path:
+            parts_of_run.append(path)
+        elif path.stat().st_size > first.stat().st_size:
+            parts_of_run[parts_of_run.index(first)] = known[run.run_id, rank, int(header["part"])] = path
     return list(found.values())
+
+
+def _names_in(directory: Path) -> list[str]:
+    try:
+        return os.listdir(directory)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as fault:
+        raise _unreadable(directory, fault) from None
+
+
+def _unreadable(path: Path, fault: OSError) -> JournalError:
+    return JournalError(
+        f"{str(path)!r} cannot be read ({fault.strerror or fault}): expected a run of yours. "
+        "Ask whoever made it for the right to read it."
+    )
 
 
 def _remedy(run_dir: Path) -> str:
@@ -79,8 +104,11 @@ def _remedy(run_dir: Path) -> str:
 
 def read_header(path: Path) -> Mapping[str, Any] | None:
     """Return the first line of a part, or None where the process ended before it was whole."""
-    with path.open("rb") as stream:
-        line = stream.readline(_LONGEST_LINE)
+    try:
+        with path.open("rb") as stream:
+            line = stream.readline(_LONGEST_LINE)
+    except OSError as fault:
+        raise _unreadable(path, fault) from None
     if not line.endswith(b"\n"):
         return None
     try:
@@ -88,7 +116,7 @@ def read_header(path: Path) -> Mapping[str, Any] | None:
         version = header["gradtrack_journal"]
         if version == FORMAT:
             _check_header(header)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as fault:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as fault:
         raise JournalError(
             f"{str(path)!r} does not begin like a journal ({type(fault).__name__}: {fault!s:.70}): "
             "expected its header. Move the file out of the run's directory."
@@ -127,14 +155,15 @@ def read_rows(
                     note(f"{path.name}, before byte {stream.tell()}: {fault!s:.120}")
 
 
-def _order(path: Path) -> tuple[str, int]:
+def _order(path: Path) -> tuple[str, bool, int]:
+    """Put the parts of a series in order, and copies of them behind."""
     series, _, part = path.stem.rpartition("-")
-    return series, int(part) if part.isdigit() else -1
+    return series, not part.isdigit(), int(part) if part.isdigit() else -1
 
 
 def _check_header(header: Mapping[str, Any]) -> None:
     """Touch what is used later, so that a bad header fails here."""
-    int(header["rank"])
+    int(header["rank"]), int(header["part"])
     decode_run(header["run"], Path())
     for backend in header["backends"]:
         if not isinstance(backend["name"], str) or not isinstance(backend["options"], dict):

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import inspect
 import itertools
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -15,8 +16,8 @@ from typing import Any, Final
 from gradtrack import registry
 from gradtrack.backends.base import Backend
 from gradtrack.errors import JournalError, PluginError, UsageError
-from gradtrack.record.destinations import moved_along, without_hidden
 from gradtrack.record.claims import Claim
+from gradtrack.record.destinations import moved_along, without_hidden
 from gradtrack.record.faults import describe
 from gradtrack.record.feed import Row
 from gradtrack.record.journal import alone_with
@@ -67,21 +68,26 @@ def replay(
     is called as rows are settled.
     """
     directory = Path(run_dir)
-    if not directory.is_dir():
+    if not os.path.isdir(directory):
         raise JournalError(f"{str(run_dir)!r} is not a directory: expected a run's directory. Check the path.")
     journals = [journal for journal in find_journals(directory) if journal.rank == 0]
+    if not journals:
+        raise JournalError(
+            f"{str(run_dir)!r} holds no row for a tracker: expected a journal of rank 0 with its header whole. "
+            "The process ended before its first row, or its rows are of other ranks."
+        )
     given = {**(options or {}), **({} if tracking_uri is None else {"tracking_uri": tracking_uri})}
     with contextlib.ExitStack() as stack:
+        claim = Claim(directory)  # some backends keep files there, which a run that begins now would write as well
+        stack.callback(claim.release)
+        if not claim.held:
+            raise _busy(directory)
         for journal in journals:
             if not stack.enter_context(alone_with(journal.parts[-1])):
                 raise _busy(journal.parts[-1])
         plans = [(journal, name, found) for journal in journals for name, found in _targets(journal, to, given)]
         if not plans:
             raise UsageError(f"{str(run_dir)!r}: no tracker is known for its rows. Name one, as in --to mlflow.")
-        claim = Claim(directory)  # some backends keep files there, which a run that begins now would write as well
-        stack.callback(claim.release)
-        if not claim.held:
-            raise _busy(directory)
         return [_deliver(journal, name, found, progress) for journal, name, found in plans]
 
 

@@ -396,7 +396,10 @@ def test_offsets_tell_how_far_a_backend_is(tmp_path: Path) -> None:
     assert path.stat().st_mode & 0o777 == 0o600
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"gradtrack_offsets": 9}', '{"gradtrack_offsets": 1}'])
+ENDLESS = '{"gradtrack_offsets": 1, "backends": {"json": {"next": 1e999, "refused": [], "address": {}}}}'
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"gradtrack_offsets": 9}', '{"gradtrack_offsets": 1}', ENDLESS])
 def test_damaged_offsets_count_as_none(tmp_path: Path, content: str) -> None:
     """Offsets are a hint: without them everything is asked for."""
     (tmp_path / "offsets.json").write_text(content)

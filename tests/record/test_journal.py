@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
+import re
 import shutil
 import stat
 import tempfile
@@ -204,11 +206,47 @@ def test_case_25_foreign_version_is_refused(tmp_path: Path) -> None:
         find_journals(tmp_path)
 
 
+@pytest.mark.parametrize(("field", "number"), [("rank", "1e999"), ("part", "1e999"), ("created", "1" + "0" * 400)])
+def test_case_25_numbers_that_are_none_are_refused(tmp_path: Path, field: str, number: str) -> None:
+    """A header whose numbers no computer has is one line as well."""
+    filled(tmp_path, [row(1)])
+    part = tmp_path / "journal-000.jsonl"
+    part.write_text(re.sub(rf'("{field}":)[0-9.]+', rf"\g<1>{number}", part.read_text(), count=1))
+    with pytest.raises(JournalError, match="does not begin like a journal"):
+        find_journals(tmp_path)
+
+
 def test_case_25_header_cut_short_is_no_journal(tmp_path: Path) -> None:
     """A process that died while it began a part left nothing to read, and does no harm to the others."""
     filled(tmp_path, [row(1)])
     (tmp_path / "journal-001.jsonl").write_text('{"gradtrack_jour')
     assert [record.step for record in read(tmp_path)] == [1]
+
+
+@pytest.mark.parametrize("longer", [False, True])
+def test_copy_of_a_part_is_no_second_journal(tmp_path: Path, longer: bool) -> None:
+    """A part that somebody has copied beside itself is read once, and of two the one that holds more."""
+    filled(tmp_path, [row(1), row(2)])
+    part = tmp_path / "journal-000.jsonl"
+    shutil.copy(part, tmp_path / "journal-000-copy.jsonl")
+    shutil.copy(part, tmp_path / "journal-copy.jsonl")
+    if longer:
+        part.write_bytes(b"".join(part.read_bytes().splitlines(keepends=True)[:2]))
+    assert [record.step for record in read(tmp_path)] == [1, 2]
+
+
+def test_journal_that_cannot_be_read_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file or a directory of somebody else is one line with the reason."""
+    (tmp_path / "journal-000.jsonl").mkdir()
+    with pytest.raises(JournalError, match=r"cannot be read \(Is a directory\): expected a run of yours"):
+        find_journals(tmp_path)
+
+    def forbidden(path: Path) -> list[str]:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr("gradtrack.record.reading.os.listdir", forbidden)
+    with pytest.raises(JournalError, match=r"cannot be read \(Permission denied\)"):
+        find_journals(tmp_path)
 
 
 def test_directory_without_a_journal_says_so(tmp_path: Path) -> None:

@@ -307,6 +307,17 @@ def test_misuse_is_explained(tmp_path: Path) -> None:
         replay(tmp_path, to="store", options={"colour": 1})
 
 
+@pytest.mark.parametrize("to", [None, "store"])
+def test_journal_without_a_row_is_told(tmp_path: Path, to: str | None) -> None:
+    """Where a process ended before its header was whole, or only other ranks have left rows, that is the reason."""
+    (tmp_path / "journal-000.jsonl").write_text('{"gradtrack_jour')
+    other = Journal(tmp_path, RUN, rank=1, backends=[{"name": "store", "options": {}}])
+    other.append(0, row(1))
+    other.close(10.0)
+    with pytest.raises(JournalError, match="holds no row for a tracker"):
+        replay(tmp_path, to=to)
+
+
 def test_two_replays_do_not_meet(tmp_path: Path) -> None:
     """A second replay of a directory would write what the first is about to write, so it is refused."""
     refused: list[str] = []
