@@ -182,6 +182,18 @@ def one_bad_shard(mesh: Any, kind: Any, **settings: Any) -> tuple[Twins, list[li
     return found, [lists[0] + lists[1], lists[2] + lists[3]], counted.sizes
 
 
+def one_bad_replica(mesh: Any) -> tuple[dict[str, Any], list[int], bool]:
+    """Return what is told, sent and left where a plain tensor beside shards holds a NaN on rank 1 alone."""
+    model: Any = Holder(weight=distribute_tensor(VALUES, mesh, [Shard(0)]), whole=VALUES.clone())
+    model.weight.grad = distribute_tensor(VALUES, mesh, [Shard(0)])
+    model.whole.grad = VALUES.clone()
+    if dist.get_rank() == 1:
+        model.whole.grad[2] = math.nan
+    with Counted() as counted:
+        found = look(model)
+    return found, counted.sizes, any(param.grad is not None for param in model.parameters())
+
+
 def scaled(mesh: Any) -> dict[str, Any]:
     """Return what a scaler of DTensors does where rank 1 alone holds an element that is not finite, and then not."""
     whole = torch.ones(5, dtype=torch.float64)
@@ -246,6 +258,7 @@ def main() -> None:
         "replace": one_bad_shard(mesh, Shard(0), **replacing, max_grad_norm=1.0),
         "replace-value": one_bad_shard(mesh, Shard(0), **replacing, max_grad_norm=2.5, clip_type="value"),
         "replace-agc": one_bad_shard(mesh, Replicate(), **replacing, clip_type="agc"),
+        "replica": one_bad_replica(mesh),
         "scaled": scaled(mesh),
         "stepped_inside": stepped_inside(mesh),
         "subnormal": [subnormal(mesh, scale) for scale in (1.0, 1e-5)],

@@ -75,6 +75,16 @@ def test_a_fault_in_one_shard(ranks: list[Found], case: str) -> None:
     assert not differences(ranks[0][case][:2], ranks[1][case][:2])
 
 
+def test_a_fault_in_one_replica(ranks: list[Found]) -> None:
+    """As under tensor parallel: what one rank alone holds in its copy of a plain tensor is left out on both."""
+    for found in ranks:
+        report, sizes, left = found["replica"]
+        assert (report["skipped"], report["nan_inf"]["action"]) == (True, "skip")
+        assert [entry["name"] for entry in report["nan_inf"]["parameters"]] == ["whole"]
+        assert report["nan_inf"]["nan_count"] == 1
+        assert (len(sizes), left) == (2, False)
+
+
 def test_the_share_of_gradients_that_float16_cannot_hold(ranks: list[Found]) -> None:
     """In shards of float16 weights it is told of the part of each rank."""
     for found in ranks:

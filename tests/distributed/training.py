@@ -62,7 +62,7 @@ class Model(nn.Module):
 def spread(model: nn.Module, mode: str) -> tuple[Any, int, int]:
     """Spread a model over all processes; return it with the place of this process among the shares of the batch."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    if mode == "ddp":
+    if mode in ("ddp", "ddp+group"):
         return nn.parallel.DistributedDataParallel(model, find_unused_parameters=True), rank, world
     if mode == "fsdp1":
         return FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu")), rank, world
@@ -119,8 +119,10 @@ def run(mode: str, settings: dict[str, Any]) -> dict[str, Any]:
     steps, nan_step, by_hand = settings.pop("steps", 20), settings.pop("nan_step", 0), settings.pop("by_hand", True)
     scale = settings.pop("scale", 0.0)
     scaler = torch.amp.GradScaler("cpu", init_scale=scale, enabled=bool(scale))
+    group = dist.group.WORLD if mode == "ddp+group" else None
     manager = GradientManager(
-        **{"backends": ["memory"], "track_parameters": True, "grad_log_every_n_steps": 1, **settings}
+        process_group=group,
+        **{"backends": ["memory"], "track_parameters": True, "grad_log_every_n_steps": 1, **settings},
     )
     generator = torch.Generator().manual_seed(1)
     reports, sizes = [], []
