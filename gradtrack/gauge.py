@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from gradtrack.config import GradientConfig
 from gradtrack.errors import UsageError
 from gradtrack.facts import StepFacts
+from gradtrack.measure.agreement import agree, digest
 from gradtrack.measure.deviations import find_deviations
 from gradtrack.measure.gradients import Foresight, Gradients, SharedGradients
 from gradtrack.measure.histograms import histograms_of
@@ -52,6 +53,7 @@ class Gauge:
         self._model, self._config, self._measurer = model, config, measurer
         self._told: set[str] = set()
         self._passing: Passing | None = None
+        self._agreed: tuple[object, ...] = ()
         self.elsewhere: Callable[[], frozenset[int]] = frozenset
         self.left_out: frozenset[int] = frozenset()
         self.coming_notes: list[str] = []
@@ -106,6 +108,34 @@ class Gauge:
             if self.table.ranks is not None:
                 self.coming_notes.append(_GONE)
         return self.table.gradients(only)
+
+    def meet(self, facts: Callable[[], dict[str, Any]]) -> None:
+        """Make sure that all ranks which share the parameters are about to send and decide alike.
+
+        They meet when the parameters are new, and when a setting has changed that says what is sent; `facts` are those
+        of the pair.
+        """
+        ranks = self.table.ranks
+        if ranks is None or (ranks, settings := self._settings()) == self._agreed:
+            return
+        known = {"parameters": len(self.table.names), "names": digest((self.table.names, self.table.group_names))}
+        agree(ranks.members, {**settings, **known, **facts()})
+        self._agreed = ranks, settings
+
+    def _settings(self) -> dict[str, Any]:
+        """Return the settings by which it is decided what is sent."""
+        config = self._config
+        return {
+            "check_frequency": config.check_frequency,
+            "clip_type": config.effective_clip_type if config.enable_gradient_clipping else None,
+            "enable_gradient_monitoring": config.enable_gradient_monitoring,
+            "enable_nan_inf_check": config.enable_nan_inf_check,
+            "grad_log_every_n_steps": config.grad_log_every_n_steps,
+            "grad_track_per_weight_matrix": config.grad_track_per_weight_matrix,
+            "log_histograms": config.log_histograms,
+            "nonfinite_action": config.nonfinite_action,
+            "per_rank": config.per_rank,
+        }
 
     def read(
         self,

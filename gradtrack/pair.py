@@ -18,6 +18,7 @@ from gradtrack.gauge import Gauge
 from gradtrack.judgement import Judgement
 from gradtrack.late import LateStep, can_wait, on_device
 from gradtrack.live import LiveAnalyzers
+from gradtrack.measure.agreement import digest
 from gradtrack.measure.gradients import Gradients
 from gradtrack.measure.measurer import Measurer
 from gradtrack.measure.moments import Moments
@@ -206,6 +207,7 @@ class Pair:
         facts = outcome.facts
         self._stepping.forget_found_inf()
         scaled = outcome.scale is not None
+        self.gauge.meet(self._remembered)
         moments = self.gauge.read(
             grads,
             facts,
@@ -227,6 +229,11 @@ class Pair:
             self.gauge.weigh(facts)
         self._look(grads, outcome)
         self._keep(moments, outcome)
+
+    def _remembered(self) -> dict[str, Any]:
+        """Return what ranks decide by beside the settings and the sums: it has to be the same on all of them."""
+        memory = digest((self.clipper.state_dict(), self.judgement.nonfinite_before))
+        return {"step": self.step_count, "max_grad_norm": self.config.max_grad_norm, "memory": memory}
 
     def _keep(self, moments: Moments, outcome: Outcome) -> None:
         facts = outcome.facts

@@ -80,13 +80,13 @@ class Ranks:
         self._mesh = mesh = widest_mesh(meshes) if meshes else None
         self._device = torch.device(mesh.device_type) if mesh is not None else local_part(params[0]).device
         if group is not None:
-            self._ranks = tuple(torch.distributed.get_process_group_ranks(group))
-            _check_group(self._ranks, meshes)
+            self.members: tuple[int, ...] = tuple(torch.distributed.get_process_group_ranks(group))
+            _check_group(self.members, meshes)
         else:
-            self._ranks = tuple(sorted(mesh.mesh.flatten().tolist()))  # type: ignore[union-attr]
+            self.members = tuple(sorted(mesh.mesh.flatten().tolist()))  # type: ignore[union-attr]
         plain = [mesh is None and id(param) not in replicas for param in params]
         shards = [
-            len(self._ranks) if is_shard else num_shards(one) for one, is_shard in zip(params, plain, strict=True)
+            len(self.members) if is_shard else num_shards(one) for one, is_shard in zip(params, plain, strict=True)
         ]
         self._plain_shards = any(plain)
         self._wide = any(map(wide.is_wide, params))
@@ -100,7 +100,7 @@ class Ranks:
 
     def once(self, counts: Rows, positions: NDArray[np.int64]) -> Rows:
         """Weigh what this rank has counted of the parameters at these positions so that a sum has each element once."""
-        found: Rows = counts * (self._shards[positions] / len(self._ranks))[:, None]
+        found: Rows = counts * (self._shards[positions] / len(self.members))[:, None]
         return found
 
     def merge(self, share: Share) -> Merged:
@@ -109,8 +109,8 @@ class Ranks:
         nonfinite = bool(sums[:, _NONFINITE].any())
         wanted = share.ends or (share.ends_if_nonfinite and nonfinite)
         highs, tail = self._find_ends(share) if wanted else (np.full((len(sums), 2), -math.inf), None)
-        spread = Spread.read(more, tail, len(self._ranks)) if share.spread and tail is not None else None
-        copies = len(self._ranks) / self._shards
+        spread = Spread.read(more, tail, len(self.members)) if share.spread and tail is not None else None
+        copies = len(self.members) / self._shards
         there = np.where(self._shards == 1, np.maximum(sums[:, _PRESENT], 1.0), copies)
         rows = _count_once(sums, highs, there)
         exponent = wide.join(rows, sums[:, _MORE] / there) if self._wide else 0
@@ -163,12 +163,12 @@ class Ranks:
             return self._own_group
         if self._mesh.ndim == 1:
             return self._mesh.get_group()
-        if len(self._ranks) == torch.distributed.get_world_size():
+        if len(self.members) == torch.distributed.get_world_size():
             return torch.distributed.group.WORLD
-        if self._ranks not in _groups:
-            group = torch.distributed.new_group(list(self._ranks), use_local_synchronization=True)
-            _groups[self._ranks] = group
-        return _groups[self._ranks]
+        if self.members not in _groups:
+            group = torch.distributed.new_group(list(self.members), use_local_synchronization=True)
+            _groups[self.members] = group
+        return _groups[self.members]
 
 
 def _count_once(sums: Rows, ends: Rows, there: NDArray[np.float64]) -> Rows:

@@ -1,4 +1,4 @@
-"""A training of which one rank dies: `python -m torch.distributed.run ... -m tests.distributed.dying RUN_DIR`."""
+"""A training of which one rank dies: `python -m torch.distributed.run ... -m tests.distributed.dying RUN_DIR HOW`."""
 
 from __future__ import annotations
 
@@ -20,8 +20,15 @@ from gradtrack import GradientManager
 DIES_AT = 5
 
 
+def end(how: str) -> None:
+    """End this rank."""
+    if how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    raise ValueError("a fault of the loop's own")
+
+
 def main() -> None:
-    """Train until rank 1 is killed between its backward pass and its look at the gradients."""
+    """Train until rank 1 is killed, or raises, between its backward pass and its look at the gradients."""
     directory = Path(sys.argv[1])
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     rank, mesh = dist.get_rank(), init_device_mesh("cpu", (dist.get_world_size(),))
@@ -35,7 +42,7 @@ def main() -> None:
             loss = model(torch.ones(2, 4)).mul(1.0).sum()
             loss.backward()
             if rank == 1 and step == DIES_AT:
-                os.kill(os.getpid(), signal.SIGKILL)
+                end(sys.argv[2])
             manager.step(model, optimizer, loss, backward=False)
             optimizer.step()
             optimizer.zero_grad()

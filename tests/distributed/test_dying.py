@@ -18,11 +18,11 @@ from tests.processes import ROOT, WATCHDOG_SECONDS
 pytestmark = pytest.mark.slow
 
 
-def killed(num_processes: int, directory: Path) -> list[int]:
-    """Train in processes of which rank 1 is killed, and return how they end; no launcher ends the others."""
+def train(num_processes: int, directory: Path, how: str) -> list[int]:
+    """Train in processes of which rank 1 dies, and return how they end; no launcher ends the others."""
     common = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1"}
     common |= {"MASTER_PORT": str(free_port()), "WORLD_SIZE": str(num_processes)}
-    command = [sys.executable, "-m", dying.__name__, str(directory)]
+    command = [sys.executable, "-m", dying.__name__, str(directory), how]
     ranks = [
         subprocess.Popen(command, env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}, stderr=subprocess.DEVNULL)
         for rank in range(num_processes)
@@ -34,11 +34,13 @@ def killed(num_processes: int, directory: Path) -> list[int]:
             process.kill()
 
 
-@pytest.mark.parametrize("num_processes", [2, 4])
-def test_the_others_end_with_torchs_error_and_the_journal_is_whole(num_processes: int, tmp_path: Path) -> None:
-    """Nobody hangs; rank 0 has each step before the kill on disk, and a tracker that has nothing gets all of it."""
-    codes = killed(num_processes, tmp_path)
-    assert codes == [3, -9, *[3] * (num_processes - 2)]
+@pytest.mark.parametrize(("num_processes", "how", "code"), [(2, "killed", -9), (4, "killed", -9), (2, "raises", 3)])
+def test_the_others_end_with_torchs_error_and_the_journal_is_whole(
+    num_processes: int, how: str, code: int, tmp_path: Path
+) -> None:
+    """Nobody hangs; rank 0 has each step before the fault on disk, and a tracker that has nothing gets all of it."""
+    codes = train(num_processes, tmp_path, how)
+    assert codes == [3, code, *[3] * (num_processes - 2)]
     for rank in (rank for rank in range(num_processes) if rank != 1):
         error = (tmp_path / f"error-{rank}.txt").read_text()
         assert not error.startswith("gradtrack")

@@ -43,19 +43,20 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Two blocks, a head with fewer rows than four ranks, and one parameter that nobody uses."""
+    """Two blocks, a head with fewer rows than four ranks, one element alone, and a parameter that nobody uses."""
 
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList([Block(), Block()])
         self.head = nn.Linear(WIDTH, 3)
+        self.gain = nn.Parameter(torch.ones(1))
         self.unused = nn.Parameter(torch.ones(5))
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Return three numbers for each place."""
         for block in self.blocks:
             inputs = block(inputs)
-        found: Tensor = self.head(inputs) * 1.0  # FSDP2 warns about a view
+        found: Tensor = self.head(inputs) * self.gain
         return found
 
 
