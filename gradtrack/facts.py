@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from gradtrack.measure.deviations import Deviations
+from gradtrack.measure.centres import Deviations
 from gradtrack.measure.gradients import Layout
 from gradtrack.measure.moments import Moments, Rows, describe, finite_norm
 from gradtrack.records import Histogram

@@ -213,6 +213,7 @@ class Gauge:
         """Take in what came along with the sums of all ranks."""
         merged = grads.merged
         facts.layout, facts.ranks, facts.loss = grads.layout, merged.spread, merged.loss
+        facts.deviations = grads.deviations
         if weighed:
             facts.weight_norms = norms_from_squares(self.table, merged.extra)
 

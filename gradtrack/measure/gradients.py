@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
+from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from gradtrack.measure.centres import Deviations, sums_around
 from gradtrack.measure.histograms import count_elements
 from gradtrack.measure.measurer import Batch, Measurer
 from gradtrack.measure.moments import Moments, Rows, merge
@@ -127,7 +129,7 @@ class SharedGradients(Gradients):
     Until it is measured it has a tensor for every parameter, then for those that have a gradient on any rank.
     """
 
-    __slots__ = ("_has_gradient", "_lay_out", "_positions", "merged", "ranks")
+    __slots__ = ("_has_gradient", "_lay_out", "_positions", "deviations", "merged", "ranks")
 
     def __init__(
         self,
@@ -141,6 +143,7 @@ class SharedGradients(Gradients):
         self._positions = np.arange(len(params))
         wanted = [only is None or id(param) in only for param in params]
         self._has_gradient = np.array([param.grad is not None for param in params]) & wanted
+        self.deviations: Deviations | None = None
         self.merged: Merged
         """What the last measurement has found over all ranks."""
 
@@ -163,12 +166,17 @@ class SharedGradients(Gradients):
         and largest elements stay unknown, which saves a collective, unless some element is not finite.
         """
         positions, layout = self._positions, self.layout
-        here = measurer.measure(self.batch, layout.group_of, len(layout.group_names))
-        there = self._has_gradient[positions]
+        here, counts = self._look(measurer)
+        there, sizes = self._has_gradient[positions], np.zeros(len(self._has_gradient), dtype=np.int64)
+        counts = counts[there]
+        sizes[positions] = layout.sizes
+        tensors = list(compress(self.tensors, there))
         share = Share(
             rows=here.rows[there],
             present=positions[there],
-            counts=np.array([tensor.numel() for tensor in self.tensors])[there],
+            counts=counts,
+            sizes=sizes,
+            around=lambda centres: sums_around(tensors, here.rows[there], counts, centres, here.exponent),
             extra=np.zeros(len(self._has_gradient)) if extra is None else extra,
             limited=None if limited is None else limited(self, here)[there],
             tallies=self._tally() if tally else None,
@@ -187,11 +195,20 @@ class SharedGradients(Gradients):
             self._narrow(kept)
             moments = moments.of(kept)
         self._recount()
+        centred, layout = merged.centred, self.layout
+        if centred is not None:
+            self.deviations = centred.deviations(self._positions, layout.group_of, len(layout.group_names))
         return moments
 
     def prepare(self, measurer: Measurer) -> None:
         """Let the measurer sort the parts that are here, whose sizes are not those of the layout."""
         self.batch = measurer.prepare(self.tensors)
+
+    def _look(self, measurer: Measurer) -> tuple[Moments, NDArray[np.int64]]:
+        """Return the sums and the element counts of what is here."""
+        layout = self.layout
+        counts = np.fromiter(map(Tensor.numel, self.tensors), np.int64, len(self.tensors))
+        return measurer.measure(self.batch, layout.group_of, len(layout.group_names)), counts
 
     def own(self) -> None:
         """Leave parts as they are: what made them gave each parameter its own."""
@@ -222,7 +239,8 @@ class SharedGradients(Gradients):
 
     def _narrow(self, kept: NDArray[np.int64]) -> None:
         """Leave out the parameters that have a gradient on no rank."""
-        self.batch = self.tensors = [self.tensors[index] for index in kept]
+        if self.tensors:
+            self.batch = self.tensors = [self.tensors[index] for index in kept]
         self._positions = self._positions[kept]
         self.layout = self._lay_out(self._positions.tolist())
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -15,6 +15,7 @@ from torch import nn
 
 from gradtrack.errors import UsageError
 from gradtrack.measure import wide
+from gradtrack.measure.centres import Centred, Floats, centres_between, take_back
 from gradtrack.measure.moments import MAX, MIN, NAN, POSINF, SQUARES, SUM, WIDTH, ZEROS, Rows, empty_row
 from gradtrack.measure.shards import is_distributed, local_part, num_shards, widest_mesh
 from gradtrack.measure.spread import Spread
@@ -29,16 +30,19 @@ _groups: dict[tuple[int, ...], Any] = {}
 class Share:
     """What one rank brings to a merge: rows and element counts of the parameters that have a gradient there, and more.
 
-    `limited` has for each of these parameters what an elementwise clipping would limit and the sum of squares that it
-    would leave, `tallies` are counts to be added up. `ends` asks for the smallest and largest elements,
-    `ends_if_nonfinite` only where any element is not finite, and `spread` for the differences between ranks, which
-    come with them. What is there and what is asked for is the same on every rank, or the ranks would wait for each
-    other.
+    `around` returns their sums and sums of squares about given centres, and `sizes` are the element counts of all
+    parameters, whole. `limited` has for each of them what an elementwise clipping would limit and the sum of squares
+    that it would leave, and `tallies` are counts to be added up. `ends` asks for the smallest and
+    largest elements, `ends_if_nonfinite` only where any element is not finite, and `spread` for the differences between
+    ranks, which come with them. What is there and what is asked for is the same on every rank, or the ranks would wait
+    for each other.
     """
 
     rows: Rows
     present: NDArray[np.int64]
     counts: NDArray[np.int64]
+    sizes: NDArray[np.int64]
+    around: Callable[[Floats], Floats]
     extra: NDArray[np.float64]
     limited: NDArray[np.float64] | None = None
     tallies: NDArray[np.float64] | None = None
@@ -63,6 +67,8 @@ class Merged(NamedTuple):
     loss: float | None
     spread: dict[str, Any] | None
     has_ends: bool
+    centred: Centred | None
+    """What tells of variances that the means hide, where any might."""
 
 
 class Ranks:
@@ -70,9 +76,10 @@ class Ranks:
 
     What is sent has a place for every parameter, whatever a rank has of it, so that no rank waits for another in vain:
     one sum of eight float64 numbers for each parameter and two for the loss, and where the ends are asked for one
-    maximum of two for each parameter. An explicit group without a DTensor among the parameters says that plain tensors
-    are shards, which takes a number more, but for `replicas`, known by their ids. So do parameters of float64, since
-    the squares of what two ranks have may not fit into one number.
+    maximum of two for each parameter. That comes first, since what lies between the ends has a centre that every rank
+    knows then: sums about it tell a variance that the mean would hide. An explicit group without a DTensor among the
+    parameters says that plain tensors are shards, which takes a number more, but for `replicas`, known by their ids. So
+    do parameters of float64, since the squares of what two ranks have may not fit into one number.
     """
 
     def __init__(self, params: Sequence[nn.Parameter], group: Any = None, *, replicas: Container[int] = ()) -> None:
@@ -105,26 +112,34 @@ class Ranks:
 
     def merge(self, share: Share) -> Merged:
         """Merge what this rank has measured with what all others have."""
-        sums, loss, more = self._add_up(share)
-        nonfinite = bool(sums[:, _NONFINITE].any())
-        wanted = share.ends or (share.ends_if_nonfinite and nonfinite)
-        highs, tail = self._find_ends(share) if wanted else (np.full((len(sums), 2), -math.inf), None)
-        spread = Spread.read(more, tail, len(self.members)) if share.spread and tail is not None else None
+        highs, apart = self._find_ends(share) if share.ends else (None, None)
+        centres = np.zeros(len(self._shards)) if highs is None else centres_between(-highs[:, 0], highs[:, 1])
+        sums, loss, more = self._add_up(share, centres)
+        if highs is None and share.ends_if_nonfinite and bool(sums[:, _NONFINITE].any()):
+            highs, apart = self._find_ends(share)
+        spread = Spread.read(more, apart, len(self.members)) if share.spread and apart is not None else None
         copies = len(self.members) / self._shards
         there = np.where(self._shards == 1, np.maximum(sums[:, _PRESENT], 1.0), copies)
         rows = _count_once(sums, highs, there)
-        exponent = wide.join(rows, sums[:, _MORE] / there) if self._wide else 0
+        exponent = wide.join(rows, sums[:, _MORE] / there, float(abs(centres).max())) if self._wide else 0
         rest = sums[:, _MORE + self._wide :] / there[:, None]
         counts = np.rint(rest[:, 0]).astype(np.int64) if self._plain_shards else None
+        finite = (share.sizes if counts is None else counts) - rows[:, NAN:].sum(axis=1)
+        centred = take_back(rows, np.ldexp(centres, -exponent), finite) if centres.any() else None
         limited = None if share.limited is None else rest[:, self._plain_shards :]
         tallies = np.rint(more[3 * share.spread :])
         mean = float(loss[0] / loss[1]) if loss[1] else None
         present, extra = sums[:, _PRESENT] > 0, sums[:, _EXTRA] / copies
-        return Merged(rows, exponent, present, extra, counts, limited, tallies, mean, spread, wanted)
+        return Merged(
+            rows, exponent, present, extra, counts, limited, tallies, mean, spread, highs is not None, centred
+        )
 
-    def _add_up(self, share: Share) -> tuple[Rows, NDArray[np.float64], NDArray[np.float64]]:
+    def _add_up(self, share: Share, centres: Floats) -> tuple[Rows, NDArray[np.float64], NDArray[np.float64]]:
         """Return the sums over all ranks: those of the parameters, of the loss, and of what is not by parameter."""
-        columns = [share.rows[:, _SUMMED], np.ones((len(share.rows), 1)), share.extra[share.present, None]]
+        rows = share.rows.copy()
+        if centres.any():
+            rows[:, [SUM, SQUARES]] = share.around(centres[share.present])
+        columns = [rows[:, _SUMMED], np.ones((len(share.rows), 1)), share.extra[share.present, None]]
         if self._wide:
             columns[0], high = wide.split(columns[0], share.exponent)
             columns.append(high)
@@ -171,13 +186,14 @@ class Ranks:
         return _groups[self.members]
 
 
-def _count_once(sums: Rows, ends: Rows, there: NDArray[np.float64]) -> Rows:
+def _count_once(sums: Rows, highs: Rows | None, there: NDArray[np.float64]) -> Rows:
     """Count every element once, however many ranks have sent it."""
     rows = np.tile(np.array(empty_row()), (len(sums), 1))
     rows[:, _SUMMED] = sums[:, : len(_SUMMED)] / there[:, None]
     # Replicas that disagree about an element leave a part of it, which must not vanish.
     rows[:, ZEROS:WIDTH] = np.ceil(rows[:, ZEROS:WIDTH])
-    rows[:, MIN], rows[:, MAX] = -ends[:, 0], ends[:, 1]
+    if highs is not None:
+        rows[:, MIN], rows[:, MAX] = -highs[:, 0], highs[:, 1]
     return rows
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
 import numpy as np
@@ -36,11 +37,14 @@ def split(rows: Rows, exponent: int) -> tuple[Rows, Rows]:
     return found, np.where(is_high, np.ldexp(mantissas, powers + _HIGH), 0.0)[:, None]
 
 
-def join(rows: Rows, high: NDArray[np.float64]) -> int:
-    """Put squares together again that were split, in place; return the exponent of the rows from then on."""
+def join(rows: Rows, high: NDArray[np.float64], largest: float = 0.0) -> int:
+    """Put squares together again that were split, in place; return the exponent of the rows from then on.
+
+    With it the squares of `largest` are in the range as well.
+    """
     low = rows[:, SQUARES]
     powers = [int(np.frexp(part.sum())[1]) - moved for part, moved in ((low, _LOW), (high, _HIGH)) if part.any()]
-    power = max(powers, default=0)
+    power = max(powers + [2 * math.frexp(largest)[1]] * (largest > 0), default=0)
     exponent = 0 if abs(power) < _SAFE else power // 2
     rows[:, SQUARES] = np.ldexp(low, -_LOW - 2 * exponent) + np.ldexp(high, -_HIGH - 2 * exponent)
     rows[:, SUM] = np.ldexp(rows[:, SUM], _HEADROOM - exponent)

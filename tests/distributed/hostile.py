@@ -194,6 +194,24 @@ def one_bad_replica(mesh: Any) -> tuple[dict[str, Any], list[int], bool]:
     return found, counted.sizes, any(param.grad is not None for param in model.parameters())
 
 
+def far_from_zero(mesh: Any) -> dict[str, Twins]:
+    """Return both reports of gradients whose mean is a billion times what they differ by, in several sizes."""
+    found = {}
+    noise = torch.randn(5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    for name, values in (("near", 1e9 + noise), ("large", 1e160 * (1.0 + 1e-9 * noise)), ("one", 1e9 + noise[:1])):
+        whole: Any = Holder(weight=torch.ones_like(values), other=torch.ones(3, dtype=torch.float64))
+        parts: Any = Holder(
+            weight=distribute_tensor(whole.weight.detach(), mesh, [Shard(0)]),
+            other=distribute_tensor(whole.other.detach(), mesh, [Replicate()]),
+        )
+        others = values[0] * torch.ones(3, dtype=torch.float64)
+        whole.weight.grad, whole.other.grad = values.clone(), others.clone()
+        parts.weight.grad = distribute_tensor(values, mesh, [Shard(0)])
+        parts.other.grad = distribute_tensor(others, mesh, [Replicate()])
+        found[name] = [look(one, enable_gradient_clipping=False) for one in (parts, whole)]
+    return found
+
+
 def scaled(mesh: Any) -> dict[str, Any]:
     """Return what a scaler of DTensors does where rank 1 alone holds an element that is not finite, and then not."""
     whole = torch.ones(5, dtype=torch.float64)
@@ -259,6 +277,7 @@ def main() -> None:
         "replace-value": one_bad_shard(mesh, Shard(0), **replacing, max_grad_norm=2.5, clip_type="value"),
         "replace-agc": one_bad_shard(mesh, Replicate(), **replacing, clip_type="agc"),
         "replica": one_bad_replica(mesh),
+        "far": far_from_zero(mesh),
         "scaled": scaled(mesh),
         "stepped_inside": stepped_inside(mesh),
         "subnormal": [subnormal(mesh, scale) for scale in (1.0, 1e-5)],

@@ -72,8 +72,8 @@ def sent(model: nn.Module, **settings: Any) -> list[int]:
 
 @pytest.mark.parametrize("num_ranks", [2, 8, 1024])
 def test_a_report_is_two_collectives_of_a_size_that_does_not_know_the_ranks(pretend: Any, num_ranks: int) -> None:
-    """The sum has 64 bytes for each tensor and 16 for the loss, the maximum 16 for each tensor."""
-    assert sent(sharded(pretend(num_ranks), 5)) == [64 * 5 + 16, 16 * 5]
+    """The maximum has 16 bytes for each tensor, the sum after it 64 and 16 for the loss."""
+    assert sent(sharded(pretend(num_ranks), 5)) == [16 * 5, 64 * 5 + 16]
 
 
 @pytest.mark.parametrize("num_ranks", [2, 1024])
@@ -118,7 +118,7 @@ def test_whatever_the_settings_a_report_is_two_collectives(
 ) -> None:
     """Clipping each element takes 16 bytes more for each tensor, in the sum; replacing takes none."""
     more = 16 * 5 * (settings in ELEMENTWISE)
-    assert sent(sharded(pretend(8), 5, value), **settings) == [64 * 5 + 16 + more, 16 * 5]
+    assert sent(sharded(pretend(8), 5, value), **settings) == [16 * 5, 64 * 5 + 16 + more]
     assert 64 * 5 + 16 + more + 16 * 5 <= 128 * 5
 
 
@@ -138,7 +138,7 @@ def test_whatever_the_settings_a_step_between_reports_is_one_collective(
 def test_squares_beyond_the_range_of_a_float64_take_no_collective_more(pretend: Any, value: float) -> None:
     """Parameters of float64 take eight bytes more each, by which squares of any size can be added up."""
     model = sharded(pretend(8), 5, value, torch.float64)
-    assert sent(model) == [72 * 5 + 16, 16 * 5]
+    assert sent(model) == [16 * 5, 72 * 5 + 16]
     assert sent_each(model, 2, check_frequency=10)[1] == [72 * 5 + 16]
 
 
@@ -146,18 +146,18 @@ def test_clipping_by_unit_is_two_collectives(pretend: Any) -> None:
     """Replicas, of which a rank has all units, are limited like elements."""
     model = spread(pretend(8), 5, Replicate(), 1.0, torch.float32)
     sizes = sent_each(model, 2, clip_type="agc", agc_clip_factor=1e-3, check_frequency=2)
-    assert sizes == [[80 * 5 + 16], [80 * 5 + 16, 16 * 5]]
+    assert sizes == [[80 * 5 + 16], [16 * 5, 80 * 5 + 16]]
 
 
 def test_histograms_are_in_the_sum(pretend: Any) -> None:
     """A row with them has 384 and one number more for each group, and no collective more."""
     sizes = sent_each(sharded(pretend(8), 5), 4, log_histograms=True, grad_log_every_n_steps=2)
-    assert sizes == [[64 * 5 + 16, 16 * 5], [64 * 5 + 16 + 3080 * 5, 16 * 5]] * 2
+    assert sizes == [[16 * 5, 64 * 5 + 16], [16 * 5, 64 * 5 + 16 + 3080 * 5]] * 2
 
 
 def test_the_spread_of_ranks_takes_six_numbers_more(pretend: Any) -> None:
     """Whatever their number, and in the same two collectives."""
-    assert sent(sharded(pretend(1024), 5), per_rank=True) == [64 * 5 + 16 + 24, 16 * 5 + 24]
+    assert sent(sharded(pretend(1024), 5), per_rank=True) == [16 * 5 + 24, 64 * 5 + 16 + 24]
 
 
 def test_plain_tensors_send_nothing(pretend: Any) -> None:
@@ -176,5 +176,5 @@ def test_plain_shards_send_their_sizes_too(pretend: Any) -> None:
     manager = GradientManager(process_group=dist.group.WORLD)
     with Counted() as counted:
         report = manager.step(model, torch.optim.SGD(model.parameters(), lr=0.1), None, backward=False)
-    assert counted.sizes == [72 * 2 + 16, 16 * 2]
+    assert counted.sizes == [16 * 2, 72 * 2 + 16]
     assert report.statistics is not None

@@ -85,6 +85,15 @@ def test_a_fault_in_one_replica(ranks: list[Found]) -> None:
         assert (len(sizes), left) == (2, False)
 
 
+@pytest.mark.parametrize("case", ["near", "large", "one"])
+def test_a_mean_that_hides_the_variance(ranks: list[Found], case: str) -> None:
+    """Gradients in shards have the variance of the whole where the difference of two sums has none of its digits."""
+    for found in ranks:
+        parts, whole = found["far"][case]
+        assert not differences(parts, whole, tolerance=1e-6)
+        assert case == "one" or whole["parameters"]["weight"]["variance"] > 0
+
+
 def test_the_share_of_gradients_that_float16_cannot_hold(ranks: list[Found]) -> None:
     """In shards of float16 weights it is told of the part of each rank."""
     for found in ranks:
