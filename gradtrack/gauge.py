@@ -36,10 +36,6 @@ _DIVIDED = (
     "{} of the {} parameters are measured and clipped with other pairs, whose optimizers own them. "
     "Pass all optimizers as one sequence to clip by the norm of the whole model."
 )
-_GONE = (
-    "the optimizers step inside the backward pass: gradients that are spread over ranks are gone by now, "
-    "so there is nothing to report. Step after the backward pass to see them."
-)
 
 
 class Gauge:
@@ -89,8 +85,8 @@ class Gauge:
             self._passing = None
 
     def _watch_passing(self) -> None:
-        """Measure gradients as they pass from now on, unless they are spread over ranks."""
-        if self._passing is None and self.table.ranks is None:
+        """Measure gradients as they pass from now on."""
+        if self._passing is None:
             self._passing = Passing(self.table.params, self._measurer)
             self.coming_notes.append(_PASSING)
 
@@ -105,8 +101,6 @@ class Gauge:
             return self._passing.take(self.table)
         if self._passing is None and may_step_in_backward(self.table.params):
             self._watch_passing()
-            if self.table.ranks is not None:
-                self.coming_notes.append(_GONE)
         return self.table.gradients(only)
 
     def meet(self, facts: Callable[[], dict[str, Any]]) -> None:

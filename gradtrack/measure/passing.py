@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import nn
 
-from gradtrack.measure.gradients import Gradients
+from gradtrack.measure.gradients import Gradients, SharedGradients
+from gradtrack.measure.histograms import count_elements
 from gradtrack.measure.measurer import Measurer
-from gradtrack.measure.moments import WIDTH, Moments, Rows, merge
+from gradtrack.measure.moments import WIDTH, Moments, Rows, empty_row, merge
+from gradtrack.measure.shards import is_distributed, local_gradient
 from gradtrack.measure.table import ParameterTable
 
 _POWERS = np.array([1, 2, 1, 1, 0, 0, 0, 0])
@@ -36,14 +38,47 @@ class PassedGradients(Gradients):
         return np.zeros((len(self.layout.group_names), 1))
 
 
+class PassedShards(SharedGradients):
+    """What was measured of the parts that this rank had of gradients, merged with what passed on the others.
+
+    What is sent has the size of what is sent of gradients that are there, with nothing to clip and nothing to count.
+    """
+
+    __slots__ = ("_counts", "_rows")
+
+    def __init__(
+        self, table: ParameterTable, rows: Mapping[int, NDArray[np.float64]], counts: Mapping[int, int]
+    ) -> None:
+        assert table.ranks is not None
+        super().__init__(table.params, table.ranks, table.lay_out)
+        self.batch = self.tensors = []
+        self._has_gradient = np.array([id(param) in rows for param in table.params])
+        self._rows = np.array([rows.get(id(param), empty_row()) for param in table.params])
+        self._counts = np.array([counts.get(id(param), 0) for param in table.params])
+
+    def measure(self, measurer: Measurer, **options: Any) -> Moments:
+        """Return the sums over all ranks of the gradients as they passed."""
+        if options.get("limited") is not None:
+            options["limited"] = lambda _, here: np.zeros((len(here.rows), 2))
+        return super().measure(measurer, **options)
+
+    def _look(self, measurer: Measurer) -> tuple[Moments, NDArray[np.int64]]:
+        rows, layout = self._rows[self._positions], self.layout
+        return Moments(rows, *merge(rows, layout.group_of, len(layout.group_names))), self._counts[self._positions]
+
+    def _tally(self) -> Rows:
+        return count_elements([], [], len(self.layout.group_names))
+
+
 class Passing:
     """Hooks that come before an optimizer's own and measure every gradient of a backward pass."""
 
     def __init__(self, params: Sequence[nn.Parameter], measurer: Measurer) -> None:
         itself, self._rows = weakref.ref(self), dict[int, NDArray[np.float64]]()
+        self._counts: dict[int, int] = {}
         self._measurer, self._alone = measurer, np.zeros(1, dtype=np.int64)
 
-        def passes(param: Tensor) -> None:
+        def passes(param: nn.Parameter) -> None:
             owner = itself()
             if owner is not None and param.grad is not None:
                 owner._measure(param)
@@ -54,13 +89,17 @@ class Passing:
             _put_first(param._post_accumulate_grad_hooks, handle.id)
             self._handles.append(handle)
 
-    def _measure(self, param: Tensor) -> None:
-        moments = self._measurer.measure([param.grad], self._alone, 1)  # type: ignore[list-item]
+    def _measure(self, param: nn.Parameter) -> None:
+        grad: Any = local_gradient(param) if is_distributed(param) else param.grad
+        moments = self._measurer.measure([grad], self._alone, 1)
         self._rows[id(param)] = np.ldexp(moments.rows[0], moments.exponent * _POWERS)
+        self._counts[id(param)] = grad.numel()
 
-    def take(self, table: ParameterTable) -> PassedGradients:
+    def take(self, table: ParameterTable) -> Gradients:
         """Return what has passed since the last time."""
         rows, self._rows = self._rows, {}
+        if table.ranks is not None:
+            return PassedShards(table, rows, self._counts)
         present = [index for index, param in enumerate(table.params) if id(param) in rows]
         found = np.array([rows[id(table.params[index])] for index in present]).reshape(-1, WIDTH)
         return PassedGradients(table.passed(present), found)

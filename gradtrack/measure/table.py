@@ -89,14 +89,14 @@ class ParameterTable:
     def gradients(self, only: Container[int] | None = None) -> Gradients:
         """Collect the gradients that the parameters have now; with `only`, those of the parameters with these ids."""
         if self.ranks is not None:
-            return SharedGradients(self.params, self.ranks, self._lay_out_cached, only)
+            return SharedGradients(self.params, self.ranks, self.lay_out, only)
         found = list(map(_grad, self.params))
         present: Sequence[int] = self._everything
         if only is not None or not all(map(is_not, found, repeat(None))):
             present = [index for index, grad in enumerate(found) if grad is not None]
             if only is not None:
                 present = [index for index in present if id(self.params[index]) in only]
-        layout = self._lay_out_cached(present)
+        layout = self.lay_out(present)
         tensors = found if len(present) == len(found) else [found[index] for index in present]
         if not self._has_complex and set(map(_layout, tensors)) <= _DENSE:
             return Gradients(tensors, layout, {})
@@ -105,18 +105,19 @@ class ParameterTable:
     def resize(self, grads: Gradients) -> None:
         """Take the sizes of parameters anew that were given data of another shape."""
         self._layout = None
-        grads.layout = self._lay_out_cached(self._present)
+        grads.layout = self.lay_out(self._present)
 
     def passed(self, present: Sequence[int]) -> Gradients:
         """Return gradients of the parameters at these positions that are not there any more."""
-        return Gradients([], self._lay_out_cached(present), {})
+        return Gradients([], self.lay_out(present), {})
 
-    def _lay_out_cached(self, present: Sequence[int]) -> Layout:
+    def lay_out(self, present: Sequence[int]) -> Layout:
+        """Return the layout of the gradients of the parameters at these positions."""
         if self._layout is None or present != self._present:
-            self._layout, self._present = self._lay_out(present), present
+            self._layout, self._present = self._lay_out_anew(present), present
         return self._layout
 
-    def _lay_out(self, present: Sequence[int]) -> Layout:
+    def _lay_out_anew(self, present: Sequence[int]) -> Layout:
         there = set(present)
         return Layout(
             [self.names[index] for index in present],

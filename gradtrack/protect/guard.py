@@ -12,7 +12,7 @@ from torch import Tensor
 from gradtrack.errors import NonFiniteGradientError
 from gradtrack.measure.gradients import Foresight, Gradients
 from gradtrack.measure.moments import Moments, true_norm
-from gradtrack.measure.passing import PassedGradients
+from gradtrack.measure.passing import PassedGradients, PassedShards
 from gradtrack.protect.clipping import GradientClipper
 from gradtrack.protect.nonfinite import NaNInfHandler, count_nonfinite
 
@@ -49,7 +49,7 @@ class Guard:
         Where a loss scaler decides (`scaled`), non-finite gradients are counted and left to it. Without `remember` the
         clipping windows stay as they are.
         """
-        if isinstance(grads, PassedGradients):
+        if isinstance(grads, (PassedGradients, PassedShards)):
             return self._too_late(grads, moments)
         if moments.finite or not self._handler.config.enable_nan_inf_check:
             action = "none" if self._handler.config.enable_nan_inf_check else "off"

@@ -229,9 +229,10 @@ def scaled(mesh: Any) -> dict[str, Any]:
     return {"reports": reports, "weights": weights, "scales": scales}
 
 
-def stepped_inside(mesh: Any) -> dict[str, Any]:
-    """Return the notes and the missing parameters where optimizers step shards inside the backward pass."""
-    model, reports = shards_of(make_model(), mesh), []
+def stepped_inside(mesh: Any, **settings: Any) -> dict[str, Any]:
+    """Return what is told where optimizers step shards inside the backward pass, beside an ordinary loop's reports."""
+    whole = make_model()
+    model, found, notes, sizes = shards_of(whole, mesh), [], [], []
     optimizers = {param: torch.optim.SGD([param], lr=0.1) for param in model.parameters() if param.requires_grad}
 
     def step(param: Tensor) -> None:
@@ -240,10 +241,23 @@ def stepped_inside(mesh: Any) -> dict[str, Any]:
 
     for param in optimizers:
         param.register_post_accumulate_grad_hook(step)
-    manager = GradientManager()
-    for batch in batches(2):
-        reports.append(manager.step(model, list(optimizers.values()), model(batch).square().mean()))
-    return {"notes": [list(one.notes) for one in reports], "missing": [one["statistics"]["missing"] for one in reports]}
+    options = {"track_parameters": True, "enable_gradient_clipping": False}
+    manager, plain = GradientManager({**options, **settings}), GradientManager(options)
+    optimizer = torch.optim.SGD(whole.parameters(), lr=0.1)
+    for batch in batches(4):
+        loss = model(batch).square().mean()
+        loss.backward()
+        with Counted() as counted:
+            report = manager.step(model, list(optimizers.values()), loss, backward=False)
+        other = plain.step(whole, optimizer, whole(batch).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(
+            [one.model_dump(mode="json", include={"statistics", "groups", "parameters"}) for one in (report, other)]
+        )
+        notes.append(list(report.notes))
+        sizes.append(counted.sizes)
+    return {"notes": notes, "reports": found, "sizes": sizes}
 
 
 def subnormal(mesh: Any, scale: float) -> float:
@@ -280,6 +294,7 @@ def main() -> None:
         "far": far_from_zero(mesh),
         "scaled": scaled(mesh),
         "stepped_inside": stepped_inside(mesh),
+        "stepped_inside_value": stepped_inside(mesh, enable_gradient_clipping=True, clip_type="value"),
         "subnormal": [subnormal(mesh, scale) for scale in (1.0, 1e-5)],
     }
     Path(sys.argv[1]).with_suffix(f".{dist.get_rank()}.json").write_text(json.dumps(found))

@@ -112,10 +112,16 @@ def test_a_loss_scaler_of_dtensors(ranks: list[Found]) -> None:
         assert second["statistics"]["total_norm"] == pytest.approx(2.0 * float(hostile.VALUES.norm()))
 
 
-def test_shards_that_are_stepped_inside_the_backward_pass(ranks: list[Found]) -> None:
-    """Nothing is left to be measured, nobody waits for another, and a note says so once."""
+@pytest.mark.parametrize("case", ["stepped_inside", "stepped_inside_value"])
+def test_shards_that_are_stepped_inside_the_backward_pass(ranks: list[Found], case: str) -> None:
+    """After a first step that finds nothing they are measured as they pass, and merged as others are."""
     for found in ranks:
-        first, second = found["stepped_inside"]["notes"]
-        assert any("inside the backward pass" in note for note in first)
-        assert second == []
-        assert [len(missing) for missing in found["stepped_inside"]["missing"]] == [4, 4]
+        told = found[case]
+        assert [any("inside the backward pass" in note for note in notes) for notes in told["notes"]] == [
+            True,
+            *[False] * 3,
+        ]
+        assert len(told["reports"][0][0]["statistics"]["missing"]) == 4
+        for parts, whole in told["reports"][1:]:
+            assert not differences(parts, whole)
+        assert all(sizes == told["sizes"][0] and len(sizes) == 2 for sizes in told["sizes"])
