@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -22,7 +22,8 @@ from gradtrack.measure.weights import norms_from_squares, weight_norms, weight_s
 
 _LOCAL_PARTS = (
     "the parameters are spread over ranks: analyzers look at the parts that this rank holds, "
-    "so their numbers are those of this rank, and what they find is told by manager.diagnose() only."
+    "so their numbers, those of updates excepted, are those of this rank, and what they find opens an issue "
+    "where most ranks find it. manager.diagnose() tells what is found here."
 )
 _NO_RANKS = (
     "per_rank has nothing to compare: the gradients are plain tensors, which DDP makes the same on every rank. "
@@ -36,6 +37,8 @@ _DIVIDED = (
     "{} of the {} parameters are measured and clipped with other pairs, whose optimizers own them. "
     "Pass all optimizers as one sequence to clip by the norm of the whole model."
 )
+_MOST_BYTES, _BYTES_OF_GROUP, _BYTES_BESIDE = 128, 48, 184
+"""What a rank gives to a report at most, for each parameter; what numbers of a group take, and those of the whole."""
 
 
 class Gauge:
@@ -103,18 +106,33 @@ class Gauge:
             self._watch_passing()
         return self.table.gradients(only)
 
-    def meet(self, facts: Callable[[], dict[str, Any]]) -> None:
+    def meet(self, facts: Callable[[], dict[str, Any]], offers: Sequence[str] = ()) -> list[str] | None:
         """Make sure that all ranks which share the parameters are about to send and decide alike.
 
         They meet when the parameters are new, and when a setting has changed that says what is sent; `facts` are those
-        of the pair.
+        of the pair. Return which of the offers all of them make, or None where they need not meet.
         """
         ranks = self.table.ranks
         if ranks is None or (ranks, settings := self._settings()) == self._agreed:
-            return
+            return None
         known = {"parameters": len(self.table.names), "names": digest((self.table.names, self.table.group_names))}
-        agree(ranks.members, {**settings, **known, **facts()})
+        found = agree(ranks.members, {**settings, **known, **facts()}, offers)
         self._agreed = ranks, settings
+        return [offer for offer, count in found.items() if count == len(ranks.members)]
+
+    def groups_to_send(self) -> list[str]:
+        """Return the groups, unless numbers of them would make a report too large to send."""
+        ranks, names = self.table.ranks, self.table.group_names
+        if ranks is None:
+            return names
+        elementwise = self._config.enable_gradient_clipping and self._config.effective_clip_type in ("value", "agc")
+        room = _MOST_BYTES - ranks.bytes_of_each - 16 * elementwise
+        return names if _BYTES_OF_GROUP * len(names) + _BYTES_BESIDE <= room * len(self.table.params) else []
+
+    def counts_as(self) -> dict[str, float]:
+        """Return for each parameter how often a sum over the ranks has to count what is here."""
+        table = self.table
+        return {} if table.ranks is None else dict(zip(table.names, table.ranks.counts_as(), strict=True))
 
     def _settings(self) -> dict[str, Any]:
         """Return the settings by which it is decided what is sent."""
@@ -140,8 +158,9 @@ class Gauge:
         row_due: bool,
         first_nonfinite: bool = False,
         limited: Foresight | None = None,
+        more: Sequence[float] = (),
     ) -> Moments:
-        """Measure gradients and the loss; over ranks, where a row is due, the weights with them.
+        """Measure gradients and the loss; over ranks, where a row is due, the weights with them, and `more` numbers.
 
         Over ranks what clipping will do (`limited`) goes along, and where an element that is not finite makes a row
         (`first_nonfinite`) what only a row shows. What is asked for must follow from the step and the settings alone,
@@ -162,6 +181,7 @@ class Gauge:
                 spread=facts.full and config.per_rank,
                 limited=limited,
                 tally=tally,
+                more=more,
             )
             self._take_shared(grads, facts, weighed=weigh)
         else:

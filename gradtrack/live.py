@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
-from gradtrack import registry
+from gradtrack import registry, verdicts
 from gradtrack.analyzers.base import Analyzer, Snapshot
 from gradtrack.eager import EagerSteps, is_compiled
 from gradtrack.errors import InputTypeError, UsageError
@@ -22,6 +22,9 @@ from gradtrack.signals import pass_on
 
 _logger = logging.getLogger("gradtrack")
 _PATIENCE = 3
+_VERDICTS = "verdicts"
+_NOT_WHOLE = "{}: left out, since parameters that are spread over ranks are not whole here."
+_NOT_EVERYWHERE = "{}: left out, since it has to run on every rank that shares the parameters."
 _EAGER = "the model is compiled: steps at which an analyzer looks inside it run eagerly; nothing is compiled again."
 
 
@@ -38,6 +41,11 @@ class LiveAnalyzers:
         self._armed: set[str] = set()
         self._alert: int | None = None
         self._idle: set[str] = set()
+        self._sharing: dict[str, Analyzer] = {}
+        self._sums: dict[str, Sequence[float] | None] = {}
+        self._judges = False
+        self.verdicts: list[Issue] | None = None
+        """The issues on which all ranks have just agreed; None at most steps."""
         self._eager, self._told_eager = EagerSteps(), False
         self.chosen: list[str] = []
 
@@ -82,17 +90,73 @@ class LiveAnalyzers:
         """Make every analyzer due at a step, because something has just happened."""
         self._alert = step
 
+    @property
+    def local(self) -> bool:
+        """Whether any of them tells what it finds on this rank alone."""
+        return any(not one.adds_up for name, one in self._analyzers.items() if name not in self._idle)
+
+    @property
+    def offers(self) -> list[str]:
+        """Name what can be added up over ranks: the numbers of some, and the verdicts of all."""
+        return [*(name for name, one in self._analyzers.items() if one.adds_up), *([_VERDICTS] if self else [])]
+
+    def share(self, names: Iterable[str]) -> None:
+        """Add up what all ranks offer from now on, also where an analyzer fails here later."""
+        wanted = sorted(names)
+        self._judges = _VERDICTS in wanted
+        wanted = [name for name in wanted if name != _VERDICTS]
+        self._sharing = {name: self._analyzers.get(name) or self._sharing[name] for name in wanted}
+        self._idle.difference_update(wanted)
+
+    def contribute(
+        self, step: int, groups: Sequence[str], snapshot: Callable[[], Snapshot]
+    ) -> tuple[list[float], Callable[[Sequence[float], int], None]]:
+        """Return what ranks are to add up at a step, and what takes the sums over a number of ranks."""
+        sizes = {name: one.num_sums(step, len(groups)) for name, one in self._sharing.items()}
+        sizes = {name: size for name, size in sizes.items() if size}
+        judged, found = self._judges and verdicts.due(step), list[float]()
+        shown = snapshot() if sizes else None
+        for name, size in sizes.items():
+            found += self._numbers(name, size, shown, groups)
+        start = len(found)
+        found += verdicts.pack(self.issues()) if judged else []
+
+        def take(sums: Sequence[float], num_ranks: int) -> None:
+            self._take(sizes, sums, num_ranks)
+            self.verdicts = verdicts.unpack(sums[start:], num_ranks, step) if judged else None
+
+        return found, take
+
+    def _numbers(self, name: str, size: int, snapshot: Any, groups: Sequence[str]) -> list[float]:
+        """Return a one and the numbers of an analyzer, only zeros where there are none."""
+        analyzer = self._analyzers.get(name)
+        numbers = None if analyzer is None else self._guard(name, lambda: list(analyzer.sums(snapshot, groups)))
+        return [1.0, *numbers] if numbers and len(numbers) == size else [0.0] * (size + 1)
+
+    def _take(self, sizes: Mapping[str, int], sums: Sequence[float], num_ranks: int) -> None:
+        """Take the sums of which every rank has had its part."""
+        start = 0
+        for name, size in sizes.items():
+            whole = round(sums[start]) == num_ranks
+            self._sums[name] = list(sums[start + 1 : start + 1 + size]) if whole else None
+            start += size + 1
+
     def rest(self) -> list[str]:
-        """Let those have no turn from now on that compute with whole parameters; name those that had one before.
+        """Let those have no turn from now on that compute with whole parameters; return notes of those that had one.
 
         Where parameters are spread over ranks they would have to be gathered, and a rank whose analyzer has failed
         would leave the others waiting.
         """
-        new = [name for name, one in self._analyzers.items() if one.needs_whole_parameters and name not in self._idle]
-        self._idle.update(new)
-        for name in new:
-            self._disarm(name)
-        return new
+        alone = [name for name, one in self._analyzers.items() if one.adds_up and name not in self._sharing]
+        split = [name for name, one in self._analyzers.items() if one.needs_whole_parameters]
+        notes = []
+        for names, text in ((split, _NOT_WHOLE), (alone, _NOT_EVERYWHERE)):
+            new = [name for name in names if name not in self._idle]
+            self._idle.update(new)
+            for name in new:
+                self._disarm(name)
+            notes += [text.format(" and ".join(new))] if new else []
+        return notes
 
     def arm(self, model: nn.Module, step: int) -> None:
         """Let those analyzers place their hooks that are due at the coming step, which then runs eagerly."""
@@ -136,8 +200,10 @@ class LiveAnalyzers:
         return reports, notes
 
     def _shown_to(self, name: str, snapshot: Snapshot) -> Snapshot:
-        """Contain the faults of what an analyzer leaves to be called from within the optimizer's step."""
+        """Give an analyzer its sums, and contain the faults of what it leaves to be called from an optimizer's step."""
         call = snapshot.call_before_step
+        if self._sharing:
+            snapshot = replace(snapshot, sums=self._sums.pop(name, None))
         if call is None:
             return snapshot
         return replace(snapshot, call_before_step=lambda look: call(lambda: self._guard(name, look)))

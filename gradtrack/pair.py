@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from gradtrack.judgement import Judgement
 from gradtrack.late import LateStep, can_wait, on_device
 from gradtrack.live import LiveAnalyzers
 from gradtrack.measure.agreement import digest
-from gradtrack.measure.gradients import Gradients
+from gradtrack.measure.gradients import Gradients, SharedGradients
 from gradtrack.measure.measurer import Measurer
 from gradtrack.measure.moments import Moments
 from gradtrack.measure.shards import unwrapped
@@ -33,6 +34,7 @@ from gradtrack.reports import Issue, LateReport, StepReport
 from gradtrack.scaling import Scale, ScalerLog
 from gradtrack.stepping import Stepping
 
+Take = Callable[[Sequence[float], int], None]
 Components = tuple[GradientMonitor, GradientClipper, NaNInfHandler]
 
 
@@ -207,7 +209,7 @@ class Pair:
         facts = outcome.facts
         self._stepping.forget_found_inf()
         scaled = outcome.scale is not None
-        self.gauge.meet(self._remembered)
+        more, take = self._meet(grads, outcome) if self.table.ranks is not None else ((), _nothing)
         moments = self.gauge.read(
             grads,
             facts,
@@ -215,7 +217,10 @@ class Pair:
             row_due=outcome.event and facts.full,
             first_nonfinite=not (self.judgement.nonfinite_before or outcome.repeated),
             limited=self.guard.foresight(scaled=scaled),
+            more=more,
         )
+        if isinstance(grads, SharedGradients):
+            take(grads.merged.more, len(grads.ranks.members))
         made = self.guard.protect(grads, moments, self._stepped(), scaled=scaled, remember=not outcome.repeated)
         facts.nan_inf, facts.clipping, facts.skipped = made.nan_inf, made.clipping, made.skipped
         outcome.error = made.error
@@ -229,6 +234,23 @@ class Pair:
             self.gauge.weigh(facts)
         self._look(grads, outcome)
         self._keep(moments, outcome)
+
+    def _meet(self, grads: Gradients, outcome: Outcome) -> tuple[Sequence[float], Take]:
+        """Agree with the other ranks; return what they add up for the analyzers, and what takes the sums."""
+        common = self.gauge.meet(self._remembered, self.analyzers.offers)
+        if common is not None:
+            self.analyzers.share(common)
+        if outcome.repeated or not self.gauge.has_shards:
+            return (), _nothing
+        shown, groups = partial(self._unmeasured_snapshot, grads), self.gauge.groups_to_send()
+        more, take_sums = self.analyzers.contribute(self.step_count, groups, shown)
+
+        def take(sums: Sequence[float], num_ranks: int) -> None:
+            take_sums(sums, num_ranks)
+            if self.analyzers.verdicts is not None:
+                self.judgement.hear(self.analyzers.verdicts)
+
+        return more, take
 
     def _remembered(self) -> dict[str, Any]:
         """Return what ranks decide by beside the settings and the sums: it has to be the same on all of them."""
@@ -255,23 +277,33 @@ class Pair:
     def _look(self, grads: Gradients, outcome: Outcome) -> None:
         """Let the analyzers that are due look at the step, and arm those that are due at the next one."""
         facts, step = outcome.facts, self.step_count
-        facts.notes = [*self.coming_notes, *self.analyzers.chosen, *self.gauge.notes(analyzed=bool(self.analyzers))]
+        facts.notes = [*self.coming_notes, *self.analyzers.chosen, *self.gauge.notes(analyzed=self.analyzers.local)]
         self.coming_notes, self.analyzers.chosen = [], []
         if not self.analyzers:
             return
-        if self.gauge.has_shards and (resting := self.analyzers.rest()):
-            names = " and ".join(resting)
-            facts.notes.append(f"{names}: left out, since parameters that are spread over ranks are not whole here.")
+        if self.gauge.has_shards:
+            facts.notes += self.analyzers.rest()
         if self.analyzers.due(step):
             reports, notes = self.analyzers.inspect(self._snapshot(grads, outcome))
             facts.analyzers = reports
             facts.notes = facts.notes + notes
-            # Judging a window costs more than looking at a step; what one rank sees of its part is no verdict of all.
+            # Judging a window costs more than looking at a step; what one rank sees of its part is one voice of many.
             if rarely(step) and not self.gauge.has_shards:
                 self.judgement.hear(self.analyzers.issues())
             outcome.late = [one for one in reports.values() if isinstance(one, LateReport) and one.step != step]
             outcome.event = outcome.event or len(reports) > len(outcome.late)
         self.analyzers.arm(self.model, step + 1)
+
+    def _unmeasured_snapshot(self, grads: Gradients) -> Snapshot:
+        """Return what there is to see of shards before the ranks have exchanged their sums."""
+        return Snapshot(
+            step=self.step_count,
+            model=unwrapped(self.model),
+            optimizers=self.optimizers,
+            gradients=dict(zip(grads.layout.names, grads.tensors, strict=True)) if grads.tensors else {},
+            elsewhere=self.gauge.left_out,
+            counts_as=self.gauge.counts_as(),
+        )
 
     def _snapshot(self, grads: Gradients, outcome: Outcome) -> Snapshot:
         facts = outcome.facts
@@ -290,6 +322,7 @@ class Pair:
             series=self.judgement.series,
             call_before_step=self._stepping.call_before_step,
             elsewhere=self.gauge.left_out,
+            counts_as=self.gauge.counts_as() if self.gauge.has_shards else None,
         )
 
     def diagnose(self) -> list[Issue]:
@@ -326,6 +359,10 @@ class Pair:
         self.analyzers.load_state_dict(state["analyzers"])
         self.analyzers.close()
         self.analyzers.arm(self.model, self.step_count + 1)
+
+
+def _nothing(sums: Sequence[float], num_ranks: int) -> None:
+    """Take no sums."""
 
 
 def _summable(loss: Tensor | float) -> Tensor | float:

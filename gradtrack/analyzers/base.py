@@ -87,6 +87,9 @@ class Snapshot:
     `gradients` are those that the optimizer will see, by parameter name; `norms` are the pre-clip norms, and `groups`
     the group of each. `call_before_step(look)` calls `look()` once, just before an optimizer takes its gradients. The
     parameters with the ids in `elsewhere` belong to other pairs of the same model.
+
+    Where ranks share the parameters, `gradients` are the parts that are here, `counts_as` says for each parameter how
+    often a sum over the ranks is to count what is here, and `sums` is what they have added up for this analyzer.
     """
 
     step: int
@@ -103,6 +106,8 @@ class Snapshot:
     series: Series | None = None
     call_before_step: Callable[[Callable[[], None]], None] | None = None
     elsewhere: Container[int] = ()
+    counts_as: Mapping[str, float] | None = None
+    sums: Sequence[float] | None = None
 
     def params(self) -> dict[str, nn.Parameter]:
         """Return the parameters of the model by name, without those that belong to other pairs."""
@@ -126,6 +131,8 @@ class Analyzer(ABC):
     schedule: ClassVar[Schedule] = staticmethod(rarely)
     needs_whole_parameters: ClassVar[bool] = False
     """Whether a look computes with the parameters themselves, which then must not be spread over ranks."""
+    adds_up: ClassVar[bool] = False
+    """Whether what it has to say follows from sums, which ranks that share the parameters then add up for it."""
 
     @classmethod
     def suits(cls, model: nn.Module) -> str | None:
@@ -138,6 +145,17 @@ class Analyzer(ABC):
 
     def arm(self, model: nn.Module) -> None:
         """Place the hooks that the next step needs."""
+
+    def num_sums(self, step: int, num_groups: int) -> int:
+        """Return how many numbers ranks add up at a step, which must follow from the arguments alone."""
+        return 0
+
+    def sums(self, snapshot: Snapshot, groups: Sequence[str]) -> Sequence[float]:
+        """Return as many numbers, before the gradients are clipped; or none, so that all ranks go without.
+
+        `groups` are the names of all groups, or none where their numbers would be too many to send.
+        """
+        return ()
 
     @abstractmethod
     def inspect(self, snapshot: Snapshot) -> Report | None:

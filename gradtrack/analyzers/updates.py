@@ -14,7 +14,7 @@ from gradtrack.errors import UsageError
 from gradtrack.measure import grouping
 from gradtrack.measure.samples import MOST
 from gradtrack.measure.untouched import offline_steps, untouched
-from gradtrack.measure.update_sums import OptimizerMoments, UpdateSums, WeightSample
+from gradtrack.measure.update_sums import NUM_SHORT, NUM_SUMS, OptimizerMoments, UpdateSums, WeightSample
 from gradtrack.records import Metric, Panel
 from gradtrack.reports import LateReport, Report
 from gradtrack.reports.base import finite_only
@@ -83,8 +83,9 @@ class UpdatesAnalyzer(Analyzer):
 
     The ratio ‖Δw‖/‖w‖ comes from the values, so it is right for momentum, adaptive rates, weight decay and clipping
     alike. At most 65,536 elements of a tensor are looked at, always the same ones. Since the step comes after the
-    report of its gradients, it is reported with the next one and recorded under its own step. Reference: the update
-    ratio of Karpathy's CS231n notes.
+    report of its gradients, it is reported with the next one and recorded under its own step. Ranks that share the
+    parameters each look at the parts that they hold and add up what they have found: the report is that of the whole,
+    with two numbers for each group. Reference: the update ratio of Karpathy's CS231n notes.
 
     Cost: on every 4th step up to 64, then on every 64th, a copy and a few reductions of the samples.
 
@@ -104,7 +105,7 @@ class UpdatesAnalyzer(Analyzer):
     """
 
     report_type: ClassVar[type[Report]] = UpdatesReport
-    needs_whole_parameters: ClassVar[bool] = True
+    adds_up: ClassVar[bool] = True
     schedule: ClassVar[Schedule] = staticmethod(often)
     panels: ClassVar[tuple[Panel, ...]] = (
         Panel(title="Update to weight", section="updates", metrics=("updates/ratio",), log_scale=True),
@@ -130,6 +131,7 @@ class UpdatesAnalyzer(Analyzer):
             raise UsageError(f"max_elements {max_elements}: expected at least 1.")
         self._model, self._most = model, max_elements
         self._before: tuple[int, WeightSample] | None = None
+        self._groups: list[str] = []
 
     @classmethod
     def suits(cls, model: nn.Module) -> str | None:
@@ -165,10 +167,26 @@ class UpdatesAnalyzer(Analyzer):
     def due(self, step: int) -> bool:
         return type(self).schedule(step) or type(self).schedule(step - 1)
 
+    def num_sums(self, step: int, num_groups: int) -> int:
+        return NUM_SUMS + NUM_SHORT * num_groups if step > 1 and type(self).schedule(step - 1) else 0
+
+    def sums(self, snapshot: Snapshot, groups: Sequence[str]) -> Sequence[float]:
+        before, self._groups = self._before, list(groups)
+        if before is None or before[0] != snapshot.step - 1:
+            return ()
+        found = _sums(before[1], snapshot.gradients, snapshot.optimizers, self._most, snapshot.counts_as)
+        numbers = _together(found).numbers()
+        for group in groups:
+            numbers += found.get(group, UpdateSums()).numbers()[:NUM_SHORT]
+        return numbers
+
     def inspect(self, snapshot: Snapshot) -> UpdatesReport | None:
         report, before, self._before = None, self._before, None
         if before is not None and before[0] == snapshot.step - 1:
-            report = _report(*before, snapshot.gradients, snapshot.optimizers, self._most)
+            if snapshot.counts_as is None:
+                report = _report(*before, snapshot.gradients, snapshot.optimizers, self._most)
+            elif snapshot.sums is not None:
+                report = _report_of_all(before[0], snapshot.sums, self._groups)
         if type(self).schedule(snapshot.step) and not snapshot.skipped:
             sample = WeightSample(snapshot.model, snapshot.gradients, snapshot.groups, self._most)
             self._before = (snapshot.step, sample)
@@ -178,20 +196,18 @@ class UpdatesAnalyzer(Analyzer):
 def _report(
     step: int, before: WeightSample, gradients: Mapping[str, Tensor], optimizers: Sequence[Any], most: int
 ) -> UpdatesReport:
-    after, following = before.after(), before.following(gradients)
-    moments = OptimizerMoments(optimizers, most)
-    everything, groups = UpdateSums(), {group: UpdateSums() for group in dict.fromkeys(before.groups.values())}
-    for name, weights in before.weights.items():
-        groups[before.groups[name]].add(
-            before.share(name),
-            weights,
-            after[name],
-            before.gradients.get(name),
-            following.get(name),
-            moments.of(before.params[name]),
-        )
-    for sums in groups.values():
-        everything.merge(sums)
+    groups = _sums(before, gradients, optimizers, most)
+    return _described(step, _together(groups), groups)
+
+
+def _report_of_all(step: int, sums: Sequence[float], names: Sequence[str]) -> UpdatesReport:
+    """Return the report of what all ranks have added up: the numbers of the whole, then few of each group."""
+    rest = [sums[start : start + NUM_SHORT] for start in range(NUM_SUMS, len(sums), NUM_SHORT)]
+    groups = {name: UpdateSums.of(numbers) for name, numbers in zip(names, rest, strict=True)}
+    return _described(step, UpdateSums.of(sums[:NUM_SUMS]), groups)
+
+
+def _described(step: int, everything: UpdateSums, groups: Mapping[str, UpdateSums]) -> UpdatesReport:
     return UpdatesReport(
         step=step,
         groups={group: GroupUpdates(**_numbers(sums)) for group, sums in groups.items() if sums.num_sampled},
@@ -199,8 +215,35 @@ def _report(
     )
 
 
+def _sums(
+    before: WeightSample,
+    gradients: Mapping[str, Tensor],
+    optimizers: Sequence[Any],
+    most: int,
+    counts_as: Mapping[str, float] | None = None,
+) -> dict[str, UpdateSums]:
+    """Return the sums of every group; of a parameter that other ranks have as well only as much as `counts_as` says."""
+    after, following = before.after(), before.following(gradients)
+    moments = OptimizerMoments(optimizers, most)
+    groups = {group: UpdateSums() for group in dict.fromkeys(before.groups.values())}
+    for name, weights in before.weights.items():
+        gradient, own = before.gradients.get(name), moments.of(before.params[name])
+        one = UpdateSums()
+        one.add(before.share(name), weights, after[name], gradient, following.get(name), own)
+        groups[before.groups[name]].merge(one, 1.0 if counts_as is None else counts_as.get(name, 0.0))
+    return groups
+
+
+def _together(groups: Mapping[str, UpdateSums]) -> UpdateSums:
+    found = UpdateSums()
+    for sums in groups.values():
+        found.merge(sums)
+    return found
+
+
 def _numbers(sums: UpdateSums) -> dict[str, Any]:
-    return {name: getattr(sums, name) for name in (*_NUMBERS, "num_elements", "num_sampled")}
+    counts = {name: round(getattr(sums, name)) for name in ("num_elements", "num_sampled")}
+    return {name: getattr(sums, name) for name in _NUMBERS} | counts
 
 
 def _medians(reports: Sequence[UpdatesReport]) -> UpdatesReport:

@@ -158,12 +158,14 @@ class SharedGradients(Gradients):
         spread: bool = False,
         limited: Foresight | None = None,
         tally: bool = False,
+        more: Sequence[float] = (),
     ) -> Moments:
         """Return the sums over all ranks, and leave what else was asked for in `merged`.
 
         That are the sums of an extra number per parameter, the loss, how the ranks differ, what an elementwise
-        clipping is going to do and, with `tally`, the counts of a histogram for each group. Without `ends` the smallest
-        and largest elements stay unknown, which saves a collective, unless some element is not finite.
+        clipping is going to do, with `tally` the counts of a histogram for each group, and the sums of `more`. Without
+        `ends` the smallest and largest elements stay unknown, which saves a collective, unless some element is not
+        finite.
         """
         positions, layout = self._positions, self.layout
         here, counts = self._look(measurer)
@@ -180,6 +182,7 @@ class SharedGradients(Gradients):
             extra=np.zeros(len(self._has_gradient)) if extra is None else extra,
             limited=None if limited is None else limited(self, here)[there],
             tallies=self._tally() if tally else None,
+            more=more,
             loss=loss,
             ends=ends,
             ends_if_nonfinite=ends_if_nonfinite,

@@ -32,7 +32,7 @@ class Share:
 
     `around` returns their sums and sums of squares about given centres, and `sizes` are the element counts of all
     parameters, whole. `limited` has for each of them what an elementwise clipping would limit and the sum of squares
-    that it would leave, and `tallies` are counts to be added up. `ends` asks for the smallest and
+    that it would leave, `tallies` are counts to be added up, and `more` other numbers. `ends` asks for the smallest and
     largest elements, `ends_if_nonfinite` only where any element is not finite, and `spread` for the differences between
     ranks, which come with them. What is there and what is asked for is the same on every rank, or the ranks would wait
     for each other.
@@ -46,6 +46,7 @@ class Share:
     extra: NDArray[np.float64]
     limited: NDArray[np.float64] | None = None
     tallies: NDArray[np.float64] | None = None
+    more: Sequence[float] = ()
     loss: float | None = None
     ends: bool = True
     ends_if_nonfinite: bool = False
@@ -64,6 +65,7 @@ class Merged(NamedTuple):
     """The numbers of elements, where those of a parameter cannot tell."""
     limited: NDArray[np.float64] | None
     tallies: NDArray[np.float64]
+    more: list[float]
     loss: float | None
     spread: dict[str, Any] | None
     has_ends: bool
@@ -110,6 +112,16 @@ class Ranks:
         found: Rows = counts * (self._shards[positions] / len(self.members))[:, None]
         return found
 
+    def counts_as(self) -> list[float]:
+        """Return for each parameter how often a sum over the ranks has to count what this rank holds of it."""
+        found: list[float] = (self._shards / len(self.members)).tolist()
+        return found
+
+    @property
+    def bytes_of_each(self) -> int:
+        """Return how many bytes a rank gives to a report for each parameter, whatever the settings."""
+        return 80 + 8 * self._wide + 8 * self._plain_shards
+
     def merge(self, share: Share) -> Merged:
         """Merge what this rank has measured with what all others have."""
         highs, apart = self._find_ends(share) if share.ends else (None, None)
@@ -127,11 +139,12 @@ class Ranks:
         finite = (share.sizes if counts is None else counts) - rows[:, NAN:].sum(axis=1)
         centred = take_back(rows, np.ldexp(centres, -exponent), finite) if centres.any() else None
         limited = None if share.limited is None else rest[:, self._plain_shards :]
-        tallies = np.rint(more[3 * share.spread :])
+        tail = more[3 * share.spread :]
+        tallies, others = np.rint(tail[: len(tail) - len(share.more)]), tail[len(tail) - len(share.more) :].tolist()
         mean = float(loss[0] / loss[1]) if loss[1] else None
         present, extra = sums[:, _PRESENT] > 0, sums[:, _EXTRA] / copies
         return Merged(
-            rows, exponent, present, extra, counts, limited, tallies, mean, spread, highs is not None, centred
+            rows, exponent, present, extra, counts, limited, tallies, others, mean, spread, highs is not None, centred
         )
 
     def _add_up(self, share: Share, centres: Floats) -> tuple[Rows, NDArray[np.float64], NDArray[np.float64]]:
@@ -154,7 +167,9 @@ class Ranks:
         loss = [0.0 if share.loss is None else share.loss, float(share.loss is not None)]
         tail = Spread.sums(share.rows, share.exponent) if share.spread else []
         tallies = np.zeros(0) if share.tallies is None else share.tallies.ravel()
-        found = self._reduce(np.concatenate([sums.ravel(), loss, tail, tallies]), torch.distributed.ReduceOp.SUM)
+        found = self._reduce(
+            np.concatenate([sums.ravel(), loss, tail, tallies, share.more]), torch.distributed.ReduceOp.SUM
+        )
         size = sums.size
         return found[:size].reshape(sums.shape), found[size : size + 2], found[size + 2 :]
 

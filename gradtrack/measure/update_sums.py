@@ -10,13 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from gradtrack.measure.samples import MOST, sample
+from gradtrack.measure.shards import local_part
 
 _FIRST: Final = ("exp_avg", "momentum_buffer")
+NUM_SUMS, NUM_SHORT = 14, 6
 _SECOND: Final = ("exp_avg_sq", "square_avg")
 
 
 class WeightSample:
-    """Sampled weights and gradients of a model before an optimizer's step."""
+    """Sampled weights and gradients of a model before an optimizer's step: of what this process holds of them."""
 
     def __init__(
         self, model: nn.Module, gradients: Mapping[str, Tensor], groups: Mapping[str, str], most: int = MOST
@@ -36,21 +38,21 @@ class WeightSample:
         return {
             name: sample(gradients[name], self._most if most is None else most)
             for name, param in self.params.items()
-            if name in gradients and gradients[name].numel() == param.numel() * (2 if param.is_complex() else 1)
+            if name in gradients and gradients[name].numel() == _count(param) * (2 if param.is_complex() else 1)
         }
 
     def share(self, name: str) -> float:
         """Return how many elements each sampled one stands for."""
-        return self.params[name].numel() / max(len(self.weights[name]), 1)
+        return _count(self.params[name]) / max(len(self.weights[name]), 1)
 
 
 class UpdateSums:
     """Sums over the parameters of one group, from which the numbers of its update follow."""
 
     def __init__(self) -> None:
-        self.num_elements = self.num_sampled = 0
+        self.num_elements = self.num_sampled = 0.0
         self._change = self._weight = 0.0
-        self._moved = self._pulled = 0
+        self._moved = self._pulled = 0.0
         self._next: list[float] = [0.0, 0.0, 0.0]
         self._momentum: list[float] = [0.0, 0.0, 0.0]
         self._first = self._second = 0.0
@@ -87,18 +89,27 @@ class UpdateSums:
                 self._first += sums[4][4] / moments.first_bias**2
                 self._second += share * float(moments.second.sum(dtype=torch.float64)) / moments.second_bias
 
-    def merge(self, other: UpdateSums) -> None:
-        """Take in the sums of another group."""
-        self.num_sampled += other.num_sampled
-        self.num_elements += other.num_elements
-        self._change += other._change
-        self._weight += other._weight
-        self._pulled += other._pulled
-        self._moved += other._moved
-        self._next = [mine + its for mine, its in zip(self._next, other._next, strict=True)]
-        self._momentum = [mine + its for mine, its in zip(self._momentum, other._momentum, strict=True)]
-        self._first += other._first
-        self._second += other._second
+    def merge(self, other: UpdateSums, times: float = 1.0) -> None:
+        """Take in the sums of another group, or of what counts only in part."""
+        self._take([mine + times * its for mine, its in zip(self.numbers(), other.numbers(), strict=True)])
+
+    def numbers(self) -> list[float]:
+        """Return everything as numbers that can be added up; the first `NUM_SHORT` tell the length of the step."""
+        counts = [self.num_elements, self.num_sampled, self._pulled, self._moved]
+        return [*counts, self._change, self._weight, *self._next, *self._momentum, self._first, self._second]
+
+    @classmethod
+    def of(cls, numbers: Sequence[float]) -> UpdateSums:
+        """Return the sums that these numbers are, the last of which may be left out."""
+        found = cls()
+        found._take([*numbers, *[0.0] * (NUM_SUMS - len(numbers))])
+        return found
+
+    def _take(self, numbers: Sequence[float]) -> None:
+        self.num_elements, self.num_sampled, self._pulled, self._moved = numbers[:4]
+        self._change, self._weight = numbers[4:6]
+        self._next, self._momentum = list(numbers[6:9]), list(numbers[9:12])
+        self._first, self._second = numbers[12:14]
 
     @property
     def ratio(self) -> float | None:
@@ -194,4 +205,8 @@ def _cosine(sums: list[float]) -> float | None:
 
 
 def _plain(param: Tensor) -> bool:
-    return not hasattr(param, "placements") and param.layout is torch.strided
+    return param.layout is torch.strided
+
+
+def _count(param: Tensor) -> int:
+    return local_part(param).numel()

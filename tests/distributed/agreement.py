@@ -102,6 +102,19 @@ def changed(mesh: Any) -> dict[str, Any]:
     return {"norms": norms}
 
 
+def updates(mesh: Any, *, everywhere: bool) -> dict[str, Any]:
+    """Return the steps with a report on updates where one rank has no such analyzer, or one that fails."""
+    model, odd = sharded(mesh), dist.get_rank() == 3
+    manager = GradientManager(analyzers=["updates"] if everywhere or not odd else [])
+    if everywhere and odd:
+        failing: Any = manager.analyzer("updates")
+        failing.sums = lambda *_: 1 / 0
+    train(model, manager, 21)
+    reports = manager.reports
+    notes = [note for report in reports for note in report.notes]
+    return {"steps": [report.step for report in reports if "updates" in report.analyzers], "notes": notes}
+
+
 def fewer_parameters() -> str:
     """Return what ranks are told that share plain tensors of which one has more."""
     params = {f"weight{index}": torch.ones(2) for index in range(3 if dist.get_rank() == 3 else 2)}
@@ -159,6 +172,7 @@ def main() -> None:
         "stages": train(sharded(stages["shard"], 2 + rank // 2), GradientManager(), scale=1.0 + rank // 2),
         "groups": groups_of_two(),
         "uneven": uneven_batches(),
+        "updates": [updates(mesh, everywhere=everywhere) for everywhere in (False, True)],
     }
     agreement.PATIENCE_SECONDS = 2.0
     found["changed"] = changed(mesh)

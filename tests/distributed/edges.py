@@ -125,24 +125,26 @@ def analyzed(mesh: Any) -> dict[str, Any]:
     return {"names": names, "notes": [list(one.notes) for one in reports], "calls": calls}
 
 
-def dead_on_one_rank(mesh: Any) -> list[bool]:
-    """Tell whether the steps of a network are healthy whose hidden units are dead where rank 0 has them."""
+def dead_units(mesh: Any, num_dead: int) -> dict[str, Any]:
+    """Tell of the steps of a network of 64 hidden units of which the first are dead, and rank 0 has half of all."""
     torch.manual_seed(0)
     hidden = nn.Linear(8, 64)
     with torch.no_grad():
-        hidden.bias[:32] = -50.0
+        hidden.bias[:num_dead] = -50.0
     plain = nn.Sequential(hidden, nn.ReLU(), nn.Linear(64, 1))
     model = parallelize_module(plain, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     manager = GradientManager(analyzers=["flow"])
     manager.attach(model, optimizer)
+    opened: list[list[str]] = []
+    manager.on_issue(lambda issue, report: opened.append([issue.issue_type.value, issue.message, str(report.step)]))
     healthy = []
     for _ in range(14):
         optimizer.zero_grad()
         report = manager.step(model, optimizer, model(torch.randn(16, 8)).square().mean())
         healthy.append(report.health.healthy)
         optimizer.step()
-    return healthy
+    return {"healthy": healthy, "opened": opened, "told": [issue.layer for issue in manager.diagnose()]}
 
 
 def main() -> None:
@@ -180,7 +182,9 @@ def main() -> None:
     report = manager.step(model, optimizer, model(torch.ones(2, 4, dtype=torch.float64)).mul(1.0).sum())
     found["accumulated"] = accumulated()
     found["analyzed"] = analyzed(mesh)
-    found["dead_on_one_rank"] = dead_on_one_rank(mesh)
+    dead = {num_dead: dead_units(mesh, num_dead) for num_dead in (32, 64)}
+    found["own"] = [one.pop("told") for one in dead.values()]
+    found["dead"] = list(dead.values())
     found["root_only"] = report.model_dump(mode="json", exclude={"time"})
 
     Path(sys.argv[1]).with_suffix(f".{rank}.json").write_text(json.dumps(found))

@@ -77,6 +77,15 @@ def test_uneven_batches_under_join(ranks: list[Found]) -> None:
         assert ours == pytest.approx(theirs, rel=1e-5)
 
 
+def test_what_is_added_up_needs_every_rank(ranks: list[Found]) -> None:
+    """Where one rank has no analyzer the others rest and say so; where one fails nobody reports, and nobody waits."""
+    for rank, found in enumerate(ranks):
+        missing, failing = found["updates"]
+        assert missing["steps"] == failing["steps"] == []
+        assert any("has to run on every rank" in note for note in missing["notes"]) == (rank != 3)
+        assert not any("every rank" in note for note in failing["notes"])
+
+
 def test_a_manager_on_one_rank_alone(ranks: list[Found]) -> None:
     """It says who is missing, and does not wait for ever."""
     assert "rank 3 did not show its gradients" in ranks[0]["alone"]

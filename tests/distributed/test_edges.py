@@ -27,8 +27,9 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
 
 
 def test_every_rank_reports_the_same(ranks: list[Found]) -> None:
-    """Whatever a rank holds, its report is that of the other."""
-    assert ranks[0] == ranks[1]
+    """Whatever a rank holds, its report is that of the other; a diagnosis is its own."""
+    both = [{name: value for name, value in found.items() if name != "own"} for found in ranks]
+    assert both[0] == both[1]
 
 
 def test_gradient_on_one_rank_only(ranks: list[Found]) -> None:
@@ -97,18 +98,31 @@ def test_replicas_of_a_group_are_not_counted_twice(ranks: list[Found]) -> None:
 
 
 def test_analyzers_see_local_parts_and_say_so(ranks: list[Found]) -> None:
-    """Those that suit the model report on it, nothing more is sent, and notes tell once what they saw and who rests."""
+    """Those that suit the model report on it, in two collectives, and notes tell once what they saw and who rests."""
     found = ranks[0]["analyzed"]
-    assert {"flow", "gain", "transformer", "vector"} <= set(found["names"])
+    assert {"flow", "gain", "transformer", "updates", "vector"} <= set(found["names"])
     assert found["calls"] == [2] * 5
     told = [any("parts that this rank holds" in note for note in notes) for notes in found["notes"]]
     assert told == [True] + [False] * 4
-    assert any("jacobian and recurrent and updates: left out" in note for note in found["notes"][0])
+    assert any("jacobian and recurrent: left out" in note for note in found["notes"][0])
 
 
 def test_verdict_on_a_part_is_no_verdict_of_all(ranks: list[Found]) -> None:
-    """What an analyzer finds in the part of one rank opens no issue there: a callback would stop that rank only."""
-    assert [found["dead_on_one_rank"] for found in ranks] == [[True] * 14] * 2
+    """What the analyzers of one rank in two find opens no issue: a callback would stop that rank only."""
+    for found in ranks:
+        assert found["dead"][0] == {"healthy": [True] * 14, "opened": []}
+
+
+def test_verdict_of_most_ranks_opens_an_issue_on_all(ranks: list[Found]) -> None:
+    """What the analyzers of more than half of the ranks find is open on each of them from the same step on."""
+    for found in ranks:
+        healthy, opened = found["dead"][1]["healthy"], found["dead"][1]["opened"]
+        assert opened
+        kinds = [kind for kind, message, step in opened if message.startswith("2 of 2 ranks")]
+        assert "DEAD" in kinds
+        assert (healthy[2], healthy[-1]) == (True, False)
+        assert found["own"][1] == ["0"]
+    assert ranks[0]["dead"][1] == ranks[1]["dead"][1]
 
 
 def test_micro_batches_that_are_not_reduced(ranks: list[Found]) -> None:

@@ -140,6 +140,25 @@ def test_a_loss_scaler_leaves_out_the_same_steps_everywhere(mode: str, num_proce
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("mode", "num_processes"), [("fsdp", 2), ("fsdp", 4), ("hsdp", 4), ("tp", 2), ("fsdp+tp", 4)])
+def test_updates_are_those_of_one_process(mode: str, num_processes: int, tmp_path: Path) -> None:
+    """Each rank looks at its own parts, and what they add up to in the report's sum is what one process finds."""
+    settings: dict[str, Any] = {"analyzers": ["updates"], "max_grad_norm": 0.1, "optimizer": "AdamW"}
+    found, single = spread(mode, num_processes, tmp_path, **settings), alone(**settings)
+    expected = [report["analyzers"].get("updates") for report in single["reports"]]
+    assert sum(one is not None for one in expected) == 4
+    for one in filter(None, expected):
+        for group in one["groups"].values():
+            group |= dict.fromkeys(("gradient_cosine", "momentum_cosine", "moment_ratio"))
+    for rank in found:
+        reports = [report["analyzers"].get("updates") for report in rank["reports"]]
+        assert not differences(reports, expected)
+        assert not any("rank" in note for report in rank["reports"] for note in report["notes"])
+        most = 128 * len(rank["weights"])
+        assert all(len(sizes) == 2 and sum(sizes) <= most for sizes in rank["sizes"])
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("num_processes", [2, 4])
 def test_flat_shards_are_counted_once(num_processes: int, tmp_path: Path) -> None:
     """FSDP 1, whose shards are plain tensors, clips by the norm of the whole, and its counts are those of the whole."""
