@@ -13,8 +13,8 @@ import torch.distributed
 
 from gradtrack.errors import UsageError
 
-PATIENCE_SECONDS = 120.0
-"""How long the ranks may be apart when they meet: the backward pass of shards has just brought them together."""
+PATIENCE_SECONDS = 600.0
+"""How long the ranks may be apart when they meet: as long as NCCL waits, since one may have much to compile."""
 _SHOWN: Final = 4
 _meetings: dict[tuple[int, ...], int] = {}
 
