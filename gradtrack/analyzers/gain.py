@@ -180,6 +180,8 @@ def _report(
         slope_standard_error=None if fit is None else fit.standard_error,
         jump=None if jump is None else jump.deviation,
         jump_at=None if jump is None else names[jump.transition],
-        silent_fraction=max((spread.silent_fraction for spread in known), default=0.0),
+        silent_fraction=max(
+            (spread.silent_fraction for spread in known if math.isfinite(spread.silent_fraction)), default=0.0
+        ),
         num_samples=max((spread.num_samples for spread in known), default=0),
     )

@@ -17,7 +17,6 @@ from gradtrack.measure.edges import Origin, inside_backward
 from gradtrack.measure.gain_text import write_report
 from gradtrack.measure.gains import Discontinuity, GainFit, GainProfile, SampleSpread, spread, summarise
 from gradtrack.measure.hooks import Faults, Unshared
-from gradtrack.measure.samples import as_real
 from gradtrack.measure.trees import first_floating, tensors
 
 NormType = Literal["l2", "l1", "linf", "mean"]
@@ -274,9 +273,17 @@ def _checked(blocks: Any) -> list[nn.Module]:
     return found
 
 
+def _sizes(gradient: Tensor) -> Tensor:
+    """Return what has the same norms: the absolute values of complex numbers, and real ones as they are."""
+    if not gradient.is_complex():
+        return gradient
+    on_cpu = gradient.device.type == "cpu"
+    return gradient.to(torch.complex128 if on_cpu else torch.complex64).abs()
+
+
 def _norms(gradient: Tensor, norm_type: str) -> tuple[Tensor, Tensor, Tensor]:
     """Return the norm of a gradient, that of each sample, and the root mean square."""
-    values = as_real(gradient)
+    values = _sizes(gradient)
     dtype = torch.float64 if values.device.type == "cpu" else torch.float32
     rows = values.flatten(1) if values.dim() > 1 else values.reshape(1, -1)
     if not rows.numel():

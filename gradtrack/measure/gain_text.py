@@ -32,7 +32,7 @@ def _norm_lines(profile: GainProfile, norm_type: str, spreads: Sequence[SampleSp
         if norm is None or found is None:
             yield f"  Block {index:2d}: no gradient"
             continue
-        silent = f" ({found.silent_fraction:.0%} of the samples are silent)" if found.silent_fraction else ""
+        silent = f" ({found.silent_fraction:.0%} of the samples are silent)" if found.silent_fraction > 0 else ""
         yield f"  Block {index:2d}: {norm:.4e}{silent}"
 
 

@@ -36,8 +36,9 @@ class Discontinuity(NamedTuple):
 class SampleSpread(NamedTuple):
     """The gradient norms of the single samples of a batch at one block's output.
 
-    `silent_fraction` is the share of samples whose norm is under a thousandth of the largest: a mean over the batch
-    hides that a part of it no longer learns.
+    `silent_fraction` is the share of samples whose norm is at most a thousandth of the largest, all of them where every
+    norm is zero: a mean over the batch hides that a part of it no longer learns. What is not finite is left out of all
+    of them, which are NaN where nothing is left.
     """
 
     min: float
@@ -51,15 +52,15 @@ class GainProfile:
     """The norms at the outputs of a chain of blocks, and which of the neighbours are connected.
 
     The gain of a transition is the earlier norm divided by the later one; it is None where a norm is missing or where
-    the later block does not consume the earlier one's output. A norm at or under `eps` counts as zero, relative to the
-    largest norm where that is above one, and makes the gain of the transition before it infinite.
+    the later block does not consume the earlier one's output. A norm that is at most `eps` times the largest one counts
+    as zero, at every scale of the loss, and makes the gain of the transition before it infinite.
     """
 
     def __init__(self, norms: Sequence[Maybe], edges: Sequence[bool] | None = None, eps: float = 1e-30) -> None:
         self.norms = list(norms)
         self.edges = [True] * max(len(self.norms) - 1, 0) if edges is None else list(edges)
         finite = [norm for norm in self.norms if norm is not None and math.isfinite(norm)]
-        self._zero = eps * max(1.0, *finite) if finite else eps
+        self._zero = eps * max(finite, default=0.0)
 
     def gains(self) -> list[Maybe]:
         """Return the gain of each transition."""
@@ -136,10 +137,12 @@ def summarise(gains: Sequence[Maybe], log_gains: Sequence[Maybe]) -> dict[str, f
 
 def spread(norms: Sequence[float]) -> SampleSpread:
     """Describe the norms of the samples of a batch."""
-    ordered = sorted(norms)
+    ordered = sorted(norm for norm in norms if math.isfinite(norm))
+    if not ordered:
+        return SampleSpread(math.nan, math.nan, math.nan, math.nan, len(norms))
     limit = SILENT_SHARE * ordered[-1]
     silent = sum(norm <= limit for norm in ordered) / len(ordered)
-    return SampleSpread(ordered[0], _median(ordered), ordered[-1], silent, len(ordered))
+    return SampleSpread(ordered[0], _median(ordered), ordered[-1], silent, len(norms))
 
 
 def label(gain: Maybe) -> str:

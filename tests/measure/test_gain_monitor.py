@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gradtrack import GradientGainMonitor
 from gradtrack.errors import InputTypeError, SecondBackwardError, UsageError
+from gradtrack.measure.gains import SampleSpread
 from tests.training import Scaled
 
 
@@ -467,7 +468,7 @@ def test_rms_norms_do_not_depend_on_the_size() -> None:
     assert monitor.rms_norms() == pytest.approx([2.0, 1.0])
 
 
-@pytest.mark.parametrize("scale", [1e-12, 1e12])
+@pytest.mark.parametrize("scale", [1e-100, 1e-31, 1e-12, 1e12, 1e31, 1e100])
 def test_the_scale_of_the_loss_changes_no_gain(scale: float) -> None:
     """F1: with the loss multiplied by a constant every gain stays what it was."""
     blocks = linears()
@@ -599,3 +600,33 @@ def test_arguments_may_be_positional() -> None:
     assert (monitor.norm_type, monitor.strict_single_backward, monitor.eps) == ("linf", False, 1e-12)
     monitor = GradientGainMonitor([nn.ReLU()])
     assert (monitor.norm_type, monitor.strict_single_backward, monitor.eps) == ("l2", True, 1e-30)
+
+
+@pytest.mark.parametrize("norm_type", sorted(NORMS))
+def test_complex_gradients_have_the_norms_of_their_absolute_values(norm_type: Any) -> None:
+    """Each norm is its formula on |z|, which the real and the imaginary parts apart would not give."""
+    block = nn.Linear(4, 3, dtype=torch.complex64)
+    with GradientGainMonitor([block], norm_type=norm_type) as monitor:
+        output = block(torch.randn(5, 4, dtype=torch.complex64))
+        output.retain_grad()
+        output.abs().pow(3).sum().backward()
+    assert output.grad is not None
+    sizes = output.grad.to(torch.complex128).abs()
+    assert monitor.norms() == pytest.approx([float(NORMS[norm_type](sizes))], rel=1e-9)
+    assert monitor.rms_norms() == pytest.approx([float(sizes.square().mean().sqrt())], rel=1e-9)
+
+
+def test_the_spread_leaves_out_samples_that_are_not_finite() -> None:
+    """One broken sample hides neither the others nor itself: it is counted, and no number is that of its place."""
+    block = nn.Linear(2, 2)
+    with GradientGainMonitor([block]) as monitor:
+        output = block(torch.ones(4, 2))
+        output.backward(torch.tensor([[1.0, 0.0], [math.nan, 0.0], [3.0, 4.0], [0.0, 0.0]]))
+    assert monitor.sample_spread() == [SampleSpread(0.0, 1.0, 5.0, pytest.approx(1 / 3), 4)]
+    monitor.close()
+    with GradientGainMonitor([block]) as monitor:
+        block(torch.ones(2, 2)).backward(torch.full((2, 2), math.inf))
+    (found,) = monitor.sample_spread()
+    assert found is not None
+    assert all(math.isnan(value) for value in found[:4])
+    assert "silent" not in monitor.report()
