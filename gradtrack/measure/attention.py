@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradtrack.measure.spectra import effective_rank
+from gradtrack.measure.spectra import centred, effective_rank
 
 _SPARSE: float = 0.1
 
@@ -67,18 +67,23 @@ def head_diversity(weights: Tensor, visible: Tensor) -> Tensor:
 
 
 def rank_residual(tokens: Tensor) -> float:
-    """Return how far tokens (tokens, features) are from being all equal: 0 when they are, near 1 when they differ."""
+    """Return how far tokens (tokens, features) are from being all equal: 0 when they are, near 1 when they differ.
+
+    NaN where one of them is not finite.
+    """
     values = tokens.double()
     size = float(values.norm())
-    return float((values - values.mean(0)).norm()) / size if size > 0 else 0.0
+    return float(centred(values).norm()) / size if size != 0 else 0.0
 
 
 def mean_cosine(tokens: Tensor) -> float:
-    """Return the mean cosine between two different tokens; NaN for fewer than two."""
-    count = tokens.shape[0]
+    """Return the mean cosine between two different tokens that are not zero; NaN for fewer than two of them."""
+    values = tokens.double()
+    sizes = values.norm(dim=-1, keepdim=True)
+    units = (values / sizes)[sizes[:, 0] != 0]
+    count = len(units)
     if count < 2:
         return math.nan
-    units = torch.nn.functional.normalize(tokens.double(), dim=-1)
     total = float(units.sum(0).square().sum()) - float(units.square().sum())
     return total / (count * (count - 1))
 
@@ -88,7 +93,7 @@ def token_rank(tokens: Tensor) -> float:
     values = tokens.double()
     if not bool(values.isfinite().all()):
         return math.nan
-    return effective_rank(torch.linalg.svdvals(values - values.mean(0)))
+    return effective_rank(torch.linalg.svdvals(centred(values)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +112,10 @@ class HeadStatistics:
 
 
 def measure_heads(rows: AttentionRows) -> HeadStatistics | None:
-    """Reduce the rows of one call over sequences and queries; None where no genuine row sees two keys."""
+    """Reduce the rows of one call over sequences and queries; None where no genuine row sees two keys.
+
+    All but the largest logit is NaN for a head with a logit that is not finite.
+    """
     counted = (rows.visible.sum(-1) >= 2) & rows.genuine.unsqueeze(1)
     num_rows = int(counted.any(1).sum())
     if num_rows == 0:
@@ -120,14 +128,17 @@ def measure_heads(rows: AttentionRows) -> HeadStatistics | None:
     floor = entropy_floor(_spread(rows), count) / _log(count, weights)
     softness = 1 - weights.square().sum(-1)
     shown = rows.logits.masked_fill(~(visible & counted.unsqueeze(-1)), -math.inf)
+    by_head = {
+        "entropy": entropy,
+        "floor": _only(floor, counted),
+        "sparsity": _only(sparsity(weights, visible), counted),
+        "softness": _only(softness, counted),
+    }
     return HeadStatistics(
-        entropy=_mean(entropy).masked_fill(broken, math.nan),
-        floor=_mean(_only(floor, counted)),
-        sparsity=_mean(_only(sparsity(weights, visible), counted)),
+        **{name: _mean(values).masked_fill(broken, math.nan) for name, values in by_head.items()},
         max_logit=shown.amax((0, 2, 3)),
-        softness=_mean(_only(softness, counted)),
-        low_entropy=torch.nanquantile(entropy, 0.05),
-        diversity=diversity.nanmean(),
+        low_entropy=torch.nanquantile(entropy.masked_fill(broken.unsqueeze(-1), math.nan), 0.05),
+        diversity=diversity.nanmean().masked_fill(broken.any(), math.nan),
         num_rows=num_rows,
         num_keys=rows.logits.shape[-1],
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import ClassVar, Literal, TypeVar
 
 import torch
@@ -148,11 +148,11 @@ def report_attention(passes: Sequence[ForwardPass], *, softmax_jacobian: bool = 
     slope = _slope([block.residual for block in blocks])
     return AttentionReport(
         attention_entropy_mean=_mean(layer.entropy_mean for layer in layers),
-        attention_entropy_min_head=min((layer.entropy_min_head for layer in layers), default=None),
-        attention_entropy_p5=min((layer.entropy_p5 for layer in layers), default=None),
+        attention_entropy_min_head=_end(min, [layer.entropy_min_head for layer in layers]) if layers else None,
+        attention_entropy_p5=_end(min, [layer.entropy_p5 for layer in layers]) if layers else None,
         attention_entropy_floor=_mean(layer.entropy_floor for layer in layers),
         attention_sparsity=_mean(layer.sparsity for layer in layers),
-        attention_max_logit=max((layer.max_logit for layer in layers), default=None),
+        attention_max_logit=_end(max, [layer.max_logit for layer in layers]) if layers else None,
         head_diversity=_mean(layer.head_diversity for layer in layers if layer.head_diversity is not None),
         rank_residual=blocks[-1].residual if blocks else None,
         rank_slope=slope,
@@ -178,10 +178,10 @@ def _layer(name: str, found: Sequence[HeadStatistics], softmax_jacobian: bool) -
     return LayerReport(
         name=name,
         entropy_mean=sum(entropy) / len(entropy),
-        entropy_min_head=min(entropy),
+        entropy_min_head=_end(min, entropy),
         entropy_p5=sum(float(one.low_entropy) for one in found) / len(found),
         entropy_floor=sum(floor) / len(floor),
-        max_logit=max(max_logit),
+        max_logit=_end(max, max_logit),
         sparsity=sum(sparsity) / len(sparsity),
         head_diversity=None if diversity is None or math.isnan(diversity) else diversity,
         softmax_jacobian=sum(softness) / len(softness) if softmax_jacobian else None,
@@ -199,7 +199,7 @@ def _block(name: str, found: Sequence[TokenStatistics]) -> BlockReport:
 
 def _risk(residuals: Sequence[float]) -> Risk | None:
     """Judge the level at the end, and whether depth takes the difference of tokens away on the whole of its way."""
-    if not residuals:
+    if not residuals or not all(map(math.isfinite, residuals)):
         return None
     first, middle, last = residuals[0], residuals[len(residuals) // 2], residuals[-1]
     if last < 0.01 or (last < 0.1 * min(first, 1.0) and middle < 0.5 * first):
@@ -215,6 +215,11 @@ def _slope(residuals: Sequence[float]) -> float | None:
     middle = sum(depth for depth, _ in points) / len(points)
     spread = sum((depth - middle) ** 2 for depth, _ in points)
     return sum((depth - middle) * value for depth, value in points) / spread
+
+
+def _end(pick: Callable[..., float], values: Sequence[float]) -> float:
+    """Pick the least or the largest of the values that are numbers; NaN where none is."""
+    return pick((value for value in values if not math.isnan(value)), default=math.nan)
 
 
 def _mean(values: Iterable[float]) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -58,8 +59,9 @@ def token_statistics(sequences: Sequence[Tensor], rows: AttentionRows | None, li
             found.append((rank_residual(picked), mean_cosine(picked), token_rank(picked)))
     if not found:
         return None
-    residual, cosine, rank = (sum(column) / len(found) for column in zip(*found, strict=True))
-    return TokenStatistics(residual, cosine, rank)
+    cosines = [cosine for _, cosine, _ in found if not math.isnan(cosine)]
+    residual, _, rank = (sum(column) / len(found) for column in zip(*found, strict=True))
+    return TokenStatistics(residual, sum(cosines) / len(cosines) if cosines else math.nan, rank)
 
 
 def _sequence_first(values: Tensor, sizes: tuple[int, int] | None, module: nn.Module) -> bool:

@@ -18,17 +18,24 @@ def effective_rank(singular_values: Tensor) -> float:
     """Return exp of the entropy of the singular values' shares (Roy and Vetterli 2007); 0 for a zero matrix."""
     relative = _relative(singular_values)
     total = float(relative.sum())
-    if not total > 0:
+    if total == 0:
         return 0.0
     shares = (relative / total).clamp_min(0.0)
     return math.exp(float(torch.special.entr(shares).sum()))
+
+
+def centred(rows: Tensor) -> Tensor:
+    """Return rows (rows, columns) less their mean; what rounding leaves of a column that is constant is zero."""
+    left = rows - rows.mean(dim=0)
+    rounding = len(rows) * torch.finfo(rows.dtype).eps * rows.abs().amax(dim=0) if len(rows) else left
+    return left.masked_fill(left.abs() <= rounding, 0.0)
 
 
 def participation_ratio(singular_values: Tensor) -> float:
     """Return the squared sum over the sum of squares of the squared singular values; 0 for a zero matrix."""
     squares = _relative(singular_values).square()
     total = float(squares.square().sum())
-    return float(squares.sum()) ** 2 / total if total > 0 else 0.0
+    return float(squares.sum()) ** 2 / total if total != 0 else 0.0
 
 
 def stable_rank(singular_values: Tensor) -> float:
@@ -83,10 +90,13 @@ def arnoldi_spectrum(matvec: Callable[[Tensor], Tensor], start: Tensor, *, num_v
 
 
 def _relative(singular_values: Tensor) -> Tensor:
-    """Return singular values over the largest of them, whose squares are in range; zeros of a zero matrix."""
+    """Return singular values over the largest of them, whose squares are in range; zeros of a zero matrix.
+
+    They are NaN where one of them is not finite.
+    """
     values = singular_values.double()
     largest = float(values.max()) if values.numel() else 0.0
-    return values / largest if largest > 0 else torch.zeros_like(values)
+    return values / largest if largest != 0 else torch.zeros_like(values)
 
 
 def _outermost(hessenberg: Tensor, left: float) -> Tensor:

@@ -165,3 +165,38 @@ def test_likeness_of_tokens() -> None:
     assert mean_cosine(torch.ones(6, 3)) == pytest.approx(1)
     assert math.isnan(mean_cosine(torch.ones(1, 3)))
     assert token_rank(torch.eye(6)) == pytest.approx(5, abs=1e-6)
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
+def test_likeness_has_no_scale(scale: float) -> None:
+    """Equal tokens have cosine 1 and no rank at any size, others what they have at size 1."""
+    same = torch.full((5, 3), 0.1, dtype=torch.float64) * scale
+    assert mean_cosine(same) == pytest.approx(1, abs=1e-12)
+    assert (rank_residual(same), token_rank(same)) == (0.0, 0.0)
+    tokens = torch.randn(6, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    for measure in (rank_residual, mean_cosine, token_rank):
+        assert measure(tokens * scale) == pytest.approx(measure(tokens), rel=1e-9)
+
+
+def test_tokens_of_zero_have_no_direction() -> None:
+    """The cosine is over the tokens that have one."""
+    assert mean_cosine(torch.tensor([[1.0, 0.0], [0.0, 0.0], [2.0, 0.0]])) == pytest.approx(1)
+    assert math.isnan(mean_cosine(torch.tensor([[1.0, 0.0], [0.0, 0.0]])))
+    assert rank_residual(torch.zeros(3, 2)) == 0.0
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_what_is_not_finite_has_no_number(value: float) -> None:
+    """A broken token or logit gives NaN instead of the number of a collapse; heads that are whole keep theirs."""
+    tokens = torch.tensor([[value, 1.0], [2.0, 3.0], [1.0, 0.0]])
+    assert all(math.isnan(measure(tokens)) for measure in (rank_residual, mean_cosine, token_rank))
+    logits = torch.tensor([[[value, 1.0, 0.0]], [[0.0, 1.0, 0.0]]])
+    found, whole = measure_heads(rows(logits)), measure_heads(rows(logits[1:]))
+    assert found is not None
+    assert whole is not None
+    for name in ("entropy", "floor", "sparsity", "softness"):
+        broken, other = getattr(found, name).tolist()
+        assert math.isnan(broken), name
+        assert other == pytest.approx(getattr(whole, name).item()), name
+    assert math.isnan(found.diversity)
+    assert float(found.low_entropy) == pytest.approx(float(whole.low_entropy))
