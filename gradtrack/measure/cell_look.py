@@ -13,7 +13,7 @@ from gradtrack.measure.cells import DENSE_LIMIT
 from gradtrack.measure.dynamics import Decay, jacobian, outer_spectrum, spaced, step_spectrum, sweep
 from gradtrack.measure.recorder import RecurrentRecorder, weight_gradient
 from gradtrack.measure.replay import Trajectory
-from gradtrack.measure.spectra import effective_rank, participation_ratio
+from gradtrack.measure.spectra import centred, effective_rank, participation_ratio
 from gradtrack.measure.untouched import kept
 from gradtrack.reports import Report
 
@@ -161,8 +161,7 @@ def _rank_of(gradient: Tensor) -> float | None:
 def _centred(values: Tensor) -> Tensor:
     """Return rows around their mean, at most some hundreds of them."""
     rows = values.flatten(0, 1)
-    rows = rows[:: max(1, math.ceil(rows.shape[0] / _MOST_ROWS))].double()
-    return rows - rows.mean(dim=0)
+    return centred(rows[:: max(1, math.ceil(rows.shape[0] / _MOST_ROWS))].double())
 
 
 def _gates(path: Trajectory, window: int) -> tuple[dict[str, GateStatistics], float | None]:
@@ -176,7 +175,7 @@ def _gates(path: Trajectory, window: int) -> tuple[dict[str, GateStatistics], fl
     }
     kept = gates.get("forget", gates.get("update"))
     assert kept is not None
-    per_unit = -1.0 / kept.double().log().mean(dim=(0, 1))
+    per_unit = 1.0 / kept.double().log().mean(dim=(0, 1)).abs()  # infinite where a gate is open for good
     return found, float(per_unit.median())
 
 

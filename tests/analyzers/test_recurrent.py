@@ -580,3 +580,16 @@ def test_reservoirpy_agrees_on_its_own_reservoir(radius: float) -> None:
     )
     assert found.spectral_radius == pytest.approx(float(observables.spectral_radius(reservoir.W)), rel=1e-6)
     assert found.spectral_radius == pytest.approx(radius, rel=1e-6)
+
+
+def test_a_gate_that_is_open_for_good_never_forgets() -> None:
+    """At a bias where the forget gate is exactly one the memory of the cell is infinite, not minus that."""
+    open_gate = zeroed(nn.LSTM(1, 4), bias_ih_l0=gate(torch.full((4,), 200.0, dtype=torch.float64), 1, 4))
+    assert analyzed(open_gate, 8).cells["l0"].cell_memory_length == math.inf
+
+
+def test_a_state_that_stays_where_it_is_fills_nothing() -> None:
+    """At a fixed point the centred states are zero but for rounding, which has no rank."""
+    bias = torch.tensor([0.1, 0.2, 0.3, 0.7], dtype=torch.float64)
+    found = analyzed(zeroed(nn.RNN(1, 4), bias_ih_l0=bias), 33, max_steps=32)
+    assert (found.cells["l0"].effective_rank, found.cells["l0"].participation_ratio) == (0.0, 0.0)
