@@ -79,8 +79,8 @@ class UpdateSums:
         self._weight += sums[1][1]
         if gradient is None:
             return
-        self._pulled += int(gradient.count_nonzero())
-        self._moved += int(torch.logical_and(change, gradient).count_nonzero())
+        self._pulled += share * int(gradient.count_nonzero())
+        self._moved += share * int(torch.logical_and(change, gradient).count_nonzero())
         if pulled[1] is not None:
             self._next = _added(self._next, sums, 2, 3)
         if pulled[2] is not None:

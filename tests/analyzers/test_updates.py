@@ -257,3 +257,27 @@ def test_the_scale_of_the_loss_changes_nothing(every_step: None) -> None:
             optimizer.step()
         found.append(report.analyzers["updates"].metrics())  # type: ignore[union-attr]
     assert found[0] == pytest.approx(found[1], rel=1e-12)
+
+
+class Weights(nn.Module):
+    """Parameters whose loss is the sum of them."""
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__()
+        self.parts = nn.ParameterDict({name: nn.Parameter(torch.ones(size)) for name, size in sizes.items()})
+
+    def forward(self, _: Tensor) -> Tensor:
+        """Sum up."""
+        return torch.stack([part.sum() for part in self.parts.values()]).sum()
+
+
+def test_a_sampled_tensor_counts_as_the_whole_of_it(every_step: None) -> None:
+    """Of 1,000 elements that stay and 10 that move, 1000/1010 are unmoved, however few of the 1,000 are looked at."""
+    model = Weights(many=1000, few=10)
+    rates = {"many": 0.0, "few": 0.1}
+    groups = [{"params": [model.parts[name]], "lr": rate} for name, rate in rates.items()]
+    found = UpdatesAnalyzer(model, max_elements=10).analyze(
+        lambda: torch.ones(1), lambda loss: loss, steps=1, optimizer=torch.optim.SGD(groups)
+    )
+    assert found.num_sampled == 20
+    assert found.unchanged_fraction == pytest.approx(1000 / 1010)
