@@ -115,7 +115,7 @@ def middle(numbers: Sequence[JacobianNumbers]) -> BlockJacobian:
 def sum_up(blocks: dict[str, BlockJacobian], skipped: dict[str, str]) -> JacobianReport:
     """Return the report on blocks; the extremes are over those whose numbers are known."""
     every = list(blocks.values())
-    gains = [math.log(block.mean_square_gain) / 2 for block in every if block.mean_square_gain > 0]
+    gains = _known(block.mean_square_gain for block in every)
     sizes = [min(block.num_inputs, block.num_outputs) for block in every]
     shares = [block.effective_rank / size for block, size in zip(every, sizes, strict=True) if size]
     return JacobianReport(
@@ -124,9 +124,14 @@ def sum_up(blocks: dict[str, BlockJacobian], skipped: dict[str, str]) -> Jacobia
         sigma_max=max(_known(block.sigma_max for block in every), default=None),
         log10_condition=max(_known(block.log10_condition for block in every), default=None),
         rank_share=min(_known(shares), default=None),
-        gain_per_block=math.exp(statistics.fmean(gains)) if gains else None,
+        gain_per_block=_root_of_mean(gains) if gains else None,
         spectral_radius=max(_known(block.spectral_radius for block in every), default=None),
     )
+
+
+def _root_of_mean(squares: Sequence[float]) -> float:
+    """Return the geometric mean of the roots of numbers, which is zero where one of them is."""
+    return math.exp(statistics.fmean(map(math.log, squares)) / 2) if min(squares) > 0 else 0.0
 
 
 def _known(values: Iterable[float | None]) -> list[float]:

@@ -312,3 +312,14 @@ def test_half_precision_has_the_numbers_of_the_same_weights(dtype: torch.dtype, 
     assert found.sigma_max == pytest.approx(float(values[0]), rel=0.01)
     assert found.spectral_radius == pytest.approx(float(torch.linalg.eigvals(exact).abs().max()), rel=0.01)
     assert found.mean_square_gain == pytest.approx(float(exact.square().sum()) / 200, rel=0.1)
+
+
+def test_a_block_that_passes_nothing_on_takes_the_mean_with_it() -> None:
+    """The geometric mean of gains of which one is zero is zero."""
+    blocks = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(3)))
+    with torch.no_grad():
+        for block, size in zip(blocks, (2.0, 0.5, 0.0), strict=True):
+            nn.init.eye_(block.weight).mul_(size)  # type: ignore[union-attr, arg-type]
+    analyzer = JacobianAnalyzer()
+    assert analyzer.analyze(lambda: torch.ones(1, 2), blocks=list(blocks)).gain_per_block == 0.0
+    assert analyzer.analyze(lambda: torch.ones(1, 2), blocks=list(blocks)[:2]).gain_per_block == pytest.approx(1.0)
