@@ -18,7 +18,7 @@ from gradtrack.measure.field_look import FieldLook, Loss, Player
 from gradtrack.measure.gradient_noise import cosine
 from gradtrack.measure.linear_maps import differentiable_twice
 from gradtrack.measure.micro_batches import MicroBatches
-from gradtrack.measure.samples import sample
+from gradtrack.measure.samples import weighed_sample
 from gradtrack.measure.untouched import call, kept, untouched
 from gradtrack.progress import counted
 from gradtrack.records import Metric, Panel
@@ -201,7 +201,9 @@ class VectorAnalyzer(Analyzer):
 
     def inspect(self, snapshot: Snapshot) -> VectorReport | None:
         gradients = {
-            name: sample(gradient, _LIVE_SAMPLE) for name, gradient in snapshot.gradients.items() if _plain(gradient)
+            name: weighed_sample(gradient, _LIVE_SAMPLE)
+            for name, gradient in snapshot.gradients.items()
+            if _plain(gradient)
         }
         before, self._before = self._before, (snapshot.step, gradients)
         if not type(self).schedule(snapshot.step):

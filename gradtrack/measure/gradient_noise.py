@@ -14,7 +14,8 @@ from torch import Tensor
 class GradientNoise:
     """Sums over gradients g_i, from which follow their coherence, their noise scale and the cosine of neighbours.
 
-    It keeps the sum of the gradients and the last one. Gradients may be samples of their elements, the same ones each.
+    It keeps the sum of the gradients and the last one. Gradients may be samples of their elements, the same ones each,
+    if those of every tensor are weighed by how many they stand for.
     """
 
     def __init__(self, gradients: Iterable[Tensor] = ()) -> None:
@@ -41,7 +42,7 @@ class GradientNoise:
         """Return α = ‖mean g‖² / mean ‖g_i‖², from 1/m for orthogonal gradients to 1 for equal ones (2008.01217)."""
         if self.count < 2 or self._sum is None or not self._squares > 0:
             return None
-        return self._squared_mean(self._sum) / (self._squares / self.count)
+        return min(1.0, self._squared_mean(self._sum) / (self._squares / self.count))
 
     @property
     def noise_scale(self) -> float | None:
@@ -50,7 +51,7 @@ class GradientNoise:
             return None
         m, mean, squares = self.count, self._squared_mean(self._sum), self._squares / self.count
         signal = (m * mean - squares) / (m - 1)
-        return (squares - mean) / (1 - 1 / m) / signal if signal > 0 else None
+        return max(squares - mean, 0.0) / (1 - 1 / m) / signal if signal > 0 else None
 
     @property
     def temporal(self) -> float | None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from gradtrack.measure.gradient_noise import GradientNoise
 from gradtrack.measure.hooks import Faults
-from gradtrack.measure.samples import sample
+from gradtrack.measure.samples import weighed_sample
 
 
 class MicroBatches:
@@ -24,7 +24,7 @@ class MicroBatches:
         def accumulated(param: Tensor) -> None:
             owner = itself()
             if owner is not None and type(param.grad) is Tensor and param.grad.layout is torch.strided:
-                owner._sums.setdefault(id(param), []).append(sample(param.grad, owner._most))
+                owner._sums.setdefault(id(param), []).append(weighed_sample(param.grad, owner._most))
 
         self._faults = Faults()
         guarded = self._faults.guarded(accumulated)

@@ -46,6 +46,13 @@ def sample(tensor: Tensor, most: int = MOST) -> Tensor:
     return values.take(torch.arange(0, count, stride, device=values.device))
 
 
+def weighed_sample(tensor: Tensor, most: int) -> Tensor:
+    """Return such a sample in float64, as long as the whole: products of two of them estimate those of the tensors."""
+    values = sample(tensor, most).double()
+    whole = as_real(local_part(tensor.detach())).numel()
+    return values * math.sqrt(whole / max(1, len(values)))
+
+
 def as_real(tensor: Tensor) -> Tensor:
     """Return a tensor with the real and the imaginary part of complex numbers as its last dimension."""
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor

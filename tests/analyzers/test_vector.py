@@ -190,6 +190,21 @@ class TestNoise:
         assert (one.coherence, one.noise_scale, one.temporal) == (None, None, None)
         assert GradientNoise([torch.ones(3), -torch.ones(3)]).noise_scale is None
 
+    @given(st.integers(2, 9), st.integers(0, 99), st.sampled_from([1e-30, 1.0, 1e30]))
+    def test_equal_gradients_have_no_noise(self, count: int, seed: int, scale: float) -> None:
+        """Rounding makes neither a noise scale below zero nor a coherence above one."""
+        one = scale * torch.randn(7, generator=torch.Generator().manual_seed(seed))
+        found = GradientNoise([one] * count)
+        assert found.coherence is not None
+        assert found.noise_scale is not None
+        assert 1 - 1e-12 <= found.coherence <= 1
+        assert 0 <= found.noise_scale <= 1e-12
+
+    def test_gradients_of_zero_have_no_numbers(self) -> None:
+        """Where nothing flows nothing agrees and nothing is noise."""
+        zero = GradientNoise([torch.zeros(3)] * 4)
+        assert (zero.coherence, zero.noise_scale, zero.temporal) == (None, None, None)
+
     def test_batches_at_fixed_weights(self) -> None:
         """Offline the batches of `input_fn` are the samples: the report has what their gradients give."""
         model = nn.Linear(3, 1, bias=False).double()
@@ -406,3 +421,30 @@ class TestLive:
         assert found.divergence == pytest.approx(5.0)
         assert found.rotation == 0.0
         assert found.directional_sharpness is not None
+
+    def test_a_sampled_tensor_counts_as_the_whole_of_it(self) -> None:
+        """Of the large tensor a part is looked at, and yet the numbers are those of all elements.
+
+        Its gradient is the same in every micro-batch and step, (8192 elements of 1), that of the small one, 64 elements
+        of ±8, turns around: the cosine is (8192 - 4096)/(8192 + 4096), and the coherence 8192/(8192 + 4096).
+        """
+        model = nn.ParameterList([nn.Parameter(torch.zeros(8192)), nn.Parameter(torch.zeros(64))])
+        optimizer = optimizer_of(model)
+
+        def loss(sign: float) -> Tensor:
+            return model[0].sum() + 8 * sign * model[1].sum()
+
+        reports = []
+        for micro_batches in (1, 2):
+            manager = GradientManager(analyzers=["vector"])
+            for step in range(2):
+                optimizer.zero_grad()
+                signs = [(-1.0) ** step] if micro_batches == 1 else [1.0, -1.0]
+                for index, sign in enumerate(signs, start=1):
+                    report = manager.step(model, optimizer, loss(sign), accumulate=index < micro_batches)
+            reports.append(report.analyzers["vector"])
+        alone, accumulated = reports
+        assert isinstance(alone, VectorReport)
+        assert isinstance(accumulated, VectorReport)
+        assert alone.temporal_coherence == pytest.approx(1 / 3)
+        assert accumulated.coherence == pytest.approx(2 / 3)
