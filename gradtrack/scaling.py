@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -97,7 +97,7 @@ def take_over_scale(optimizer: Any) -> Scale | None:
     return Scale(scale, flags)
 
 
-def unscale_together(optimizer: Any, others: Iterable[Any]) -> Scale | None:
+def unscale_together(optimizer: Any, others: Sequence[Any]) -> Scale | None:
     """Unscale for all optimizers of a step within the step of the first, where the scaler would unscale one by one.
 
     Nobody tells us of the scaler, but it is the one that is calling.

@@ -18,6 +18,7 @@ from gradtrack.errors import UsageError
 from gradtrack.measure.cell_dynamics import CellDynamics, pool
 from gradtrack.measure.cell_look import CellLook, LookOptions, look_around, look_at
 from gradtrack.measure.cells import Step, function_cell
+from gradtrack.measure.layers import kind_of
 from gradtrack.measure.recorder import RecurrentRecorder, recurrent_modules
 from gradtrack.measure.replay import follow
 from gradtrack.measure.untouched import offline_steps, untouched
@@ -107,7 +108,7 @@ class RecurrentAnalyzer(Analyzer):
     @classmethod
     def suits(cls, model: nn.Module) -> str | None:
         found = recurrent_modules(model)
-        kinds = sorted({type(model.get_submodule(name)).__name__ for name in found})
+        kinds = sorted({kind_of(model.get_submodule(name)).__name__ for name in found})
         return f"the model has {len(found)} recurrent modules ({', '.join(kinds)})" if found else None
 
     def arm(self, model: nn.Module) -> None:

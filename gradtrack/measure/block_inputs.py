@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from gradtrack.errors import UsageError
 from gradtrack.measure.hooks import Faults, Unshared
-from gradtrack.measure.trees import first_floating, replace, tensors
+from gradtrack.measure.trees import first_floating, replace, tensors, unnested
 
 _SAMPLES: Final = 1
 
@@ -23,9 +23,11 @@ class BlockCall:
     def __init__(self, args: Any, kwargs: Any, num_samples: int = _SAMPLES) -> None:
         args, kwargs = _without_caches(args), _without_caches(kwargs)
         first = _main(args, kwargs)
-        size = first.shape[0] if first is not None and first.dim() else None
+        size = first.size(0) if first is not None and first.dim() else None
 
         def keep(tensor: Tensor) -> Tensor:
+            if tensor.is_nested:
+                return _nested([part.detach().clone() for part in tensor.unbind()[:num_samples]], tensor)
             part = tensor[:num_samples] if size and tensor.dim() and tensor.shape[0] == size else tensor
             return part.detach().clone()
 
@@ -47,16 +49,24 @@ class BlockCall:
         dtype = next((param.dtype for param in module.parameters() if param.is_floating_point()), main.dtype)
 
         def cut(tensor: Tensor) -> Tensor:
-            kept = main.shape[0] if main.dim() else None
-            part = tensor[sample : sample + 1] if self._batched and tensor.dim() and tensor.shape[0] == kept else tensor
+            if tensor.is_nested:
+                part = tensor.unbind()[sample].unsqueeze(0)
+            elif self._batched and tensor.dim() and tensor.shape[0] == main.size(0):
+                part = tensor[sample : sample + 1]
+            else:
+                part = tensor
             return part.to(dtype) if part.is_floating_point() else part
 
+        def argument(tensor: Tensor, x: Tensor) -> Tensor:
+            part = x if tensor is main else cut(tensor)
+            return _nested([part.squeeze(0)], tensor) if tensor.is_nested else part
+
         def run(x: Tensor) -> Tensor:
-            args, kwargs = replace((self._args, self._kwargs), lambda tensor: x if tensor is main else cut(tensor))
+            args, kwargs = replace((self._args, self._kwargs), lambda tensor: argument(tensor, x))
             output = first_floating(module(*args, **kwargs))
             if output is None:
                 raise UsageError(f"module {type(module).__name__} returns no floating tensor: expected one.")
-            return output
+            return unnested(output)
 
         return run, cut(main)
 
@@ -122,6 +132,12 @@ def _main(args: Any, kwargs: Any) -> Tensor | None:
         if found:
             return found[0]
     return None
+
+
+def _nested(parts: list[Tensor], like: Tensor) -> Tensor:
+    """Make a nested tensor of the same kind as another one, through which gradients flow."""
+    made: Tensor = torch.nested.as_nested_tensor(parts, layout=like.layout)
+    return made
 
 
 def _without_caches(values: Any) -> Any:

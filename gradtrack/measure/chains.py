@@ -7,9 +7,11 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Final
 
+import torch
 from torch import nn
 
 from gradtrack.errors import UsageError
+from gradtrack.measure.layers import has_parts, kind_of, layers
 
 _FEWEST: Final = 3
 Blocks = str | Sequence[str] | None
@@ -33,7 +35,7 @@ def find_chain(model: nn.Module, blocks: Blocks = None) -> dict[str, nn.Module]:
 def describe_chain(chain: dict[str, nn.Module]) -> str:
     """Say what a chain consists of."""
     names = list(chain)
-    return f"a chain of {len(chain)} {type(chain[names[0]]).__name__} blocks, {names[0]} to {names[-1]}"
+    return f"a chain of {len(chain)} {kind_of(chain[names[0]]).__name__} blocks, {names[0]} to {names[-1]}"
 
 
 def is_compiled_around(model: nn.Module, name: str) -> bool:
@@ -46,14 +48,14 @@ def is_compiled_around(model: nn.Module, name: str) -> bool:
 def _candidates(model: nn.Module) -> dict[tuple[str, type[nn.Module]], dict[str, nn.Module]]:
     """Collect the children of containers by the place of the container and by their own type."""
     found: dict[tuple[str, type[nn.Module]], dict[str, nn.Module]] = defaultdict(dict)
-    for path, container in model.named_modules():
+    for path, container in layers(model):
         if not isinstance(container, (nn.ModuleList, nn.Sequential)):
             continue
         stages = path.rpartition(".")[0] if path else ""
         for key, child in container.named_children():
-            if any(True for _ in child.parameters()):
-                place = stages if any(True for _ in child.children()) else f"{path}:"
-                found[place, type(child)][f"{path}.{key}" if path else key] = child
+            if any(True for _ in child.parameters()) and not isinstance(child, torch.jit.ScriptModule):
+                place = stages if has_parts(child) else f"{path}:"
+                found[place, kind_of(child)][f"{path}.{key}" if path else key] = child
     return found
 
 
@@ -71,9 +73,16 @@ def _named(model: nn.Module, blocks: str | Sequence[str]) -> dict[str, nn.Module
         found = {name: module for name, module in modules.items() if name and re.fullmatch(blocks, name)}
         if not found:
             raise UsageError(f"blocks {blocks!r}: expected a regular expression that matches the names of modules.")
-        return found
+        return _without_scripts(found)
     for name in blocks:
         if name not in modules:
             some = ", ".join(list(modules)[1:8])
             raise UsageError(f"block {name!r}: expected the name of a module of the model. Among them are {some}.")
-    return {name: modules[name] for name in blocks}
+    return _without_scripts({name: modules[name] for name in blocks})
+
+
+def _without_scripts(chain: dict[str, nn.Module]) -> dict[str, nn.Module]:
+    for name, module in chain.items():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise UsageError(f"block {name!r} is a script, which takes no hook: expected an ordinary module.")
+    return chain

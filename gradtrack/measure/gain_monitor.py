@@ -281,17 +281,27 @@ def _sizes(gradient: Tensor) -> Tensor:
     return gradient.to(torch.complex128 if on_cpu else torch.complex64).abs()
 
 
+def _rows(gradient: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a row for each sample, with zeros after the shorter parts of a nested tensor, and their lengths."""
+    if gradient.is_nested:
+        parts = [_sizes(part).reshape(-1) for part in gradient.unbind()]
+        lengths = torch.tensor([len(part) for part in parts], device=gradient.device)
+        return torch.nn.utils.rnn.pad_sequence(parts, batch_first=True), lengths
+    values = _sizes(gradient)
+    rows = values.flatten(1) if values.dim() > 1 else values.reshape(1, -1)
+    return rows, torch.full((rows.shape[0],), rows.shape[1], device=rows.device)
+
+
 def _norms(gradient: Tensor, norm_type: str) -> tuple[Tensor, Tensor, Tensor]:
     """Return the norm of a gradient, that of each sample, and the root mean square."""
-    values = _sizes(gradient)
-    dtype = torch.float64 if values.device.type == "cpu" else torch.float32
-    rows = values.flatten(1) if values.dim() > 1 else values.reshape(1, -1)
+    rows, lengths = _rows(gradient)
+    dtype = torch.float64 if rows.device.type == "cpu" else torch.float32
     if not rows.numel():
-        nothing = values.new_zeros((), dtype=dtype)
+        nothing = rows.new_zeros((), dtype=dtype)
         return nothing, nothing.reshape(1), nothing
     squares = torch.linalg.vector_norm(rows, dim=1, dtype=dtype)
     whole = torch.linalg.vector_norm(squares)
-    rms = whole / rows.numel() ** 0.5
+    rms = whole / lengths.sum().to(dtype).sqrt()
     if norm_type == "l2":
         return whole, squares, rms
     if norm_type == "linf":
@@ -299,6 +309,5 @@ def _norms(gradient: Tensor, norm_type: str) -> tuple[Tensor, Tensor, Tensor]:
         return peaks.max(), peaks, rms
     sums = torch.linalg.vector_norm(rows, 1, dim=1, dtype=dtype)
     if norm_type == "mean":
-        sums = sums / rows.shape[1]
-        return sums.mean(), sums, rms
+        return sums.sum() / lengths.sum(), sums / lengths, rms
     return sums.sum(), sums, rms

@@ -14,7 +14,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from gradtrack.measure.hooks import ModuleHook
+from gradtrack.measure.layers import has_parts, kind_of, layers, own_parameters
 from gradtrack.measure.samples import dot, sample, small_array
+from gradtrack.measure.trees import unnested
 from gradtrack.signals import pass_on
 
 _MAX_CALLS: Final = 256
@@ -105,8 +107,8 @@ class Probe:
         self._functions = {}
 
     def _seeing(self, name: str, module: nn.Module) -> Callable[..., None]:
-        kind = getattr(module, "mode", "") if isinstance(module, nn.RNN) else type(module).__name__
-        parametric = any(True for _ in module.parameters(recurse=False))
+        kind = getattr(module, "mode", "") if isinstance(module, nn.RNN) else kind_of(module).__name__
+        parametric = any(True for _ in own_parameters(module))
 
         def see(_: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
             if self._closed:
@@ -138,17 +140,18 @@ class Probe:
             return
         parents = list(self._walk(function))
         first = self.nodes[parents[0][0]] if parents else None
-        axis = _axis(kind, parametric, output, first)
-        width = output.shape[axis] if output.ndim > 1 else 1
+        values = unnested(output.detach())
+        axis = _axis(kind, parametric, values, first)
+        width = values.shape[axis] if values.ndim > 1 else 1
         node = Node(name, kind, parametric, axis, width, parents)
-        _look(node, output.detach(), inputs)
+        _look(node, values, inputs)
         self._functions[function] = len(self.nodes)
         self.nodes.append(node)
         output.register_hook(lambda gradient: self._receive(node, gradient))  # type: ignore[no-untyped-call]
 
     def _receive(self, node: Node, gradient: Tensor) -> None:
         if not _is_transformed(gradient):
-            self._guard(lambda: _take(node, gradient))
+            self._guard(lambda: _take(node, unnested(gradient.detach())))
 
     def _walk(self, start: Any) -> Iterator[tuple[int, tuple[str, ...]]]:
         """Find the recorded calls that a function's value was computed from, with the functions on the way."""
@@ -172,11 +175,9 @@ class Probe:
 
 def _observed(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Return the modules without children and those that own parameters."""
-    for name, module in model.named_modules():
-        leaf = next(module.children(), None) is None
-        if not isinstance(module, (torch.jit.ScriptModule,)) and (
-            leaf or next(module.parameters(False), None) is not None
-        ):
+    for name, module in layers(model):
+        leaf = not has_parts(module)
+        if not isinstance(module, torch.jit.ScriptModule) and (leaf or next(own_parameters(module), None) is not None):
             yield name or ("model" if leaf else ""), module
 
 
@@ -213,7 +214,7 @@ def _axis(kind: str, parametric: bool, output: Tensor, parent: Node | None) -> i
 def _look(node: Node, output: Tensor, inputs: Any) -> None:
     if not _take_range(node, output):
         node.finite = False
-        node.finite_input = all(bool(torch.isfinite(value).all()) for value in _tensors(inputs))
+        node.finite_input = all(bool(torch.isfinite(unnested(value)).all()) for value in _tensors(inputs))
     elif output.is_complex():
         return  # what is dead or saturated is defined for real numbers
     elif node.kind == _TANH_CELLS:
@@ -271,7 +272,6 @@ def _ranges(output: Tensor, over: tuple[int, ...]) -> tuple[NDArray[np.float64],
 
 def _take(node: Node, gradient: Tensor) -> None:
     """Take in the gradient at a call's output; several arrive where a backward pass runs more than once."""
-    gradient = gradient.detach()
     units = gradient.movedim(node.axis, -1) if gradient.ndim > 1 else gradient
     rows = units.reshape(-1, units.shape[-1] if units.ndim else 1)
     small = small_array(rows)

@@ -1,4 +1,4 @@
-"""Tensors in what modules take and return: tuples, lists, mappings and dataclasses of them."""
+"""Tensors in what modules take and return: tuples, lists, mappings and dataclasses of them, and nested tensors."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
+import torch
 from torch import Tensor
 
 _DEEPEST: Final = 8
@@ -24,6 +25,16 @@ def first_floating(value: Any) -> Tensor | None:
     """Return the first floating tensor that requires a gradient, else the first floating one, else None."""
     found = [tensor for tensor in tensors(value) if tensor.is_floating_point() or tensor.is_complex()]
     return next((tensor for tensor in found if tensor.requires_grad), found[0] if found else None)
+
+
+def unnested(tensor: Tensor) -> Tensor:
+    """Return the rows of all parts of a nested tensor one after the other, and any other tensor as it is."""
+    if not tensor.is_nested:
+        return tensor
+    parts = tensor.unbind()
+    widths = {part.shape[-1] if part.dim() > 1 else 1 for part in parts}
+    width = widths.pop() if len(widths) == 1 else 1
+    return torch.cat([part.reshape(-1, width) for part in parts]) if parts else tensor.new_zeros(0, width)
 
 
 def replace(value: Any, change: Callable[[Tensor], Any], depth: int = _DEEPEST) -> Any:

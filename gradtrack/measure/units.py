@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from gradtrack.measure.hooks import ModuleHook
+from gradtrack.measure.layers import layers, own_parameters
 from gradtrack.measure.policy import small_share, unit_sizes
 
 _ACTIVATIONS: Final = (
@@ -47,7 +48,7 @@ class DormantUnits:
     def watched(self) -> Iterator[None]:
         """Watch the forward passes of a `with` block."""
         handles = [self._model.register_forward_pre_hook(ModuleHook(self._model, self._begin))]
-        for name, module in self._model.named_modules():
+        for name, module in layers(self._model):
             look = self._sees(name) if isinstance(module, _ACTIVATIONS) else self._passes(module)
             if look is not None:
                 handles.append(module.register_forward_hook(ModuleHook(module, look)))
@@ -71,7 +72,7 @@ class DormantUnits:
 
     def _passes(self, module: nn.Module) -> Callable[..., None] | None:
         """Note, where a module mixes units, on which axis it leaves them."""
-        weights = [param for param in module.parameters(recurse=False) if param.ndim > 1]
+        weights = [param for param in own_parameters(module) if param.ndim > 1]
         if not weights:
             return None
         kernel: tuple[int, ...] = getattr(module, "kernel_size", ()) if isinstance(module, _ConvNd) else ()

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.utils import parametrizations
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 from transformers import (
@@ -253,17 +254,27 @@ def nothing_returned() -> Odd:
     return Runs(run, blocks=nn.ModuleList(block() for _ in range(4))), lambda: torch.randn(4, 8), squared
 
 
+def _nested(layout: torch.layout) -> Odd:
+    def run(model: Any, x: Tensor) -> Tensor:
+        nested = torch.nested.as_nested_tensor([x[:2], x[2:5]], layout=layout)
+        for block in model.blocks:
+            nested = block(nested)
+        return torch.cat(nested.unbind())
+
+    return Runs(run, blocks=nn.ModuleList(nn.Linear(4, 4) for _ in range(3))), lambda: torch.randn(5, 4), squared
+
+
 @odd
 def nested_tensors() -> Odd:
     """Return blocks between which sequences of unlike length run as one jagged tensor."""
 
-    def run(model: Any, x: Tensor) -> Tensor:
-        jagged = torch.nested.as_nested_tensor([x[:2], x[2:5]], layout=torch.jagged)
-        for block in model.blocks:
-            jagged = block(jagged)
-        return jagged.values()
+    return _nested(torch.jagged)
 
-    return Runs(run, blocks=nn.ModuleList(nn.Linear(4, 4) for _ in range(3))), lambda: torch.randn(5, 4), squared
+
+@odd
+def nested_tensors_of_the_first_kind() -> Odd:
+    """Return the same with the layout that nested tensors had first."""
+    return _nested(torch.strided)
 
 
 @odd
@@ -441,3 +452,83 @@ def bart() -> Odd:
     config: Any = BartConfig(vocab_size=50, d_model=16, max_position_embeddings=32, **sides)
     model = BartForConditionalGeneration(config)
     return model, lambda: {"input_ids": _ids(4), "labels": _ids(4, 7)}, own_loss
+
+
+@odd
+def checkpointed_gpt2() -> Odd:
+    """Return a tiny GPT-2 that computes its activations again, with an input that asks for no gradient."""
+    model, batch, loss = gpt2()
+    any_model: Any = model
+    any_model.activation_checkpointing_enable()
+    return model, lambda: {**batch(), "use_cache": False}, loss
+
+
+@odd
+def tied_weights() -> Odd:
+    """Return an embedding that is also the output layer, and blocks and recurrent layers that share their weights."""
+
+    def run(model: Any, tokens: Tensor) -> Tensor:
+        x = model.embed(tokens)
+        for block in model.blocks:
+            x = x + block(x).relu()
+        return model.head(model.second(model.first(x)[0])[0])  # type: ignore[no-any-return]
+
+    blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+    model = Runs(
+        run, embed=nn.Embedding(11, 8), blocks=blocks, first=nn.GRU(8, 8), second=nn.GRU(8, 8), head=nn.Linear(8, 11)
+    )
+    tied: Any = model
+    tied.head.weight = tied.embed.weight
+    for block in tied.blocks:
+        block.weight = tied.blocks[0].weight
+    for name, param in list(tied.first.named_parameters()):
+        setattr(tied.second, name, param)
+    return model, lambda: torch.randint(11, (5, 3)), squared
+
+
+@odd
+def parametrized_weights() -> Odd:
+    """Return weights that are functions of others, some of which move buffers whenever they are read in training."""
+
+    def run(model: Any, x: Tensor) -> Tensor:
+        for block in model.blocks:
+            x = block(x).tanh()
+        h = x[:, 0]
+        for inputs in x.unbind(1):
+            h = model.cell(inputs, h)
+        return model.old(model.rnn(x)[0][:, -1] + h)  # type: ignore[no-any-return]
+
+    blocks = nn.ModuleList(parametrizations.spectral_norm(nn.Linear(6, 6)) for _ in range(3))
+    rnn = nn.GRU(6, 6, batch_first=True)
+    parametrizations.weight_norm(rnn, "weight_hh_l0")
+    cell = parametrizations.orthogonal(nn.RNNCell(6, 6), "weight_hh")
+    return (
+        Runs(run, blocks=blocks, rnn=rnn, cell=cell, old=nn.utils.spectral_norm(nn.Linear(6, 2))),
+        lambda: torch.randn(3, 5, 6),
+        squared,
+    )
+
+
+@odd
+def scripted_parts() -> Odd:
+    """Return blocks that are scripts, among blocks that are not."""
+    scripted: Any = torch.jit.script
+    blocks = (scripted(nn.Sequential(nn.Linear(8, 8), nn.ReLU())) for _ in range(3))
+    return nn.Sequential(nn.Linear(8, 8), *blocks, nn.Linear(8, 2)), lambda: torch.randn(4, 8), squared
+
+
+@odd
+def scripted() -> Odd:
+    """Return a model that is one script."""
+    model: Any = torch.jit.script(  # type: ignore[no-untyped-call]
+        nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+    )
+    return model, lambda: torch.randn(4, 8), squared
+
+
+@odd
+def data_parallel() -> Odd:
+    """Return a recurrent model with attention as one rank of several would run it."""
+    model = _everything()
+    wrapped: Any = nn.parallel.DistributedDataParallel(model)
+    return wrapped, lambda: torch.randn(2, 5, 8), squared
