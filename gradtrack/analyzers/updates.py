@@ -13,6 +13,7 @@ from gradtrack.analyzers.base import Analyzer, Schedule, Snapshot, model_of, oft
 from gradtrack.errors import UsageError
 from gradtrack.measure import grouping
 from gradtrack.measure.samples import MOST
+from gradtrack.measure.threads import one_thread
 from gradtrack.measure.untouched import offline_steps, untouched
 from gradtrack.measure.update_sums import NUM_SHORT, NUM_SUMS, OptimizerMoments, UpdateSums, WeightSample
 from gradtrack.records import Metric, Panel
@@ -181,6 +182,10 @@ class UpdatesAnalyzer(Analyzer):
         return numbers
 
     def inspect(self, snapshot: Snapshot) -> UpdatesReport | None:
+        with one_thread():
+            return self._look(snapshot)
+
+    def _look(self, snapshot: Snapshot) -> UpdatesReport | None:
         report, before, self._before = None, self._before, None
         if before is not None and before[0] == snapshot.step - 1:
             if snapshot.counts_as is None:

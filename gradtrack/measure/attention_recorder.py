@@ -31,6 +31,7 @@ from gradtrack.measure.block_tokens import (
     token_statistics,
 )
 from gradtrack.measure.interception import Interception
+from gradtrack.measure.threads import one_thread, threads_for
 from gradtrack.signals import pass_on
 
 _logger = logging.getLogger("gradtrack")
@@ -130,7 +131,8 @@ class AttentionRecorder:
             self._frames.pop()
         frame = self._frames.pop()
         if frame.attended:
-            self._guard(lambda: self._close_block(frame, inputs, output))
+            with one_thread():
+                self._guard(lambda: self._close_block(frame, inputs, output))
         if self._frames:
             self._see_imported()
             return
@@ -203,8 +205,9 @@ class AttentionRecorder:
             return
         found.num_calls += 1
         frame = self._frames[-1]
-        rows = None if torch._C._functorch.is_functorch_wrapped_tensor(first) else self._guard(read)
-        statistics = self._guard(lambda: measure_heads(rows)) if rows is not None and self._weights else None
+        with threads_for(first.numel()):
+            rows = None if torch._C._functorch.is_functorch_wrapped_tensor(first) else self._guard(read)
+            statistics = self._guard(lambda: measure_heads(rows)) if rows is not None and self._weights else None
         found.num_unread += rows is None
         name = f"{frame.name}.self_attn" if isinstance(frame.module, nn.TransformerEncoderLayer) else frame.name
         if statistics is not None:

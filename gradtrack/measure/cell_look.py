@@ -14,6 +14,7 @@ from gradtrack.measure.dynamics import Decay, jacobian, outer_spectrum, spaced, 
 from gradtrack.measure.recorder import RecurrentRecorder, weight_gradient
 from gradtrack.measure.replay import Trajectory
 from gradtrack.measure.spectra import centred, effective_rank, participation_ratio
+from gradtrack.measure.threads import threads_for
 from gradtrack.measure.untouched import kept
 from gradtrack.reports import Report
 
@@ -82,7 +83,7 @@ def look_around(recorder: RecurrentRecorder, model: nn.Module, options: LookOpti
     generator = torch.Generator().manual_seed(seed)
     device = next((param.device.type for param in model.parameters()), "cpu")
     looks = {}
-    with kept(model), torch.autocast(device_type=device, enabled=False):
+    with threads_for(recorder.largest), kept(model), torch.autocast(device_type=device, enabled=False):
         for recorded in recorder.recorded():
             gradient = weight_gradient(model, recorded.weight) if options.states else None
             look = look_at(recorded.trajectory, gradient, options, generator)

@@ -17,6 +17,7 @@ from gradtrack.measure.edges import Origin, inside_backward
 from gradtrack.measure.gain_text import write_report
 from gradtrack.measure.gains import Discontinuity, GainFit, GainProfile, SampleSpread, spread, summarise
 from gradtrack.measure.hooks import Faults, Unshared
+from gradtrack.measure.threads import threads_for
 from gradtrack.measure.trees import first_floating, tensors
 
 NormType = Literal["l2", "l1", "linf", "mean"]
@@ -214,7 +215,7 @@ class GradientGainMonitor:
         self._faults.guarded(self._keep)(index, gradient, pass_number, turn)
 
     def _keep(self, index: int, gradient: Tensor, pass_number: int, turn: int) -> None:
-        with torch.no_grad():
+        with torch.no_grad(), threads_for(gradient.numel()):
             self._arrivals[index] = _Arrival(gradient.detach(), self.norm_type, pass_number, turn)
         self._num_passes += 1
 

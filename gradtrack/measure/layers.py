@@ -18,7 +18,7 @@ def own_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
     """Yield the parameters of a module itself, and those that its parametrized ones are computed from."""
     yield from module.parameters(recurse=False)
     if parametrize.is_parametrized(module):
-        yield from module.parametrizations.parameters()  # type: ignore[union-attr, operator]
+        yield from module.parametrizations.parameters()  # type: ignore[union-attr]
 
 
 def layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from gradtrack.measure.hooks import ModuleHook
 from gradtrack.measure.layers import has_parts, kind_of, layers, own_parameters
 from gradtrack.measure.samples import dot, sample, small_array
+from gradtrack.measure.threads import threads_for
 from gradtrack.measure.trees import unnested
 from gradtrack.signals import pass_on
 
@@ -122,14 +123,15 @@ class Probe:
                 return  # vmap and its like have no numbers to show until they are over
             calls = self._calls[name] = self._calls.get(name, 0) + 1
             if found is not None and calls <= _MAX_CALLS and not compiling:
-                self._guard(lambda: self._record(name, kind, parametric, inputs, found))
+                self._guard(found, lambda: self._record(name, kind, parametric, inputs, found))
 
         return see
 
-    def _guard(self, call: Callable[[], None]) -> None:
+    def _guard(self, values: Tensor, call: Callable[[], None]) -> None:
         if self.fault is None:
             try:
-                call()
+                with threads_for(values.numel()):
+                    call()
             except Exception as fault:
                 pass_on(fault)
                 self.fault = fault
@@ -151,7 +153,7 @@ class Probe:
 
     def _receive(self, node: Node, gradient: Tensor) -> None:
         if not _is_transformed(gradient):
-            self._guard(lambda: _take(node, unnested(gradient.detach())))
+            self._guard(gradient, lambda: _take(node, unnested(gradient.detach())))
 
     def _walk(self, start: Any) -> Iterator[tuple[int, tuple[str, ...]]]:
         """Find the recorded calls that a function's value was computed from, with the functions on the way."""

@@ -72,6 +72,12 @@ class RecurrentRecorder:
             found += [self._describe(name, trajectory) for trajectory in trajectories if trajectory.window]
         return found
 
+    @property
+    def largest(self) -> int:
+        """Return the number of elements of the largest parameter of all that was followed."""
+        modules = (self._modules[name] for name in self._captures)
+        return max((param.numel() for module in modules for param in module.parameters()), default=0)
+
     def close(self) -> None:
         """Remove every hook and let go of what was kept; a second call does nothing."""
         for handle in self._handles:
