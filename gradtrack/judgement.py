@@ -9,6 +9,7 @@ from gradtrack.analyzers.base import Series
 from gradtrack.config import GradientConfig
 from gradtrack.diagnose.causes import order
 from gradtrack.diagnose.evidence import Evidence
+from gradtrack.diagnose.jump import Jump
 from gradtrack.diagnose.ledger import Ledger, unmuted
 from gradtrack.facts import StepFacts
 from gradtrack.measure.moments import Moments
@@ -28,6 +29,9 @@ class Judgement:
         self.nonfinite_before = False
         """Whether the last step had an element that is not finite, so that another one makes no row."""
         self.series = Series()
+        self._jump = Jump()
+        self.startled = False
+        """Whether norm or loss have left what they were, which is a reason to look more closely."""
         self.health: HealthReport = HEALTHY
 
     def judge(self, moments: Moments, outcome: Outcome, *, critical: bool) -> None:
@@ -37,9 +41,10 @@ class Judgement:
         self.nonfinite_before = not moments.finite
         outcome.event = outcome.event or first_nonfinite
         if not self._config.enable_gradient_monitoring:
-            facts.health = HEALTHY
+            facts.health, self.startled = HEALTHY, False
             return
         evidence = _evidence(moments, outcome.report.step, facts, critical=critical)
+        self.startled = self._jump.take(evidence.log_norm, facts.loss)
         self.series.append(evidence.log_norm, facts.loss, facts.layout.missing, finite=moments.finite)
         outcome.issues = self._of_rules = self._monitor.judge(evidence)
         self._ledger.remember(self._of_rules)
@@ -68,6 +73,7 @@ class Judgement:
             "monitor": self._monitor.state_dict(),
             "ledger": self._ledger.state_dict(),
             "series": self.series.state_dict(),
+            "jump": self._jump.state_dict(),
             "nonfinite_before": self.nonfinite_before,
             "issues": [issue.model_dump(mode="json") for issue in self.health.issues],
             "of_rules": [issue.model_dump(mode="json") for issue in self._of_rules],
@@ -80,6 +86,8 @@ class Judgement:
         self._ledger.load_state_dict(state["ledger"])
         if "series" in state:  # which states of older versions do not have
             self.series.load_state_dict(state["series"])
+        if "jump" in state:
+            self._jump.load_state_dict(state["jump"])
         self.nonfinite_before = bool(state["nonfinite_before"])
         self.health = HealthReport.of([Issue.model_validate(issue) for issue in state["issues"]])
         self._of_rules = [Issue.model_validate(issue) for issue in state.get("of_rules", ())]

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from gradtrack import registry, verdicts
-from gradtrack.analyzers.base import Analyzer, Snapshot
+from gradtrack.analyzers.base import OFTEN_EVERY, OFTEN_UNTIL, Analyzer, Snapshot, often
 from gradtrack.eager import EagerSteps, is_compiled
 from gradtrack.errors import InputTypeError, UsageError
 from gradtrack.measure.shards import unwrapped
@@ -25,6 +25,7 @@ _PATIENCE = 3
 _VERDICTS = "verdicts"
 _NOT_WHOLE = "{}: left out, since parameters that are spread over ranks are not whole here."
 _NOT_EVERYWHERE = "{}: left out, since it has to run on every rank that shares the parameters."
+_CLOSE = 16
 _EAGER = "the model is compiled: steps at which an analyzer looks inside it run eagerly; nothing is compiled again."
 
 
@@ -40,6 +41,7 @@ class LiveAnalyzers:
         self._faults: dict[str, int] = {}
         self._armed: set[str] = set()
         self._alert: int | None = None
+        self._close = range(0)
         self._idle: set[str] = set()
         self._sharing: dict[str, Analyzer] = {}
         self._sums: dict[str, Sequence[float] | None] = {}
@@ -87,8 +89,17 @@ class LiveAnalyzers:
                 self.chosen.append(f"analyzer {name} was chosen: {reason}.")
 
     def alert(self, step: int) -> None:
-        """Make every analyzer due at a step, because something has just happened."""
+        """Make every analyzer due at a step, because something has just happened, and the cheap ones for a while after.
+
+        The first steps are looked at as closely in any case.
+        """
         self._alert = step
+        if step > OFTEN_UNTIL and step not in self._close:
+            self._close = range(step, step + _CLOSE, OFTEN_EVERY)
+
+    def looks_closely(self, step: int) -> bool:
+        """Say whether a step is one of those after an alert, on which what the analyzers find is to be heard."""
+        return step in self._close
 
     @property
     def local(self) -> bool:
@@ -222,7 +233,9 @@ class LiveAnalyzers:
     def _is_due(self, name: str, analyzer: Analyzer, step: int) -> bool:
         if name in self._idle:
             return False
-        return step == self._alert or bool(self._guard(name, lambda: analyzer.due(step)))
+        if step == self._alert or (step in self._close and type(analyzer).schedule is often):
+            return True
+        return bool(self._guard(name, lambda: analyzer.due(step)))
 
     def close(self) -> None:
         """Remove every hook."""

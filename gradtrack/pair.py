@@ -271,7 +271,7 @@ class Pair:
             facts.scaler = self.scaler_log.take(scale, skipped=facts.skipped)
         critical = self.handler.is_critical(moments, outcome.facts.layout.total_count)
         self.judgement.judge(moments, outcome, critical=critical)
-        if outcome.opened:
+        if outcome.opened or self.judgement.startled:
             self.analyzers.alert(outcome.report.step + 1)
 
     def _look(self, grads: Gradients, outcome: Outcome) -> None:
@@ -288,7 +288,8 @@ class Pair:
             facts.analyzers = reports
             facts.notes = facts.notes + notes
             # Judging a window costs more than looking at a step; what one rank sees of its part is one voice of many.
-            if rarely(step) and not self.gauge.has_shards:
+            heard = rarely(step) or self.analyzers.looks_closely(step)
+            if heard and not self.gauge.has_shards:
                 self.judgement.hear(self.analyzers.issues())
             outcome.late = [one for one in reports.values() if isinstance(one, LateReport) and one.step != step]
             outcome.event = outcome.event or len(reports) > len(outcome.late)

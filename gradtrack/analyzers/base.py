@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import statistics
 from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Container, Mapping, Sequence
@@ -15,11 +17,15 @@ from gradtrack.records import Panel
 from gradtrack.reports import Issue, Report
 
 Schedule = Callable[[int], bool]
+OFTEN_EVERY = 4
+OFTEN_UNTIL = 64
+_AROUND = 5
+_NO_HIGHER = 1.1
 
 
 def often(step: int) -> bool:
     """Say whether cheap evidence is due: every 4th step up to 64, then every 64th."""
-    return step % (4 if step <= 64 else 64) == 0
+    return step % (OFTEN_EVERY if step <= OFTEN_UNTIL else OFTEN_UNTIL) == 0
 
 
 def rarely(step: int) -> bool:
@@ -64,6 +70,36 @@ class Series:
         self.nonfinite_steps += not finite
         if missing:
             self.missing.update(missing)
+
+    @property
+    def has_halved(self) -> bool:
+        """Say whether the loss is under half of what it was at first."""
+        return self.num_steps >= 2 * _AROUND and self._is_half_of_first(self._loss_at(self.num_steps))
+
+    def has_halved_since(self, step: int) -> bool:
+        """Say whether the loss has halved since a step."""
+        before, last = self._loss_at(step), self._loss_at(self.num_steps)
+        return before is not None and last is not None and 0 < last < 0.5 * before and self._is_over(step)
+
+    def has_learned_since(self, step: int) -> bool:
+        """Say whether training went well since a step: the loss has halved, or is half of the first and no higher."""
+        before, last = self._loss_at(step), self._loss_at(self.num_steps)
+        if before is None or last is None or not self._is_over(step):
+            return False
+        return self.has_halved_since(step) or (last < _NO_HIGHER * before and self._is_half_of_first(last))
+
+    def _is_over(self, step: int) -> bool:
+        """Whether none of the last losses are of a step or before it."""
+        return self.num_steps - step >= _AROUND
+
+    def _is_half_of_first(self, loss: float | None) -> bool:
+        first = self.first_losses[:_AROUND]  # of which the middle is high where the very first steps did harm
+        return loss is not None and 0 < loss < 0.5 * min(first[0], statistics.median(first))
+
+    def _loss_at(self, step: int) -> float | None:
+        """Return the middle of the losses up to a step."""
+        end = len(self.losses) - (self.num_steps - step)
+        return statistics.median(itertools.islice(self.losses, end - _AROUND, end)) if end >= _AROUND else None
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything as plain data."""

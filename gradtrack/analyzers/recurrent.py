@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, final
+from typing import Any, ClassVar, Final, final
 
 import torch
 from torch import Tensor, nn
 
 from gradtrack import registry
-from gradtrack.analyzers.base import Analyzer, Snapshot, model_of
+from gradtrack.analyzers.base import Analyzer, Series, Snapshot, model_of
 from gradtrack.diagnose.recurrent import Criticality, judge, label, nonfinite
 from gradtrack.diagnose.recurrent_report import RecurrentReport, largest, remarks, summarise
 from gradtrack.diagnose.recurring import Recurring
@@ -25,6 +25,8 @@ from gradtrack.measure.untouched import offline_steps, untouched
 from gradtrack.records import Panel
 from gradtrack.reports import Issue, IssueType, Report
 
+_HARMLESS: Final = (IssueType.SHORT_MEMORY, IssueType.LOW_EFFECTIVE_RANK)
+
 
 @final
 class RecurrentAnalyzer(Analyzer):
@@ -38,7 +40,8 @@ class RecurrentAnalyzer(Analyzer):
         Lyapunov          mean logarithm of what a QR decomposition takes out of a frame at each step
         gradient profile  |dL/ds_t| of the loss itself, replayed from the direct gradients at the outputs
     An issue needs more than a radius: m above 1000 or an exponent that gives as much over the horizon (supercritical),
-    or m below a thousandth of m(1) at a horizon that was declared (short memory). `spectral_radius` is not that of
+    or m below a thousandth of m(1) at a horizon that was declared (short memory). Where the loss of a training has
+    halved all the same, what it remembers is enough. `spectral_radius` is not that of
     `weight_hh`, which has no eigenvalues in an LSTM or a GRU. Dropout between layers is replayed without.
 
     References: Vogt et al. 2020 (arXiv:2006.14123), Engelken et al. 2020 (arXiv:2006.02427), Roy and Vetterli 2007.
@@ -104,6 +107,7 @@ class RecurrentAnalyzer(Analyzer):
         self._recorder: RecurrentRecorder | None = None
         self._notes: list[str] = []
         self._history = Recurring()
+        self._series: Series | None = None
 
     @classmethod
     def suits(cls, model: nn.Module) -> str | None:
@@ -125,6 +129,7 @@ class RecurrentAnalyzer(Analyzer):
             return None
         report = self._report([looks], snapshot.horizon or self.horizon, snapshot.step)
         self._history.add(report.issues)
+        self._series = snapshot.series
         return report
 
     def disarm(self) -> None:
@@ -136,7 +141,8 @@ class RecurrentAnalyzer(Analyzer):
         return list(self._notes)
 
     def issues(self) -> list[Issue]:
-        return self._history.issues()
+        learned = self._series is not None and self._series.has_halved
+        return [issue for issue in self._history.issues() if not (learned and issue.issue_type in _HARMLESS)]
 
     def state_dict(self) -> dict[str, Any]:
         return self._history.state_dict()

@@ -24,7 +24,7 @@ from gradtrack.measure.shards import local_part
 from gradtrack.measure.units import DormantUnits
 from gradtrack.measure.untouched import offline_steps, untouched
 from gradtrack.records import Panel
-from gradtrack.reports import Issue, Report
+from gradtrack.reports import Issue, IssueSeverity, IssueType, Report
 
 _EAGER_LOOKS: Final = 64
 _PATIENCE: Final = 16
@@ -237,8 +237,11 @@ class RLPolicyAnalyzer(Analyzer):
             }
         )
 
+    def notes(self) -> list[str]:
+        return [issue.message for issue in self._found if _is_remark(issue)]
+
     def issues(self) -> list[Issue]:
-        return list(self._found)
+        return [issue for issue in self._found if not _is_remark(issue)]
 
     def state_dict(self) -> dict[str, Any]:
         return {"history": self._history.state_dict(), "looks": self._looks, "last_look": self._last_look}
@@ -255,6 +258,11 @@ class RLPolicyAnalyzer(Analyzer):
         if std is not None:
             parts += read_actions((torch.zeros_like(std) if mean is None else mean, std))
         return measure_policy(parts, marginals=self.track_distributions)
+
+
+def _is_remark(issue: Issue) -> bool:
+    """Whether a policy may simply be sure of what it does in each state, which only returns could tell."""
+    return issue.issue_type is IssueType.ENTROPY_COLLAPSE and issue.severity is IssueSeverity.LOW
 
 
 def _norms(model: nn.Module) -> dict[str, float]:

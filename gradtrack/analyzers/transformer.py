@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Final, final
 
 import torch
 from torch import Tensor, nn
 
-from gradtrack.analyzers.base import Analyzer, Schedule, Snapshot, Suggested, model_of, often
+from gradtrack.analyzers.base import Analyzer, Schedule, Series, Snapshot, Suggested, model_of, often
 from gradtrack.diagnose.attention import judge
+from gradtrack.diagnose.lasting import Lasting
 from gradtrack.errors import UsageError
 from gradtrack.measure.attention_calls import Limits
 from gradtrack.measure.attention_recorder import AttentionRecorder, ForwardPass
@@ -17,7 +18,7 @@ from gradtrack.measure.attention_report import AttentionReport, report_attention
 from gradtrack.measure.coherence import GradientCoherence
 from gradtrack.measure.untouched import offline_steps, untouched
 from gradtrack.records import Panel
-from gradtrack.reports import Issue, Report
+from gradtrack.reports import Issue, IssueType, Report
 
 _ATTENTION_NAMES: Final = ("attention", "attn")
 
@@ -40,8 +41,10 @@ class TransformerAnalyzer(Analyzer):
 
     Unless `min_entropy_threshold` or `min_diversity_threshold` is passed, only collapse itself is an issue: a layer
     whose mean entropy is below 0.1, or heads that agree to 1 % of what they could differ while they do not look
-    everywhere alike. `rank_collapse_risk` is judged from the last block and from how much depth took away;
-    HIGH is an issue, MEDIUM alone is not, since tokens may well agree at the end on what they have to predict.
+    everywhere alike. Live it has to last for three looks, and not to have come while training went well: attention that
+    has learned where to look is as sharp. `rank_collapse_risk` is judged from the last block and from how much depth
+    took away; HIGH is an issue, MEDIUM alone is not, since tokens may well agree at the end on what they have to
+    predict.
 
     `enable_jacobian` adds `softmax_jacobian` per layer: the trace 1 - sum p^2 of the derivative of the softmax, near 0
     where attention cannot learn any more. `enable_vector_analysis` adds `gradient_coherence`, the mean cosine between
@@ -123,7 +126,8 @@ class TransformerAnalyzer(Analyzer):
         self._coherence = GradientCoherence()
         self._notes: list[str] = []
         self._said: set[str] = set()
-        self._found: list[Issue] = []
+        self._history = Lasting()
+        self._series: Series | None = None
 
     @classmethod
     def suits(cls, model: nn.Module) -> str | None:
@@ -180,7 +184,8 @@ class TransformerAnalyzer(Analyzer):
         if self.enable_vector_analysis:
             self._coherence.add(snapshot.model)
         report = self._report([found], self._coherence, step=snapshot.step)
-        self._found = report.issues
+        self._history.add(report.issues, snapshot.step)
+        self._series = snapshot.series
         return report
 
     def disarm(self) -> None:
@@ -193,7 +198,22 @@ class TransformerAnalyzer(Analyzer):
         return told
 
     def issues(self) -> list[Issue]:
-        return list(self._found)
+        return self._history.issues(self._series, firm=self._chosen)
+
+    @property
+    def _chosen(self) -> set[IssueType]:
+        """Return the types of issues whose threshold somebody chose, which then needs no further reason."""
+        limits = {
+            IssueType.ATTN_ENTROPY_COLLAPSE: self.min_entropy_threshold,
+            IssueType.HEAD_REDUNDANCY: self.min_diversity_threshold,
+        }
+        return {kind for kind, limit in limits.items() if not isinstance(limit, Suggested)}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._history.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._history.load_state_dict(state)
 
     def _say(self, note: str) -> None:
         """Say something once."""

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Final
 
+from gradtrack.analyzers.base import OFTEN_EVERY, OFTEN_UNTIL
 from gradtrack.reports import Issue, IssueSeverity, IssueType
 
 MOST: Final = 5
@@ -17,7 +18,7 @@ _CAUSES: Final[dict[IssueType, tuple[IssueType, ...]]] = {
     T.EXPLODING: (T.SUPERCRITICAL, T.LR_TOO_HIGH, T.STALE_GRAD, T.UNSTABLE),
     T.UNSTABLE: (T.STALE_GRAD, T.LR_TOO_HIGH, T.SUPERCRITICAL, T.ROTATION),
     T.LR_TOO_HIGH: (T.STALE_GRAD, T.ROTATION, T.SUPERCRITICAL),
-    T.DEAD: (T.LR_TOO_HIGH, T.EXPLODING, T.VANISHING),
+    T.DEAD: (T.LR_TOO_HIGH, T.EXPLODING),
     T.SATURATION: (T.LR_TOO_HIGH, T.EXPLODING),
     T.VANISHING: (
         *(T.DEAD, T.SATURATION, T.BOTTLENECK, T.RANK_COLLAPSE, T.SHORT_MEMORY, T.ATTN_ENTROPY_COLLAPSE),
@@ -36,6 +37,8 @@ _CAUSES: Final[dict[IssueType, tuple[IssueType, ...]]] = {
     T.INSUFFICIENT_EXPLORATION: (T.ENTROPY_COLLAPSE,),
     T.LOW_ACTION_STD: (T.ENTROPY_COLLAPSE,),
 }
+
+_STATES: Final = (T.DEAD, T.SATURATION, T.BOTTLENECK)
 
 
 def order(issues: Sequence[Issue], most: int = MOST) -> list[Issue]:
@@ -71,9 +74,16 @@ def _explain(issue: Issue, others: Sequence[Issue]) -> Issue:
         return issue
     for cause in _CAUSES.get(issue.issue_type, ()):
         for other in others:
-            if other.issue_type is cause and other.explained_by is None and other.step <= issue.step:
+            if other.issue_type is cause and other.explained_by is None and _seen_from(other) <= issue.step:
                 return issue.model_copy(update={"explained_by": other.key})
     return issue
+
+
+def _seen_from(cause: Issue) -> int:
+    """Return the step by which a cause was there: the states of units are judged one sample later than what follows."""
+    if cause.issue_type not in _STATES:
+        return cause.step
+    return cause.step - (OFTEN_EVERY if cause.step <= OFTEN_UNTIL else OFTEN_UNTIL)
 
 
 def _weight(issue: Issue) -> float:

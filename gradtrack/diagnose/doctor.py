@@ -28,12 +28,19 @@ def diagnose(case: Case, most: int = MOST) -> list[Issue]:
     """Return what is wrong with a run, root causes first.
 
     A rule about a state of the model looks at every window of the last samples, so that a fault which was there and has
-    healed, or has been overtaken by its consequences, is still found.
+    healed, or has been overtaken by its consequences, is still found. What was not there in the window before, and has
+    come while training went well, is what the training made of the model, and no fault.
     """
     found: dict[str, Issue] = {issue.key: issue for issue in case.standing}
+    before: int | None = None
     for window in case.windows:
         for issue in _judge(window, "windowed"):
-            found[issue.key] = issue.model_copy(update={"step": found[issue.key].step}) if issue.key in found else issue
+            known = found.get(issue.key)
+            if known is not None:
+                found[issue.key] = issue.model_copy(update={"step": known.step})
+            elif before is None or not case.series.has_learned_since(before):
+                found[issue.key] = issue
+        before = window.step
     return order([*found.values(), *_judge(case, "run")], most)
 
 

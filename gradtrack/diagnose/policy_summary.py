@@ -32,7 +32,7 @@ def sum_up(
     total = values["marginal_entropy"]
     information = None if total is None or conditional is None else max(total - conditional, 0.0)
     spread = values.get("marginal_entropy_normalized")
-    informed = spread is not None and level is not None and spread - level > _INFORMED
+    informed = spread is not None and level is not None and spread - level > _INFORMED * (1 - level)
     known = [found for found in returns if found is not None]
     return PolicyReport(
         **{name: value for name, value in values.items() if name in _AVERAGED},

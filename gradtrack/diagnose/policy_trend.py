@@ -87,15 +87,18 @@ class PolicyHistory:
         return None if rising is None else rising or self.solved
 
     def risk(self, level: float | None, *, informed: bool = False) -> Risk | None:
-        """Judge the risk of collapse; an `informed` policy is nearly deterministic but acts differently by state."""
+        """Judge the risk of collapse; an `informed` policy has lost its entropy by acting differently by state."""
         if level is None or not math.isfinite(level):
             return None
         if self.pays:
             return "LOW"
+        may_be_sure = informed and self.pays is None
         if level < FLOOR:
             if self.came_sure:
                 return "LOW"
-            return "MEDIUM" if informed and self.pays is None else "HIGH"
+            return "MEDIUM" if may_be_sure else "HIGH"
+        if may_be_sure:
+            return "LOW"
         falling_in = self.falling_in
         if falling_in < _WINDOW / 2:
             return "HIGH"

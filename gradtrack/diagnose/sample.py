@@ -20,7 +20,6 @@ Seen = TypeVar("Seen")
 
 KEPT_WINDOWS: Final = 16
 _FEWEST: Final = 2
-_AROUND: Final = 5
 RECENT: Final = 3
 """How many of the last samples a state must be seen in: a fault of the last ten steps of a short run shows in three."""
 
@@ -161,15 +160,6 @@ class Case:
     def trend(self) -> Trend:
         """Return which way the loss goes."""
         return Trend(self.series.first_losses, self.series.losses)
-
-    def halved_since(self, step: int) -> bool:
-        """Whether the loss has halved since a step."""
-        losses = list(self.series.losses)
-        ago = self.series.num_steps - step
-        before, last = losses[: len(losses) - ago][-_AROUND:], losses[-_AROUND:]
-        if len(before) < _AROUND or ago < _AROUND:
-            return False
-        return 0 < statistics.median(last) < 0.5 * statistics.median(before)
 
 
 def median(values: Iterable[float]) -> float:

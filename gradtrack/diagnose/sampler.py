@@ -52,7 +52,7 @@ class FlowSampler:
     @property
     def case(self) -> Case:
         """Return the evidence gathered so far."""
-        return Case(self.series, self.samples, self._standing.issues())
+        return Case(self.series, self.samples, self._standing.issues(self.series))
 
     def arm(self, model: nn.Module, *, stale: bool = True) -> None:
         """Hook a model for the coming step."""

@@ -66,6 +66,12 @@ class Trend:
         return end > 1.5 * begin and sum(loss > begin for loss in self._tail) >= 0.8 * len(self._tail)
 
     @property
+    def tells(self) -> bool:
+        """Whether the loss keeps its sign, so that its going down is what training is for."""
+        finite = [loss for loss in self.losses if math.isfinite(loss)]
+        return not finite or min(finite) >= 0 or max(finite) <= 0
+
+    @property
     def turning(self) -> bool:
         """Whether the loss has been going up lately: the end of its last half above the beginning of it."""
         half = self.losses[-max(_MIN_STEPS, len(self.losses) // 2) :]

@@ -10,7 +10,7 @@ from torch.nn.utils import parametrize
 
 def kind_of(module: nn.Module) -> type[nn.Module]:
     """Return the class that a module was made from."""
-    found: type[nn.Module] = parametrize.type_before_parametrizations(module)  # type: ignore[no-untyped-call]
+    found: type[nn.Module] = parametrize.type_before_parametrizations(module)
     return found
 
 

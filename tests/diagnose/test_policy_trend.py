@@ -62,6 +62,14 @@ def test_an_informed_policy_without_returns_is_a_medium_risk() -> None:
     assert history([0.02] * 9, [1.0, 0.0, 1.0, 0.0, 1.0, 0.0, 1.0, 0.0, 0.5]).risk(0.02, informed=True) == "HIGH"
 
 
+def test_entropy_that_is_lost_to_knowing_the_state_is_no_risk() -> None:
+    """A level that falls because actions depend on the state is what learning does, unless returns say otherwise."""
+    levels = [0.9 - 0.02 * index for index in range(30)]
+    assert history(levels).risk(levels[-1], informed=True) == "LOW"
+    assert history(levels).risk(levels[-1]) == "HIGH"
+    assert history(levels, [1.0, 0.0] * 15).risk(levels[-1], informed=True) == "HIGH"
+
+
 def test_too_much_exploration_needs_stagnating_returns() -> None:
     """A uniform policy explores too much only when 50 returns or more do not rise."""
     assert history([0.99] * 10, [0.0, 1.0] * 5).adequacy(0.99, 0.1) == "ADEQUATE"

@@ -31,8 +31,10 @@ def judge(case: Case) -> list[Issue]:
 
     A narrow layer of more than one unit is a choice of the design, as in an autoencoder; one unit, or a wide layer
     that passes as little as a narrow one, is not. Nor is one unit that takes in no more than one, as a normalisation
-    of a single channel does.
+    of a single channel does; nor what the loss has halved with.
     """
+    if case.series.has_halved:
+        return []
     necks = in_all([sample.remembered("necks", lambda sample: dict(_all_necks(sample))) for sample in case.recent])
     return [
         _issue(case, name, median(neck.rank for neck in found), median(neck.last for neck in found))

@@ -9,6 +9,7 @@ from gradtrack.reports import Issue, IssueSeverity, IssueType
 
 _HIGH: Final = 0.075
 _RISEN: Final = 0.03
+_UNKNOWN: Final = 0.25
 _HEALTHY: Final = 1e-3
 _THROWN: Final = 0.7
 _SAMPLES: Final = 3
@@ -20,10 +21,11 @@ _FEWEST: Final = 2
 def judge(case: Case) -> list[Issue]:
     """Open where the median weight moves by over 7.5 % a step, sample after sample, and the loss has not come down.
 
-    Three per cent are enough where the loss is worse than before the training. One step is enough that, as the very
-    first, leaves nothing of most of the weights: after it even large steps are small beside what they have become. And
-    where the loss has risen, the middle of the first samples is: a rate that is far too high soon leaves units that are
-    dead, and weights without a gradient do not move.
+    Three per cent are enough where the loss is worse than before the training; a quarter is needed where the loss goes
+    through zero, as that of a policy or of a game does, and so need not come down for the training to go well. One step
+    is enough that, as the very first, leaves nothing of most of the weights: after it even large steps are small beside
+    what they have become. And where the loss has risen, the middle of the first samples is: a rate that is far too high
+    soon leaves units that are dead, and weights without a gradient do not move.
     """
     if case.moved and _is_thrown(case.moved[0]) and not case.trend.learned:
         return [_thrown(case, case.moved[0])]
@@ -31,7 +33,7 @@ def judge(case: Case) -> list[Issue]:
     ratios = [_of_grown(case, sample) for sample in moved]
     if len(moved) == _SAMPLES and all(ratios):
         typical = min(median(found.values()) for found in ratios)
-        limit = _RISEN if case.trend.risen else _HIGH
+        limit = _RISEN if case.trend.risen else _HIGH if case.trend.tells else _UNKNOWN
         if typical > limit and not case.trend.learned:
             return [_issue(case, moved, ratios[-1], typical, limit)]
     return _early(case)

@@ -74,7 +74,7 @@ def _was_learned(case: Case, name: str) -> bool:
     for sample in reversed(case.samples[: -len(case.recent)]):
         seen = _seen_in(sample).get(name)
         if seen is not None and not seen.share > _SHARE:
-            return case.halved_since(sample.step)
+            return case.series.has_halved_since(sample.step)
     return False
 
 

@@ -17,6 +17,7 @@ _WINDOW: Final = 50
 _WARMUP: Final = 8
 _DEVIATIONS: Final = 6.0
 _JUMP: Final = math.log(10.0)
+_HARMFUL: Final = math.log(30.0)
 _BEYOND: Final = math.log(3.0)
 _TWICE: Final = math.log(2.0)
 _BUILT_UP: Final = 0.4
@@ -34,7 +35,8 @@ class SpikeRule(Rule):
     spike does not enter the window, so that a run of them is one issue; a new level that lasts for a whole window is
     accepted as the new normal. Where norm and loss are both below what they were on the first steps, the loss by half,
     there is none: once nearly all is learned, the norm is that of the few inputs that are not. What has grown over
-    several steps is the training's own doing, of which it may recover, and weighs less than the jump of a single batch.
+    several steps is the training's own doing, of which it may recover, and weighs less than the jump of a single batch;
+    so does one of less than thirtyfold, which is over when it is over.
     """
 
     def __init__(self) -> None:
@@ -83,7 +85,7 @@ class SpikeRule(Rule):
         clipped = " Clipping bounded this update." if evidence.clipped else ""
         return Issue(
             issue_type=IssueType.EXPLODING,
-            severity=IssueSeverity.MEDIUM if self.grown else IssueSeverity.HIGH,
+            severity=IssueSeverity.MEDIUM if self.grown or height < _HARMFUL else IssueSeverity.HIGH,
             message=(
                 f"The gradient norm {'has grown' if self.grown else 'jumped'} to {evidence.norm:.3g}, {jump:.3g} times "
                 f"the median {median:.3g} of the last {len(self.window)} steps."

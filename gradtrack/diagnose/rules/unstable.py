@@ -18,6 +18,7 @@ _LARGE: Final = math.log(1e3)
 _SHARED: Final = 0.5
 _FIRST: Final = 8
 _LEARNED: Final = 0.2
+_EASED: Final = 2
 
 
 @final
@@ -27,7 +28,7 @@ class UnstableRule(Rule):
     A tenfold change that the loss hardly shares does not count: where most batches have nothing to teach, as with
     rewards that are rare, the norm goes up and down with nothing being wrong. Nor does one of a loss that is under a
     fifth of what it was at first and has not come up again: what is left of it are the few inputs of a batch that are
-    not learned yet, and the norm is theirs.
+    not learned yet, and the norm is theirs. Once open it closes when half as many steps are left that do.
     """
 
     def __init__(self) -> None:
@@ -35,6 +36,7 @@ class UnstableRule(Rule):
         self.jumps: deque[int] = deque(maxlen=_WINDOW)
         self.first_losses: list[float] = []
         self.losses: deque[float] = deque(maxlen=_WINDOW)
+        self.opened = False
 
     def judge(self, evidence: Evidence, config: GradientConfig) -> list[Issue]:
         log_norm = evidence.log_norm
@@ -44,12 +46,13 @@ class UnstableRule(Rule):
         if not math.isnan(self.last):
             self.jumps.append(self._grade(abs(log_norm - self.last), evidence.loss))
         self.last, self.last_loss = log_norm, math.nan if evidence.loss is None else evidence.loss
-        if len(self.jumps) < _WINDOW or not any(self.jumps):
-            return []
+        self.opened = len(self.jumps) == _WINDOW and any(self.jumps) and self._is_jumping() and not self._has_learned()
+        return [_issue(evidence, _WINDOW - self.jumps.count(0))] if self.opened else []
+
+    def _is_jumping(self) -> bool:
         large, all_ = self.jumps.count(2), _WINDOW - self.jumps.count(0)
-        if (all_ * 2 < _WINDOW and large * 3 < _WINDOW) or self._has_learned():
-            return []
-        return [_issue(evidence, all_)]
+        eased = _EASED if self.opened else 1
+        return eased * all_ * 2 >= _WINDOW or eased * large * 3 >= _WINDOW
 
     def _follow(self, loss: float | None) -> None:
         if loss is None or not math.isfinite(loss):

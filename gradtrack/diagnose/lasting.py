@@ -1,0 +1,67 @@
+"""Issues of an analyzer that looks often: those that last, and that learning has not brought about."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from gradtrack.analyzers.base import Series
+from gradtrack.reports import Issue, IssueSeverity, IssueType
+
+_LOOKS: Final = 3
+_HARMLESS: Final = (IssueType.RANK_COLLAPSE, IssueType.HEAD_REDUNDANCY)
+"""What is no fault where the loss has halved with it."""
+
+
+@dataclass(slots=True)
+class _Seen:
+    """An issue of the last looks: how often in a row, and the step of the last look without it."""
+
+    issue: Issue
+    looks: int
+    absent: int | None
+
+
+class Lasting:
+    """Follows issues from look to look. What was not there at first, and came while training went well, is no fault."""
+
+    def __init__(self) -> None:
+        self._looks = 0
+        self._step: int | None = None
+        self._seen: dict[str, _Seen] = {}
+
+    def add(self, issues: Sequence[Issue], step: int) -> None:
+        """Take in the issues of one look."""
+        before, self._seen = self._seen, {}
+        for issue in issues:
+            known = before.get(issue.key)
+            self._seen[issue.key] = (
+                _Seen(issue, 1, self._step) if known is None else _Seen(issue, known.looks + 1, known.absent)
+            )
+        self._looks += 1
+        self._step = step
+
+    def issues(self, series: Series | None, firm: Container[IssueType] = ()) -> list[Issue]:
+        """Return the issues of the run; those of a `firm` type count as soon as they are there, however they came."""
+        return [seen.issue for seen in self._seen.values() if self._counts(seen, series, firm)]
+
+    def _counts(self, seen: _Seen, series: Series | None, firm: Container[IssueType]) -> bool:
+        if seen.issue.severity is IssueSeverity.CRITICAL or seen.issue.issue_type in firm:
+            return True
+        if seen.looks < min(_LOOKS, self._looks):
+            return False
+        if seen.issue.issue_type in _HARMLESS and series is not None and series.has_halved:
+            return False
+        return seen.absent is None or series is None or not series.has_learned_since(seen.absent)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything as plain data."""
+        seen = [(one.issue.model_dump(mode="json"), one.looks, one.absent) for one in self._seen.values()]
+        return {"looks": self._looks, "step": self._step, "seen": seen}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` returned."""
+        self._looks, self._step = int(state["looks"]), state["step"]
+        found = [_Seen(Issue.model_validate(issue), looks, absent) for issue, looks, absent in state["seen"]]
+        self._seen = {one.issue.key: one for one in found}
