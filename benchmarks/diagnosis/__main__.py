@@ -46,7 +46,9 @@ def judge(task: tuple[str, float, bool, bool]) -> Result:
 
 def main() -> int:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--half", choices=("tuned", "held", "fresh", "blind", "unseen", "all"), default="held")
+    parser.add_argument(
+        "--half", choices=("tuned", "held", "fresh", "blind", "unseen", "foreign", "all"), default="held"
+    )
     parser.add_argument("--only", default="")
     parser.add_argument("--scale", type=float, default=1.0)
     parser.add_argument("--clipped", action="store_true", help="with the clipping that a manager does by itself")

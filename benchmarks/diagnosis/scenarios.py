@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from benchmarks.diagnosis import faults, fresh, healthy, special
 from benchmarks.diagnosis.blind import adapted, book, broken, broken_dynamics, odd, supervised
+from benchmarks.diagnosis.foreign import a_adapted, a_generative, a_pictures, a_rates, a_tables, a_wiring
 from benchmarks.diagnosis.run import SCENARIOS, Scenario
 from benchmarks.diagnosis.unseen import agents, series, tables, vision
 from benchmarks.diagnosis.unseen import broken as unseen_broken
 
 LATER = (adapted, broken, broken_dynamics, odd, supervised, agents, series, tables, unseen_broken, vision)
 """Modules that list their runs when they are imported."""
+
+FOREIGN = (a_adapted, a_generative, a_pictures, a_rates, a_tables, a_wiring)
+"""Modules of authors who have not seen the rules, which list their runs in the same way."""
 
 
 def load() -> dict[str, Scenario]:

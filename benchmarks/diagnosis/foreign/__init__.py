@@ -1,0 +1,1 @@
+"""Runs by authors who have seen neither the rules nor the figures of the diagnosis."""
