@@ -4,7 +4,21 @@ from __future__ import annotations
 
 from benchmarks.diagnosis import faults, fresh, healthy, special
 from benchmarks.diagnosis.blind import adapted, book, broken, broken_dynamics, odd, supervised
-from benchmarks.diagnosis.foreign import a_adapted, a_generative, a_pictures, a_rates, a_tables, a_wiring
+from benchmarks.diagnosis.foreign import (
+    a_adapted,
+    a_generative,
+    a_pictures,
+    a_rates,
+    a_tables,
+    a_wiring,
+    b_agents,
+    b_broken_fields,
+    b_broken_sequences,
+    b_fields,
+    b_sequences,
+    b_tables,
+    b_transformers,
+)
 from benchmarks.diagnosis.run import SCENARIOS, Scenario
 from benchmarks.diagnosis.unseen import agents, series, tables, vision
 from benchmarks.diagnosis.unseen import broken as unseen_broken
@@ -13,6 +27,7 @@ LATER = (adapted, broken, broken_dynamics, odd, supervised, agents, series, tabl
 """Modules that list their runs when they are imported."""
 
 FOREIGN = (a_adapted, a_generative, a_pictures, a_rates, a_tables, a_wiring)
+FOREIGN += (b_agents, b_broken_fields, b_broken_sequences, b_fields, b_sequences, b_tables, b_transformers)
 """Modules of authors who have not seen the rules, which list their runs in the same way."""
 
 
