@@ -33,10 +33,10 @@ class SpikeRule(Rule):
 
     It must be beyond the largest of the window as well: a jump that happens again and again is no jump any more. A
     spike does not enter the window, so that a run of them is one issue; a new level that lasts for a whole window is
-    accepted as the new normal. Where norm and loss are both below what they were on the first steps, the loss by half,
-    there is none: once nearly all is learned, the norm is that of the few inputs that are not. What has grown over
-    several steps is the training's own doing, of which it may recover, and weighs less than the jump of a single batch;
-    so does one of less than thirtyfold, which is over when it is over.
+    accepted as the new normal. Where the loss is still under half of what it was on the first steps, and the norm not
+    ten times what it was, there is none: once nearly all is learned, the norm is that of the few inputs that are not.
+    What has grown over several steps is the training's own doing, of which it may recover, and weighs less than the
+    jump of a single batch; so does one of less than thirtyfold, which is over when it is over.
     """
 
     def __init__(self) -> None:
@@ -75,8 +75,8 @@ class SpikeRule(Rule):
         return height > max(_DEVIATIONS * self.window.deviation, largest + _BEYOND)
 
     def _is_left_over(self, evidence: Evidence) -> bool:
-        """Whether norm and loss are both below what they were on the first steps, the loss by half."""
-        if evidence.loss is None or not self.first_losses or evidence.log_norm > max(self.first_norms):
+        """Whether the loss is under half of what it was on the first steps, and the norm not far above what it was."""
+        if evidence.loss is None or not self.first_losses or evidence.log_norm > max(self.first_norms) + _JUMP:
             return False
         return 0 < evidence.loss < _LEARNED * statistics.median(self.first_losses)
 
