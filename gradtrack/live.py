@@ -41,7 +41,8 @@ class LiveAnalyzers:
         self._faults: dict[str, int] = {}
         self._armed: set[str] = set()
         self._alert: int | None = None
-        self._close = range(0)
+        self.close_steps: Sequence[int] = ()
+        """The steps after an alert on which the cheap analyzers look, and on which what all find is to be heard."""
         self._idle: set[str] = set()
         self._sharing: dict[str, Analyzer] = {}
         self._sums: dict[str, Sequence[float] | None] = {}
@@ -94,12 +95,8 @@ class LiveAnalyzers:
         The first steps are looked at as closely in any case.
         """
         self._alert = step
-        if step > OFTEN_UNTIL and step not in self._close:
-            self._close = range(step, step + _CLOSE, OFTEN_EVERY)
-
-    def looks_closely(self, step: int) -> bool:
-        """Say whether a step is one of those after an alert, on which what the analyzers find is to be heard."""
-        return step in self._close
+        if step > OFTEN_UNTIL and step not in self.close_steps:
+            self.close_steps = range(step, step + _CLOSE, OFTEN_EVERY)
 
     @property
     def local(self) -> bool:
@@ -233,7 +230,7 @@ class LiveAnalyzers:
     def _is_due(self, name: str, analyzer: Analyzer, step: int) -> bool:
         if name in self._idle:
             return False
-        if step == self._alert or (step in self._close and type(analyzer).schedule is often):
+        if step == self._alert or (step in self.close_steps and type(analyzer).schedule is often):
             return True
         return bool(self._guard(name, lambda: analyzer.due(step)))
 

@@ -288,7 +288,7 @@ class Pair:
             facts.analyzers = reports
             facts.notes = facts.notes + notes
             # Judging a window costs more than looking at a step; what one rank sees of its part is one voice of many.
-            heard = rarely(step) or self.analyzers.looks_closely(step)
+            heard = rarely(step) or step in self.analyzers.close_steps
             if heard and not self.gauge.has_shards:
                 self.judgement.hear(self.analyzers.issues())
             outcome.late = [one for one in reports.values() if isinstance(one, LateReport) and one.step != step]
@@ -348,6 +348,7 @@ class Pair:
             "clipper": self.clipper.state_dict(),
             "scaler": self.scaler_log.state_dict(),
             "analyzers": self.analyzers.state_dict(),
+            "close_steps": list(self.analyzers.close_steps),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -358,6 +359,7 @@ class Pair:
         if "scaler" in state:  # which states of older versions do not have
             self.scaler_log.load_state_dict(state["scaler"])
         self.analyzers.load_state_dict(state["analyzers"])
+        self.analyzers.close_steps = list(state.get("close_steps", ()))
         self.analyzers.close()
         self.analyzers.arm(self.model, self.step_count + 1)
 
