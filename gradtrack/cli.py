@@ -14,6 +14,7 @@ import typer
 from gradtrack._version import __version__
 from gradtrack.errors import GradtrackError, UsageError
 from gradtrack.usage import EPILOG, epilog
+from gradtrack.view.encoding import survive_poor_encodings
 from gradtrack.view.newest import HERE, find_run
 
 app = typer.Typer(
@@ -33,6 +34,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print data for scripts ins
 
 def main() -> None:
     """Run the command line; an error of gradtrack is one line on stderr and the exit code 2."""
+    survive_poor_encodings()
     try:
         app()
     except SystemExit as end:

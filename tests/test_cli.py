@@ -300,6 +300,27 @@ def test_a_page_that_cannot_be_written_has_code_2(tmp_path: Path, well: Path) ->
     assert not list((tmp_path / "directory").iterdir())
 
 
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252", "utf-8"])
+def test_output_survives_every_encoding(tmp_path: Path, encoding: str) -> None:
+    """Where an encoding lacks the characters of curves and bars they are drawn with others, as wide, and names stay."""
+    write_run(tmp_path, *(row(step, norm=float(step), issues=[issue("größe")]) for step in range(1, 9)))
+    for command in ("show", "diff"):
+        arguments = [str(tmp_path)] * (2 if command == "diff" else 1)
+        result = subprocess.run(
+            [sys.executable, "-m", "gradtrack.cli", command, *arguments],
+            env={**os.environ, "PYTHONIOENCODING": encoding},
+            cwd=ROOT,
+            capture_output=True,
+            check=False,
+        )
+        assert result.returncode == 0, result.stderr
+        text = result.stdout.decode(encoding)
+        lines = [line.split() for line in text.splitlines() if line.startswith("gradient norm  ")]
+        assert len(lines[0][2]) == 8
+        assert set(lines[0][2]) <= set("▁▂▃▄▅▆▇█" if encoding == "utf-8" else "_.-=+*#")
+        assert ("größe" in text) == (command == "show" and encoding != "ascii")
+
+
 def test_lines_are_folded_for_a_person_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a terminal long lines break between words, below where they began; a pipe gets them whole."""
     text = "Found:\n  one two three four\n"

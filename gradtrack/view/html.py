@@ -44,7 +44,7 @@ def render(run: RunData) -> str:
         subtitle=" · ".join(_subtitle(run)),
         healthy=run.healthy,
         verdict=verdict(run),
-        warning=_warning(run),
+        warning=run.warning,
         summary=_summary(run),
         issues=issue_cards([(issue, "") for issue in run.issues[:_ISSUES]]),
         no_issues="No issue opened in this run.",
@@ -89,18 +89,6 @@ def verdict(run: RunData) -> str:
 def _subtitle(run: RunData) -> list[str]:
     created = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(run.run.created))
     return [part for part in (f"started {created}", run.state, run.left_out) if part]
-
-
-def _warning(run: RunData) -> str:
-    """Say what became of a run that did not end as it should, and what to do now."""
-    if run.end is not None:
-        return "The training raised an error." if run.end.failed else ""
-    if run.is_running:
-        return ""
-    return (
-        "The process ended without closing the run: what it recorded is here. "
-        "gradtrack replay delivers what its trackers are missing."
-    )
 
 
 Tile = tuple[str, str, str]

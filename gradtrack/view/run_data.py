@@ -44,6 +44,18 @@ class RunData:
         return "running" if self.is_running else "stopped without an end"
 
     @property
+    def warning(self) -> str:
+        """Say what became of a run that did not end as it should, and what to do now."""
+        if self.end is not None:
+            return "The training raised an error." if self.end.failed else ""
+        if self.is_running:
+            return ""
+        return (
+            "The process ended without closing the run: what it recorded is here. "
+            "gradtrack replay delivers what its trackers are missing."
+        )
+
+    @property
     def open_issues(self) -> list[IssueHistory]:
         """Return the issues that were open at the end."""
         return [issue for issue in self.issues if issue.is_open]

@@ -102,6 +102,8 @@ def _head(run: RunData) -> RenderableType:
         text.append(f"  {run.end.summary.nan_inf_summary.skipped_steps} skipped")
     if run.damaged:
         text.append(f"  {run.left_out}", style="yellow")
+    if run.warning:
+        text.append(f"\n{run.warning}", style="yellow")
     return text
 
 

@@ -26,6 +26,7 @@ def test_run_is_summed_up() -> None:
     """Health, curves with their last value, groups with bars, and issues with advice are shown."""
     text = shown(gather(row(1), row(250, norm=4.0, issues=[issue("encoder")])))
     assert "Run a-run  stopped without an end, 250 steps  unhealthy" in text
+    assert "gradtrack replay delivers what its trackers are missing." in text
     assert "gradient norm   ▁█" in text
     assert "W_in   |██████████  | norm: 2.4" in text
     assert "W_out  |████████████| norm: 3.2" in text
