@@ -96,7 +96,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     axes = figure.subplots()
     axes.barh([row.case for row in rows], [row.ratio for row in rows], color="#2b6cb0", height=0.6)
     for index, row in enumerate(rows):
-        axes.text(row.ratio + 0.01, index, f"{row.ratio:.2f}", va="center", fontsize=9)
+        axes.text(0.01, index, f"{row.ratio:.2f}", va="center", color="white", fontsize=9)
         if row.bar is not None:
             axes.plot([row.bar, row.bar], [index - 0.35, index + 0.35], color="#c05621", linewidth=2)
     axes.axvline(1.0, color="#444444", linewidth=1, linestyle="--")
