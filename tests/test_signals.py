@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from gradtrack import GradientManager
-from gradtrack.analyzers.base import Analyzer, always
+from gradtrack.analyzers.base import Analyzer
 from gradtrack.backends.base import Backend
 from gradtrack.diagnose.health import Health
 from gradtrack.measure.hooks import Faults
@@ -103,7 +103,10 @@ class StruckAnalyzer(Analyzer):
     """An analyzer that a signal strikes."""
 
     name = "struck"
-    schedule = staticmethod(always)
+
+    def due(self, step: int) -> bool:
+        """Look at every step."""
+        return True
 
     def inspect(self, snapshot: Any) -> Report | None:
         """Be struck."""
