@@ -34,8 +34,11 @@ class Judgement:
         """Whether norm or loss have left what they were, which is a reason to look more closely."""
         self.health: HealthReport = HEALTHY
 
-    def judge(self, moments: Moments, outcome: Outcome, *, critical: bool) -> None:
-        """Judge a step that was measured and protected; a change of what is open makes it an event."""
+    def judge(self, moments: Moments, outcome: Outcome, *, critical: bool, watched: bool = True) -> None:
+        """Judge a step that was measured and protected; a change of what is open makes it an event.
+
+        Only where somebody looks more closely then (`watched`) is it asked whether the step is a reason to.
+        """
         facts = outcome.facts
         first_nonfinite = not moments.finite and not self.nonfinite_before
         self.nonfinite_before = not moments.finite
@@ -44,7 +47,7 @@ class Judgement:
             facts.health, self.startled = HEALTHY, False
             return
         evidence = _evidence(moments, outcome.report.step, facts, critical=critical)
-        self.startled = self._jump.take(evidence.log_norm, facts.loss)
+        self.startled = watched and self._jump.take(evidence.log_norm, facts.loss)
         self.series.append(evidence.log_norm, facts.loss, facts.layout.missing, finite=moments.finite)
         outcome.issues = self._of_rules = self._monitor.judge(evidence)
         self._ledger.remember(self._of_rules)

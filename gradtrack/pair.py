@@ -270,7 +270,7 @@ class Pair:
         if scale is not None:
             facts.scaler = self.scaler_log.take(scale, skipped=facts.skipped)
         critical = self.handler.is_critical(moments, outcome.facts.layout.total_count)
-        self.judgement.judge(moments, outcome, critical=critical)
+        self.judgement.judge(moments, outcome, critical=critical, watched=bool(self.analyzers))
         if outcome.opened or self.judgement.startled:
             self.analyzers.alert(outcome.report.step + 1)
 
