@@ -138,7 +138,7 @@ def _curves(track: Track, width: int) -> RenderableType:
         table.add_column(column, justify="left" if not column else "right", no_wrap=True)
     for name, values, log_scale, words in rows:
         if words:
-            drawn = sparkline(values, log_scale=log_scale, width=max(1, min(left, WIDTH)))
+            drawn = sparkline(values, log_scale=log_scale, width=max(1, min(left, 2 * WIDTH)))
             table.add_row(name, drawn, *words[: len(heads)])
         elif (name == "gradient norm" and len(values)) or (name == "loss" and track.last_loss() is not None):
             table.add_row(name, "never finite", *("–" for _ in heads), style="red")

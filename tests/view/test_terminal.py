@@ -26,7 +26,7 @@ def test_run_is_summed_up() -> None:
     """Health, curves with their last value, groups with bars, and issues with advice are shown."""
     text = shown(gather(row(1), row(250, norm=4.0, issues=[issue("encoder")])))
     assert "Run a-run  stopped without an end, 250 steps  unhealthy" in text
-    assert "gradtrack replay delivers what its trackers are missing." in text
+    assert "gradtrack replay delivers what its trackers are missing." in " ".join(text.split())
     assert "gradient norm   ▁█" in text
     assert "W_in   |██████████  | norm: 2.4" in text
     assert "W_out  |████████████| norm: 3.2" in text
@@ -65,6 +65,18 @@ def test_numbers_are_whole_at_every_width(width: int) -> None:
     ]
     assert len([line for line in lines if "…" in line and line.endswith("norm: 1.234e-07")]) == 1
     assert max(map(len, lines)) <= width
+
+
+def test_a_wide_terminal_has_longer_curves() -> None:
+    """Where there is room a curve is drawn finer, twice as fine at the most."""
+    lengths = {}
+    for width in (80, 140, 300):
+        console = Console(file=io.StringIO(), width=width)
+        console.print(terminal.show(gather(*(row(step, norm=float(step)) for step in range(1, 201)))))
+        assert isinstance(console.file, io.StringIO)
+        curve = next(line for line in console.file.getvalue().splitlines() if line.startswith("gradient norm"))
+        lengths[width] = len(curve.split()[2])
+    assert lengths == {80: 40, 140: 56, 300: 56}
 
 
 def test_a_narrow_terminal_keeps_what_came_last() -> None:
