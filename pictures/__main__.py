@@ -55,10 +55,10 @@ def photograph(directory: Path) -> list[Path]:
         comparison = Comparison(load_run(healthy), load_run(faulty))
         compared, page = comparison.write_html(Path("diff.html")).absolute(), (faulty / "report.html").absolute()
         return [
-            screens.photograph(page, directory / "report-desktop.png", width=1280, height=1720),
+            screens.photograph(page, directory / "report-desktop.png", width=1280, height=1484),
             screens.photograph(page, directory / "report-dark.png", width=1280, height=2240, dark=True),
             screens.photograph(page, directory / "report-narrow.png", width=500, height=2000),
-            screens.photograph(compared, directory / "comparison.png", width=1280, height=2060),
+            screens.photograph(compared, directory / "comparison.png", width=1280, height=1820),
             screens.photograph_terminal(terminal.show(load_run(faulty)), directory / "terminal.png"),
         ]
 
