@@ -14,12 +14,26 @@ def card(title: str, rows: Iterable[Sequence[object]] = (), *, items: Sequence[o
 
 
 def grid(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Return a table, or nothing where there is no row."""
-    head = "".join(f"<th>{escape(column)}</th>" for column in columns)
-    body = "".join(f"<tr>{''.join(f'<td>{escape(show(cell))}</td>' for cell in row)}</tr>" for row in rows)
-    if not body:
+    """Return a table, or nothing where there is no row; under a head numbers stand below each other."""
+    lines = [list(row) for row in rows]
+    if not lines:
         return ""
+    head = "".join(
+        _cell("th", column, is_right=_is_number(cell)) for column, cell in zip(columns, lines[0], strict=False)
+    )
+    body = "".join(
+        f"<tr>{''.join(_cell('td', show(cell), is_right=bool(columns) and _is_number(cell)) for cell in line)}</tr>"
+        for line in lines
+    )
     return f"<table>{f'<thead><tr>{head}</tr></thead>' if head else ''}<tbody>{body}</tbody></table>"
+
+
+def _cell(tag: str, shown: str, *, is_right: bool) -> str:
+    return f'<{tag} style="text-align: {"right" if is_right else "left"}">{escape(shown)}</{tag}>'
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float))
 
 
 def text(lines: str) -> str:

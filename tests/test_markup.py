@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from gradtrack import GradientGainMonitor, GradientMonitor
+from gradtrack import GradientGainMonitor, GradientMonitor, markup
 from gradtrack.analyzers.updates import GroupUpdates, UpdatesReport
 from gradtrack.reports import GroupStatistics, HealthReport, StepReport, TrainingSummary
 from tests.view.pages import Page
@@ -41,6 +41,22 @@ def test_summary_shows_the_training() -> None:
     )
     assert page.texts[0] == "9 steps"
     assert {"DEAD", "open on 3 steps"} <= set(page.texts)
+
+
+def test_one_step_is_one_step() -> None:
+    """A count of one has no plural."""
+    page = Page(
+        TrainingSummary.model_validate({"total_steps": 1, "health_issues": {"unhealthy_steps": 1}})._repr_html_()
+    )
+    assert page.texts[0] == "1 step"
+    assert "1 steps" not in page.text
+
+
+def test_numbers_stand_below_each_other() -> None:
+    """In a table with a head the cells and heads of numbers stand on the right, those of names on the left."""
+    page = Page(markup.grid(("name", "norm"), [("head", 0.5), ("tail", 12.0)]))
+    sides = [str(attributes.get("style")) for tag, attributes in page.tags if tag in ("th", "td")]
+    assert sides == ["text-align: left", "text-align: right"] * 3
 
 
 def test_monitor_shows_its_last_steps() -> None:

@@ -62,9 +62,13 @@ class TrainingSummary(Report):
         norms, bad = self.gradient_statistics.gradient_norms, self.nan_inf_summary
         rows = [
             ("gradient norm", f"{norms.mean:.4g} on average, {norms.min:.4g} to {norms.max:.4g}"),
-            ("clipped", f"{self.clipping_summary.clipped_steps} steps ({self.clipping_summary.clip_rate:.1%})"),
-            ("non-finite", f"{bad.nonfinite_steps} steps, {bad.skipped_steps} skipped"),
-            ("unhealthy", f"{self.health_issues.unhealthy_steps} steps"),
-            *((kind, f"open on {count} steps") for kind, count in self.health_issues.issues.items()),
+            ("clipped", f"{_steps(self.clipping_summary.clipped_steps)} ({self.clipping_summary.clip_rate:.1%})"),
+            ("non-finite", f"{_steps(bad.nonfinite_steps)}, {bad.skipped_steps} skipped"),
+            ("unhealthy", _steps(self.health_issues.unhealthy_steps)),
+            *((kind, f"open on {_steps(count)}") for kind, count in self.health_issues.issues.items()),
         ]
-        return markup.card(f"{self.total_steps} steps", rows)
+        return markup.card(_steps(self.total_steps), rows)
+
+
+def _steps(count: int) -> str:
+    return f"{count:,} step{'' if count == 1 else 's'}"
