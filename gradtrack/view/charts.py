@@ -223,7 +223,11 @@ def _plain_line(line: Line, buckets: int) -> dict[str, Any]:
     }
     if line.lost:
         plain["lost"] = _spread_out(line.lost)
-    return plain if thinned.is_exact else {**plain, "low": _digits(thinned.low), "high": _digits(thinned.high)}
+    if thinned.is_exact:
+        return plain
+    # The middle of the last bucket is not the last step.
+    ends = [int(line.steps[0]), int(line.steps[-1])]
+    return {**plain, "ends": ends, "low": _digits(thinned.low), "high": _digits(thinned.high)}
 
 
 def _spread_out(steps: Sequence[int]) -> list[int]:

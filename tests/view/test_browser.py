@@ -190,6 +190,17 @@ def test_a_run_of_one_step_is_drawn_in_the_middle(tmp_path: Path) -> None:
     assert seen["legends"] == [0, 1, 1]
 
 
+def test_the_axis_of_a_long_run_ends_with_the_run(tmp_path: Path) -> None:
+    """Lines that are thinned out to stretches of steps do not shorten the axis."""
+    script = """<script>setTimeout(() => {
+      const texts = [...document.querySelector(".chart svg[role=img]").querySelectorAll("text")];
+      document.title = JSON.stringify({ steps: texts.map((one) => one.textContent) });
+    }, 500);</script></body>"""
+    run = gather(*(row(step) for step in range(1, 5001)))
+    seen = asked(write_html_report(run, tmp_path / "long.html"), tmp_path / "p", script)
+    assert {"1000", "5000"} <= set(seen["steps"])
+
+
 def test_a_large_table_is_searched_and_sorted(tmp_path: Path) -> None:
     """A thousand parameters are searched while one types, and the number of those that were found is told."""
     run = gather(*(row(step) for step in range(1, 4)))

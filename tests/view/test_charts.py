@@ -117,6 +117,7 @@ def test_long_runs_become_coarser_and_not_larger() -> None:
     charts = plain(*rows)
     assert len(json.dumps(charts)) < 500_000
     assert max(charts["Gradient norm"]["lines"][0]["high"]) == 1e6
+    assert charts["Gradient norm"]["lines"][0]["ends"] == [1, 10_000]
     assert all(len(line["x"]) <= 240 for chart in charts.values() for line in chart["lines"])
 
 

@@ -4,8 +4,8 @@ const PAD = { left: 56, right: 14, top: 18, bottom: 24 };
 const charts = JSON.parse(document.getElementById("data").textContent);
 const drawn = [];
 // Every picture of a page has the same steps across, so that what happened together stands together.
-const stepsOf = (line) => [...line.x, ...line.bad, ...(line.lost ?? [])];
-const everyStep = charts.flatMap((chart) => chart.x ?? chart.lines.flatMap(stepsOf));
+const stepsOf = (line) => [...line.x, ...(line.ends ?? []), ...line.bad, ...(line.lost ?? [])];
+const everyStep = charts.flatMap((chart) => (chart.rows ? [...chart.x, chart.end] : chart.lines.flatMap(stepsOf)));
 const first = everyStep.reduce((low, step) => Math.min(low, step), Infinity);
 const last = everyStep.reduce((high, step) => Math.max(high, step), -Infinity);
 const whole = first > last ? [0, 1] : first === last ? [first - 1, first + 1] : [first, last];
