@@ -14,7 +14,7 @@ from gradtrack.record.files import write_atomically
 from gradtrack.reports.step import spell
 from gradtrack.view.changes import Pair, in_words, most_changed, with_ratios
 from gradtrack.view.charts import Chart, Line, events_of, spans_decades
-from gradtrack.view.heat import HeatMap, heat_of
+from gradtrack.view.heat import HeatMap, heat_of, on_one_scale
 from gradtrack.view.html import fill, issue_cards
 from gradtrack.view.issue_history import IssueHistory
 from gradtrack.view.run_data import RunData
@@ -109,9 +109,11 @@ class Comparison:
             section = f"Curves: {source}" if source else "Curves"
             pair = [("A", first), ("B", second)]
             charts += self._curves(source, section, pair)
+            maps = []
             for name, track in pair:
                 heat = heat_of(track, section=section, events=self._marks(source, name))
-                charts += [] if heat is None else [replace(heat, title=f"{name}: {_lowered(heat.title)}")]
+                maps += [] if heat is None else [replace(heat, title=f"{name}: {_lowered(heat.title)}")]
+            charts += on_one_scale(maps)
         return [chart for chart in charts if isinstance(chart, HeatMap) or chart.is_wanted]
 
     def _curves(self, source: str, section: str, pair: Sequence[tuple[str, Track]]) -> Iterator[Chart]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -15,13 +15,15 @@ from gradtrack.view.track import Track
 _ROWS: Final = 80
 _COLUMNS: Final = 120
 _FEWEST: Final = 3
+_LIMIT: Final = 99.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeatMap:
     """Groups from the input to the output, each with the logarithm of its norm over time; None is no finite one.
 
-    Column i holds the steps from `steps[i]` to the next one, the last one those to the `end`.
+    Column i holds the steps from `steps[i]` to the next one, the last one to the `end`. Colours go from the lowest
+    value to the highest, or over the `scale` that several pictures share.
     """
 
     title: str
@@ -32,6 +34,11 @@ class HeatMap:
     section: str = "Training"
     about: str = ""
     events: Sequence[tuple[int, str, int]] = ()
+    scale: tuple[float, float] | None = None
+
+    def known(self) -> list[float]:
+        """Return the values that have a colour of their own: neither a zero nor an infinity has."""
+        return [value for row in self.values for value in row if value is not None and abs(value) < _LIMIT]
 
     def to_plain(self) -> dict[str, Any]:
         """Return it as plain data of bounded size."""
@@ -43,6 +50,7 @@ class HeatMap:
             "rows": list(self.rows),
             "x": list(self.steps),
             "end": self.end,
+            "scale": self.scale,
             "values": [[None if value is None else round(value, 2) for value in row] for row in self.values],
         }
 
@@ -70,6 +78,13 @@ def heat_of(track: Track, *, section: str, events: Sequence[tuple[int, str, int]
     )
 
 
+def on_one_scale(maps: Sequence[HeatMap]) -> list[HeatMap]:
+    """Return pictures in which a colour means the same norm, so that they can be compared."""
+    values = [value for one in maps for value in one.known()]
+    scale = (min(values), max(values)) if values else None
+    return [replace(one, scale=scale) for one in maps]
+
+
 def _medians(norms: NDArray[np.float64], edges: NDArray[np.int64]) -> list[float | None]:
     with np.errstate(divide="ignore"):
         logs = np.log10(norms)
@@ -78,5 +93,5 @@ def _medians(norms: NDArray[np.float64], edges: NDArray[np.int64]) -> list[float
         known = logs[start:end]
         known = known[~np.isnan(known)]
         value = float(np.median(known)) if len(known) else math.nan
-        found.append(max(min(value, 99.0), -99.0) if not math.isnan(value) else None)
+        found.append(max(min(value, _LIMIT), -_LIMIT) if not math.isnan(value) else None)
     return found

@@ -8,6 +8,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import pytest
 from rich.console import Console
 
 from gradtrack.reports import IssueType
@@ -152,6 +153,16 @@ def test_groups_of_both_are_seen_over_depth() -> None:
     heat = {chart.title: chart for chart in Comparison(*runs).charts() if isinstance(chart, HeatMap)}
     assert list(heat["A: gradient norm over depth and time"].rows) == ["a", "b", "c"]
     assert list(heat["B: gradient norm over depth and time"].rows) == ["x", "y", "z", "end"]
+
+
+def test_a_colour_means_the_same_in_both_runs() -> None:
+    """The pictures over depth share the scale of their colours, whatever a single run fills of it."""
+    runs = []
+    for norm in (0.1, 1000.0):
+        norms = {f"train/grad_norm/{name}": norm for name in "abc"}
+        runs.append(gather(*(row(step, metrics=norms | {"train/grad_norm/zero": 0.0}) for step in range(1, 5))))
+    heat = [chart for chart in Comparison(*runs).charts() if isinstance(chart, HeatMap)]
+    assert [chart.to_plain()["scale"] for chart in heat] == [pytest.approx((-1.0, 3.0))] * 2
 
 
 def test_hostile_names_are_text(tmp_path: Path) -> None:

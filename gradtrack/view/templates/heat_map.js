@@ -31,6 +31,7 @@ class HeatMap {
   }
 
   range() {
+    if (this.data.scale) return [this.data.scale[0], Math.max(this.data.scale[1], this.data.scale[0] + 0.01)];
     const known = this.data.values.flat().filter((value) => value !== null && value > -99 && value < 99);
     const low = known.reduce((a, b) => Math.min(a, b), Infinity), high = known.reduce((a, b) => Math.max(a, b), -Infinity);
     return low > high ? [0, 1] : [low, high > low ? high : low + 1];
