@@ -148,7 +148,7 @@ def test_a_callback_may_close_the_manager_that_calls_it() -> None:
 def test_optimizers_that_step_at_times_are_looked_at_before_the_first() -> None:
     """Where one of several leaves out a step, the next look is before whichever steps first, and each step is one."""
     model = small_model()
-    every, seldom = (torch.optim.SGD(part.parameters(), lr=0.1) for part in (model[2], model[0]))  # type: ignore[index]
+    every, seldom = (torch.optim.SGD(part.parameters(), lr=0.1) for part in (model[2], model[0]))
     manager = gradtrack.watch(model, [seldom, every], max_grad_norm=1e-3)
     for step in range(6):
         model.zero_grad()
