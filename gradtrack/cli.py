@@ -29,7 +29,7 @@ Run = Annotated[
     Path | None,
     typer.Argument(help=f"A run's directory. Default: the newest one in {HERE}.", show_default=False),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print data for scripts instead of a table.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print data for scripts instead of text.")]
 
 
 def main() -> None:
@@ -119,6 +119,7 @@ def report(
     out: Annotated[
         Path | None, typer.Option(help="Where the page goes. Default: report.html in the run's directory.")
     ] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Write a run as one HTML page that needs no network, and print where it is."""
     from gradtrack.view.html import REPORT, write_html_report
@@ -128,7 +129,9 @@ def report(
     path = found.directory / REPORT if out is None else out
     with _writing(path, "--out"):
         write_html_report(found, path)
-    typer.echo(path)
+    typer.echo(
+        json.dumps({"run": found.run.run_id, "report": str(path), "healthy": found.healthy}) if as_json else path
+    )
 
 
 @app.command(epilog=epilog("diff"))

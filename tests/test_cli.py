@@ -199,6 +199,16 @@ def test_report_prints_where_its_page_is(well: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.html"
     assert CliRunner().invoke(cli.app, ["report", str(well), "--out", str(other)]).output.strip() == str(other)
     assert "Run a-run" in other.read_text(encoding="utf-8")
+    told = json.loads(CliRunner().invoke(cli.app, ["report", str(well), "--json"]).output)
+    assert told == {"run": "a-run", "report": str(well / "report.html"), "healthy": True}
+
+
+def test_every_command_prints_data_for_scripts() -> None:
+    """None is without --json."""
+    commands = typer.main.get_command(cli.app).commands  # type: ignore[attr-defined]
+    assert {name for name, command in commands.items() if any("--json" in one.opts for one in command.params)} == {
+        *commands
+    }
 
 
 def test_diff_tells_what_appeared(well: Path, sick: Path, tmp_path: Path) -> None:
