@@ -13,7 +13,8 @@ from gradtrack.integrations.transformers import GradtrackCallback
 
 def main(steps: int = 30, report_to: str = "tensorboard") -> GradtrackCallback:
     torch.manual_seed(0)
-    config = GPT2Config(vocab_size=64, n_positions=32, n_embd=32, n_layer=2, n_head=2, use_cache=False)
+    sizes = {"vocab_size": 64, "n_positions": 32, "n_embd": 32, "n_layer": 2, "n_head": 2}
+    config = GPT2Config(**sizes, bos_token_id=0, eos_token_id=0, use_cache=False)
     data = [{"input_ids": row, "labels": row} for row in torch.randint(0, 64, (128, 24))]
     callback = GradtrackCallback(grad_log_every_n_steps=5)
     trainer = Trainer(

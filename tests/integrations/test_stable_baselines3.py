@@ -61,6 +61,25 @@ def test_the_norm_is_the_one_that_the_algorithm_throws_away(name: str, clipped: 
 
 
 @pytest.mark.parametrize("name", ["SAC", "TD3"])
+def test_the_norms_of_actor_and_critic_are_torchs(name: str) -> None:
+    """Where nothing is clipped, the norm is that of the gradients with which each optimizer steps, to 1e-5."""
+    model, callback = algorithm(name), GradtrackCallback()
+    theirs: dict[str, list[float]] = {"actor": [], "critic": []}
+
+    def keep(part: str, optimizer: Any) -> None:
+        grads = [param.grad for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
+        theirs[part].append(float(torch.nn.utils.get_total_norm(grads)))
+
+    for part in theirs:
+        getattr(model, part).optimizer.register_step_pre_hook(lambda one, *_, part=part: keep(part, one))
+    model.learn(60, callback=callback)
+    for part, norms in theirs.items():
+        ours = [report.clipping.norm_before for report in callback.reports if report.source == part]
+        assert len(ours) > 10
+        assert ours == pytest.approx(norms, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["SAC", "TD3"])
 def test_analyzers_look_from_within_the_steps(name: str) -> None:
     """The flow of actor and critic is looked at in hooks of their optimizers, which stay as they are meanwhile."""
     callback = GradtrackCallback(analyzers="auto", backends=["memory"])

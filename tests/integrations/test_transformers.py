@@ -197,7 +197,7 @@ def test_parts_that_are_set_free_are_seen_before_the_clipping(tmp_path: Path) ->
     assert not any("only" in note for report in callback.reports[1:] for note in report.notes)
 
 
-SMOOTHED = {"label_smoothing_factor": 0.1, "bf16": True, "gradient_accumulation_steps": 3}
+SMOOTHED: dict[str, Any] = {"label_smoothing_factor": 0.1, "bf16": True, "gradient_accumulation_steps": 3}
 
 
 @pytest.mark.parametrize("limit", [0.0, 0.2])
@@ -435,7 +435,10 @@ def test_tensorboard_has_one_run_and_one_norm(tmp_path: Path, caplog: pytest.Log
     events = EventAccumulator(str(directory), size_guidance={"scalars": 0}).Reload()
     shown = {event.step: event.value for event in events.Scalars("train/grad_norm")}
     assert shown == pytest.approx(own_norms(trainer), rel=1e-5)
-    assert [event.step for event in events.Scalars("train/grad_variance")] == [1, 2, 3, 4, 5, 6]
+    for name in {name for report in callback.reports for name in report.metrics()}:
+        assert [event.step for event in events.Scalars(name)] == [1, 2, 3, 4, 5, 6], name
+    logged = {event.step: event.value for event in events.Scalars("train/loss")}
+    assert logged == pytest.approx({row["step"]: row["loss"] for row in trainer.state.log_history if "loss" in row})
     assert sum("ours is left out there" in record.message for record in caplog.records) == 1
 
 
@@ -450,25 +453,33 @@ def test_mlflow_has_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     mlflow.set_tracking_uri(uri)
     mlflow.set_experiment("trainer")
     monkeypatch.setenv("HF_MLFLOW_LOG_ARTIFACTS", "0")
-    train(GradtrackCallback(grad_log_every_n_steps=1), tmp_path / "out", report_to=["mlflow"])
+    callback = GradtrackCallback(grad_log_every_n_steps=1, close_timeout_seconds=90)
+    trainer = train(callback, tmp_path / "out", report_to=["mlflow"])
     client = MlflowClient(tracking_uri=uri)
     experiments = [experiment.experiment_id for experiment in client.search_experiments()]
     (run,) = client.search_runs(experiments)
-    ours, theirs = (
-        {point.step: point.value for point in client.get_metric_history(run.info.run_id, name)}
-        for name in ("train/grad_norm", "grad_norm")
-    )
-    assert ours == pytest.approx(theirs, rel=1e-5)
+
+    def curve(name: str) -> dict[int, float]:
+        return {point.step: point.value for point in client.get_metric_history(run.info.run_id, name)}
+
+    assert curve("train/grad_norm") == pytest.approx(curve("grad_norm"), rel=1e-5)
+    for name in {name for report in callback.reports for name in report.metrics()}:
+        assert list(curve(name)) == [1, 2, 3, 4, 5, 6], name
+    logged = {row["step"]: row["loss"] for row in trainer.state.log_history if "loss" in row}
+    assert curve("loss") == pytest.approx(logged)
 
 
 def test_case_04_wandb_has_one_run_and_one_norm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Offline: the user's rows and ours are in one run, and the norm is the Trainer's."""
     wandb = pytest.importorskip("wandb")
+    from gradtrack.backends.wandb.names import metric_name
+
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
     monkeypatch.setenv("WANDB_SILENT", "true")
     try:
-        trainer = train(GradtrackCallback(grad_log_every_n_steps=1), tmp_path / "out", report_to=["wandb"])
+        callback = GradtrackCallback(grad_log_every_n_steps=1)
+        trainer = train(callback, tmp_path / "out", report_to=["wandb"])
     finally:
         directory = Path(wandb.run.dir).parent
         wandb.run.finish()
@@ -476,6 +487,11 @@ def test_case_04_wandb_has_one_run_and_one_norm(tmp_path: Path, monkeypatch: pyt
     shown = [row["train/grad_norm"] for row in rows if "train/grad_norm" in row]
     assert shown == pytest.approx(list(own_norms(trainer).values()), rel=1e-5)
     assert [row["gradtrack/step"] for row in rows if "gradtrack/step" in row] == [1, 2, 3, 4, 5, 6]
+    ours = {metric_name(name) for report in callback.reports for name in report.metrics()}
+    for name in ours - {"train/grad_norm"}:
+        assert [row["gradtrack/step"] for row in rows if name in row] == [1, 2, 3, 4, 5, 6], name
+    logged = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    assert [row["train/loss"] for row in rows if "train/loss" in row] == pytest.approx(logged)
 
 
 def test_an_issue_can_stop_the_training(tmp_path: Path) -> None:
