@@ -144,7 +144,8 @@ def main() -> None:
     tracker, name, steps, threads = sys.argv[1:]
     torch.set_num_threads(int(threads))
     with contextlib.ExitStack() as stack:
-        directory = stack.enter_context(tempfile.TemporaryDirectory())
+        # A tracker that is not waited for may still write there.
+        directory = stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
         backend, strike = stack.enter_context(FAULTS[tracker][name](name, Path(directory)))
         manager = GradientManager(
             backends=[backend],

@@ -87,7 +87,8 @@ def closed_port() -> Iterator[str]:
 
 @contextlib.contextmanager
 def _started(command: list[str], port: int) -> Iterator[Server]:
-    environment = {**os.environ, "MLFLOW_DISABLE_TELEMETRY": "true"}
+    # The consumers of its job queue would keep the machine busy long after it answers.
+    environment = {**os.environ, "MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
     quiet = subprocess.DEVNULL
     process = subprocess.Popen(command, stdout=quiet, stderr=quiet, env=environment, start_new_session=True)
     server = Server(f"http://127.0.0.1:{port}", process)
