@@ -34,7 +34,7 @@ def served(store: Path, port: int) -> Iterator[str]:
     command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", f"sqlite:///{store}"]
     command += ["--default-artifact-root", str(store.parent / "artifacts"), "--serve-artifacts"]
     command += ["--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
-    environment = {**os.environ, "MLFLOW_DISABLE_TELEMETRY": "true"}
+    environment = {**os.environ, "MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
     with (store.parent / "server.log").open("ab") as log:
         server = subprocess.Popen(
             command, stdout=log, stderr=log, env=environment, cwd=store.parent, start_new_session=True
