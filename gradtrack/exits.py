@@ -9,15 +9,16 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from gradtrack.record import first_at_exit
 from gradtrack.record.sink import Sink
 
 
 class CloseAtExit:
     """Closes a manager's sink when the interpreter exits or the manager is collected, whichever comes first.
 
-    What is registered last runs first. It is registered again at the first record, so that it runs before what a
-    tracker's own package registered in between. `unhook`, which takes off the hooks that are left, must not lead to
-    the manager, since this keeps it.
+    What is registered last runs first. It is registered again at the first record, and when a tracker has been set up,
+    so that it runs before what the tracker's own package registered in between. `unhook`, which takes off the hooks
+    that are left, must not lead to the manager, since this keeps it.
     """
 
     def __init__(self, owner: Any, sink: Sink, unhook: Callable[[], object]) -> None:
@@ -26,6 +27,7 @@ class CloseAtExit:
         self._collected.atexit = False
         atexit.register(self._exit)
         sink.on_open = self.renew
+        first_at_exit.remember(self)
 
     def renew(self) -> None:
         """Run before everything that was registered so far."""

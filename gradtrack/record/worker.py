@@ -14,6 +14,7 @@ from gradtrack.backends.base import Backend
 from gradtrack.errors import PermanentBackendError
 from gradtrack.record.faults import Faults
 from gradtrack.record.feed import Feed, Row
+from gradtrack.record.first_at_exit import come_first
 from gradtrack.record.offsets import Offsets
 from gradtrack.record.writer import Writer
 from gradtrack.records import Record, RunInfo
@@ -56,7 +57,7 @@ class Worker:
         self._writer = Writer(backend, run, on_refusal=self._note_refusal)
         self._flushes: list[_Flush] = []
         self._hurry = threading.Event()
-        self._failed = self._gave_up = False
+        self._failed = self._gave_up = self._began = False
         self._end: float | None = None
         self._last_retry = math.inf
         self._thread = threading.Thread(target=self._work, name=f"gradtrack-{name}", daemon=True)
@@ -144,6 +145,8 @@ class Worker:
             except BaseException as fault:  # also a tracker that exits: it must not end this thread in silence
                 self.faults.note(fault, "the rows are kept until it is back")
             else:
+                if not self._began:
+                    come_first()
                 self._note_offset(rows[-1][0] + 1)
                 return
             again = True
@@ -154,6 +157,7 @@ class Worker:
         self.faults.note(fault, f"it refuses rows for good, the first at step {record.step}; the journal keeps them")
 
     def _note_offset(self, following: int) -> None:
+        self._began = True
         self._offsets.set(self.name, following, self.refused, self.address)
 
     def _pause(self, delay_seconds: float) -> None:

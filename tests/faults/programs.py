@@ -92,15 +92,15 @@ def journaled(directory: Path) -> list[int]:
     return [record.step for _, record in journal.rows()]
 
 
-def held(directory: Path, tracker: str) -> Counter[int]:
-    """Return how often a tracker has each step."""
+def held(directory: Path, tracker: str, *, ended: bool = False) -> Counter[int]:
+    """Return how often a tracker has each step; `ended` says that every run of W&B's has come to an orderly end."""
     if tracker == "tensorboard":
         return _in_tensorboard(directory / "logs")
     if tracker == "mlflow":
         return _in_mlflow(f"sqlite:///{directory}/store.db")
     found: Counter[int] = Counter()
     for run_directory in sorted((directory / "wandb").glob("*run-*")):
-        rows = rows_of(run_directory, ended=False)
+        rows = rows_of(run_directory, ended=ended)
         found.update(row["gradtrack/step"] for row in rows if NORM in row and "gradtrack/step" in row)
     return found
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,29 @@ def test_case_08_terminated_training_is_complete_after_a_replay(tmp_path: Path, 
     end(tmp_path, tracker, "test_case_08")
 
 
+@pytest.mark.parametrize("tracker", SOME)
+def test_case_19_steps_that_come_again_are_rows_of_their_own(tmp_path: Path, tracker: str) -> None:
+    """A training that goes back to a checkpoint has the steps from there on twice, and a replay adds none."""
+    prepare(tmp_path, tracker)
+    program = """
+        loop = Loop(directory / "run", backends_of(tracker, directory), close_timeout_seconds=60.0)
+        loop.run(60)
+        checkpoint = loop.manager.state_dict()
+        loop.run(30)
+        await_delivery(loop)
+        loop.run(30)
+        loop.manager.load_state_dict(checkpoint)
+        loop.run(60)
+    """
+    done = run(program, tmp_path, tracker)
+    assert done.returncode == 0, done.stderr
+    expected = once(STEPS) + once(range(61, 121))
+    assert Counter(journaled(tmp_path)) == expected
+    assert held(tmp_path, tracker, ended=True) == expected
+    replay(tmp_path)
+    assert held(tmp_path, tracker, ended=True) == expected
+
+
 EXITS = [*(pytest.param(tracker, marks=slow) for tracker in TRACKERS), "user's writer"]
 
 
@@ -63,10 +87,12 @@ def test_case_21_exit_without_close_reaches_the_tracker(tmp_path: Path, tracker:
     prepare(tmp_path, tracker)
     program = """
         loop = Loop(directory / "run", backends_of(tracker, directory), close_timeout_seconds=60.0)
-        train(loop, 120)
+        train(loop, 60)
+        await_delivery(loop)  # by now the tracker's package has registered an end of its own
+        train(loop, 60)
     """
     done = run(program, tmp_path, tracker)
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
     name = "tensorboard" if tracker == "user's writer" else tracker
-    assert held(tmp_path, name) == once(STEPS)
+    assert held(tmp_path, name, ended=True) == once(STEPS)

@@ -78,6 +78,6 @@ def test_case_22_four_ranks_are_one_run(tmp_path: Path, tracker: str) -> None:
     started = [start(RANKS, tmp_path, tracker, OF_FOUR=str(rank)) for rank in range(4)]
     ends = [one.communicate(timeout=300) for one in started]
     assert [one.returncode for one in started] == [0] * 4, ends
-    assert held(tmp_path, tracker) == once(STEPS)
+    assert held(tmp_path, tracker, ended=True) == once(STEPS)
     assert len(list((tmp_path / "run").glob("journal*.jsonl"))) == 4
     assert len(list((tmp_path / "wandb").glob("*run-*"))) == (tracker == "wandb")

@@ -85,7 +85,7 @@ def test_case_10_own_run_without_a_server(tmp_path: Path) -> None:
     assert json.loads(done.stdout.splitlines()[-1])["acknowledged"] == 120
     assert done.stderr.count("the run is kept offline") == 1
     assert journaled(tmp_path) == list(STEPS)
-    assert held(tmp_path, "wandb") == once(STEPS)
+    assert held(tmp_path, "wandb", ended=True) == once(STEPS)
 
 
 def unreachable(address: str) -> dict[str, Any]:

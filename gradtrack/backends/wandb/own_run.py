@@ -10,6 +10,7 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
+from gradtrack.record.first_at_exit import come_first
 from gradtrack.record.forks import unforked
 from gradtrack.records import RunInfo
 from gradtrack.redact import redact
@@ -35,6 +36,7 @@ def open_run(package: Any, given: Mapping[str, Any], info: RunInfo | None, tell:
             options["dir"] = info.run_dir
     with unforked():  # a copy made meanwhile would remove, when it exits, the directory in which W&B starts its process
         package.setup()
+    come_first()
     settings, reason = _settings(package), _out_of_reach(package)
     if reason is None:
         try:
