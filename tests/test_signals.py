@@ -7,13 +7,13 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
 from gradtrack import GradientManager
-from gradtrack.analyzers.base import Analyzer
+from gradtrack.analyzers.base import Analyzer, Schedule, always
 from gradtrack.backends.base import Backend
 from gradtrack.diagnose.health import Health
 from gradtrack.measure.hooks import Faults
@@ -103,10 +103,7 @@ class StruckAnalyzer(Analyzer):
     """An analyzer that a signal strikes."""
 
     name = "struck"
-
-    def due(self, step: int) -> bool:
-        """Look at every step."""
-        return True
+    schedule: ClassVar[Schedule] = staticmethod(always)
 
     def inspect(self, snapshot: Any) -> Report | None:
         """Be struck."""
