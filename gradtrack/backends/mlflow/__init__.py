@@ -28,6 +28,7 @@ NONFINITE: Final = "gradtrack/nonfinite"
 _RUN_TAG: Final = "gradtrack.run_id"
 _OWNER_TAG: Final = "gradtrack.owner"
 _VIEWS_SINCE: Final = (3, 15)
+_LONGEST_TEXT: Final = 5000
 
 
 @final
@@ -244,7 +245,7 @@ class MlflowBackend(Backend):
         run = self._store.call(self._store.client.create_run, self._ensure_experiment(), run_name=name, tags=tags)
         if self._run is not None:
             param = self._mlflow.entities.Param
-            params = [param(f"gradtrack/{key}", redact(str(value))) for key, value in self._run.config.items()]
+            params = [param(f"gradtrack/{key}", _shown(redact(str(value)))) for key, value in self._run.config.items()]
             self._store.call(self._store.client.log_batch, run.info.run_id, params=params, synchronous=True)
         return run
 
@@ -262,7 +263,9 @@ class MlflowBackend(Backend):
         """Keep the names that MLflow cannot hold as tags, and show the new metrics in the saved view."""
         tag = self._mlflow.entities.RunTag
         tags = [
-            tag(f"gradtrack.name.{mapped[-HASH_LENGTH:]}", name) for name, mapped in names.items() if mapped != name
+            tag(f"gradtrack.name.{mapped[-HASH_LENGTH:]}", _shown(name))
+            for name, mapped in names.items()
+            if mapped != name
         ]
         for start in range(0, len(tags), 100):
             self._store.call(self._store.client.log_batch, run_id, tags=tags[start : start + 100], synchronous=True)
@@ -280,6 +283,12 @@ class MlflowBackend(Backend):
             self._store.client.set_experiment_tag(experiment_id, key, value)
         except Exception as fault:
             self._store.tell(f"the saved view could not be written: {redact(str(fault))}")
+
+
+def _shown(text: str) -> str:
+    """Return a text that MLflow takes as a value: not too long for any of its stores, and with nothing but letters."""
+    text = text.encode("utf-8", "backslashreplace").decode()
+    return text if len(text) <= _LONGEST_TEXT else f"{text[: _LONGEST_TEXT - 4]} ..."
 
 
 def _tag_of(run: RunInfo | None) -> str:

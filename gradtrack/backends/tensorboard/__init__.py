@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final, final
 
 from gradtrack.backends.base import Backend
-from gradtrack.backends.tensorboard.events import Events
+from gradtrack.backends.tensorboard.events import Events, tag_of
 from gradtrack.backends.tensorboard.files import EventFile
 from gradtrack.backends.tensorboard.images import image_event, image_tag
 from gradtrack.backends.tensorboard.layout import layout_event
@@ -126,8 +126,11 @@ class TensorBoardBackend(Backend):
         return {
             (record.source, record.step)
             for record in records
-            if there.get((record.source, record.step, record.time), _NOTHING) > set(record.metrics) - self._withheld
+            if there.get((record.source, record.step, record.time), _NOTHING) > self._tags_of(record)
         }
+
+    def _tags_of(self, record: Record) -> set[str]:
+        return {tag_of(name) for name in record.metrics if name not in self._withheld}
 
     def _open(self, run: RunInfo) -> None:
         self._info, self._run_id = run, run.run_id

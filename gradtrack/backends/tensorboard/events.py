@@ -10,12 +10,22 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from gradtrack.errors import MissingExtraError
+from gradtrack.record.naming import digest_of
 from gradtrack.records import Histogram, Record, tail_of
 
 STEP: Final = "gradtrack/step"
 EXACT: Final = "gradtrack/exact/"
 _SMALLEST_FLOAT: Final = float.fromhex("0x1p-126")
 _LARGEST_FLOAT: Final = float.fromhex("0x1.fffffep+127")
+
+
+def tag_of(name: str) -> str:
+    """Return the tag of a metric: its name, or where that is no Unicode, its spelling and a hash of it."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return f"{name.encode('utf-8', 'backslashreplace').decode()}-gt{digest_of(name)}"
+    return name
 
 
 def description_of(run_id: str) -> str:
@@ -57,12 +67,12 @@ class Events:
     def scalar(self, tag: str, value: float) -> Any:
         """Return a scalar that TensorBoard draws: its fast reader, the default, leaves out doubles."""
         shown = value if not math.isfinite(value) else max(-_LARGEST_FLOAT, min(value, _LARGEST_FLOAT))
-        return self.value(tag=tag, simple_value=shown)
+        return self.value(tag=tag_of(tag), simple_value=shown)
 
     def exact(self, tag: str, value: float) -> Any:
         """Return a double beside a scalar."""
         proto = self.tensor(dtype="DT_DOUBLE", double_val=[value])
-        return self.value(tag=f"{EXACT}{tag}", tensor=proto, metadata=self._metadata_of("scalars"))
+        return self.value(tag=f"{EXACT}{tag_of(tag)}", tensor=proto, metadata=self._metadata_of("scalars"))
 
     def histogram(self, tag: str, found: Histogram) -> Any:
         """Return a histogram with the counts that were taken; its sums are those of the middles of the buckets."""
@@ -77,12 +87,13 @@ class Events:
             bucket_limit=found.edges[1:],
             bucket=found.counts,
         )
-        return self.value(tag=tag, histo=proto)
+        return self.value(tag=tag_of(tag), histo=proto)
 
     def text(self, tag: str, lines: Sequence[str]) -> Any:
         """Return a list in Markdown; names in it come from modules and are escaped."""
         text = "\n".join(f"- {html.escape(line, quote=False)}" for line in lines)
-        return self.value(tag=tag, tensor=self._string(text.encode()), metadata=self._metadata_of("text"))
+        content = self._string(text.encode("utf-8", "backslashreplace"))
+        return self.value(tag=tag_of(tag), tensor=content, metadata=self._metadata_of("text"))
 
     def layout(self, content: bytes) -> Any:
         """Return the value that arranges the page of custom scalars."""

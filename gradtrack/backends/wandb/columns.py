@@ -21,6 +21,7 @@ class Columns:
         self._withheld = set(withhold)
         self._known: set[str] = set()
         self._originals: dict[str, str] = {}
+        self._told_names = 0
 
     @property
     def withheld(self) -> list[str]:
@@ -46,6 +47,9 @@ class Columns:
         if axis not in self._known:
             self._known.add(axis)
             run.define_metric(axis, hidden=True)
+        if len(self._originals) > self._told_names:
+            self._told_names = len(self._originals)
+            run.config.update({"gradtrack_names": dict(self._originals)}, allow_val_change=True)
         return {**row, axis: record.step}
 
     def _define(self, run: Any, name: str, axis: str) -> str:
@@ -56,7 +60,6 @@ class Columns:
             run.define_metric(key, step_metric=axis)
             if key != name.replace(".", ":"):
                 self._originals[key] = name
-                run.config.update({"gradtrack_names": dict(self._originals)}, allow_val_change=True)
         return key
 
     def _look_for_others(self, run: Any) -> None:
