@@ -1,4 +1,4 @@
-"""Make the pictures in docs/images anew: `python -m pictures`, which needs Chromium for those of pages."""
+"""Make the pictures in docs/images anew: `python -m pictures`, which needs Chromium for pages and tmux for W&B."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 from gradtrack.view import terminal
 from gradtrack.view.comparison import Comparison
 from gradtrack.view.run_data import load_run
-from pictures import runs, screens
+from pictures import runs, screens, trackers
 
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
 PLOTS = {
@@ -64,5 +64,5 @@ def photograph(directory: Path) -> list[Path]:
 
 
 if __name__ == "__main__":
-    for path in [*draw(IMAGES), *photograph(IMAGES)]:
+    for path in [*draw(IMAGES), *photograph(IMAGES), trackers.photograph_wandb(IMAGES)]:
         sys.stdout.write(f"{path.name}: {path.stat().st_size // 1000} kB\n")

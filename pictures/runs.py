@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,14 +32,16 @@ class Deep(nn.Module):
         return scores
 
 
-def faulty(directory: Path, steps: int = 160, *, is_faulty: bool = True) -> list[StepReport]:
+def faulty(
+    directory: Path, steps: int = 160, *, is_faulty: bool = True, backends: Sequence[Any] = ("json",)
+) -> list[StepReport]:
     """Train a deep classifier whose learning rate becomes far too high early, with a bad batch later on."""
     torch.manual_seed(0)
     model = Deep()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     plane = torch.randn(16, 4)
     with GradientManager(
-        backends=["json"],
+        backends=list(backends),
         analyzers=["flow", "gain"],
         run_dir=directory,
         grad_log_every_n_steps=1,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -13,9 +14,13 @@ from rich.terminal_theme import MONOKAI
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 _LARGE = 120_000
+_OWN_BACKGROUND = f"background-color: #{bytes(MONOKAI.background_color).hex()}"
+_BRAILLE = re.compile("[\u2800-\u28ff]")
+"""Letters that few fonts of equal width have: each gets the width of the others."""
 _TERMINAL = """<!doctype html><meta charset="utf-8"><style>
 body { margin: 0; padding: 14px; background: #14181f; color: #e4e8ee; font: 14px/1.25 "DejaVu Sans Mono", monospace; }
-pre { margin: 0; font: inherit; }</style><pre>{code}</pre>"""
+pre { margin: 0; font: inherit; } i { display: inline-block; width: 1ch; height: 1.25em; font-style: normal;
+overflow: hidden; vertical-align: top; }</style><pre>{code}</pre>"""
 
 
 def find_browser() -> str | None:
@@ -44,7 +49,8 @@ def photograph_terminal(shown: RenderableType, picture: Path, *, columns: int = 
     with TemporaryDirectory() as directory:
         page = Path(directory) / "terminal.html"
         code = console.export_html(theme=MONOKAI, inline_styles=True, code_format="{code}")
-        page.write_text(_TERMINAL.replace("{code}", code), encoding="utf-8")
+        code = code.replace(_OWN_BACKGROUND, "")
+        page.write_text(_TERMINAL.replace("{code}", _BRAILLE.sub(r"<i>\g<0></i>", code)), encoding="utf-8")
         return photograph(page, picture, width=round(columns * 8.43) + 28, height=round(lines * 17.5) + 28)
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from PIL import Image
+from rich.text import Text
 
-from pictures import runs, screens
+from pictures import runs, screens, trackers
 from pictures.__main__ import IMAGES, PLOTS, SCREENS, draw, photograph
 
-NAMES = [*(name for names in PLOTS.values() for name in names), *SCREENS]
+NAMES = [*(name for names in PLOTS.values() for name in names), *SCREENS, "wandb.png"]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -37,3 +40,25 @@ def test_pages_can_be_photographed(tmp_path: Path) -> None:
     """Every picture of a page and of the terminal is taken, without a path of this machine on it."""
     assert [path.name for path in photograph(tmp_path)] == list(SCREENS)
     assert all((tmp_path / name).stat().st_size < 200_000 for name in SCREENS)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(screens.find_browser() is None, reason="no Chromium is installed")
+@pytest.mark.skipif(shutil.which("tmux") is None, reason="no tmux is installed")
+@pytest.mark.skipif(find_spec("wandb") is None, reason="wandb is not installed")
+def test_terminal_view_of_wandb_shows_our_curves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """W&B's own terminal view draws the rows of an offline run over our axis, and none that is not asked for."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    shown: list[str] = []
+    look = trackers.in_a_terminal
+    monkeypatch.setattr(trackers, "in_a_terminal", lambda *given, **more: _kept(shown, look(*given, **more)))
+    picture = trackers.photograph_wandb(tmp_path)
+    assert picture.stat().st_size < 200_000
+    assert "train/grad_norm" in shown[0]
+    assert "x: gradtrack/step" in shown[0]
+
+
+def _kept(shown: list[str], screen: Text) -> Text:
+    shown.append(screen.plain)
+    return screen

@@ -21,6 +21,7 @@ from gradtrack.backends.wandb import WandbBackend  # noqa: E402
 from gradtrack.backends.wandb.history import Index  # noqa: E402
 from gradtrack.backends.wandb.names import metric_name  # noqa: E402
 from gradtrack.errors import BackendError, ClosedError, PermanentBackendError, UsageError  # noqa: E402
+from gradtrack.record.sink import build_backends  # noqa: E402
 from gradtrack.records import Histogram, Record, RunInfo  # noqa: E402
 from tests.backends.history import messages_of, rows_of  # noqa: E402
 from tests.backends.rows import make_records  # noqa: E402
@@ -360,6 +361,15 @@ def exit_code(directory: Path) -> int:
 
 
 def test_own_run_is_in_the_run_directory(tmp_path: Path) -> None:
+def test_configuration_names_the_run(tmp_path: Path) -> None:
+    """What a configuration calls `run_name` is the name of a run of our own: its `name` is that of the backend."""
+    (backend,) = build_backends([{"name": "wandb", "project": "p", "run_name": "a training"}]).values()
+    backend.write(make_records(1))
+    backend.close()
+    assert isinstance(backend, WandbBackend)
+    assert backend.run.name == "a training"
+
+
     """A run of our own lies in the directory of the training."""
     backend = WandbBackend()
     backend.write(make_records(1, run_dir=tmp_path / "training"))

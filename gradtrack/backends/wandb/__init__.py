@@ -34,6 +34,7 @@ class WandbBackend(Backend):
     what happens to it in a run of the user's: `polite` never moves it, so that our rows join the user's and what finds
     none of them is written when the run ends; `row` commits every row by itself; `step` logs at the record's own step.
     The metrics in `withhold` are left out, and `train/grad_norm` is where somebody else writes it to the same run.
+    `run_name` is `name` for a configuration, in which `name` is that of the backend.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class WandbBackend(Backend):
         project: str | None = None,
         entity: str | None = None,
         name: str | None = None,
+        run_name: str | None = None,
         run_id: str | None = None,
         directory: str | None = None,
         step_mode: StepMode = "polite",
@@ -54,7 +56,7 @@ class WandbBackend(Backend):
         if run is not None and not callable(getattr(run, "log", None)):
             raise UsageError(f"wandb: run {run!r}: expected a run. Pass what wandb.init() returned.")
         self._wandb = _import_wandb()
-        self._own = {"project": project, "entity": entity, "name": name, "id": run_id, "dir": directory}
+        self._own = {"project": project, "entity": entity, "name": run_name or name, "id": run_id, "dir": directory}
         if run is None and run_id is None and project is None:
             run = self._wandb.run
         self._run: Any = run
