@@ -12,8 +12,9 @@ from torch import Tensor
 
 from gradtrack.config import GradientConfig
 from gradtrack.measure import torch_device
+from gradtrack.measure.centres import Deviations, deviations_around
 from gradtrack.measure.gradients import Gradients
-from gradtrack.measure.moments import NAN, NEGINF, POSINF, SQUARES, Moments, merge
+from gradtrack.measure.moments import MAX, MIN, NAN, NEGINF, POSINF, SQUARES, Moments, merge
 from gradtrack.protect.clipping import GradientClipper, coefficient_for
 from gradtrack.protect.nonfinite import NaNInfHandler, count_nonfinite
 
@@ -43,14 +44,31 @@ def takes_found_inf(optimizer: Any) -> bool:
 
 
 class LateStep:
-    """A step that was measured, clipped and made safe on its device; `read` waits for the numbers."""
+    """A step that was measured, clipped and made safe on its device; `read` waits for the numbers.
+
+    With `variances` those of float64 gradients are right where their means hide them, at the cost of a second pass.
+    """
 
     def __init__(
-        self, grads: Gradients, loss: Tensor | float | None, clipper: GradientClipper, handler: NaNInfHandler
+        self,
+        grads: Gradients,
+        loss: Tensor | float | None,
+        clipper: GradientClipper,
+        handler: NaNInfHandler,
+        *,
+        variances: bool = False,
     ) -> None:
         self._layout, self._config = grads.layout, clipper.config
+        self._groups = grads.layout.group_of, len(grads.layout.group_names)
         self._clipper, self._handler = clipper, handler
         self._rows = torch_device.measure(grads.tensors, exact=True)
+        wide = [index for index, grad in enumerate(grads.tensors) if grad.dtype == torch.float64]
+        self._wide = wide if variances else []
+        self._around = self._rows.new_zeros(0, 3)
+        if self._wide:
+            ends = self._rows[self._wide, MIN : MAX + 1]
+            self._around = torch_device.measure_around([grads.tensors[index] for index in self._wide], ends)
+        self.deviations: Deviations | None = None
         self._bad = self._rows.narrow(1, NAN, 3).sum()
         self._loss = loss
         self._limit: float | None = None
@@ -89,11 +107,12 @@ class LateStep:
         if self._done is not None:
             self._done.synchronize()
         values = self._host.double().numpy()
-        size = self._rows.numel()
-        rows = np.array(values[:size]).reshape(self._rows.shape)
+        size, end = self._rows.numel(), self._rows.numel() + self._around.numel()
+        rows, around = np.array(values[:size]).reshape(self._rows.shape), values[size:end].reshape(-1, 3)
+        self.deviations = deviations_around(rows, self._wide, around, self._layout.sizes, self._groups)
         loss = self._loss
         if isinstance(loss, Tensor):
-            loss = float(values[size]) if len(values) > size else float(loss)
+            loss = float(values[end]) if len(values) > end else float(loss)
         return Moments(rows, *merge(rows, self._layout.group_of, len(self._layout.group_names))), loss
 
     def nan_inf(self, moments: Moments) -> dict[str, Any]:
@@ -136,7 +155,7 @@ class LateStep:
 
     def _start_copy(self) -> None:
         """Send everything that the report needs to the host in one copy that nobody waits for."""
-        parts = [self._rows.flatten()]
+        parts = [self._rows.flatten(), self._around.flatten()]
         if isinstance(self._loss, Tensor) and self._loss.device == self._rows.device:
             parts.append(self._loss.detach().to(self._rows.dtype).reshape(1))
         self._packed = torch.cat(parts)

@@ -181,7 +181,7 @@ class Pair:
 
     def _leave_on_device(self, grads: Gradients, outcome: Outcome, loss: Tensor | float | None) -> None:
         self.gauge.fit(grads, outcome.facts)
-        outcome.pending = LateStep(grads, loss, self.clipper, self.handler)
+        outcome.pending = LateStep(grads, loss, self.clipper, self.handler, variances=outcome.facts.full)
         outcome.pending.protect(grads, self.optimizers, scaled=outcome.scale is not None)
         self._stepping.may_hold_found_inf = True
         self._late = outcome
@@ -199,6 +199,7 @@ class Pair:
         facts = outcome.facts
         moments, facts.loss = late.read()
         facts.take(moments)
+        facts.deviations = late.deviations
         facts.nan_inf, facts.clipping = late.nan_inf(moments), late.clipping(moments)
         facts.skipped = facts.nan_inf["action"] in ("skip", "scaler")
         self._judge(moments, outcome)

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradtrack import GradientManager, StepReport, pair
-from tests.training import batch_loss, small_model, train
+from tests.training import batch_loss, optimizer_of, small_model, train, with_gradients
 
 SETTINGS: list[dict[str, Any]] = [
     {"nonfinite_action": "report"},
@@ -185,3 +185,26 @@ def test_repeated_tokens_are_changed_on_the_device(settings: dict[str, Any], mon
 
     for mine, theirs in zip(gradients(late=True), gradients(late=False), strict=True):
         torch.testing.assert_close(mine, theirs)
+
+
+def test_a_mean_does_not_hide_the_variance(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients of float64 have the right one on the device too: each, their groups and all of them."""
+    monkeypatch.setattr(pair, "on_device", lambda grads: True)
+    noise = torch.randn(40, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    grads = [1e9 + noise[:30], 1e9 + noise[30:31], noise[31:]]
+    grads.append(torch.tensor([-1e9, math.nan, -1e9 - 1], dtype=torch.float64))
+    model = with_gradients([grad.clone() for grad in grads])
+    manager = GradientManager(nonfinite_action="report", engine="torch", track_parameters=True)
+    report = manager.step(model, optimizer_of(model), None, backward=False)
+    assert manager.reports == []
+    assert report.statistics is not None
+    for index, grad in enumerate(grads):
+        expected = variance(grad) if len(grad) > 1 else 0.0
+        assert report.parameters[f"p{index}"].variance == pytest.approx(expected, rel=1e-9)
+        assert report.groups[f"p{index}"].variance == pytest.approx(expected, rel=1e-9)
+    assert report.statistics.variance == pytest.approx(variance(torch.cat(grads)), rel=1e-9)
+
+
+def variance(values: Tensor) -> float:
+    """Return the variance of the finite elements, from their deviations."""
+    return float(values[values.isfinite()].numpy().var(ddof=1))

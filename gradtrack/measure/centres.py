@@ -96,6 +96,26 @@ def take_back(rows: Rows, centres: Floats, counts: Floats) -> Centred:
     return Centred(centres, shifts, squares, counts)
 
 
+def deviations_around(
+    rows: Rows,
+    positions: Sequence[int],
+    around: Floats,
+    sizes: NDArray[np.int64],
+    groups: tuple[NDArray[np.int64], int],
+) -> Deviations | None:
+    """Return the deviations where the tensors at some positions were read about centres, None where none has one.
+
+    `around` has the centre of each of them, the sum about it and that of the squares.
+    """
+    if not around[:, 0].any():
+        return None
+    counts = sizes - rows[:, NAN:].sum(axis=1)
+    shifted, centres = rows.copy(), np.zeros(len(rows))
+    centres[positions] = around[:, 0]
+    shifted[positions, SUM], shifted[positions, SQUARES] = around[:, 1], around[:, 2]
+    return merge_deviations(take_back(shifted, centres, counts), *groups)
+
+
 def merge_deviations(parts: Centred, group_of: NDArray[np.int64], num_groups: int) -> Deviations:
     """Add up the deviations of tensors and those of their means, each mean as a difference to a middle one."""
     middle = float(parts.centres[np.argmax(parts.counts)]) if len(parts.counts) else 0.0
