@@ -36,13 +36,25 @@ def test_fifty_steps_are_bitwise_equal(
     name: str, kind: type[torch.optim.Optimizer], every_step: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     """O1: weights, buffers, gradients, moments and random states are the same, bit for bit, and all did look."""
-    plain = train(name, GradientManager(max_grad_norm=0.5), kind, watched=False)
+    plain = train(name, GradientManager(max_grad_norm=0.5), kind)
     with caplog.at_level(logging.WARNING, "gradtrack"):
         manager = GradientManager(max_grad_norm=0.5, analyzers=analyzers())
-        watched = train(name, manager, kind, watched=True)
+        watched = train(name, manager, kind, watched=NAMES)
     assert len(watched) == len(plain)
     assert all(torch.equal(one, other) for one, other in zip(watched, plain, strict=True))
     assert "failed" not in caplog.text
     looks = Counter(found for report in manager.reports for found in report.analyzers)
     assert {found for found in looks if looks[found] >= 24} >= LOOKS[name]
     assert manager.reports[-1].clipping.clip_rate > 0
+
+
+@pytest.mark.parametrize("analyzer", NAMES)
+def test_each_analyzer_alone_leaves_fifty_steps_as_they_are(analyzer: str, every_step: None) -> None:
+    """O1 for one analyzer, on a training that it reports on: what one moves no other can hide by moving it back."""
+    name = next(name for name, looks in LOOKS.items() if analyzer in looks)
+    plain = train(name, GradientManager(), torch.optim.Adam)
+    (chosen,) = (one for one in analyzers() if one["name"] == analyzer)
+    manager = GradientManager(analyzers=[chosen])
+    watched = train(name, manager, torch.optim.Adam, watched=[analyzer])
+    assert all(torch.equal(one, other) for one, other in zip(watched, plain, strict=True))
+    assert sum(analyzer in report.analyzers for report in manager.reports) >= 24

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import numpy as np
@@ -115,21 +115,26 @@ def policy() -> tuple[nn.Module, Losses]:
 TRAININGS = {"CNN": convolutional, "LSTM": recurrent, "GPT": language, "policy": policy}
 
 
-def train(name: str, manager: GradientManager, kind: type[torch.optim.Optimizer], *, watched: bool) -> list[Tensor]:
-    """Train for fifty steps; return weights, buffers, gradients, moments and the state of every random generator."""
+def train(
+    name: str, manager: GradientManager, kind: type[torch.optim.Optimizer], *, watched: Collection[str] = ()
+) -> list[Tensor]:
+    """Train for fifty steps; return weights, buffers, gradients, moments and the state of every random generator.
+
+    `watched` names the analyzers that the manager has: some are shown what only the loop knows.
+    """
     torch.manual_seed(0)
     np.random.seed(0)
     random.seed(0)
     model, losses = TRAININGS[name]()
     optimizer: Any = kind(model.parameters(), lr=1e-2)  # type: ignore[call-arg]
     manager.attach(model, optimizer)
-    if watched:
+    if "vector" in watched:
         observer: Any = manager.analyzer("vector")
         observer.observe(lambda: next(losses(0, None)))
     for step in range(50):
         optimizer.zero_grad()
         micro_batches = 2 if name == "CNN" else 1
-        for index, loss in enumerate(losses(step, manager if watched else None), start=1):
+        for index, loss in enumerate(losses(step, manager if "rl_policy" in watched else None), start=1):
             manager.step(model, optimizer, loss, accumulate=index < micro_batches)
         optimizer.step()
     moments = [torch.as_tensor(value) for state in optimizer.state.values() for value in state.values()]
