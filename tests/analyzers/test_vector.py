@@ -179,8 +179,8 @@ class TestNoise:
         plain, scaled = GradientNoise(draws), GradientNoise(scale * draws)
         assert plain.coherence is not None
         assert 0 <= plain.coherence <= 1 + 1e-12
-        assert scaled.coherence == pytest.approx(plain.coherence, rel=1e-9)
-        assert scaled.temporal == pytest.approx(plain.temporal, rel=1e-9)
+        assert scaled.coherence == pytest.approx(plain.coherence, abs=1e-12)
+        assert scaled.temporal == pytest.approx(plain.temporal, abs=1e-12)
         if plain.noise_scale is not None and plain.coherence > 0.5:
             assert scaled.noise_scale == pytest.approx(plain.noise_scale, rel=1e-6)
 
@@ -264,10 +264,24 @@ def test_the_scale_of_the_loss_changes_no_ratio(scale: float) -> None:
         return analyzer.analyze(lambda: next(inputs), lambda out: factor * out.square().mean(), steps=4)
 
     one, other = analyze(1.0), analyze(scale)
-    assert other.coherence == pytest.approx(one.coherence, rel=1e-9)
+    assert other.coherence == pytest.approx(one.coherence, abs=1e-12)
+    assert other.temporal_coherence == pytest.approx(one.temporal_coherence, abs=1e-12)
     assert other.noise_scale == pytest.approx(one.noise_scale, rel=1e-9)
     assert other.divergence == pytest.approx(scale * (one.divergence or 0), rel=1e-9)
     assert other.directional_sharpness == pytest.approx(scale * (one.directional_sharpness or 0), rel=1e-9)
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-3, 1e3, 1e30])
+def test_the_scale_of_a_game_changes_no_share(scale: float) -> None:
+    """F1: every player's loss times a constant has the same rotation, from the matrix and from probes alike."""
+    expected = VectorAnalyzer().analyze_game(saddle(0.5)).rotation
+    scaled = {name: (params, lambda loss=loss: scale * loss()) for name, (params, loss) in saddle(0.5).items()}
+    assert VectorAnalyzer().analyze_game(scaled).rotation == pytest.approx(expected, abs=1e-12)
+    matrix, at = random_matrix(100), torch.zeros(100, dtype=torch.float64)
+    one = VectorAnalyzer().analyze_field(lambda x: matrix @ x, at)
+    other = VectorAnalyzer().analyze_field(lambda x: scale * (matrix @ x), at)
+    assert not one.exact
+    assert other.rotation == pytest.approx(one.rotation, abs=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -432,7 +446,8 @@ class TestLive:
         optimizer = optimizer_of(model)
 
         def loss(sign: float) -> Tensor:
-            return model[0].sum() + 8 * sign * model[1].sum()
+            found: Tensor = model[0].sum() + 8 * sign * model[1].sum()
+            return found
 
         reports = []
         for micro_batches in (1, 2):
