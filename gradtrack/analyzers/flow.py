@@ -27,7 +27,8 @@ class FlowReport(Report):
     """The flow of a sampled step: gradients over that of the last layer, and how the step before it went on.
 
     `gain_min` and `gain_max` are the smallest and largest ‖δ‖ over ‖δ of the last layer‖ along the model's edges;
-    `update_ratio` is ‖Δw‖/‖w‖ of the median weight and `cosine` that of successive gradients, at the previous sample;
+    `update_ratio` is ‖Δw‖/‖w‖ of the median weight, with the larger ‖w‖ of before and after, and `cosine` that of
+    successive gradients, at the previous sample;
     `subnormal` is the share of float16 gradients there that were too small for all of their digits.
     """
 

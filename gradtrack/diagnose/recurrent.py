@@ -108,7 +108,7 @@ def _short_memories(cells: Mapping[str, CellDynamics], horizon: int, step: int) 
             layer=module,
             message=(
                 f"Of a gradient {share:.2g} is left after the {horizon} steps of the declared horizon; "
-                f"it falls to a third within {memory:.3g}."
+                f"it falls to 1/e within {memory:.3g}."
             ),
             statistic="gradient_left_at_horizon",
             value=share,

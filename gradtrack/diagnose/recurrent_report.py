@@ -49,7 +49,9 @@ class RecurrentReport(Report):
         Metric("rnn/spectral_radius", "Largest eigenvalue of the state Jacobian by magnitude, median over time."),
         Metric("rnn/growth_rate", "Growth of a difference of states in the long run.", unit="factor per step"),
         Metric("rnn/temporal_decay_rate", "Decay of a gradient on its way back.", unit="factor per step"),
-        Metric("rnn/effective_memory_length", "Until a third of a gradient is left.", unit="steps"),
+        Metric(
+            "rnn/effective_memory_length", "From the first step back until 1/e of a gradient is left.", unit="steps"
+        ),
         Metric("rnn/lyapunov_exponent", "The logarithm of the growth rate.", unit="nats per step"),
         Metric("rnn/effective_rank", "What the hidden states fill, smallest cell.", unit="dimensions"),
         Metric("rnn/gradient_first_share", "What reaches the first step of the largest gradient.", unit="share"),

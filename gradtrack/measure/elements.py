@@ -31,7 +31,7 @@ Index = int | Tensor
 class Change:
     """What one optimizer step did to a parameter, by its sampled elements.
 
-    `ratio` is ‖Δw‖/‖w‖;
+    `ratio` is ‖Δw‖ over the larger of the norms ‖w‖ before and after it, so that it is at most 2;
     `unchanged` is the share of the elements with a gradient that stayed as they were, bit by bit, and `subnormal` the
     share of float16 gradients too small to keep their precision.
     """

@@ -21,6 +21,7 @@ class PolicyReport(Report):
 
     `discrete_entropy_mean` and the continuous, marginal and conditional entropies are in nats (differential ones can be
     negative), those called normalized are from 0 to 1. `state_information` is what the state tells about the action.
+    It and the marginal and conditional entropies are those of the discrete parts where an action has both kinds.
     `entropy_level`, from which the verdicts follow, is the lowest normalised entropy of the newest quarter of what was
     observed.
     """
