@@ -520,7 +520,7 @@ def scripted_parts() -> Odd:
 @odd
 def scripted() -> Odd:
     """Return a model that is one script."""
-    model: Any = torch.jit.script(  # type: ignore[no-untyped-call]
+    model: Any = torch.jit.script(
         nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
     )
     return model, lambda: torch.randn(4, 8), squared

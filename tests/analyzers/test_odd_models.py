@@ -97,7 +97,7 @@ def one_rank(request: pytest.FixtureRequest) -> Iterator[None]:
     if getattr(request.node, "callspec", None) is None or request.node.callspec.params.get("name") != "data parallel":
         yield
         return
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     try:
         yield
     finally:
@@ -199,7 +199,7 @@ def test_nested_tensors_have_the_numbers_of_their_rows(layout: torch.layout, eve
             output = blocks(batch)
             loss = (torch.cat(output.unbind()) if nest else output).square().sum()
             reports.append(manager.step(blocks, optimizer, loss))
-    plain, nested = (report.analyzers for report in reports)
+    plain, nested = (dict[str, Any](report.analyzers) for report in reports)
     assert set(nested) == set(plain) == {"flow", "gain", "jacobian"}
     assert nested["flow"].metrics() == pytest.approx(plain["flow"].metrics(), rel=1e-5)
     for name in ("norms", "rms_norms", "gains"):
