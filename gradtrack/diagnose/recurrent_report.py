@@ -138,7 +138,7 @@ def remarks(cells: Mapping[str, CellDynamics], horizon: int | None, dropped: Seq
     known = [cell.effective_memory_length for cell in cells.values() if cell.effective_memory_length is not None]
     if horizon is None and known:
         found.append(
-            f"recurrent: gradients fall to a third within {max(known):.3g} steps. That is no fault by itself; "
+            f"recurrent: gradients fall to 1/e within {max(known):.3g} steps. That is no fault by itself; "
             "declare a horizon to have it judged."
         )
     partial = {name: cell for name, cell in cells.items() if cell.eigenvalues and not cell.has_all_eigenvalues}
