@@ -20,7 +20,10 @@ Schedule = Callable[[int], bool]
 OFTEN_EVERY = 4
 OFTEN_UNTIL = 64
 _AROUND = 5
-_NO_HIGHER = 1.1
+_LONG = 10
+_NO_HIGHER = 1.25
+_BLOWN = 3.0
+_RISEN = 3.0
 
 
 def often(step: int) -> bool:
@@ -42,7 +45,7 @@ class Series:
     """What every step leaves behind, as plain numbers, the newest last: the first steps and the last ones.
 
     `log_norms` are ln of the norm, NaN where it was not finite; `missing` counts for each parameter the steps on which
-    it had no gradient at all.
+    it had no gradient at all, and `missing_since` has the step from which on it has had none.
     """
 
     FIRST = 16
@@ -56,6 +59,7 @@ class Series:
         self.log_norms: deque[float] = deque(maxlen=self.LAST)
         self.nonfinite_steps = 0
         self.missing: Counter[str] = Counter()
+        self.missing_since: dict[str, int] = {}
 
     def append(self, log_norm: float, loss: float | None, missing: Sequence[str], *, finite: bool) -> None:
         """Take in one step."""
@@ -70,11 +74,24 @@ class Series:
         self.nonfinite_steps += not finite
         if missing:
             self.missing.update(missing)
+        if missing or self.missing_since:
+            self.missing_since = {name: self.missing_since.get(name, self.num_steps) for name in missing}
 
     @property
     def has_halved(self) -> bool:
         """Say whether the loss is under half of what it was at first."""
         return self.num_steps >= 2 * _AROUND and self._is_half_of_first(self._loss_at(self.num_steps))
+
+    @property
+    def blew_up(self) -> bool:
+        """Say whether the loss of the first steps was soon three times that of the very first."""
+        first = self.first_losses[:_AROUND]
+        return len(first) == _AROUND and 0 < _BLOWN * first[0] < statistics.median(first)
+
+    def has_risen_after(self, step: int) -> bool:
+        """Say whether the loss is three times what it was at best before a step."""
+        before = self._levels(0, step, _LONG)
+        return bool(before) and 0 < _RISEN * min(before) < statistics.median(list(self.losses)[-_LONG:])
 
     def has_halved_since(self, step: int) -> bool:
         """Say whether the loss has halved since a step."""
@@ -82,11 +99,19 @@ class Series:
         return before is not None and last is not None and 0 < last < 0.5 * before and self._is_over(step)
 
     def has_learned_since(self, step: int) -> bool:
-        """Say whether training went well since a step: the loss has halved, or is half of the first and no higher."""
+        """Say whether training went well since a step: the loss has halved, or is half of the first, and never rose."""
         before, last = self._loss_at(step), self._loss_at(self.num_steps)
         if before is None or last is None or not self._is_over(step):
             return False
-        return self.has_halved_since(step) or (last < _NO_HIGHER * before and self._is_half_of_first(last))
+        if max(self._levels(step, self.num_steps, _AROUND), default=last) > _NO_HIGHER * before:
+            return False
+        return self.has_halved_since(step) or self._is_half_of_first(last)
+
+    def _levels(self, after: int, until: int, width: int) -> list[float]:
+        """Return the middles of the losses of successive steps between two steps."""
+        ends = [max(0, len(self.losses) - (self.num_steps - step)) for step in (after, until)]
+        found = list(itertools.islice(self.losses, *ends))
+        return [statistics.median(found[at : at + width]) for at in range(0, len(found) - width + 1, width)]
 
     def _is_over(self, step: int) -> bool:
         """Whether none of the last losses are of a step or before it."""
@@ -112,6 +137,7 @@ class Series:
         self.num_steps, self.nonfinite_steps = int(state["num_steps"]), int(state["nonfinite_steps"])
         self.first_losses, self.first_log_norms = list(state["first_losses"]), list(state["first_log_norms"])
         self.missing = Counter(state["missing"])
+        self.missing_since = dict(state.get("missing_since", {}))
         self.losses = deque(state["losses"], maxlen=self.LAST)
         self.log_norms = deque(state["log_norms"], maxlen=self.LAST)
 

@@ -6,11 +6,15 @@ import importlib
 import pkgutil
 from collections.abc import Callable
 from functools import cache
+from typing import Final
 
 from gradtrack.diagnose import rules
 from gradtrack.diagnose.causes import MOST, order
 from gradtrack.diagnose.sample import Case
-from gradtrack.reports import Issue
+from gradtrack.reports import Issue, IssueType
+
+_OF_STEPS: Final = (IssueType.LR_TOO_HIGH,)
+"""What is about the steps that were made, and not about what they have made of the model."""
 
 
 @cache
@@ -32,16 +36,21 @@ def diagnose(case: Case, most: int = MOST) -> list[Issue]:
     come while training went well, is what the training made of the model, and no fault.
     """
     found: dict[str, Issue] = {issue.key: issue for issue in case.standing}
-    before: int | None = None
-    for window in case.windows:
+    for number, window in enumerate(case.windows):
         for issue in _judge(window, "windowed"):
             known = found.get(issue.key)
             if known is not None:
                 found[issue.key] = issue.model_copy(update={"step": known.step})
-            elif before is None or not case.series.has_learned_since(before):
+            elif not number or not _came_well(issue, window):
                 found[issue.key] = issue
-        before = window.step
     return order([*found.values(), *_judge(case, "run")], most)
+
+
+def _came_well(issue: Issue, window: Case) -> bool:
+    """Whether a state was not there at first, and has come while training went well."""
+    if issue.issue_type in _OF_STEPS or window.before is None:
+        return False
+    return window.series.has_learned_since(window.before)
 
 
 def judge_units(case: Case) -> list[Issue]:

@@ -92,6 +92,14 @@ class FlowGraph:
         found = {self.nodes[index].name: self.nodes[index] for index in path if self.nodes[index].parametric}
         return list(found.values())
 
+    @cached_property
+    def normalised(self) -> set[str]:
+        """Return the modules whose output goes into a normalisation and nowhere else."""
+        found = {node.name for node, ops in zip(self.nodes, self.after, strict=True) if ops and all(map(_is_norm, ops))}
+        return found - {
+            node.name for node, ops in zip(self.nodes, self.after, strict=True) if not all(map(_is_norm, ops))
+        }
+
     def turns(self, path: Sequence[int]) -> tuple[str, int]:
         """Return the module of a path that feeds itself most often and its calls there; no name where there is none."""
         calls = Counter(self.nodes[index].name for index in path if self.nodes[index].name in self.chained)
@@ -130,3 +138,7 @@ class FlowGraph:
             if node.delta is not None:
                 found.setdefault(node.name, []).append(node)
         yield from found.items()
+
+
+def _is_norm(function: str) -> bool:
+    return "Norm" in function

@@ -82,9 +82,17 @@ class PolicyHistory:
 
     @property
     def pays(self) -> bool | None:
-        """Tell whether the policy earns more by what it does, so that little entropy is no fault; None if unknown."""
+        """Tell whether the policy earns more by what it does, so that little entropy is no fault; None if unknown.
+
+        Returns that rise again, but only to where they began, are those of a policy that has lost something.
+        """
         rising = self.rising
-        return None if rising is None else rising or self.solved
+        return None if rising is None else (rising and self._is_above_start) or self.solved
+
+    @property
+    def _is_above_start(self) -> bool:
+        start = self.first[: max(min(len(self.first), self.num_returns // 4), 2)]
+        return _average(list(self.returns)[-_ENOUGH:]) > _average(start)
 
     def risk(self, level: float | None, *, informed: bool = False) -> Risk | None:
         """Judge the risk of collapse; an `informed` policy has lost its entropy by acting differently by state."""

@@ -138,6 +138,11 @@ class Case:
         return self.samples[-RECENT:] if len(self.samples) >= RECENT else []
 
     @property
+    def before(self) -> int | None:
+        """Return the step of the last sample before the recent ones; None where they are the first."""
+        return self.samples[-RECENT - 1].step if len(self.samples) > RECENT + 1 else None
+
+    @property
     def graphs(self) -> list[FlowGraph]:
         """Return the graph of each recent sample."""
         return [sample.graph for sample in self.recent]

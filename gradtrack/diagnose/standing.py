@@ -9,7 +9,7 @@ from typing import Any
 from gradtrack.analyzers.base import Series
 from gradtrack.diagnose.doctor import judge_units
 from gradtrack.diagnose.sample import KEPT_WINDOWS, RECENT, Case
-from gradtrack.reports import Issue
+from gradtrack.reports import Issue, IssueType
 
 
 class Standing:
@@ -18,15 +18,13 @@ class Standing:
     def __init__(self) -> None:
         self._found: deque[list[Issue]] = deque(maxlen=KEPT_WINDOWS + 1)
         self._absent: dict[str, int | None] = {}
-        self._step: int | None = None
 
     def add(self, case: Case) -> None:
         """Judge the newest window, and let go of what only older ones needed."""
         found = judge_units(case)
         known = {issue.key for issue in self._found[-1]} if self._found else ()
-        self._absent |= {issue.key: self._step for issue in found if issue.key not in known}
+        self._absent |= {issue.key: case.before for issue in found if issue.key not in known}
         self._found.append(found)
-        self._step = case.step if len(case.samples) >= RECENT else None
         for sample in case.samples[: 1 - RECENT]:
             for node in sample.nodes:
                 node.unit_max = node.unit_min = node.gram = None
@@ -41,16 +39,18 @@ class Standing:
             for issue in found:
                 known = merged.get(issue.key)
                 merged[issue.key] = issue if known is None else issue.model_copy(update={"step": known.step})
-        return [issue for key, issue in merged.items() if not self._came_well(key, series)]
+        return [issue for issue in merged.values() if not self._came_well(issue, series)]
 
-    def _came_well(self, key: str, series: Series) -> bool:
-        absent = self._absent.get(key)
-        return absent is not None and series.has_learned_since(absent)
+    def _came_well(self, issue: Issue, series: Series) -> bool:
+        absent = self._absent.get(issue.key)
+        if absent is None or issue.issue_type is IssueType.SATURATION:  # which is judged by what comes through
+            return False
+        return series.has_learned_since(absent)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the verdicts as plain data."""
         found = [[issue.model_dump(mode="json") for issue in found] for found in self._found]
-        return {"found": found, "absent": dict(self._absent), "step": self._step}
+        return {"found": found, "absent": dict(self._absent)}
 
     def load_state_dict(self, state: Mapping[str, Any] | list[list[Mapping[str, Any]]]) -> None:
         """Take back what `state_dict` returned, also that of older versions, which was the verdicts alone."""
@@ -58,4 +58,4 @@ class Standing:
         self._found.clear()
         self._found.extend([Issue.model_validate(issue) for issue in found] for found in verdicts)
         if isinstance(state, Mapping):
-            self._absent, self._step = dict(state["absent"]), state["step"]
+            self._absent = dict(state["absent"])

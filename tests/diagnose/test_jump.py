@@ -85,7 +85,7 @@ def _steps(
 
     monkeypatch.setattr(GradientFlowAnalyzer, "inspect", seen)
     with GradientManager(analyzers=["flow"], enable_gradient_clipping=False) as manager:
-        manager.on_issue(lambda issue: opened.append((issue.step, issue.key)))
+        manager.on_issue(lambda issue, _: opened.append((issue.step, issue.key)))
         for step in range(1, steps + 1):
             if step == break_at:
                 nn.init.constant_(model[0].bias, -100.0)

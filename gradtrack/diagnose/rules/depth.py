@@ -39,7 +39,7 @@ def judge(case: Case) -> list[Issue]:
 
     Healthy models of all kinds stay between 5e-3 and 50. Silent where a single layer takes all of it that is only
     growing from zero, as the second factor of a low-rank adapter or a zero-initialised head does, and where a large
-    gain came with a falling loss, as it does when targets are large.
+    gain came with a falling loss, as it does when targets are large, or is that of a normalisation right behind.
     """
     graphs = case.last_graphs(_SAMPLES)
     if not graphs:
@@ -64,11 +64,17 @@ def _entry(case: Case, entry: str) -> list[Issue]:
     ratio = median(first)
     if ratio > 0 and max(first) < _SMALL and not _begins_at_zero(case, series[-1]):
         return [_issue(case, IssueType.VANISHING, entry, ratio, between)]
-    peaks = [max(gammas.values()) for gammas in series]
+    series = [_not_normalised(graph, gammas) for gammas, graph in zip(series, graphs, strict=True)]
+    peaks = [max(gammas.values(), default=0.0) for gammas in series]
     if min(peaks) > _LARGE and not _is_learned(case, entry):
         layer = max(series[-1], key=lambda name: series[-1][name])
         return [_issue(case, IssueType.EXPLODING, layer, median(peaks), between)]
     return []
+
+
+def _not_normalised(graph: FlowGraph, gammas: dict[str, float]) -> dict[str, float]:
+    """Leave out the layers whose output is normalised at once: the gradient there goes by how small the output is."""
+    return {name: gamma for name, gamma in gammas.items() if name not in graph.normalised}
 
 
 def _fewer_rows(graph: FlowGraph, entry: str) -> float:

@@ -10,11 +10,12 @@ from gradtrack.diagnose.sample import Case, Sample, module_of
 from gradtrack.reports import Issue, IssueSeverity, IssueType
 
 _STEPS: Final = 4
+_CUT: Final = 10
 _FLAT: Final = frozenset(f"{name}Backward0" for name in ("Round", "Sign", "Sgn", "Floor", "Ceil", "Trunc", "Heaviside"))
 
 
 def judge(case: Case) -> list[Issue]:
-    """Open where trainable parameters had no gradient on any step.
+    """Open where trainable parameters had no gradient on any step, or on none of the last ten after they always had.
 
     Silent on what no optimizer owns and what only ran without gradients, as target networks do; and on the bias of a
     layer whose weight has one: where the loss is about the derivative of the output, a constant does not count.
@@ -40,7 +41,7 @@ def judge(case: Case) -> list[Issue]:
     ]
     wanted += _starved(case) + _behind_steps(case)
     moved = {name for sample in case.moved for name, change in (sample.changes or {}).items() if change.ratio > 0}
-    wanted = [name for name in wanted if name not in moved]
+    wanted = [name for name in wanted if name not in moved] + _cut_off(case, ran)
     return [_issue(case, names) for names in _by_module(wanted).values()][:2]
 
 
@@ -51,6 +52,24 @@ def _is_constant(sample: Sample, name: str) -> bool:
         for other_name, other in sample.params.items()
         if module_of(other_name) == module_of(name)
     )
+
+
+def _cut_off(case: Case, ran: set[str]) -> list[str]:
+    """Return the weights that had a gradient on every step until one, and none since, of modules that still run.
+
+    Players that train in turn have none now and then, and a head that is not used any more does not run.
+    """
+    last, series = case.samples[-1], case.series
+    return [
+        name
+        for name, since in series.missing_since.items()
+        if (count := series.num_steps - since + 1) >= _CUT
+        and count == series.missing[name] < series.num_steps
+        and name in last.params
+        and last.params[name].owned
+        and not _is_constant(last, name)
+        and module_of(name) in ran | last.without_grad
+    ]
 
 
 def _starved(case: Case) -> list[str]:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import Final
 
-from gradtrack.diagnose.sample import Case, Sample, median, windowed
+from gradtrack.diagnose.sample import Case, Sample, median, module_of, windowed
 from gradtrack.reports import Issue, IssueSeverity, IssueType
 
 _HIGH: Final = 0.075
 _RISEN: Final = 0.03
 _UNKNOWN: Final = 0.25
 _HEALTHY: Final = 1e-3
-_THROWN: Final = 0.7
+_THROWN: Final = 0.6
+_HARM: Final = 2.0
 _SAMPLES: Final = 3
 _EARLY: Final = 8
 _FEWEST: Final = 2
@@ -23,20 +24,36 @@ def judge(case: Case) -> list[Issue]:
 
     Three per cent are enough where the loss is worse than before the training; a quarter is needed where the loss goes
     through zero, as that of a policy or of a game does, and so need not come down for the training to go well. One step
-    is enough that, as the very first, leaves nothing of most of the weights: after it even large steps are small beside
-    what they have become. And where the loss has risen, the middle of the first samples is: a rate that is far too high
-    soon leaves units that are dead, and weights without a gradient do not move.
+    is enough that, as the very first, leaves little of most of the weights, unless the loss has halved since: after it
+    even large steps are small beside what they have become. A loss that had come down and is three times its best
+    again has not come down either. And where the loss has risen, the middle of the first samples is enough: a rate that
+    is far too high soon leaves units that are dead, and weights without a gradient do not move.
     """
-    if case.moved and _is_thrown(case.moved[0]) and not case.trend.learned:
+    if case.moved and _is_thrown(case.moved[0]) and (not case.series.has_halved or case.series.blew_up):
         return [_thrown(case, case.moved[0])]
     moved = [sample for sample in case.moved if sample.step > 1][-_SAMPLES:]
     ratios = [_of_grown(case, sample) for sample in moved]
     if len(moved) == _SAMPLES and all(ratios):
         typical = min(median(found.values()) for found in ratios)
         limit = _RISEN if case.trend.risen else _HIGH if case.trend.tells else _UNKNOWN
-        if typical > limit and not case.trend.learned:
+        if typical > limit and (not case.trend.learned or case.series.has_risen_after(moved[0].step)):
             return [_issue(case, moved, ratios[-1], typical, limit)]
+        if (part := _of_a_part(case, moved, ratios)) is not None:
+            return [part]
     return _early(case)
+
+
+def _of_a_part(case: Case, moved: list[Sample], ratios: list[dict[str, float]]) -> Issue | None:
+    """Judge a weight that moves too fast by itself while the loss is twice what it was before the training."""
+    begin = case.series.first_losses[0] if case.series.first_losses else 0.0
+    if not begin > 0 or not all(sample.loss > _HARM * begin for sample in moved):
+        return None
+    names = set.intersection(*({name for name, ratio in found.items() if ratio > _HIGH} for found in ratios))
+    if not names:
+        return None
+    name = max(names, key=lambda name: ratios[-1][name])
+    issue = _issue(case, moved, ratios[-1], min(found[name] for found in ratios), _HIGH)
+    return issue.model_copy(update={"layer": module_of(name), "statistic": "update_ratio"})
 
 
 def _early(case: Case) -> list[Issue]:

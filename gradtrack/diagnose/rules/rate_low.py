@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from typing import Final
 
-from gradtrack.diagnose.sample import Case, Sample, median
+from gradtrack.diagnose.sample import Case, Sample, median, module_of
 from gradtrack.reports import Issue, IssueSeverity, IssueType
 
 _LOW: Final = 3e-6
+_QUITE_LOW: Final = 2e-5
+_NOTHING: Final = 1e-4
+_COME_DOWN: Final = 1e-2
+_PART: Final = 1e-4
+_MOVING: Final = 1e-4
+_FELT: Final = 1e-2
 _HEALTHY: Final = 1e-3
 _SAMPLES: Final = 3
 _LEARNED: Final = 0.5
@@ -18,17 +24,42 @@ _QUICK: Final = 1e-3
 def judge(case: Case) -> list[Issue]:
     """Open where no weight moves by a millionth of its size per step.
 
-    Silent on a rate that is rising (warm-up) or has come down from a useful one, and where the loss is down already: it
-    has fallen, or there is next to no slope left, or steps this small are as much as the slope asks for.
+    Silent on a rate that is rising (warm-up), and where the loss is down already: it has fallen, or there is next to no
+    slope left, or steps this small are as much as the slope asks for. A rate that has come down is judged by the last
+    half of the samples: what a schedule has left undone by then is not done any more. Where even the slope promises
+    nothing of the loss, some more than a millionth is too small as well.
     """
     moved = case.moved
-    if len(moved) < _SAMPLES:
+    if len(moved) < _SAMPLES or moved[-1].lr > moved[0].lr:
         return []
-    largest = max(max(sample.ratios.values(), default=1.0) for sample in moved)
-    warming = moved[-1].lr > moved[0].lr
-    if not largest < _LOW or warming or case.trend.remaining < _LEARNED or case.trend.falling or _is_down(moved):
+    came_down = moved[-1].lr < _COME_DOWN * moved[0].lr and len(moved) >= 2 * _SAMPLES
+    judged = moved[-(len(moved) // 2) :] if came_down else moved
+    largest = max(max(sample.ratios.values(), default=1.0) for sample in judged)
+    limit = _LOW if came_down or median(sample.promised for sample in judged) > _NOTHING else _QUITE_LOW
+    if not largest < limit or case.trend.remaining < _LEARNED or case.trend.falling or _is_down(judged):
+        return _of_a_part(case)
+    return [_issue(case, judged[-1], largest, len(judged))]
+
+
+def _of_a_part(case: Case) -> list[Issue]:
+    """Judge the weights that hardly move by themselves though their gradient is as large as that of the others."""
+    still: set[str] | None = None
+    for sample in case.moved:
+        usual, slope = median(sample.ratios.values()), median(param.relative for param in sample.params.values())
+        if not usual > _MOVING:
+            return []
+        found = {
+            name
+            for name, ratio in sample.ratios.items()
+            if 0 < ratio < _PART * usual and sample.params[name].relative > _FELT * slope
+        }
+        still = found if still is None else still & found
+    if not still or case.trend.remaining < _LEARNED:
         return []
-    return [_issue(case, moved[-1], largest, len(moved))]
+    last, name = case.moved[-1], min(still)
+    issue = _issue(case, last, max(last.ratios[one] for one in still), len(case.moved))
+    what = f"{len(still)} weights, of {name}, move by {issue.value:.1e} of their size per step, unlike all others."
+    return [issue.model_copy(update={"layer": module_of(name), "message": what})]
 
 
 def _is_down(moved: list[Sample]) -> bool:

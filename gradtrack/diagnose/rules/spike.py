@@ -31,7 +31,8 @@ _LARGEST: Final = 700.0
 class SpikeRule(Rule):
     """Opens when ln of the norm is six robust deviations and a factor of ten above the window's median.
 
-    It must be beyond the largest of the window as well: a jump that happens again and again is no jump any more. A
+    It must be beyond the largest so far as well: a jump that happens again and again is no jump any more, and a norm
+    that was there when the training began is none that it cannot stand. A
     spike does not enter the window, so that a run of them is one issue; a new level that lasts for a whole window is
     accepted as the new normal. Where the loss is still under half of what it was on the first steps, and the norm not
     ten times what it was, there is none: once nearly all is learned, the norm is that of the few inputs that are not.
@@ -44,6 +45,7 @@ class SpikeRule(Rule):
         self.streak = 0
         self.last = math.nan
         self.grown = False
+        self.largest = -math.inf
         self.first_norms: list[float] = []
         self.first_losses: list[float] = []
 
@@ -68,10 +70,11 @@ class SpikeRule(Rule):
             self.window = RollingMedian(_WINDOW)
             self.streak = 0
         self.window.push(log_norm)
+        self.largest = max(self.largest, log_norm)
         return found
 
     def _is_new(self, height: float) -> bool:
-        largest = max(self.window.values) - self.window.median
+        largest = self.largest - self.window.median
         return height > max(_DEVIATIONS * self.window.deviation, largest + _BEYOND)
 
     def _is_left_over(self, evidence: Evidence) -> bool:

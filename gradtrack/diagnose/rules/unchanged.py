@@ -37,8 +37,14 @@ def _still(sample: Sample) -> set[str]:
     return {
         name
         for name, change in (sample.changes or {}).items()
-        if change.unchanged == 1.0 and change.ratio == 0.0 and name in sample.params and sample.params[name].norm > 0
+        if change.unchanged == 1.0
+        and _has_gradient(sample, name)
+        and (change.ratio == 0.0 or not sample.params[name].weight)
     }
+
+
+def _has_gradient(sample: Sample, name: str) -> bool:
+    return name in sample.params and sample.params[name].norm > 0
 
 
 def _invisible(moved: list[Sample]) -> bool:
