@@ -34,7 +34,7 @@ def keys(lasting: Lasting, series: Series) -> list[str]:
 @pytest.mark.parametrize(("looks", "counts"), [(1, False), (2, False), (3, True)])
 def test_patience(looks: int, counts: bool) -> None:
     """What comes late counts from its third look on."""
-    found = [[]] * (6 - looks) + [[COLLAPSE]] * looks
+    found: list[list[Issue]] = [[]] * (6 - looks) + [[COLLAPSE]] * looks
     assert keys(*followed(found, [1.0] * 24)) == ["ATTN_ENTROPY_COLLAPSE"] * counts
 
 
