@@ -88,7 +88,7 @@ def _steps(
         manager.on_issue(lambda issue, _: opened.append((issue.step, issue.key)))
         for step in range(1, steps + 1):
             if step == break_at:
-                nn.init.constant_(model.get_parameter("0.bias"), -100.0)
+                nn.init.constant_(model[0].bias, -100.0)  # type: ignore[arg-type]
             x = torch.randn(32, 4)
             optimizer.zero_grad()
             manager.step(model, optimizer, (model(x) - 3 * x.sum(1, keepdim=True)).square().mean())

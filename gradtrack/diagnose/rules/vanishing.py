@@ -9,6 +9,7 @@ from gradtrack.config import GradientConfig
 from gradtrack.diagnose.evidence import Evidence
 from gradtrack.diagnose.limits import beyond_limit
 from gradtrack.diagnose.rule import Rule
+from gradtrack.diagnose.sample import module_of
 from gradtrack.reports import Issue, IssueSeverity, IssueType
 
 _REFERENCE_STEPS: Final = 10
@@ -40,7 +41,7 @@ class VanishingRule(Rule):
             return found
         if not self.first_norms:
             self.streak += 1
-            return found or ([self._issue(evidence, -math.inf)] if self.streak >= _PATIENCE else [])
+            return found or ([self._never(evidence)] if self.streak >= _PATIENCE else [])
         fall = log_norm - max(self.first_norms)
         small = fall < _FALL and not self._has_learned(evidence.loss)
         self.streak = self.streak + 1 if small else 0
@@ -58,6 +59,22 @@ class VanishingRule(Rule):
             return False
         start = max(self.first_losses)
         return loss < _LEARNED * start if start > 0 else loss < start
+
+    def _never(self, evidence: Evidence) -> Issue:
+        """Report gradients that were zero from the first step on, at the first weight that should have had one."""
+        layer = module_of(evidence.layout.names[0])
+        return Issue(
+            issue_type=IssueType.VANISHING,
+            severity=IssueSeverity.HIGH,
+            layer=layer,
+            message=f"Every gradient, from that of {layer} on, has been zero on all of the first {self.streak} steps.",
+            statistic="norm",
+            value=0.0,
+            threshold=0.0,
+            window=self.streak,
+            step=evidence.step,
+            recommendation="Look for a factor of zero behind these weights: adapters must not begin at zero twice.",
+        )
 
     def _issue(self, evidence: Evidence, fall: float) -> Issue:
         known = evidence.loss is not None and bool(self.first_losses)
