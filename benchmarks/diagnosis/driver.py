@@ -8,6 +8,7 @@ import torch
 
 from benchmarks.diagnosis.run import Run, Scenario
 from gradtrack import GradientManager
+from gradtrack.errors import UsageError
 from gradtrack.reports import Issue
 
 READ = 3
@@ -26,7 +27,10 @@ def diagnose(scenario: Scenario, scale: float = 1.0, seed: int | None = None, *,
     compensate(run, scale)
     settings = {"enable_gradient_clipping": clipped, "analyzers": "auto", **run.settings}
     with GradientManager(**settings) as manager:
-        manager.attach(run.model, run.optimizer, horizon=run.horizon)
+        try:
+            manager.attach(run.model, run.optimizer, horizon=run.horizon)
+        except UsageError:
+            return []  # an optimizer that has nothing of the model is refused, which is no diagnosis
         for step in range(run.steps):
             train(run, manager, step, scale)
         return manager.diagnose()
