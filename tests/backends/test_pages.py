@@ -133,7 +133,7 @@ def test_tensorboard_draws_the_panels(tmp_path: Path) -> None:
 
 
 def test_mlflow_draws_the_panels(mlflow_server: str, tmp_path: Path) -> None:
-    """The saved view of the experiment shows our section with its charts."""
+    """The saved view of the experiment shows our section with its charts, under the titles of the panels."""
     mlflow: Any = pytest.importorskip("mlflow")
     backend = MlflowBackend(tracking_uri=mlflow_server, experiment="pages", saved_view=True, run_name="a training")
     backend.write(a_training())
@@ -144,5 +144,6 @@ def test_mlflow_draws_the_panels(mlflow_server: str, tmp_path: Path) -> None:
     address = f"{page}?viewStateShareKey={view}&compareRunsMode=CHART"
     document = look(address, tmp_path / "mlflow.png", width=2300, patience_ms=60000)
     assert "gradtrack: gradients" in document
+    assert "Share of steps that were clipped" in document
     assert inked(tmp_path / "mlflow.png") > 3000
     keep(tmp_path / "mlflow.png", width=1710)

@@ -67,6 +67,8 @@ def _card(panel: Panel, metrics: list[str], section: str) -> dict[str, Any]:
         "isGenerated": False,
         "deleted": False,
         "runsCountToCompare": 10,
+        # The page shows the name of such a chart only; of any other with several metrics it joins their names.
+        "nodeLevelSystemMetricConfiguration": {"metric": panel.title, "type": "panel"},
     }
 
 
