@@ -7,8 +7,10 @@ from benchmarks.diagnosis.blind import adapted, book, broken, broken_dynamics, o
 from benchmarks.diagnosis.foreign import (
     a_adapted,
     a_generative,
+    a_layers,
     a_pictures,
     a_rates,
+    a_starved,
     a_tables,
     a_wiring,
     b_agents,
@@ -26,7 +28,7 @@ from benchmarks.diagnosis.unseen import broken as unseen_broken
 LATER = (adapted, broken, broken_dynamics, odd, supervised, agents, series, tables, unseen_broken, vision)
 """Modules that list their runs when they are imported."""
 
-FOREIGN = (a_adapted, a_generative, a_pictures, a_rates, a_tables, a_wiring)
+FOREIGN = (a_adapted, a_generative, a_layers, a_pictures, a_rates, a_starved, a_tables, a_wiring)
 FOREIGN += (b_agents, b_broken_fields, b_broken_sequences, b_fields, b_sequences, b_tables, b_transformers)
 """Modules of authors who have not seen the rules, which list their runs in the same way."""
 
