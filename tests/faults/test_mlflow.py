@@ -143,6 +143,35 @@ def test_case_23_training_stays_with_the_run_it_began_in(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
+def test_case_23_each_thread_has_the_run_that_is_active_there(tmp_path: Path) -> None:
+    """MLflow knows an active run by thread: managers that are made in two threads write to the run of each."""
+    shutil.copy(empty_store(), tmp_path / "store.db")
+    program = """
+        import threading, mlflow
+        mlflow.set_tracking_uri(f"sqlite:///{directory}/store.db")
+        runs = {}
+        def work(name, steps):
+            with mlflow.start_run() as run:
+                runs[run.info.run_id] = steps
+                loop = Loop(directory / name, ["mlflow"], close_timeout_seconds=60.0)
+                loop.run(steps)
+                loop.manager.close()
+        threads = [threading.Thread(target=work, args=found) for found in (("a", 60), ("b", 90))]
+        for thread in threads: thread.start()
+        for thread in threads: thread.join()
+        print(json.dumps(runs))
+    """
+    done = run(program, tmp_path, "mlflow")
+    assert done.returncode == 0, done.stderr
+    runs = json.loads(done.stdout.splitlines()[-1])
+    client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{tmp_path}/store.db")
+    assert sorted(runs.values()) == [60, 90]
+    for run_id, steps in runs.items():
+        assert Counter(point.step for point in client.get_metric_history(run_id, NORM)) == once(range(1, steps + 1))
+    assert len(client.search_runs(["0"])) == 2
+
+
+@pytest.mark.slow
 def test_case_14_store_without_room_is_told(tmp_path: Path) -> None:
     """A store that cannot grow costs neither the loop nor the close; after there is room a replay completes it."""
     shutil.copy(empty_store(), tmp_path / "store.db")

@@ -63,6 +63,65 @@ def test_case_08_terminated_process_loses_no_row(tmp_path: Path) -> None:
     assert json_steps(tmp_path) == ALL
 
 
+HANDLERS = {
+    "sys.exit(3)": (3, False),
+    "raise Terminated": (1, True),
+    "raise TimeoutError": (1, True),
+    "os.kill(os.getpid(), signal.SIGINT)": (-signal.SIGINT, True),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("does", HANDLERS)
+def test_case_08_handler_of_the_user_ends_the_training(tmp_path: Path, does: str) -> None:
+    """Whatever a handler raises, wherever it strikes, ends the loop; every row is journaled, and delivered once."""
+    code = f"""
+class Terminated(Exception): pass
+def handle(number, frame):
+    {does}
+signal.signal(signal.SIGTERM, handle)
+loop = Loop(sys.argv[1], [FileBackend(Path(sys.argv[1]) / "out")])
+loop.run(20)
+print("ready", flush=True)
+loop.run(10**9)
+"""
+    for turn in range(4):
+        run_dir = tmp_path / str(turn)
+        started = start_script(code, run_dir)
+        assert started.stdout is not None
+        assert started.stdout.readline() == "ready\n"
+        started.terminate()
+        _, err = started.communicate(timeout=60)
+        returncode, failed = HANDLERS[does]
+        assert started.returncode == returncode, err
+        steps = journaled_steps(run_dir)
+        assert steps == list(range(1, len(steps) + 1))
+        assert len(steps) >= 20
+        rows = (run_dir / "out").read_text().split("\n")
+        assert rows == [*map(str, steps), f"closed failed={failed}", ""]
+
+
+def test_managers_of_threads_are_closed_at_the_exit(tmp_path: Path) -> None:
+    """Two trainings in threads that are over when the script ends have delivered everything, each to its own."""
+    code = """
+import threading
+loops = []
+def work(name):
+    loop = Loop(Path(sys.argv[1]) / name, [FileBackend(Path(sys.argv[1]) / f"out-{name}")])
+    loop.run(200)
+    loops.append(loop)
+threads = [threading.Thread(target=work, args=(name,)) for name in "ab"]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+"""
+    done = run_script(code, tmp_path)
+    assert done.returncode == 0, done.stderr
+    for name in "ab":
+        assert journaled_steps(tmp_path / name) == ALL
+        rows = (tmp_path / f"out-{name}").read_text().split("\n")
+        assert rows == [*map(str, ALL), "closed failed=False", ""]
+
+
 def test_case_14_full_disk_never_reaches_the_training(tmp_path: Path) -> None:
     """With no room for journal and files the training goes on, other trackers get all rows, and the loss is told."""
     code = """
