@@ -31,6 +31,15 @@ def test_a_cause_is_not_later_than_its_consequence() -> None:
     assert all(one.explained_by is None for one in found)
 
 
+def test_a_cause_that_takes_one_sample_more_to_see_is_still_one() -> None:
+    """Two samples show that gradients vanish, three that units are saturated: the cause is found after what follows."""
+    first, second = order([issue("VANISHING", "a", step=8), issue("SATURATION", "b", step=12)])
+    assert (first.key, second.explained_by) == ("SATURATION:b", "SATURATION:b")
+    assert all(
+        one.explained_by is None for one in order([issue("VANISHING", "a", step=8), issue("DEAD", "b", step=40)])
+    )
+
+
 issues = st.builds(
     issue,
     st.sampled_from([kind.value for kind in IssueType]),

@@ -127,6 +127,20 @@ def test_unstable() -> None:
     assert "UNSTABLE" in found[-1]
 
 
+def test_unstable_closes_later_than_it_opens() -> None:
+    """Changes on every third step open nothing, but keep open what was opened by more of them."""
+    slower = [*[1.0] * 3, *[50.0] * 3] * 6
+    assert "UNSTABLE" in judged([*[1.0, 50.0] * 15, *slower])[-1]
+    assert "UNSTABLE" not in judged([*slower, *slower])[-1]
+
+
+def test_a_jump_to_where_the_norm_was_at_first_is_none() -> None:
+    """A norm that has become small may come back to what it was; only what is beyond all before is a jump."""
+    norms = [*noisy(20), *(1e-3 * norm for norm in noisy(60, seed=1))]
+    assert judged([*norms, 1.5], [1.0, *[0.9] * 80])[-1] == set()
+    assert judged([*norms, 50.0], [1.0, *[0.9] * 80])[-1] == {"EXPLODING"}
+
+
 def test_clip_saturated() -> None:
     """A limit that is a hundred times below every norm is named, one that is near them is not."""
     assert (
