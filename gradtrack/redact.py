@@ -9,28 +9,44 @@ from typing import Any, Final
 
 HIDDEN: Final = "***"
 _SECRET_NAME: Final = re.compile(r"(?i)passw|passphrase|secret|token|api_?key|credential|private_?key|authorization")
-_USER: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*://)\S*@")
-_QUERY: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*://[^\s?#]*)[?]\S*")
-_FRAGMENT: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*://[^\s#]*)#\S*=\S*")
-_PATH_QUERY: Final = re.compile(r"(/[^\s?]*)[?][^\s=]+=\S*")
+_WORD: Final = re.compile(r"\S+")
+_SCHEME: Final = re.compile(r"[A-Za-z0-9+.\-]://")
 _HEADER: Final = re.compile(r"(?i)(\bbearer\s+|\bauthorization[\"']?\s*[=:]\s*[\"']?(?:(?:basic|bearer)\s+)?)\S+")
 _ASSIGNED: Final = re.compile(
-    r"(?i)((?:passw\w*|secret\w*|\w*token|\w*api[_-]?key|credential\w*)[\"']?\s*[=:]\s*)[^\s,;&]+"
+    r"(?i)((?:(?:passw|secret|credential)\w{0,40}|token|api[_-]?key)[\"']?\s*[=:]\s*)[^\s,;&]+"
 )
 _SHORTEST_SECRET: Final = 8
 
 
 def redact(text: str) -> str:
-    """Hide users, passwords, queries and tokens in any text, rather too much than too little."""
+    """Hide users, passwords, queries and tokens in any text, rather too much than too little.
+
+    It takes no longer than in proportion to the text, which may be a whole page that a server has answered with.
+    """
     for secret in _environment_secrets():
         text = text.replace(secret, HIDDEN)
-    if "://" in text:
-        text = _USER.sub(rf"\1{HIDDEN}@", text)
-        text = _QUERY.sub(rf"\1?{HIDDEN}", text)
-        text = _FRAGMENT.sub(rf"\1#{HIDDEN}", text)
-    text = _PATH_QUERY.sub(rf"\1?{HIDDEN}", text)
+    if "/" in text:
+        text = _WORD.sub(_without_parts, text)
     text = _HEADER.sub(rf"\1{HIDDEN}", text)
     return _ASSIGNED.sub(rf"\1{HIDDEN}", text)
+
+
+def _without_parts(found: re.Match[str]) -> str:
+    """Return a word, which may hold an address or a path, without its user, query and fragment."""
+    word = found[0]
+    scheme = _SCHEME.search(word)
+    if scheme is not None and (user_end := word.rfind("@", scheme.end())) >= 0:
+        word = f"{word[: scheme.end()]}{HIDDEN}{word[user_end:]}"
+    start = word.find("/")
+    query = word.find("?", start) if start >= 0 else -1
+    if query >= 0 and "=" in word[query + 2 :] and (scheme is None or query < scheme.start()):
+        return f"{word[:query]}?{HIDDEN}"
+    if scheme is None:
+        return word
+    query, fragment = word.find("?", scheme.end()), word.find("#", scheme.end())
+    if fragment >= 0 and "=" in word[fragment:] and not 0 <= query < fragment:
+        return f"{word[:fragment]}#{HIDDEN}"
+    return word if query < 0 else f"{word[:query]}?{HIDDEN}"
 
 
 def redact_values(value: Any) -> Any:

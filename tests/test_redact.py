@@ -83,3 +83,10 @@ def test_secrets_of_the_environment_are_hidden(monkeypatch: pytest.MonkeyPatch) 
     """A key that a tracker's package prints by itself is recognised by its value."""
     monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef")
     assert "0123456789abcdef" not in redact("invalid key 0123456789abcdef given")
+
+
+@pytest.mark.parametrize("part", ["y", "http://", "/", "passw", "token", "authorization ", "secret  ", "a@b:"])
+def test_a_page_that_a_server_has_answered_with_is_soon_read(part: str) -> None:
+    """A megabyte of one pattern is looked at once: its square would keep the interpreter for hours."""
+    secret = " http://user:hunter2secret@host/"
+    assert "hunter2secret" not in redact(part * (2**20 // len(part)) + secret)

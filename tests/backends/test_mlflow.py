@@ -583,6 +583,7 @@ Store(mlflow, sys.argv[1], run_id=None, timeout_seconds=5.0).open()
 """
 
 
+@pytest.mark.slow
 def test_trainings_that_begin_together_make_one_store(tmp_path: Path) -> None:
     """Several processes that meet at a new sqlite file do not lay out its tables on top of each other."""
     command = [sys.executable, "-c", OPENING, f"sqlite:///{tmp_path}/new.db"]

@@ -396,6 +396,7 @@ class Halves(Game):
             optimizer.zero_grad()
 
 
+@pytest.mark.slow
 def test_optimizers_of_one_module_have_names_of_their_own(tmp_path: Path) -> None:
     """Where a module's name is taken, the optimizer's number follows it, and a resume finds each pair again."""
     first, second = GradientStatisticsCallback(), GradientStatisticsCallback()

@@ -221,6 +221,7 @@ def test_fp16_without_a_scaler(tmp_path: Path) -> None:
     assert norms(callback) == pytest.approx(own_norms(trainer), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_smaller_batch_after_a_lack_of_memory(tmp_path: Path) -> None:
     """Where the Trainer begins anew with a smaller batch, so do the reports, and nothing stays hooked twice."""
 

@@ -348,6 +348,7 @@ print(NativeEngine().measure([torch.ones(2 * 10**6)], [0], 1)[2][0])
     assert done.stdout == "2000000.0\n", done.stderr
 
 
+@pytest.mark.slow
 def test_the_kernels_are_kept_on_disk_and_survive_damage_there(tmp_path: Path) -> None:
     """A process loads what an earlier one compiled; a file that cannot be read is compiled anew."""
     _measure_in_a_new_process(tmp_path)
