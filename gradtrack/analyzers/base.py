@@ -45,7 +45,8 @@ class Series:
     """What every step leaves behind, as plain numbers, the newest last: the first steps and the last ones.
 
     `log_norms` are ln of the norm, NaN where it was not finite; `missing` counts for each parameter the steps on which
-    it had no gradient at all, and `missing_since` has the step from which on it has had none.
+    it had no gradient at all, and `missing_since` has the step from which on it has had none. `levels` are the middles
+    of the losses up to some steps, the fewer the longer ago, since a verdict must not change by forgetting.
     """
 
     FIRST = 16
@@ -55,6 +56,7 @@ class Series:
         self.num_steps = 0
         self.first_losses: list[float] = []
         self.losses: deque[float] = deque(maxlen=self.LAST)
+        self.levels: list[tuple[int, float]] = []
         self.first_log_norms: list[float] = []
         self.log_norms: deque[float] = deque(maxlen=self.LAST)
         self.nonfinite_steps = 0
@@ -76,6 +78,8 @@ class Series:
             self.missing.update(missing)
         if missing or self.missing_since:
             self.missing_since = {name: self.missing_since.get(name, self.num_steps) for name in missing}
+        if often(self.num_steps):
+            self._keep_level()
 
     @property
     def has_halved(self) -> bool:
@@ -103,7 +107,9 @@ class Series:
         before, last = self._loss_at(step), self._loss_at(self.num_steps)
         if before is None or last is None or not self._is_over(step):
             return False
-        if max(self._levels(step, self.num_steps, _AROUND), default=last) > _NO_HIGHER * before:
+        num_forgotten = self.num_steps - len(self.losses)
+        since = [level for at, level in self.levels if step < at <= num_forgotten]
+        if max(since + self._levels(step, self.num_steps, _AROUND), default=last) > _NO_HIGHER * before:
             return False
         return self.has_halved_since(step) or self._is_half_of_first(last)
 
@@ -122,15 +128,24 @@ class Series:
         return loss is not None and 0 < loss < 0.5 * min(first[0], statistics.median(first))
 
     def _loss_at(self, step: int) -> float | None:
-        """Return the middle of the losses up to a step."""
+        """Return the middle of the losses up to a step, or up to the last one before it of which it was kept."""
         end = len(self.losses) - (self.num_steps - step)
-        return statistics.median(itertools.islice(self.losses, end - _AROUND, end)) if end >= _AROUND else None
+        if end >= _AROUND:
+            return statistics.median(itertools.islice(self.losses, end - _AROUND, end))
+        return next((level for at, level in reversed(self.levels) if at <= step), None)
+
+    def _keep_level(self) -> None:
+        level = self._loss_at(self.num_steps)
+        if level is not None:
+            self.levels.append((self.num_steps, level))
+        if len(self.levels) > self.LAST:
+            del self.levels[1::2]
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything as plain data."""
         plain = {"losses": list(self.losses), "log_norms": list(self.log_norms), "missing": dict(self.missing)}
         first = {"first_losses": list(self.first_losses), "first_log_norms": list(self.first_log_norms)}
-        return {**vars(self), **first, **plain}
+        return {**vars(self), **first, **plain, "levels": list(self.levels)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` returned."""
@@ -138,6 +153,7 @@ class Series:
         self.first_losses, self.first_log_norms = list(state["first_losses"]), list(state["first_log_norms"])
         self.missing = Counter(state["missing"])
         self.missing_since = dict(state.get("missing_since", {}))
+        self.levels = [(int(step), float(level)) for step, level in state.get("levels", ())]
         self.losses = deque(state["losses"], maxlen=self.LAST)
         self.log_norms = deque(state["log_norms"], maxlen=self.LAST)
 

@@ -48,6 +48,18 @@ def test_what_came_with_learning_is_no_fault() -> None:
     assert keys(*followed([[]] * 3 + [[COLLAPSE]] * 3, [1.0 / step for step in range(1, 25)])) == []
 
 
+def test_what_came_with_learning_is_no_fault_for_good() -> None:
+    """The verdict stays when the losses from which it followed are so long ago that they are not kept."""
+    losses = [1.0 / step for step in range(1, 1501)]
+    assert keys(*followed([[]] * 3 + [[COLLAPSE]] * 372, losses)) == []
+
+
+def test_what_came_with_harm_counts_for_good() -> None:
+    """So it does where the loss rose when it came, however low it is long after that."""
+    losses = [1.0] * 5 + [0.1] * 95 + [0.3] * 50 + [0.1] * 1350
+    assert keys(*followed([[]] * 25 + [[COLLAPSE]] * 350, losses)) == ["ATTN_ENTROPY_COLLAPSE"]
+
+
 def test_what_came_with_harm_counts_though_the_loss_was_low() -> None:
     """The same is a fault where the loss went up when it came."""
     losses = [1.0] * 5 + [0.1] * 7 + [0.3] * 12
