@@ -40,7 +40,7 @@ class GradientNoise:
     @property
     def coherence(self) -> float | None:
         """Return α = ‖mean g‖² / mean ‖g_i‖², from 1/m for orthogonal gradients to 1 for equal ones (2008.01217)."""
-        if self.count < 2 or self._sum is None or not self._squares > 0:
+        if self.count < 2 or self._sum is None or not 0 < self._squares < math.inf:
             return None
         return min(1.0, self._squared_mean(self._sum) / (self._squares / self.count))
 
@@ -64,7 +64,7 @@ class GradientNoise:
 
 
 def cosine(first: Tensor, second: Tensor) -> float:
-    """Return the cosine of the angle between two flat vectors; NaN where one of them is zero."""
+    """Return the cosine of the angle between two flat vectors; NaN where one of them is zero or not finite."""
     first, second = first.double(), second.double()
     size = float(torch.linalg.vector_norm(first) * torch.linalg.vector_norm(second))
-    return max(-1.0, min(1.0, float(first @ second) / size)) if size > 0 else math.nan
+    return max(-1.0, min(1.0, float(first @ second) / size)) if 0 < size < math.inf else math.nan

@@ -205,6 +205,12 @@ class TestNoise:
         zero = GradientNoise([torch.zeros(3)] * 4)
         assert (zero.coherence, zero.noise_scale, zero.temporal) == (None, None, None)
 
+    @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+    def test_gradients_that_are_not_finite_have_no_numbers(self, bad: float) -> None:
+        """An overflow is not perfect agreement."""
+        broken = GradientNoise([torch.ones(3), torch.tensor([bad, 1.0, 1.0])])
+        assert (broken.coherence, broken.noise_scale, broken.temporal) == (None, None, None)
+
     def test_batches_at_fixed_weights(self) -> None:
         """Offline the batches of `input_fn` are the samples: the report has what their gradients give."""
         model = nn.Linear(3, 1, bias=False).double()
