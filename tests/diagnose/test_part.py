@@ -9,21 +9,22 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gradtrack import GradientManager
+from gradtrack import GradientManager, Issue
 
 
 class Two(nn.Module):
-    """Two bodies that are joined, the second of which may be called without gradients."""
+    """Two bodies that are joined, the second of which may be called without gradients, or not at all."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(8, 16), nn.Linear(8, 16)
         self.out, self.cut = nn.Linear(32, 3), False
+        self.dropped = False
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the logits."""
         with torch.set_grad_enabled(not self.cut):
-            second = self.second(x)
+            second = torch.zeros(len(x), 16) if self.dropped else self.second(x)
         found: Tensor = self.out(torch.cat([self.first(x), second], 1).tanh())
         return found
 
@@ -36,6 +37,17 @@ def keys(
     noise: float = 0.0,
 ) -> list[str]:
     """Train a classifier and return what is wrong with it."""
+    return [issue.key for issue in issues(model, optimizer, steps, before, noise)]
+
+
+def issues(
+    model: nn.Module,
+    optimizer: Any,
+    steps: int = 60,
+    before: Callable[[int], object] = lambda _: None,
+    noise: float = 0.0,
+) -> list[Issue]:
+    """Train a classifier and diagnose it."""
     with GradientManager(analyzers=["flow"], enable_gradient_clipping=False) as manager:
         manager.attach(model, optimizer)
         for step in range(1, steps + 1):
@@ -46,7 +58,7 @@ def keys(
             optimizer.zero_grad()
             manager.step(model, optimizer, F.cross_entropy(model(x), labels))
             optimizer.step()
-        return [issue.key for issue in manager.diagnose()]
+        return manager.diagnose()
 
 
 def body(*widths: int) -> nn.Sequential:
@@ -94,8 +106,21 @@ def test_a_late_cut_is_a_disconnection() -> None:
     def cut(step: int) -> None:
         model.cut = step > 40
 
-    assert keys(model, torch.optim.Adam(model.parameters(), 1e-3), before=cut) == ["DISCONNECTED:second"]
+    (issue,) = issues(model, torch.optim.Adam(model.parameters(), 1e-3), before=cut)
+    assert issue.key == "DISCONNECTED:second"
+    assert issue.message == "2 trainable parameters of second had no gradient in the last 20 of 60 steps."
     assert keys(model, torch.optim.Adam(model.parameters(), 1e-3), before=lambda step: cut(40 + step % 2)) == []
+
+
+def test_a_body_that_is_not_used_any_more_is_no_disconnection() -> None:
+    """What ran at the last sample may not have run since, and then needs no gradient."""
+    torch.manual_seed(0)
+    model = Two()
+
+    def drop(step: int) -> None:
+        model.dropped = step > 64
+
+    assert keys(model, torch.optim.Adam(model.parameters(), 1e-3), steps=76, before=drop) == []
 
 
 def test_a_zero_head_that_no_optimizer_has_is_unchanged() -> None:

@@ -1,4 +1,4 @@
-"""Parameters that no gradient has ever reached."""
+"""Parameters that no gradient has ever reached, or none any more."""
 
 from __future__ import annotations
 
@@ -66,6 +66,7 @@ def _cut_off(case: Case, ran: set[str]) -> list[str]:
         if (count := series.num_steps - since + 1) >= _CUT
         and count == series.missing[name] < series.num_steps
         and name in last.params
+        and not last.params[name].has_grad  # or the module may not have run since
         and last.params[name].owned
         and not _is_constant(last, name)
         and module_of(name) in ran | last.without_grad
@@ -121,15 +122,18 @@ def _by_module(names: list[str]) -> dict[str, list[str]]:
 def _issue(case: Case, names: list[str]) -> Issue:
     modules = list(dict.fromkeys(module_of(name) for name in names))
     layer = modules[0] if len(modules) == 1 else _common(modules)
+    all_steps = case.series.num_steps
+    steps = all_steps - max(case.series.missing_since.get(name, 1) for name in names) + 1
+    span = f"{steps} steps" if steps == all_steps else f"the last {steps} of {all_steps} steps"
     return Issue(
         issue_type=IssueType.DISCONNECTED,
         severity=IssueSeverity.HIGH,
         layer=layer,
-        message=f"{len(names)} trainable parameters of {layer} had no gradient in {case.series.num_steps} steps.",
+        message=f"{len(names)} trainable parameters of {layer} had no gradient in {span}.",
         statistic="steps_without_gradient",
-        value=float(case.series.num_steps),
+        value=float(steps),
         threshold=float(_STEPS),
-        window=case.series.num_steps,
+        window=all_steps,
         step=case.step,
         confidence=1.0,
         recommendation=f"Look for a detach(), a no_grad() or an unused branch behind {layer}, or freeze it.",
