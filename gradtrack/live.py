@@ -246,7 +246,6 @@ class LiveAnalyzers:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` returned."""
-        self._planned = None
         for name, analyzer in list(self._analyzers.items()):
             if state.get(name):
                 self._guard(name, lambda analyzer=analyzer, own=state[name]: analyzer.load_state_dict(own))
