@@ -40,7 +40,7 @@ class LiveAnalyzers:
         self.open = open_to_more
         self._faults: dict[str, int] = {}
         self._armed: set[str] = set()
-        self._alert: int | None = None
+        self._alerts: Sequence[int] = ()
         self.close_steps: Sequence[int] = ()
         """The steps after an alert on which the cheap analyzers look, and on which what all find is to be heard."""
         self._idle: set[str] = set()
@@ -94,7 +94,7 @@ class LiveAnalyzers:
 
         The first steps are looked at as closely in any case.
         """
-        self._alert = step
+        self._alerts = (*self._alerts[-1:], step)  # what was armed for the step before has yet to look at it
         if step > OFTEN_UNTIL and step not in self.close_steps:
             self.close_steps = range(step, step + _CLOSE, OFTEN_EVERY)
 
@@ -169,6 +169,8 @@ class LiveAnalyzers:
     def arm(self, model: nn.Module, step: int) -> None:
         """Let those analyzers place their hooks that are due at the coming step, which then runs eagerly."""
         self._eager.end()
+        for name in list(self._armed):  # for a step that is not the next one after all
+            self._disarm(name)
         # A list of them, since one that fails too often is left out on the way.
         due = [(name, one) for name, one in list(self._analyzers.items()) if self._is_due(name, one, step)]
         if not due:
@@ -230,7 +232,7 @@ class LiveAnalyzers:
     def _is_due(self, name: str, analyzer: Analyzer, step: int) -> bool:
         if name in self._idle:
             return False
-        if step == self._alert or (step in self.close_steps and type(analyzer).schedule is often):
+        if step in self._alerts or (step in self.close_steps and type(analyzer).schedule is often):
             return True
         return bool(self._guard(name, lambda: analyzer.due(step)))
 
