@@ -145,10 +145,14 @@ class RecurrentAnalyzer(Analyzer):
         return [issue for issue in self._history.issues() if not (learned and issue.issue_type in _HARMLESS)]
 
     def state_dict(self) -> dict[str, Any]:
-        return self._history.state_dict()
+        series = None if self._series is None else self._series.state_dict()
+        return {**self._history.state_dict(), "series": series}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._history.load_state_dict(state)
+        if state.get("series") is not None:
+            self._series = Series()
+            self._series.load_state_dict(state["series"])
 
     def analyze(
         self,

@@ -210,10 +210,14 @@ class TransformerAnalyzer(Analyzer):
         return {kind for kind, limit in limits.items() if not isinstance(limit, Suggested)}
 
     def state_dict(self) -> dict[str, Any]:
-        return self._history.state_dict()
+        series = None if self._series is None else self._series.state_dict()
+        return {**self._history.state_dict(), "series": series}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._history.load_state_dict(state)
+        if state.get("series") is not None:
+            self._series = Series()
+            self._series.load_state_dict(state["series"])
 
     def _say(self, note: str) -> None:
         """Say something once."""
