@@ -6,8 +6,11 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from typing import Final
 
 from gradtrack.measure.probe import Node
+
+_LENGTHS: Final = ("Norm", "LinalgVectorNorm", "LinalgMatrixNorm")
 
 
 class FlowGraph:
@@ -141,4 +144,5 @@ class FlowGraph:
 
 
 def _is_norm(function: str) -> bool:
-    return "Norm" in function
+    """Whether a function of autograd normalises, and does not only tell how long something is."""
+    return "Norm" in function and not function.startswith(_LENGTHS)

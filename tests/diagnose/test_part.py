@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gradtrack import GradientManager, Issue
+from gradtrack.diagnose.graph import FlowGraph
+from gradtrack.measure.probe import Probe
 
 
 class Two(nn.Module):
@@ -137,3 +140,22 @@ def test_a_gain_that_a_normalisation_undoes_is_none() -> None:
     with torch.no_grad():
         model[0].weight.mul_(1e-3)  # type: ignore[operator]
     assert keys(model, torch.optim.Adam(model.parameters(), 1e-3), noise=50.0) == []
+
+
+class Length(nn.Module):
+    """The length of each row of its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return it as a column."""
+        found: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        return found
+
+
+@pytest.mark.parametrize(("between", "expected"), [(nn.LayerNorm(4), {"0"}), (Length(), set())])
+def test_a_length_is_no_normalisation(between: nn.Module, expected: set[str]) -> None:
+    """What is measured, and not divided by it, keeps its size, and the gradient there is judged."""
+    model = nn.Sequential(nn.Linear(4, 4), between, nn.Linear(1 if isinstance(between, Length) else 4, 1))
+    probe = Probe(model)
+    torch.autograd.backward(model(torch.randn(3, 4)).sum())
+    probe.close()
+    assert FlowGraph(probe.nodes).normalised == expected
