@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from types import FrameType, TracebackType
 
 
@@ -20,5 +21,7 @@ def pass_on(fault: BaseException) -> None:
 
 def _was_given(handler: FrameType, struck: FrameType) -> bool:
     """Say whether a function was called with the frame that it struck, as only handlers are."""
-    values = handler.f_locals.values()
+    code, variables = handler.f_code, handler.f_locals
+    num_given = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)
+    values = [variables[name] for name in code.co_varnames[:num_given] if name in variables]
     return any(value is struck or (type(value) is tuple and any(one is struck for one in value)) for value in values)

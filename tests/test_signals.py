@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import signal
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
@@ -118,6 +119,16 @@ def test_handler_is_told_from_a_fault(name: str) -> None:
     with pytest.raises((TerminatedError, TimeoutError)):
         contained(strike)
     assert isinstance(contained(lambda: torch.zeros(2) @ torch.zeros(3)), RuntimeError)
+
+
+def test_fault_of_what_looks_at_its_caller_is_contained() -> None:
+    """A tracker that looks at who is calling it, as those that warn or log do, is no handler of signals."""
+
+    def looks_at_its_caller() -> None:
+        caller = sys._getframe(1)
+        raise ValueError(caller.f_code.co_name)
+
+    assert isinstance(contained(lambda: looks_at_its_caller()), ValueError)
 
 
 def contained(call: Callable[[], Any]) -> Exception | None:
