@@ -31,8 +31,7 @@ class CloseAtExit:
 
     def renew(self) -> None:
         """Run before everything that was registered so far."""
-        if self._collected.alive:
-            atexit.unregister(self._exit)
+        if self._collected.alive:  # and in its old place as well: what is registered during the exit never runs
             atexit.register(self._exit)
 
     def cancel(self) -> None:

@@ -1,7 +1,10 @@
 """The end of managers that nobody closes."""
 
 import gc
+import sys
+import threading
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +12,9 @@ from torch import nn
 
 import gradtrack
 from gradtrack import GradientManager, safe_backward
+from gradtrack.record import first_at_exit
+from gradtrack.record.run_end import RUN_END
+from tests.record.training import run_script
 from tests.training import batch_loss, optimizer_of, small_model
 
 ANALYZERS = ["flow", "gain", "jacobian", "updates"]
@@ -43,3 +49,51 @@ def test_a_manager_that_is_let_go_of_is_collected(watched: bool, analyzers: Any)
     del model
     gc.collect()
     assert model_too() is None
+
+
+def test_exit_closes_every_manager(tmp_path: Path) -> None:
+    """Of several runs that nobody closed each gets its end, though trackers are set up meanwhile."""
+    code = """
+from gradtrack.record.first_at_exit import come_first
+
+class Late(FileBackend):
+    def close(self, *, failed=False):
+        come_first()
+
+loops = [Loop(f"{sys.argv[1]}/{number}", [Late(Path(sys.argv[1], "rows"))]) for number in range(3)]
+for loop in loops:
+    loop.run(2)
+"""
+    done = run_script(code, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert [number for number in range(3) if (tmp_path / str(number) / RUN_END).is_file()] == [0, 1, 2]
+
+
+class _Closer:
+    def renew(self) -> None:
+        """Do nothing."""
+
+
+def test_trackers_are_set_up_while_managers_are_made() -> None:
+    """A worker that renews the closers is not disturbed by managers that begin or end in other threads."""
+    interval, stop = sys.getswitchinterval(), threading.Event()
+
+    def make() -> None:
+        while not stop.is_set():
+            first_at_exit.remember(_Closer())
+
+    makers = [threading.Thread(target=make) for _ in range(2)]
+    kept = [_Closer() for _ in range(200)]
+    for closer in kept:
+        first_at_exit.remember(closer)
+    sys.setswitchinterval(1e-6)
+    try:
+        for maker in makers:
+            maker.start()
+        for _ in range(200):
+            first_at_exit.come_first()
+    finally:
+        stop.set()
+        for maker in makers:
+            maker.join()
+        sys.setswitchinterval(interval)

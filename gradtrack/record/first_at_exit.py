@@ -13,12 +13,13 @@ class Closer(Protocol):
         """Run before everything that was registered so far."""
 
 
-_closers: weakref.WeakSet[Closer] = weakref.WeakSet()
+# A list, as a copy of one is made in one go, whatever other threads remember meanwhile.
+_closers: list[weakref.ref[Closer]] = []
 
 
 def remember(closer: Closer) -> None:
     """Know of a closer as long as it lives."""
-    _closers.add(closer)
+    _closers.append(weakref.ref(closer, _closers.remove))
 
 
 def come_first() -> None:
@@ -27,5 +28,7 @@ def come_first() -> None:
     What is registered last runs first, and a package that a worker sets up registers its own end behind ours: a
     training that ends without a close would find it gone.
     """
-    for closer in list(_closers):
-        closer.renew()
+    for found in _closers[:]:
+        closer = found()
+        if closer is not None:
+            closer.renew()
