@@ -12,7 +12,7 @@ from typing import Any, Final, final
 
 from gradtrack.backends.base import Backend
 from gradtrack.errors import BackendError, ClosedError
-from gradtrack.record.claims import Claim, claim_or_own
+from gradtrack.record.claims import Claim, claim_or_own, is_same
 from gradtrack.record.files import write_atomically
 from gradtrack.record.naming import file_part
 from gradtrack.records import Record, tail_of
@@ -87,7 +87,7 @@ class JsonBackend(Backend):
             return
         if self._directory is None and run.run_dir is not None:
             self._directory = Path(run.run_dir)
-        elif self._given is not None and self._claim is None and not _is_same(self._given, run.run_dir):
+        elif self._given is not None and self._claim is None and not is_same(self._given, run.run_dir):
             self._directory, self._claim = claim_or_own(self._given, run.run_id, what="json: directory")
 
     def _of(self, source: str) -> _Series:
@@ -164,10 +164,6 @@ class _Series:
         columns["step"].append(record.step)
         for name in _MATRIX:
             columns[name].append(record.metrics.get(f"train/grad_{name}{self._suffix}/{group}", math.nan))
-
-
-def _is_same(directory: Path, run_dir: str | None) -> bool:
-    return run_dir is not None and os.path.realpath(directory) == os.path.realpath(run_dir)
 
 
 def _has_statistics(record: Record) -> bool:

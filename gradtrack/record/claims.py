@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import sys
+import threading
 from pathlib import Path
 
 from gradtrack.record.forks import ForkGuard
@@ -21,25 +22,29 @@ _logger = logging.getLogger("gradtrack")
 class Claim:
     """A directory kept from other writers of this and every other process, until `release` or the process ends.
 
-    `held` is False where somebody else has it. Where the platform or the file system has no locks, everybody has it.
+    `held` is False where somebody else has it; claims of one `run_id` share it, since several backends of a run may
+    write there. Where the platform or the file system has no locks, everybody has it.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, run_id: str = "") -> None:
         self.held = True
-        self._lock = _Lock()
+        self._key = (os.path.realpath(directory), run_id)
+        self._lock = _locks.setdefault(self._key, _Lock()) if run_id else _Lock()
         self._guard = ForkGuard()
         self._guard.on_fork(self._lock.close)  # without unlocking: the lock is one for a process and its copies
+        self._released = False
         try:
             self._lock.take(directory)
-        except BlockingIOError:
-            self.held = False
-            self._lock.close()
-        except OSError:
-            self._lock.close()
+        except OSError as fault:
+            self.held = not isinstance(fault, BlockingIOError)
+            self.release()
 
     def release(self) -> None:
         """Let others have the directory, whatever copies of this process there are."""
-        self._lock.unlock()
+        if not self._released:
+            self._released = True
+            if self._lock.unlock():
+                _locks.pop(self._key, None)
 
     def __del__(self) -> None:
         self.release()
@@ -50,23 +55,40 @@ class _Lock:
 
     def __init__(self) -> None:
         self._handle: int | None = None
+        self._num_claims = 0
+        self._turn = threading.RLock()
 
     def take(self, directory: Path) -> None:
-        if sys.platform != "win32":
-            self._handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with self._turn:
+            self._num_claims += 1
+            if self._handle is None and sys.platform != "win32":
+                self._handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+                try:
+                    fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except OSError:
+                    self.close()
+                    raise
 
-    def unlock(self) -> None:
-        if self._handle is not None and sys.platform != "win32":
-            with contextlib.suppress(OSError):
-                fcntl.flock(self._handle, fcntl.LOCK_UN)
-        self.close()
+    def unlock(self) -> bool:
+        """Let go of it with the last claim, and say whether that was the last."""
+        with self._turn:
+            self._num_claims -= 1
+            if self._num_claims:
+                return False
+            if self._handle is not None and sys.platform != "win32":
+                with contextlib.suppress(OSError):
+                    fcntl.flock(self._handle, fcntl.LOCK_UN)
+            self.close()
+            return True
 
     def close(self) -> None:
         handle, self._handle = self._handle, None
         if handle is not None:
             with contextlib.suppress(OSError):
                 os.close(handle)
+
+
+_locks: dict[tuple[str, str], _Lock] = {}
 
 
 def claim_or_own(directory: Path, run_id: str, *, what: str) -> tuple[Path, Claim]:
@@ -78,7 +100,7 @@ def claim_or_own(directory: Path, run_id: str, *, what: str) -> tuple[Path, Clai
     for chosen in (directory, own):
         with contextlib.suppress(OSError):
             chosen.mkdir(parents=True, exist_ok=True)
-        claim = Claim(chosen)
+        claim = Claim(chosen, run_id)
         if claim.held:
             break
         _logger.warning(
@@ -90,6 +112,11 @@ def claim_or_own(directory: Path, run_id: str, *, what: str) -> tuple[Path, Clai
             str(own),
         )
     return chosen, claim
+
+
+def is_same(directory: Path, run_dir: str | None) -> bool:
+    """Say whether a directory is that of the run, which whoever began or replays the run has claimed."""
+    return run_dir is not None and os.path.realpath(directory) == os.path.realpath(run_dir)
 
 
 def own_directory(directory: Path, run_id: str) -> Path:

@@ -190,3 +190,34 @@ def test_explicit_run_directory_is_no_conflict(tmp_path: Path, caplog: pytest.Lo
     loop.manager.close()
     assert steps_in(tmp_path) == [1, 2, 3]
     assert BUSY not in caplog.text
+
+
+@pytest.mark.parametrize("place", ["", "shared"])
+def test_one_run_may_use_a_directory_in_several_ways(
+    tmp_path: Path, place: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Files of two backends lie side by side, also in the run's own directory, and a replay finds them there."""
+    pytest.importorskip("tensorboard")
+    directory = tmp_path / place
+    backends = [{"name": "json", "directory": directory}, {"name": "tensorboard", "log_dir": directory}]
+    loop = Loop(tmp_path, backends)
+    loop.run(3)
+    loop.manager.close()
+    assert steps_in(directory) == drawn_in(directory) == [1, 2, 3]
+    assert [(done.present, done.delivered) for done in replay(tmp_path)] == [(3, 0), (3, 0)]
+    for left in directory.glob("events.*"):
+        left.unlink()
+    assert sorted(done.delivered for done in replay(tmp_path)) == [0, 3]
+    assert drawn_in(directory) == [1, 2, 3]
+    assert BUSY not in caplog.text
+
+
+def test_claims_of_one_run_end_with_the_last(tmp_path: Path) -> None:
+    """What one claim of a run lets go is kept as long as another one is left."""
+    first, second = Claim(tmp_path, "run"), Claim(tmp_path, "run")
+    first.release()
+    first.release()
+    assert second.held
+    assert not Claim(tmp_path, "other").held
+    second.release()
+    assert Claim(tmp_path, "other").held

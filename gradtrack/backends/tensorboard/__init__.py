@@ -17,7 +17,7 @@ from gradtrack.backends.tensorboard.layout import layout_event
 from gradtrack.backends.tensorboard.reading import Index, read_tags
 from gradtrack.backends.tensorboard.user_run import UserRun
 from gradtrack.errors import ClosedError, UsageError
-from gradtrack.record.claims import Claim, claim_or_own, own_directory
+from gradtrack.record.claims import Claim, claim_or_own, is_same, own_directory
 from gradtrack.record.leavings import files_to_show
 from gradtrack.records import Panel, Record, RunInfo
 from gradtrack.redact import redact
@@ -141,7 +141,8 @@ class TensorBoardBackend(Backend):
     def _opened(self) -> tuple[UserRun | EventFile, EventFile, EventFile]:
         if self._directory is None:
             self._home = self._directory = Path("gradtrack_runs", "tensorboard").absolute()
-        if self._run is None and self._run_id:
+        run_dir = None if self._info is None else self._info.run_dir
+        if self._run is None and self._run_id and not is_same(self._directory, run_dir):
             self._directory, self._claim = claim_or_own(self._directory, self._run_id, what="tensorboard: log_dir")
         if self._run is None:
             self._run = EventFile(self._directory, self._events)
