@@ -147,6 +147,24 @@ def test_given_directory_of_a_backend_is_kept_apart_too(
         assert found == list(range(1, 21)), directory
 
 
+def test_replay_of_a_run_that_moved_aside_leaves_the_other_alone(tmp_path: Path) -> None:
+    """What TensorBoard is missing of a run with a directory of its own goes there, not among the other's events."""
+    pytest.importorskip("tensorboard")
+    shared = tmp_path / "shared"
+    loops = [Loop(tmp_path / name, [{"name": "tensorboard", "log_dir": shared}]) for name in ("first", "second")]
+    for loop, steps in zip(loops, (3, 5), strict=True):
+        loop.run(steps)
+        loop.manager.flush()
+    for loop in loops:
+        loop.manager.close()
+    own = shared / str(loops[1].manager.status()["run_id"])
+    for left in own.glob("events.*"):
+        left.unlink()
+    (done,) = replay(tmp_path / "second")
+    assert (done.complete, done.delivered) == (True, 5)
+    assert (drawn_in(shared), drawn_in(own)) == ([1, 2, 3], [1, 2, 3, 4, 5])
+
+
 def drawn_in(directory: Path) -> list[int]:
     """Return the steps of a curve that TensorBoard draws for a directory."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

@@ -104,7 +104,7 @@ class TensorBoardBackend(Backend):
 
     def address(self) -> dict[str, Any]:
         withheld = {"withhold": sorted(self._withheld)} if self._withheld else {}
-        return withheld if self._home is None else {"log_dir": str(self._home), **withheld}
+        return withheld if self._directory is None else {"log_dir": str(self._directory), **withheld}
 
     @classmethod
     def probe(cls, **options: Any) -> str:
