@@ -286,7 +286,7 @@ class MlflowBackend(Backend):
 
 
 def _shown(text: str) -> str:
-    """Return a text that MLflow takes as a value: not too long for any of its stores, and with nothing but letters."""
+    """Return a text that MLflow takes as a value: not too long for any of its stores, and Unicode throughout."""
     text = text.encode("utf-8", "backslashreplace").decode()
     return text if len(text) <= _LONGEST_TEXT else f"{text[: _LONGEST_TEXT - 4]} ..."
 
