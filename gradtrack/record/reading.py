@@ -158,7 +158,7 @@ def read_rows(
 def _order(path: Path) -> tuple[str, bool, int]:
     """Put the parts of a series in order, and copies of them behind."""
     series, _, part = path.stem.rpartition("-")
-    return series, not part.isdigit(), int(part) if part.isdigit() else -1
+    return series, not part.isdecimal(), int(part) if part.isdecimal() else -1
 
 
 def _check_header(header: Mapping[str, Any]) -> None:

@@ -230,6 +230,7 @@ def test_copy_of_a_part_is_no_second_journal(tmp_path: Path, longer: bool) -> No
     part = tmp_path / "journal-000.jsonl"
     shutil.copy(part, tmp_path / "journal-000-copy.jsonl")
     shutil.copy(part, tmp_path / "journal-copy.jsonl")
+    shutil.copy(part, tmp_path / "journal-000-\N{SUPERSCRIPT TWO}.jsonl")
     if longer:
         part.write_bytes(b"".join(part.read_bytes().splitlines(keepends=True)[:2]))
     assert [record.step for record in read(tmp_path)] == [1, 2]
