@@ -17,7 +17,10 @@ from gradtrack.reports import IssueType
 
 _LIMITS: Final = ("max_grad_norm", "clip_type", "adaptive_clipping")
 _ADAPTIVE: Final = ("adaptive_window_size", "adaptive_percentile")
+_AGC: Final = ("agc_clip_factor",)
 _ZSCORE: Final = ("zscore_threshold", "zscore_alpha")
+CLIPPING: Final = (*_LIMITS, *_ADAPTIVE, *_AGC, *_ZSCORE)
+"""What says how gradtrack clips, and nothing where it does not."""
 _REPLACING: Final = ("replace_nan_with", "replace_inf_with")
 _MONITORED: Final = ("vanishing_threshold", "exploding_threshold", "log_histograms", "track_parameters", "groups")
 # By then the pairs of a game have been attached, since a second one without a name would have been an error.
@@ -65,9 +68,9 @@ class IdleSettings:
 def switched_off(config: GradientConfig) -> Iterator[tuple[str, str]]:
     """Yield each setting that was changed and has no effect, as it is written, with the reason."""
     kind = config.effective_clip_type
-    others = {"adaptive": _ADAPTIVE, "agc": ("agc_clip_factor",), "zscore": _ZSCORE}
+    others = {"adaptive": _ADAPTIVE, "agc": _AGC, "zscore": _ZSCORE}
     reasons: list[tuple[bool, Iterable[str], str]] = [
-        (not config.enable_gradient_clipping, (*_LIMITS, *sum(others.values(), ())), "enable_gradient_clipping is off"),
+        (not config.enable_gradient_clipping, CLIPPING, "enable_gradient_clipping is off"),
         (config.adaptive_clipping and config.clip_type != "adaptive", ("clip_type",), "adaptive_clipping wins over it"),
         (kind == "agc", ("max_grad_norm",), "clip_type agc limits each unit by agc_clip_factor"),
         *((kind != one, names, f"the gradients are clipped by {kind}") for one, names in others.items()),

@@ -9,15 +9,12 @@ from typing import Any, Final
 
 from gradtrack import registry
 from gradtrack.config import GradientConfig, explicit
-from gradtrack.idle import changed_settings
+from gradtrack.idle import CLIPPING, changed_settings
+from gradtrack.record.rank import process_rank
 
 _logger = logging.getLogger("gradtrack")
 Source = GradientConfig | Mapping[str, Any] | str | Path | None
 _CLIPPING: Final = {"enable_gradient_clipping", "max_grad_norm", "clip_type", "adaptive_clipping"}
-_LIMITS: Final = {
-    *("max_grad_norm", "clip_type", "adaptive_clipping", "adaptive_window_size", "adaptive_percentile"),
-    *("agc_clip_factor", "zscore_threshold", "zscore_alpha"),
-}
 _ACTION: Final = {"nonfinite_action", "replace_nan_with", "replace_inf_with"}
 
 
@@ -34,9 +31,11 @@ def only_measuring(config: GradientConfig, *, clips: str = "") -> GradientConfig
     values = explicit(config)
     watching = {} if config.model_fields_set & _ACTION else {"nonfinite_action": "report"}
     if clips:
-        for name in _LIMITS & changed_settings(config).keys():
-            _logger.warning("%s=%r has no effect: %s", name, values[name], clips)
-        values = {name: value for name, value in values.items() if name not in _LIMITS}
+        changed = changed_settings(config)
+        for name in CLIPPING if process_rank() == 0 else ():
+            if name in changed:
+                _logger.warning("%s=%r has no effect: %s", name, values[name], clips)
+        values = {name: value for name, value in values.items() if name not in CLIPPING}
     return GradientConfig(**{**values, **watching, "enable_gradient_clipping": False})
 
 
