@@ -58,7 +58,7 @@ class GradientStatisticsCallback(ManagedTraining, Callback):  # type: ignore[mis
         self._prepare(GradientConfig.load(known, **settings), on_issue)
         self._restored: Mapping[str, Any] | None = None
         self._modules: dict[int, tuple[nn.Module, str]] = {}
-        self._seen: set[int] = set()
+        self._seen: dict[int, object] = {}
         self._loss: Tensor | None = None
         self._last_step = 0
 
@@ -87,9 +87,7 @@ class GradientStatisticsCallback(ManagedTraining, Callback):  # type: ignore[mis
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         """Measure, protect and report, unless that was done before the module's own clipping."""
-        if id(optimizer) in self._seen:
-            self._seen.remove(id(optimizer))
-        else:
+        if self._seen.pop(id(optimizer), None) != _grads_of(optimizer):
             self._look(trainer, pl_module, optimizer)
 
     def _look(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
@@ -128,16 +126,19 @@ class GradientStatisticsCallback(ManagedTraining, Callback):  # type: ignore[mis
 
         def look_and_clip(optimizer: Any, *arguments: Any, **keywords: Any) -> Any:
             stepped = getattr(optimizer, "optimizer", optimizer)
-            if getattr(plugin, "scaler", None) is None and id(stepped) not in self._seen:
-                self._seen.add(id(stepped))
+            if getattr(plugin, "scaler", None) is not None:
+                return clip(optimizer, *arguments, **keywords)
+            if self._seen.get(id(stepped)) != _grads_of(stepped):
                 self._look(trainer, pl_module, stepped)
-            return clip(optimizer, *arguments, **keywords)
+            clipped = clip(optimizer, *arguments, **keywords)
+            self._seen[id(stepped)] = _grads_of(stepped)
+            return clipped
 
         self._undo.append(stand_in(plugin, "clip_gradients", look_and_clip))
 
     def _attach(self, manager: GradientManager, trainer: Any, pl_module: nn.Module) -> None:
         optimizers = trainer.optimizers
-        self._restored, self._loss, self._modules, self._seen = None, None, {}, set()
+        self._restored, self._loss, self._modules, self._seen = None, None, {}, {}
         for index, optimizer in enumerate(optimizers):
             module, name = (pl_module, "") if len(optimizers) == 1 else _owned_by(optimizer, pl_module, index)
             # Optimizers may share a module, each with a part of its parameters.
@@ -148,6 +149,12 @@ class GradientStatisticsCallback(ManagedTraining, Callback):  # type: ignore[mis
         if len(optimizers) == 1:
             self._last_step = trainer.global_step
             manager.continue_from(trainer.global_step)
+
+
+def _grads_of(optimizer: Any) -> list[tuple[int, int]]:
+    """Return what tells gradients from those that a further backward pass has left, without a look at their values."""
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    return [(id(param.grad), param.grad._version) for param in params if param.grad is not None]
 
 
 def _in_its_place(config: GradientConfig, trainer: Any) -> GradientConfig:

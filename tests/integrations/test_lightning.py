@@ -326,6 +326,28 @@ def test_a_module_that_clips_by_itself_is_looked_at_before(tmp_path: Path) -> No
     assert "clip_gradients" not in vars(trainer.precision_plugin)
 
 
+class Gathering(Clipping):
+    """A module that clips after each backward pass, of which two make a step; the last one of all is NaN."""
+
+    def training_step(self, batch: Any, index: int) -> None:
+        """Clip, and step at every second batch."""
+        optimizer = self.optimizers()[0]
+        loss = self.discriminator(self.generator(batch[0][:, 0])).square().mean()
+        self.manual_backward(loss * math.nan if index == 3 else loss)
+        self.clip_gradients(optimizer, gradient_clip_val=1e-3, gradient_clip_algorithm="norm")
+        if index % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_gradients_that_come_after_a_clipping_are_looked_at(tmp_path: Path) -> None:
+    """Where a module clips without a step, what is added later is not let through unseen."""
+    callback = GradientStatisticsCallback(nonfinite_action="skip")
+    module, _ = fit(callback, tmp_path, module=Gathering(), max_steps=2)
+    assert callback.reports[-1].nan_inf.action == "skip"
+    assert all(param.isfinite().all() for param in module.parameters())
+
+
 def test_a_fast_run_leaves_nothing_behind(tmp_path: Path) -> None:
     """As Lightning promises for it: no files, unless a directory is named."""
     callback = GradientStatisticsCallback(1)
