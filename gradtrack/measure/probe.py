@@ -32,7 +32,6 @@ TANH: Final = 0.97
 TANH_LIMIT: Final = 2.0923  # |tanh| > 0.97
 SIGMOID_LIMIT: Final = 3.4761  # outside 0.03 .. 0.97
 _CHANNELS_FIRST: Final = re.compile(r"Conv|BatchNorm|GroupNorm|InstanceNorm|Pool|Upsample|Dropout[123]d")
-_NORMS: Final = re.compile(r"Norm")
 
 
 @dataclass(slots=True)
