@@ -100,13 +100,14 @@ class Gradients:
         if len(set(map(id, self.tensors))) < len(self.tensors):
             first: dict[int, int] = {}
             bad |= {index for index, one in enumerate(self.tensors) if first.setdefault(id(one), index) != index}
+        if not bad:
+            return
         for index in bad - self.stand_ins.keys():
             param = self.layout.params[index]
             assert param.grad is not None
             grad = param.grad = param.grad.detach().clone(memory_format=torch.contiguous_format)
             self.tensors[index] = torch.view_as_real(grad) if grad.is_complex() else grad
-        if bad:
-            self.batch = self.tensors
+        self.batch = self.tensors
 
     def install(self) -> None:
         """Put what was measured in the place of the gradients that it stands for, since its values have changed."""
