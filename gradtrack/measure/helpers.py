@@ -40,10 +40,6 @@ class Helpers:
                 self._num_threads += 1
 
 
-def _start(tasks: SimpleQueue[Task]) -> None:
-    threading.Thread(target=_serve, args=(tasks,), name="gradtrack-helper", daemon=True).start()
-
-
 def _serve(tasks: SimpleQueue[Task]) -> None:
     while True:
         work, finished = tasks.get()
@@ -65,4 +61,5 @@ def _start_anew() -> None:
 
 
 _helpers = Helpers()
-os.register_at_fork(after_in_child=_start_anew)  # a fork copies the queue, but no thread
+if hasattr(os, "register_at_fork"):  # which Windows has not
+    os.register_at_fork(after_in_child=_start_anew)  # a fork copies the queue, but no thread
