@@ -57,7 +57,9 @@ class InTensorboard:
         found = {path.parent for path in self.directory.rglob("*tfevents*")}
         runs = [EventAccumulator(str(path), size_guidance={"scalars": 0}).Reload() for path in found]
         (run,) = (one for one in runs if one.Tags()["scalars"])
-        return [(event.step, event.value) for event in run.Scalars(name)]
+        # The names of files of one second do not tell their order: a writer's tenth comes before its ninth.
+        by_time = sorted(run.Scalars(name), key=lambda event: event.wall_time)
+        return [(event.step, event.value) for event in by_time]
 
 
 class InMlflow:
