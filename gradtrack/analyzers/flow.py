@@ -200,7 +200,7 @@ class GradientFlowAnalyzer(Analyzer):
             rest = () if name == "jacobian" else (loss_fn, steps)
             try:
                 result = analyzer.analyze(input_fn, *rest)
-            except UsageError as fault:
+            except (UsageError, RuntimeError) as fault:  # also what torch can neither hook nor differentiate twice
                 self.skipped[name] = str(fault)
                 continue
             issues, self.details[name] = result if isinstance(result, tuple) else ([], result)

@@ -174,7 +174,8 @@ def test_offline_with_every_switch_nothing_is_changed(name: str) -> None:
     assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
     assert set(analyzer.details) | set(analyzer.skipped) == {"jacobian", "vector", "recurrent"}
     assert ("recurrent" in analyzer.details) == (name in {*CELLS, "counted calls"} - {"odd parameters"})
-    assert ("vector" in analyzer.skipped) == (name == "complex numbers")
+    assert ("vector" in analyzer.skipped) == (name == "complex numbers" or name.startswith("nested tensors"))
+    assert ("jacobian" in analyzer.skipped) == name.startswith("scripted")
 
 
 def test_a_model_without_sizes_gets_them_from_the_analysis() -> None:
