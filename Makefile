@@ -21,9 +21,9 @@ demo: $(VENV)/.demo-installed ## Train a small model and write its reports, with
 test: $(VENV)/.all-installed ## Run the tests
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
-# Servers under faults and ranks want the machine for themselves; the other tests share nothing.
+# Ranks want the machine for themselves; the other tests share nothing.
 # pytest ends with 5 when no test was selected.
-ALONE := tests/faults tests/distributed tests/record
+ALONE := tests/distributed
 test-slow: $(VENV)/.all-installed ## Run the slow tests: real servers under faults, browsers, distributed runs
 	@$(BIN)/python -m pytest -m slow -n $(WORKERS) $(ALONE:%=--ignore %) $(ARGS) || { code=$$?; test $$code -eq 5 || exit $$code; }
 	@$(BIN)/python -m pytest -m slow $(ALONE) $(ARGS) || { code=$$?; test $$code -eq 5 || exit $$code; }
