@@ -100,11 +100,13 @@ class Gauge:
         self.divide()
         if self._measurer.engine != self._config.engine:
             self._measurer.use(self._config.engine)
-        if self._passing is not None and all(param.grad is None for param in self.table.params):
-            return self._passing.take(self.table)
-        if self._passing is None and may_step_in_backward(self.table.params):
-            self._watch_passing()
-        return self.table.gradients(only)
+        grads = self.table.gradients(only)
+        if not grads.tensors or self.table.ranks is not None:
+            if self._passing is not None and all(param.grad is None for param in self.table.params):
+                return self._passing.take(self.table)
+            if self._passing is None and may_step_in_backward(self.table.params):
+                self._watch_passing()
+        return grads
 
     def meet(self, facts: Callable[[], dict[str, Any]], offers: Sequence[str] = ()) -> list[str] | None:
         """Make sure that all ranks which share the parameters are about to send and decide alike.
@@ -149,49 +151,63 @@ class Gauge:
             "per_rank": config.per_rank,
         }
 
-    def read(
+    def read(self, grads: Gradients, facts: StepFacts, loss: Tensor | float | None, *, row_due: bool) -> Moments:
+        """Measure gradients and the loss, and where a row is due what only a row shows."""
+        self.fit(grads, facts)
+        grads.prepare(self._measurer)
+        moments = grads.measure(self._measurer)
+        facts.loss = _number(loss)
+        facts.take(moments)
+        if facts.full:
+            facts.deviations = find_deviations(grads, moments)
+        if row_due:
+            self._tally(grads, facts)
+        return moments
+
+    def read_shared(
         self,
-        grads: Gradients,
+        grads: SharedGradients,
         facts: StepFacts,
         loss: Tensor | float | None,
         *,
         row_due: bool,
-        first_nonfinite: bool = False,
-        limited: Foresight | None = None,
-        more: Sequence[float] = (),
+        first_nonfinite: bool,
+        limited: Foresight | None,
+        more: Sequence[float],
     ) -> Moments:
-        """Measure gradients and the loss; over ranks, where a row is due, the weights with them, and `more` numbers.
+        """Measure gradients of all ranks and the loss; where a row is due the weights with them, and `more` numbers.
 
-        Over ranks what clipping will do (`limited`) goes along, and where an element that is not finite makes a row
+        What clipping will do (`limited`) goes along, and where an element that is not finite makes a row
         (`first_nonfinite`) what only a row shows. What is asked for must follow from the step and the settings alone,
         so that all ranks send the same.
         """
-        tally = row_due and self._config.log_histograms
-        if self.table.ranks is None:
-            self.fit(grads, facts)
+        weigh, config = row_due and facts.with_groups, self._config
         grads.prepare(self._measurer)
-        if isinstance(grads, SharedGradients):
-            weigh, config = row_due and facts.with_groups, self._config
-            moments = grads.measure(
-                self._measurer,
-                extra=weight_squares(self.table, self._measurer) if weigh else None,
-                loss=_number(loss),
-                ends=facts.full,
-                ends_if_nonfinite=first_nonfinite and config.enable_gradient_monitoring,
-                spread=facts.full and config.per_rank,
-                limited=limited,
-                tally=tally,
-                more=more,
-            )
-            self._take_shared(grads, facts, weighed=weigh)
-        else:
-            moments, facts.loss = grads.measure(self._measurer), _number(loss)
+        moments = grads.measure(
+            self._measurer,
+            extra=weight_squares(self.table, self._measurer) if weigh else None,
+            loss=_number(loss),
+            ends=facts.full,
+            ends_if_nonfinite=first_nonfinite and config.enable_gradient_monitoring,
+            spread=facts.full and config.per_rank,
+            limited=limited,
+            tally=row_due and config.log_histograms,
+            more=more,
+        )
+        merged = grads.merged
+        facts.layout, facts.ranks, facts.loss = grads.layout, merged.spread, merged.loss
+        facts.deviations = grads.deviations
+        if weigh:
+            facts.weight_norms = norms_from_squares(self.table, merged.extra)
         facts.take(moments)
-        if facts.full and self.table.ranks is None:
-            facts.deviations = find_deviations(grads, moments)
-        if tally:
-            facts.histograms = histograms_of(grads.count(), grads.layout.group_names if facts.with_groups else ())
+        if row_due:
+            self._tally(grads, facts)
         return moments
+
+    def _tally(self, grads: Gradients, facts: StepFacts) -> None:
+        """Count the elements for histograms, where they are asked for."""
+        if self._config.log_histograms:
+            facts.histograms = histograms_of(grads.count(), grads.layout.group_names if facts.with_groups else ())
 
     def fit(self, grads: Gradients, facts: StepFacts) -> None:
         """Take the sizes that the gradients have, where a parameter was given data of another shape."""
@@ -209,11 +225,14 @@ class Gauge:
         """Whether this rank holds only parts of any parameter."""
         return self.table.ranks is not None and bool(self.table.ranks.sharded.any())
 
+    @property
+    def may_tell(self) -> bool:
+        """Whether there may be anything to note."""
+        return bool(self.coming_notes) or self.table.ranks is not None or self._config.per_rank
+
     def notes(self, *, analyzed: bool) -> list[str]:
         """Tell what to know of the numbers where parameters are spread over ranks, or are not; each thing once."""
         alone = self.table.ranks is None
-        if alone and not (self.coming_notes or self._config.per_rank):
-            return []
         found = [_LOCAL_PARTS] if analyzed and self.has_shards else []
         if self._config.per_rank and alone:
             found.append(_NO_RANKS)
@@ -222,14 +241,6 @@ class Gauge:
         new = [note for note in found if note not in self._told]
         self._told.update(new)
         return new
-
-    def _take_shared(self, grads: SharedGradients, facts: StepFacts, *, weighed: bool) -> None:
-        """Take in what came along with the sums of all ranks."""
-        merged = grads.merged
-        facts.layout, facts.ranks, facts.loss = grads.layout, merged.spread, merged.loss
-        facts.deviations = grads.deviations
-        if weighed:
-            facts.weight_norms = norms_from_squares(self.table, merged.extra)
 
 
 def _number(loss: Tensor | float | None) -> float | None:

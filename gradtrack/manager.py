@@ -297,7 +297,7 @@ class GradientManager:
             self._history.add_issue(issue.issue_type.value)
         if not healthy and not self._flight:
             self._flight = pair.flight.read()
-        for record in late_records(outcome):
+        for record in late_records(outcome) if outcome.late else ():
             self._sink.write(record)
         if outcome.event:
             panels = self._dashboard.take(pair.name, pair.analyzers.panels)

@@ -163,10 +163,10 @@ class Pair:
         outcome = Outcome(facts, repeated=repeated)
         outcome.event = due and not repeated
         known = {"step": step, "epoch": epoch, "source": self.name, "time": time.time(), "batch": batch}
-        outcome.report = StepReport.deferred(lambda: self._fields(outcome), **known)
+        outcome.report = StepReport.deferred(facts.fields, **known)
         return outcome
 
-    def _fields(self, outcome: Outcome) -> dict[str, Any]:
+    def _late_fields(self, outcome: Outcome) -> dict[str, Any]:
         self._settle(outcome)
         return outcome.facts.fields()
 
@@ -183,6 +183,7 @@ class Pair:
         self.gauge.fit(grads, outcome.facts)
         outcome.pending = LateStep(grads, loss, self.clipper, self.handler, variances=outcome.facts.full)
         outcome.pending.protect(grads, self.optimizers, scaled=outcome.scale is not None)
+        outcome.report.defer_to(lambda: self._late_fields(outcome))
         self._stepping.may_hold_found_inf = True
         self._late = outcome
         self.analyzers.arm(self.model, self.step_count + 1)
@@ -203,6 +204,7 @@ class Pair:
         facts.nan_inf, facts.clipping = late.nan_inf(moments), late.clipping(moments)
         facts.skipped = facts.nan_inf["action"] in ("skip", "scaler")
         self._judge(moments, outcome)
+        outcome.report.defer_to(facts.fields)  # so that a report that nobody reads keeps no model alive
         self._keep(moments, outcome)
 
     def _finish(self, grads: Gradients, outcome: Outcome, loss: Tensor | float | None) -> None:
@@ -210,18 +212,11 @@ class Pair:
         facts = outcome.facts
         self._stepping.forget_found_inf()
         scaled = outcome.scale is not None
-        more, take = self._meet(grads, outcome) if self.table.ranks is not None else ((), _nothing)
-        moments = self.gauge.read(
-            grads,
-            facts,
-            loss,
-            row_due=outcome.event and facts.full,
-            first_nonfinite=not (self.judgement.nonfinite_before or outcome.repeated),
-            limited=self.guard.foresight(scaled=scaled),
-            more=more,
-        )
+        row_due = outcome.event and facts.full
         if isinstance(grads, SharedGradients):
-            take(grads.merged.more, len(grads.ranks.members))
+            moments = self._read_shared(grads, outcome, loss, row_due=row_due)
+        else:
+            moments = self.gauge.read(grads, facts, loss, row_due=row_due)
         made = self.guard.protect(grads, moments, self._stepped(), scaled=scaled, remember=not outcome.repeated)
         facts.nan_inf, facts.clipping, facts.skipped = made.nan_inf, made.clipping, made.skipped
         outcome.error = made.error
@@ -235,6 +230,23 @@ class Pair:
             self.gauge.weigh(facts)
         self._look(grads, outcome)
         self._keep(moments, outcome)
+
+    def _read_shared(
+        self, grads: SharedGradients, outcome: Outcome, loss: Tensor | float | None, *, row_due: bool
+    ) -> Moments:
+        """Measure gradients that are spread over ranks, and take what the ranks have sent with their sums."""
+        more, take = self._meet(grads, outcome)
+        moments = self.gauge.read_shared(
+            grads,
+            outcome.facts,
+            loss,
+            row_due=row_due,
+            first_nonfinite=not (self.judgement.nonfinite_before or outcome.repeated),
+            limited=self.guard.foresight(scaled=outcome.scale is not None),
+            more=more,
+        )
+        take(grads.merged.more, len(grads.ranks.members))
+        return moments
 
     def _meet(self, grads: Gradients, outcome: Outcome) -> tuple[Sequence[float], Take]:
         """Agree with the other ranks; return what they add up for the analyzers, and what takes the sums."""
@@ -262,7 +274,6 @@ class Pair:
         facts = outcome.facts
         outcome.norm, outcome.clipped = moments.norm, bool(facts.clipping.get("clipped"))
         facts.full = self.config.enable_gradient_monitoring and (facts.full or (outcome.event and moments.has_ends))
-        outcome.report.defer_to(facts.fields)  # so that a report that nobody reads keeps no model alive
         self.flight.push(outcome.report, facts)
         self.monitor.keep(outcome.report)
 
@@ -278,8 +289,10 @@ class Pair:
     def _look(self, grads: Gradients, outcome: Outcome) -> None:
         """Let the analyzers that are due look at the step, and arm those that are due at the next one."""
         facts, step = outcome.facts, self.step_count
-        facts.notes = [*self.coming_notes, *self.analyzers.chosen, *self.gauge.notes(analyzed=self.analyzers.local)]
-        self.coming_notes, self.analyzers.chosen = [], []
+        if self.coming_notes or self.analyzers.chosen or self.gauge.may_tell:
+            of_gauge = self.gauge.notes(analyzed=self.analyzers.local)
+            facts.notes = [*self.coming_notes, *self.analyzers.chosen, *of_gauge]
+            self.coming_notes, self.analyzers.chosen = [], []
         if not self.analyzers:
             return
         if self.gauge.has_shards:

@@ -31,6 +31,8 @@ class Ledger:
 
     def update(self, issues: Sequence[Issue]) -> tuple[list[Issue], bool]:
         """Take the issues of one step; return those that have opened, and whether anything changed at all."""
+        if not (issues or self._open):
+            return [], False
         now = {issue.key: issue.severity for issue in issues}
         if now == self._open:
             return [], False

@@ -38,12 +38,14 @@ def _is_any_hidden(layout: Layout, moments: Moments) -> bool:
     """Say whether the variance of any tensor, group or of everything is hidden, which it is not on most steps.
 
     None is of a tensor whose elements lie on both sides of zero, nor of a group in which it is of no tensor. One
-    element has no variance of its own. The few that are left are looked at one by one: arrays would take longer.
+    element has no variance of its own.
     """
+    if not moments.one_sided:
+        return False
     rows, counts = moments.rows, layout.counts
     found: list[int] = []
-    for index, (low, high) in enumerate(zip(rows[:, MIN].tolist(), rows[:, MAX].tolist(), strict=True)):
-        if (low > 0.0 or high < 0.0) and is_hidden(float(rows[index, SUM]), float(rows[index, SQUARES]), counts[index]):
+    for index in np.flatnonzero((rows[:, MIN] > 0.0) | (rows[:, MAX] < 0.0)).tolist():
+        if is_hidden(float(rows[index, SUM]), float(rows[index, SQUARES]), counts[index]):
             if counts[index] > 1:
                 return True
             found.append(index)

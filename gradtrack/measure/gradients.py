@@ -96,8 +96,11 @@ class Gradients:
         Whatever is about to change the gradients would otherwise change some of them twice.
         """
         others = self.batch.others if isinstance(self.batch, Batch) else range(len(self.tensors))
+        given_twice = len(set(map(id, self.tensors))) < len(self.tensors)
+        if not (others or given_twice):
+            return
         bad = {index for index in others if _is_expanded(self.tensors[index])}
-        if len(set(map(id, self.tensors))) < len(self.tensors):
+        if given_twice:
             first: dict[int, int] = {}
             bad |= {index for index, one in enumerate(self.tensors) if first.setdefault(id(one), index) != index}
         if not bad:

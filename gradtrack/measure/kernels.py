@@ -24,8 +24,9 @@ ADDRESS, SIZE, CODE, GROUP, START = range(5)
 """Rows of the integer table that describes the tensors; START has one entry more than there are tensors."""
 COLUMNS = 8
 """Sum, sum of squares, minimum, maximum, zeros, NaN, +Inf, -Inf."""
-TAKEN, DONE = range(2)
-"""Progress: tickets handed out, items finished."""
+_LOW, _HIGH = 2, 3
+TAKEN, DONE, ONE_SIDED = range(3)
+"""Progress: tickets handed out, items finished, and in the end the tensors whose elements are on one side of zero."""
 ITEM_ELEMENTS = 131072
 RUN_ITEMS = 16
 SHORT_LINE = 16 * ITEM_ELEMENTS
@@ -404,16 +405,22 @@ def _measure_item(table: Value, item: Value, results: Value, head: Value, first:
 
 @_compiled
 def _merge_all(table: Value, results: Value, heads: Value) -> Value:
-    """Merge heads into the rows of tensors, those into the rows of groups, and those into the last row."""
-    num_tensors, total = table.shape[1] - 1, results.shape[0] - 1
+    """Merge heads into the rows of tensors, those into the rows of groups, and those into the last row.
+
+    Return how many tensors have elements and none of them on the other side of zero.
+    """
+    num_tensors, total, num_one_sided = table.shape[1] - 1, results.shape[0] - 1, 0
     for item in range(heads.shape[0]):
         tensor = _tensor_at(table, item * ITEM_ELEMENTS)
         if tensor < num_tensors and table[START, tensor] < item * ITEM_ELEMENTS:
             _merge(results[tensor], heads[item])
     for tensor in range(num_tensors):
-        _merge(results[num_tensors + table[GROUP, tensor]], results[tensor])
+        row = results[tensor]
+        num_one_sided += row[_LOW] <= row[_HIGH] and (row[_LOW] > 0.0 or row[_HIGH] < 0.0)
+        _merge(results[num_tensors + table[GROUP, tensor]], row)
     for group in range(num_tensors, total):
         _merge(results[total], results[group])
+    return num_one_sided
 
 
 @_compiled_now("int64(int64, int64[:, ::1], f8[:, ::1], f8[:, ::1], int64[::1], f8, f8)")
@@ -448,7 +455,7 @@ def measure(
         _wait(progress, length)
     if phases & MERGE:
         _fetch_add(progress.ctypes.data + 8 * DONE, 0)  # sees what the threads wrote before they added
-        _merge_all(table, results, heads)
+        progress[ONE_SIDED] = _merge_all(table, results, heads)
     return length
 
 

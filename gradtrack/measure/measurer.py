@@ -72,11 +72,11 @@ class Measurer:
     def measure(self, tensors: Sequence[Tensor] | Batch, group_of: NDArray[np.int64], num_groups: int) -> Moments:
         """Return the sums of the gradients; measured again, rescaled, where squares leave the float64 range."""
         batch = tensors if isinstance(tensors, Batch) else self.prepare(tensors)
-        moments = Moments(*self._once(batch, group_of, num_groups, 0))
+        moments = self._once(batch, group_of, num_groups, 0)
         if moments.out_of_range():
             low, high = moments.total[MIN], moments.total[MAX]
             exponent = math.frexp(max(abs(low), abs(high)))[1]
-            moments = Moments(*self._once(batch, group_of, num_groups, exponent), exponent)
+            moments = self._once(batch, group_of, num_groups, exponent)
         return moments
 
     def scale(self, tensors: Sequence[Tensor] | Batch, coefficient: float) -> None:
@@ -90,21 +90,20 @@ class Measurer:
         if batch.others:
             self._torch.scale(batch.other_tensors, coefficient)
 
-    def _once(
-        self, batch: Batch, group_of: NDArray[np.int64], num_groups: int, exponent: int
-    ) -> tuple[NDArray[np.float64], NDArray[np.float64], list[float]]:
+    def _once(self, batch: Batch, group_of: NDArray[np.int64], num_groups: int, exponent: int) -> Moments:
         if not batch.native:
-            return self._torch.measure(batch.tensors, group_of, num_groups, exponent=exponent)
-        measure, options = self._native.measure, {"exponent": exponent, "table": batch.table}
+            return Moments(*self._torch.measure(batch.tensors, group_of, num_groups, exponent=exponent), exponent)
+        measure, table = self._native.measure, batch.table
         if not batch.others:
-            found: tuple[NDArray[np.float64], NDArray[np.float64], list[float]]
-            found = measure(batch.tensors, group_of, num_groups, **options)
-            return found
+            found = measure(batch.tensors, group_of, num_groups, exponent=exponent, table=table)
+            rows, group_rows, total, one_sided = found
+            return Moments(rows, group_rows, total, exponent, one_sided=one_sided)
         rows = np.empty((len(batch.tensors), WIDTH))
-        rows[batch.native] = measure(batch.native_tensors, group_of[batch.native], num_groups, **options)[0]
+        groups = group_of[batch.native]
+        rows[batch.native] = measure(batch.native_tensors, groups, num_groups, exponent=exponent, table=table)[0]
         others = group_of[batch.others]
         rows[batch.others] = self._torch.measure(batch.other_tensors, others, num_groups, exponent=exponent)[0]
-        return rows, *merge(rows, group_of, num_groups)
+        return Moments(rows, *merge(rows, group_of, num_groups), exponent)
 
 
 def _native(*, required: bool) -> object:

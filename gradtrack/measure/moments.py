@@ -23,10 +23,17 @@ class Moments:
     gradients whose squares leave the range of a float64.
     """
 
-    __slots__ = ("exponent", "finite", "group_rows", "has_ends", "norm", "rows", "total")
+    __slots__ = ("exponent", "finite", "group_rows", "has_ends", "norm", "one_sided", "rows", "total")
 
     def __init__(
-        self, rows: Rows, group_rows: Rows, total: list[float], exponent: int = 0, *, has_ends: bool = True
+        self,
+        rows: Rows,
+        group_rows: Rows,
+        total: list[float],
+        exponent: int = 0,
+        *,
+        has_ends: bool = True,
+        one_sided: bool = True,
     ) -> None:
         self.rows = rows
         self.group_rows = group_rows
@@ -38,6 +45,8 @@ class Moments:
         """The true L2 norm of all gradients: NaN or Inf where an element is."""
         self.has_ends = has_ends
         """Whether the smallest and largest elements are known; between reports ranks do not exchange them."""
+        self.one_sided = one_sided
+        """Whether there may be a tensor whose elements are all above zero or all below."""
 
     def of(self, kept: NDArray[np.int64]) -> Moments:
         """Return the same sums with the rows of these tensors only, the others being empty."""
@@ -54,9 +63,10 @@ class Moments:
 
     def out_of_range(self) -> bool:
         """Whether the squares have overflowed, or underflowed so far that they lost precision."""
+        if in_range(self.total[SQUARES]):
+            return False
         low, high = self.total[MIN], self.total[MAX]
-        largest = max(abs(low), abs(high)) if low <= high else 0.0
-        return largest > 0 and not in_range(self.total[SQUARES])
+        return low <= high and max(abs(low), abs(high)) > 0
 
 
 def replaced(moments: Moments, nan: Rows, infinity: Rows, group_of: NDArray[np.int64], num_groups: int) -> Moments:

@@ -108,15 +108,16 @@ class NativeEngine:
         *,
         exponent: int = 0,
         table: Integers | None = None,
-    ) -> tuple[Floats, Floats, list[float]]:
+    ) -> tuple[Floats, Floats, list[float], bool]:
         """Measure gradients that the engine covers: a row per gradient, a row per group, and the total.
 
         The columns are sum, sum of squares, minimum and maximum of the finite elements (times 2**-exponent),
         and the numbers of zeros, NaN, +Inf and -Inf. Only float64 gradients whose squares overflow or
-        underflow need an exponent.
+        underflow need an exponent. The last thing returned is whether the elements of any gradient are all above
+        zero or all below.
         """
         num_grads = len(grads)
-        table, progress = self.tabulate(grads) if table is None else table, np.zeros(2, np.int64)
+        table, progress = self.tabulate(grads) if table is None else table, np.zeros(3, np.int64)
         table[kernels.GROUP, :num_grads] = group_of
         results = np.empty((num_grads + num_groups + 1, kernels.COLUMNS))
         heads = np.empty((kernels.SHORT_LINE // kernels.ITEM_ELEMENTS, kernels.COLUMNS))
@@ -128,14 +129,15 @@ class NativeEngine:
             rest = table, results, heads, progress, *factors
             _work_together(lambda phases: kernels.measure(phases, *rest), grads, progress, num_items)
             kernels.measure(kernels.MERGE, table, results, heads, progress, *factors)
-        return results[:num_grads], results[num_grads:-1], results[-1].tolist()
+        one_sided = bool(progress[kernels.ONE_SIDED])
+        return results[:num_grads], results[num_grads:-1], results[-1].tolist(), one_sided
 
     def scale(self, grads: Sequence[torch.Tensor], coefficient: float, *, table: Integers | None = None) -> None:
         """Multiply gradients that the engine covers in place, to the bit as `mul_` does.
 
         Autograd is not told: the version counters stay, since nothing differentiates through these buffers.
         """
-        table, progress = self.tabulate(grads) if table is None else table, np.zeros(2, np.int64)
+        table, progress = self.tabulate(grads) if table is None else table, np.zeros(3, np.int64)
         length = kernels.scale(_ALL_PHASES, table, progress, coefficient)
         if not 0 <= length <= kernels.SHORT_LINE:
             rest = table, progress, coefficient

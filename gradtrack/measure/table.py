@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from itertools import chain, repeat
-from operator import attrgetter, is_not
+from operator import attrgetter, is_, is_not
 from typing import Any, Final
 
 import numpy as np
@@ -22,6 +22,7 @@ _requires_grad = attrgetter("requires_grad")
 _layout = attrgetter("layout")
 _values = dict.values
 _DENSE: Final = frozenset({torch.strided})
+_LAST: Final = (object(),)
 
 
 class ParameterTable:
@@ -43,9 +44,9 @@ class ParameterTable:
         self._modules = list(model.modules())
         # A ScriptModule has wrappers in their place, made anew on every call, and cannot change its parts.
         plain = [module for module in self._modules if not isinstance(module, torch.jit.ScriptModule)]
-        self._module_dicts = [module._modules for module in plain]
-        self._param_dicts = [module._parameters for module in plain]
-        self._fingerprint = self._take_fingerprint()
+        self._dicts: list[dict[str, Any]] = [module._modules for module in plain]
+        self._dicts += [module._parameters for module in plain]
+        self._parts = list(self._find_parts())
         by_id: dict[int, str] = {}
         self.aliases: dict[str, list[str]] = {}
         everything: list[nn.Parameter] = []
@@ -82,7 +83,7 @@ class ParameterTable:
 
     def stale(self) -> bool:
         """Whether a parameter was added, removed, replaced, frozen or set free since the table was made."""
-        if self._take_fingerprint() != self._fingerprint:
+        if not all(map(is_, self._find_parts(), self._parts)):
             return True
         return list(map(_requires_grad, self.everything)) != self._trainable
 
@@ -145,10 +146,9 @@ class ParameterTable:
             layout = Layout(layout.names, layout.params, counts, layout.group_of, layout.group_names, layout.missing)
         return Gradients(dense, layout, touched, stand_ins)
 
-    def _take_fingerprint(self) -> list[int]:
-        modules = chain.from_iterable(map(_values, self._module_dicts))
-        params = chain.from_iterable(map(_values, self._param_dicts))
-        return list(map(id, chain(modules, params)))
+    def _find_parts(self) -> Iterator[object]:
+        """Return the modules and parameters that there are now, and what comes after the last one."""
+        return chain(chain.from_iterable(map(_values, self._dicts)), _LAST)
 
 
 def _count(param: Tensor) -> int:

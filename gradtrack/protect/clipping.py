@@ -25,6 +25,7 @@ from gradtrack.reports import ClippingReport
 _RATE_WINDOW: Final = 100
 _TORCH_EPSILON: Final = 1e-6
 _AGC_SMALLEST_WEIGHT: Final = 1e-3
+_ELEMENTWISE: Final = frozenset({"value", "agc"})
 
 
 class GradientClipper:
@@ -62,16 +63,15 @@ class GradientClipper:
 
     def clip(self, grads: Gradients, moments: Moments, *, remember: bool = True) -> dict[str, Any]:
         """Clip gradients that were measured, and return the fields of a `ClippingReport`."""
-        clip_type = self.config.effective_clip_type
-        norm = moments.norm
+        clip_type, norm = self.config.effective_clip_type, moments.norm
         if not self.config.enable_gradient_clipping:
             return {"enabled": False, "clip_type": clip_type, "norm_before": norm, "norm_after": norm}
         if not math.isfinite(norm):
             return self._left_alone(clip_type, norm)
-        if self.is_elementwise:
+        if clip_type in _ELEMENTWISE:
             found = self._clip_elements(grads, moments, norm)
         else:
-            found = self._clip_norm(grads, norm)
+            found = self._clip_norm(grads, norm, clip_type)
         if remember:
             self.remember(norm, found)
         return {"clip_type": clip_type, "norm_before": norm, **found, "clip_rate": self.clip_rate}
@@ -99,7 +99,7 @@ class GradientClipper:
     @property
     def epsilon(self) -> float:
         """Return what torch adds to the norm; a limit that follows the norms is kept free of absolute numbers."""
-        return _TORCH_EPSILON if self.config.effective_clip_type == "norm" else 0.0
+        return _epsilon_of(self.config.effective_clip_type)
 
     def remember(self, norm: float, found: Mapping[str, Any]) -> None:
         """Let the strategies and the clip rate know of a step."""
@@ -110,8 +110,8 @@ class GradientClipper:
         self._engaged.append(found["clipped"])
         self._engaged_count += found["clipped"]
 
-    def _clip_norm(self, grads: Gradients, norm: float) -> dict[str, Any]:
-        found = coefficient_for(norm, self.limit(), self.epsilon)
+    def _clip_norm(self, grads: Gradients, norm: float, clip_type: ClipType) -> dict[str, Any]:
+        found = coefficient_for(norm, self._strategies[clip_type].threshold(self.config), _epsilon_of(clip_type))
         if found["clipped"]:
             grads.own()
             self._measurer.scale(grads.batch, found["coefficient"])
@@ -121,7 +121,7 @@ class GradientClipper:
     @property
     def is_elementwise(self) -> bool:
         """Whether gradients are limited one element or one unit at a time, and not all by the same factor."""
-        return self.config.enable_gradient_clipping and self.config.effective_clip_type in ("value", "agc")
+        return self.config.enable_gradient_clipping and self.config.effective_clip_type in _ELEMENTWISE
 
     def foresee(self, grads: Gradients, here: Moments, replace: Callable[[Iterable[Tensor]], None] | None) -> Rows:
         """Return for each tensor how much clipping would limit in it, and the sum of squares that it would leave.
@@ -190,6 +190,10 @@ class GradientClipper:
         if self.config.effective_clip_type == "value":
             return _clamp(tensor, self.config.max_grad_norm)
         return _limit_units(tensor, grads.layout.params[index], self.config.agc_clip_factor, grads.stand_ins.get(index))
+
+
+def _epsilon_of(clip_type: ClipType) -> float:
+    return _TORCH_EPSILON if clip_type == "norm" else 0.0
 
 
 def coefficient_for(norm: float, threshold: float, epsilon: float) -> dict[str, Any]:

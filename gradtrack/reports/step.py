@@ -25,6 +25,7 @@ from gradtrack.reports.parts import (
 )
 
 _EXTREMES: Final = 3
+_NONE_SET: Final[set[str]] = set()
 
 
 class StepReport(Report):
@@ -69,7 +70,7 @@ class StepReport(Report):
         """Make a report whose fields, but for the known ones, are found at the first read of one of them."""
         report = cls.__new__(cls)
         object.__setattr__(report, "__dict__", known)
-        object.__setattr__(report, "__pydantic_fields_set__", set())
+        object.__setattr__(report, "__pydantic_fields_set__", _NONE_SET)  # replaced when the fields are found
         object.__setattr__(report, "__pydantic_extra__", None)
         object.__setattr__(report, "__pydantic_private__", {"resolve": resolve})
         return report

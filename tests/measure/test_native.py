@@ -77,7 +77,7 @@ def merged(rows: Row) -> Row:
 
 def measure(*grads: torch.Tensor, exponent: int = 0) -> tuple[Row, Row, list[float]]:
     """Measure gradients that alternate between two groups."""
-    return ENGINE.measure(grads, np.arange(len(grads)) % 2, 2, exponent=exponent)  # type: ignore[no-any-return]
+    return ENGINE.measure(grads, np.arange(len(grads)) % 2, 2, exponent=exponent)[:3]  # type: ignore[no-any-return]
 
 
 @pytest.fixture
@@ -87,6 +87,18 @@ def two_threads() -> Iterator[None]:
     torch.set_num_threads(2)
     yield
     torch.set_num_threads(before)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(gradients(), max_size=4))
+@example([torch.empty(0), torch.tensor([1.0, -1.0])])
+@example([torch.tensor([1.0, -1.0]), torch.tensor([float("nan"), -2.0])])
+@example([torch.zeros(3)])
+def test_it_knows_whether_a_gradient_lies_on_one_side_of_zero(grads: list[torch.Tensor]) -> None:
+    """That is, whether its finite elements are all above zero or all below."""
+    finite = [grad[grad.isfinite()] for grad in grads]
+    expected = any(bool((one > 0).all() or (one < 0).all()) for one in finite if one.numel())
+    assert ENGINE.measure(grads, np.zeros(len(grads), np.int64), 1)[3] == expected
 
 
 @settings(max_examples=150, deadline=None)
