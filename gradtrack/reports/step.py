@@ -208,8 +208,9 @@ class StepReport(Report):
 
     def metrics(self) -> dict[str, float]:
         """Return the flat metrics of the step, `train/grad_*` first and then those of every analyzer."""
-        tail = tail_of(self.source)
-        values = {f"train/grad_{name}{tail}": value for name, value in self._global_metrics().items()}
+        tail, values = tail_of(self.source), self._global_metrics()
+        if tail:
+            values = {f"{name}{tail}": value for name, value in values.items()}
         for group, found in self.groups.items():
             values[f"train/grad_norm{tail}/{group}"] = found.norm
             values[f"train/grad_variance{tail}/{group}"] = found.variance
@@ -226,32 +227,43 @@ class StepReport(Report):
         clipping, found = self.clipping, self.statistics
         values: dict[str, float] = {}
         if clipping.norm_before is not None:
-            values["norm"] = clipping.norm_before
+            values["train/grad_norm"] = clipping.norm_before
         if clipping.enabled and clipping.norm_after is not None:
-            values["norm_clipped"] = clipping.norm_after
+            values["train/grad_norm_clipped"] = clipping.norm_after
         if found is not None:
-            values |= {"variance": found.variance, "mean": found.mean, "std": found.std}
-            values |= {"max": found.max, "min": found.min, "zero_fraction": found.zero_fraction}
+            values |= {
+                "train/grad_variance": found.variance,
+                "train/grad_mean": found.mean,
+                "train/grad_std": found.std,
+            }
+            values |= {
+                "train/grad_max": found.max,
+                "train/grad_min": found.min,
+                "train/grad_zero_fraction": found.zero_fraction,
+            }
         if self.nan_inf.action not in ("off", "unchecked"):
-            values |= {"nan_count": float(self.nan_inf.nan_count), "inf_count": float(self.nan_inf.inf_count)}
+            values |= {
+                "train/grad_nan_count": float(self.nan_inf.nan_count),
+                "train/grad_inf_count": float(self.nan_inf.inf_count),
+            }
         if clipping.enabled:
-            values |= {"clip_coef": clipping.coefficient, "clip_rate": clipping.clip_rate}
+            values |= {"train/grad_clip_coef": clipping.coefficient, "train/grad_clip_rate": clipping.clip_rate}
             if clipping.threshold is not None:
-                values["clip_threshold"] = clipping.threshold
+                values["train/grad_clip_threshold"] = clipping.threshold
         if self.ranks is not None:
             ranks = self.ranks
             values |= {
-                "rank_norm_min": ranks.norm_min,
-                "rank_norm_max": ranks.norm_max,
-                "rank_norm_std": ranks.norm_std,
+                "train/grad_rank_norm_min": ranks.norm_min,
+                "train/grad_rank_norm_max": ranks.norm_max,
+                "train/grad_rank_norm_std": ranks.norm_std,
             }
         if self.scaler is not None:
-            values["scaler_skips"] = float(self.scaler.skips)
+            values["train/grad_scaler_skips"] = float(self.scaler.skips)
             if self.scaler.scale is not None:
-                values["loss_scale"] = self.scaler.scale
-        values |= {"skipped": float(self.skipped), "healthy": float(self.health.healthy)}
+                values["train/grad_loss_scale"] = self.scaler.scale
+        values |= {"train/grad_skipped": float(self.skipped), "train/grad_healthy": float(self.health.healthy)}
         for issue in self.health.issues:
-            name = f"issues/{issue.issue_type.value.lower()}"
+            name = f"train/grad_issues/{issue.issue_type.value.lower()}"
             values[name] = values.get(name, 0.0) + 1.0
         return values
 

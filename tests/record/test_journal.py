@@ -50,6 +50,13 @@ def test_case_16_records_round_trip_exactly(rows: list[Record]) -> None:
         assert repr(read(Path(name))) == repr(rows)
 
 
+@pytest.mark.parametrize("name", ["größe/层", "\u2028 \x00", "bad \udcff name", "🧨"])
+def test_names_of_any_text_round_trip(tmp_path: Path, name: str) -> None:
+    """Also those that are not Unicode, as the names of files can be, and those that end a line elsewhere."""
+    filled(tmp_path, [row(1, metrics={name: 0.1}, source=name)])
+    assert read(tmp_path) == [row(1, metrics={name: 0.1}, source=name)]
+
+
 def test_files_move_with_their_run(tmp_path: Path) -> None:
     """A file in the run's directory is found where the directory lies now; one outside of it is not."""
     old, new = tmp_path / "old", tmp_path / "new"
