@@ -7,6 +7,7 @@ import itertools
 import math
 import time
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, Final
 
 from gradtrack.errors import MissingExtraError
@@ -19,6 +20,7 @@ _SMALLEST_FLOAT: Final = float.fromhex("0x1p-126")
 _LARGEST_FLOAT: Final = float.fromhex("0x1.fffffep+127")
 
 
+@lru_cache(maxsize=4096)
 def tag_of(name: str) -> str:
     """Return the tag of a metric: its name, or where that is no Unicode, its spelling and a hash of it."""
     try:
@@ -66,8 +68,9 @@ class Events:
 
     def scalar(self, tag: str, value: float) -> Any:
         """Return a scalar that TensorBoard draws: its fast reader, the default, leaves out doubles."""
-        shown = value if not math.isfinite(value) else max(-_LARGEST_FLOAT, min(value, _LARGEST_FLOAT))
-        return self.value(tag=tag_of(tag), simple_value=shown)
+        if math.isfinite(value) and not -_LARGEST_FLOAT <= value <= _LARGEST_FLOAT:
+            value = math.copysign(_LARGEST_FLOAT, value)
+        return self.value(tag=tag_of(tag), simple_value=value)
 
     def exact(self, tag: str, value: float) -> Any:
         """Return a double beside a scalar."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from typing import Final
 
 from gradtrack.record.naming import valid_name
@@ -12,6 +13,7 @@ STEP: Final = "gradtrack/step"
 _LONGEST_NAME: Final = 300
 
 
+@lru_cache(maxsize=4096)  # asked for with every row, by a thread that holds up the training while it computes
 def metric_name(name: str) -> str:
     """Return the name of a metric in W&B, where a dot would be a path, a star a pattern, and an underscore reserved."""
     return valid_name(name, plain=_plain, clean=_clean, longest=_LONGEST_NAME)
