@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Sequence
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from gradtrack.config import GradientConfig
@@ -53,6 +55,7 @@ class Gauge:
         self._told: set[str] = set()
         self._passing: Passing | None = None
         self._agreed: tuple[object, ...] = ()
+        self._weight_squares: NDArray[np.float64] | None = None
         self.elsewhere: Callable[[], frozenset[int]] = frozenset
         self.left_out: frozenset[int] = frozenset()
         self.coming_notes: list[str] = []
@@ -175,13 +178,14 @@ class Gauge:
         limited: Foresight | None,
         more: Sequence[float],
     ) -> Moments:
-        """Measure gradients of all ranks and the loss; where a row is due the weights with them, and `more` numbers.
+        """Measure gradients of all ranks and the loss; where the step is reported the weights too; and `more` numbers.
 
         What clipping will do (`limited`) goes along, and where an element that is not finite makes a row
         (`first_nonfinite`) what only a row shows. What is asked for must follow from the step and the settings alone,
         so that all ranks send the same.
         """
-        weigh, config = row_due and facts.with_groups, self._config
+        # Whether an issue makes a row of this step is known when nothing can be sent any more.
+        weigh, config = facts.full and facts.with_groups, self._config
         grads.prepare(self._measurer)
         moments = grads.measure(
             self._measurer,
@@ -197,8 +201,7 @@ class Gauge:
         merged = grads.merged
         facts.layout, facts.ranks, facts.loss = grads.layout, merged.spread, merged.loss
         facts.deviations = grads.deviations
-        if weigh:
-            facts.weight_norms = norms_from_squares(self.table, merged.extra)
+        self._weight_squares = merged.extra if weigh else None
         facts.take(moments)
         if row_due:
             self._tally(grads, facts)
@@ -217,8 +220,12 @@ class Gauge:
 
     def weigh(self, facts: StepFacts) -> None:
         """Measure the weights of the groups, unless nobody asked for groups or they were sent with the gradients."""
-        if facts.with_groups and self.table.ranks is None:
+        if not facts.with_groups:
+            return
+        if self.table.ranks is None:
             facts.weight_norms = weight_norms(self.table, self._measurer)
+        elif self._weight_squares is not None:
+            facts.weight_norms = norms_from_squares(self.table, self._weight_squares)
 
     @property
     def has_shards(self) -> bool:
