@@ -130,8 +130,8 @@ class Gauge:
         ranks, names = self.table.ranks, self.table.group_names
         if ranks is None:
             return names
-        elementwise = self._config.enable_gradient_clipping and self._config.effective_clip_type in ("value", "agc")
-        room = _MOST_BYTES - ranks.bytes_of_each - 16 * elementwise
+        clip_type = self._config.effective_clip_type if self._config.enable_gradient_clipping else ""
+        room = _MOST_BYTES - ranks.bytes_of_each - {"value": 16, "agc": 32}.get(clip_type, 0)
         return names if _BYTES_OF_GROUP * len(names) + _BYTES_BESIDE <= room * len(self.table.params) else []
 
     def counts_as(self) -> dict[str, float]:

@@ -245,7 +245,7 @@ class Pair:
             limited=self.guard.foresight(scaled=outcome.scale is not None),
             more=more,
         )
-        take(grads.merged.more, len(grads.ranks.members))
+        take(grads.more, len(grads.ranks.members))
         return moments
 
     def _meet(self, grads: Gradients, outcome: Outcome) -> tuple[Sequence[float], Take]:

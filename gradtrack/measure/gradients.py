@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
 from itertools import compress
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -122,9 +122,18 @@ class Gradients:
         return count_elements(self.tensors, self.layout.group_of.tolist(), len(self.layout.group_names))
 
 
-Foresight = Callable[["SharedGradients", Moments], NDArray[np.float64]]
-"""Tells from what this rank has measured, for each tensor, how much an elementwise clipping would limit, and what
-sum of squares it would leave."""
+class Foreseen(NamedTuple):
+    """How much an elementwise clipping would limit in each tensor here, with the sum of squares that it would leave.
+
+    `sums` are numbers by which the ranks decide together about what none of them can decide about alone.
+    """
+
+    rows: Rows
+    sums: Sequence[float] = ()
+
+
+Foresight = Callable[["SharedGradients", Moments], Foreseen]
+"""Tells from what this rank has measured what clipping is going to do."""
 
 
 class SharedGradients(Gradients):
@@ -133,7 +142,7 @@ class SharedGradients(Gradients):
     Until it is measured it has a tensor for every parameter, then for those that have a gradient on any rank.
     """
 
-    __slots__ = ("_has_gradient", "_lay_out", "_positions", "deviations", "merged", "ranks")
+    __slots__ = ("_has_gradient", "_lay_out", "_num_foreseen", "_positions", "deviations", "merged", "ranks")
 
     def __init__(
         self,
@@ -177,6 +186,8 @@ class SharedGradients(Gradients):
         counts = counts[there]
         sizes[positions] = layout.sizes
         tensors = list(compress(self.tensors, there))
+        foreseen = None if limited is None else limited(self, here)
+        self._num_foreseen = 0 if foreseen is None else len(foreseen.sums)
         share = Share(
             rows=here.rows[there],
             present=positions[there],
@@ -184,9 +195,9 @@ class SharedGradients(Gradients):
             sizes=sizes,
             around=lambda centres: sums_around(tensors, here.rows[there], counts, centres, here.exponent),
             extra=np.zeros(len(self._has_gradient)) if extra is None else extra,
-            limited=None if limited is None else limited(self, here)[there],
+            limited=None if foreseen is None else foreseen.rows[there],
             tallies=self._tally() if tally else None,
-            more=more,
+            more=more if foreseen is None else [*foreseen.sums, *more],
             loss=loss,
             ends=ends,
             ends_if_nonfinite=ends_if_nonfinite,
@@ -228,9 +239,14 @@ class SharedGradients(Gradients):
         return found
 
     @property
-    def has_shards(self) -> bool:
-        """Whether a rank holds only parts of any of these parameters."""
-        return bool(self.ranks.sharded[self._positions].any())
+    def foreseen(self) -> Sequence[float]:
+        """Return the sums of what the ranks decide about together."""
+        return self.merged.more[: self._num_foreseen]
+
+    @property
+    def more(self) -> Sequence[float]:
+        """Return the sums of the other numbers that came along."""
+        return self.merged.more[self._num_foreseen :]
 
     def count(self) -> Rows:
         """Return the same over all ranks, as it was counted while they were measured."""

@@ -56,12 +56,6 @@ class PassedShards(SharedGradients):
         self._rows = np.array([rows.get(id(param), empty_row()) for param in table.params])
         self._counts = np.array([counts.get(id(param), 0) for param in table.params])
 
-    def measure(self, measurer: Measurer, **options: Any) -> Moments:
-        """Return the sums over all ranks of the gradients as they passed."""
-        if options.get("limited") is not None:
-            options["limited"] = lambda _, here: np.zeros((len(here.rows), 2))
-        return super().measure(measurer, **options)
-
     def _look(self, measurer: Measurer) -> tuple[Moments, NDArray[np.int64]]:
         rows, layout = self._rows[self._positions], self.layout
         return Moments(rows, *merge(rows, layout.group_of, len(layout.group_names))), self._counts[self._positions]

@@ -9,22 +9,21 @@ from functools import partial
 from typing import Any, Final
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
 from gradtrack.config import ClipType, GradientConfig
-from gradtrack.errors import UsageError
-from gradtrack.measure.gradients import Gradients, SharedGradients
+from gradtrack.measure.gradients import Foreseen, Gradients, SharedGradients
 from gradtrack.measure.measurer import Measurer
-from gradtrack.measure.moments import MAX, MIN, SQUARES, Moments, Rows
-from gradtrack.measure.shards import local_numbers
+from gradtrack.measure.moments import MAX, MIN, SQUARES, Moments
+from gradtrack.measure.ranks import Ranks
 from gradtrack.measure.table import ParameterTable
+from gradtrack.protect.cut_units import CutUnits
 from gradtrack.protect.strategies import AdaptiveStrategy, FixedStrategy, Strategy, ZScoreStrategy
+from gradtrack.protect.units import limit_units, num_units
 from gradtrack.reports import ClippingReport
 
 _RATE_WINDOW: Final = 100
 _TORCH_EPSILON: Final = 1e-6
-_AGC_SMALLEST_WEIGHT: Final = 1e-3
 _ELEMENTWISE: Final = frozenset({"value", "agc"})
 
 
@@ -46,6 +45,7 @@ class GradientClipper:
         }
         self._engaged: deque[bool] = deque(maxlen=_RATE_WINDOW)
         self._engaged_count = 0
+        self._cut: tuple[Ranks, ClipType, CutUnits] | None = None
 
     @property
     def clip_rate(self) -> float:
@@ -123,23 +123,43 @@ class GradientClipper:
         """Whether gradients are limited one element or one unit at a time, and not all by the same factor."""
         return self.config.enable_gradient_clipping and self.config.effective_clip_type in _ELEMENTWISE
 
-    def foresee(self, grads: Gradients, here: Moments, replace: Callable[[Iterable[Tensor]], None] | None) -> Rows:
+    def foresee(
+        self, grads: SharedGradients, here: Moments, replace: Callable[[Iterable[Tensor]], None] | None
+    ) -> Foreseen:
         """Return for each tensor how much clipping would limit in it, and the sum of squares that it would leave.
 
-        Nothing is changed yet. Where NaN and Inf are replaced first, `replace` does so in place.
+        Nothing is changed yet. Where NaN and Inf are replaced first, `replace` does so in place. Of units that no rank
+        has whole the ranks add up the squares first.
         """
-        found = np.zeros((len(grads.tensors), 2))
+        found = np.zeros((len(here.rows), 2))
+        cut = self._cut_units(grads)
+        if not grads.tensors:  # they have passed, and nothing is left to be clipped
+            return Foreseen(found, cut.sums({}).tolist())
         with np.errstate(over="ignore"):  # what is beyond the range is beyond the limit
             found[:, 1] = np.ldexp(here.rows[:, SQUARES], 2 * here.exponent)
         bad = set(here.nonfinite_rows()) if replace is not None else set()
+        parts: dict[int, Tensor] = {}
         for index in sorted(bad.union(self._beyond(here))):
-            copy = grads.tensors[index].detach().clone()
-            if replace is not None:
-                replace([copy])
-            count = self._limit(copy, grads, index)
-            norm = self._measurer.measure([copy], np.zeros(1, dtype=np.int64), 1).norm
-            found[index] = count, norm * norm
-        return found
+            param, part = grads.layout.params[index], grads.tensors[index].detach()
+            if replace is not None and index in bad:
+                part = part.clone()
+                replace([part])
+            if id(param) in cut:
+                parts[id(param)], found[index, 1] = part, 0.0
+            else:
+                copy = part if index in bad and replace is not None else part.clone()
+                count = self._limit(copy, grads, index)
+                norm = self._measurer.measure([copy], np.zeros(1, dtype=np.int64), 1).norm
+                found[index] = count, norm * norm
+        return Foreseen(found, cut.sums(parts).tolist())
+
+    def _cut_units(self, grads: SharedGradients) -> CutUnits:
+        """Return the units that no rank has whole, none where each element is limited by itself."""
+        ranks, clip_type = grads.ranks, self.config.effective_clip_type
+        if self._cut is None or self._cut[0] is not ranks or self._cut[1] != clip_type:
+            # Before they are measured they have a place for every parameter.
+            self._cut = ranks, clip_type, CutUnits(grads.layout.params if clip_type == "agc" else (), ranks)
+        return self._cut[2]
 
     def _clip_elements(self, grads: Gradients, moments: Moments, norm: float) -> dict[str, Any]:
         """Limit elements or units; what all ranks do together has been foreseen."""
@@ -159,22 +179,22 @@ class GradientClipper:
             "threshold": self.config.max_grad_norm if by_value else self.config.agc_clip_factor,
             "coefficient": after / norm if norm else 1.0,
             "norm_after": after,
-            "clipped_fraction": count / max(1, grads.layout.total_count if by_value else _num_units(grads)),
+            "clipped_fraction": count / max(1, grads.layout.total_count if by_value else num_units(grads)),
         }
 
     def _clip_together(self, grads: SharedGradients, norm: float) -> tuple[float, float]:
         """Limit what this rank has; return how much all of them limit, and the norm that is left."""
-        if grads.has_shards and self.config.effective_clip_type == "agc":
-            raise UsageError(
-                "clip_type 'agc' with sharded parameters: expected each unit of a parameter on one rank. "
-                "Use clip_type 'norm', 'adaptive', 'zscore' or 'value'."
-            )
         count, squares = grads.limited.tolist()
-        if not count:
+        cut = self._cut_units(grads)
+        limited = cut.limit(grads.foreseen, self.config.agc_clip_factor)
+        if not count + limited.num_limited:
             return 0.0, norm
-        for index, tensor in enumerate(grads.tensors):
-            self._limit(tensor, grads, index)
-        return count, math.sqrt(squares)
+        for index, (tensor, param) in enumerate(zip(grads.tensors, grads.layout.params, strict=True)):
+            if id(param) in cut:
+                cut.scale(param, tensor, limited.factors)
+            else:
+                self._limit(tensor, grads, index)
+        return count + limited.num_limited, math.sqrt(squares + limited.squares)
 
     def _beyond(self, moments: Moments) -> Sequence[int]:
         """Return the tensors in which there may be something to limit."""
@@ -189,7 +209,7 @@ class GradientClipper:
         """Limit the elements or units of a tensor in place; return how many were beyond their limit."""
         if self.config.effective_clip_type == "value":
             return _clamp(tensor, self.config.max_grad_norm)
-        return _limit_units(tensor, grads.layout.params[index], self.config.agc_clip_factor, grads.stand_ins.get(index))
+        return limit_units(tensor, grads.layout.params[index], self.config.agc_clip_factor, grads.stand_ins.get(index))
 
 
 def _epsilon_of(clip_type: ClipType) -> float:
@@ -208,47 +228,3 @@ def _clamp(grad: Tensor, limit: float) -> int:
     beyond = int((grad.detach().abs() > limit).sum())
     grad.detach().clamp_(-limit, limit)
     return beyond
-
-
-def _limit_units(grad: Tensor, param: nn.Parameter, factor: float, stand_in: Tensor | None) -> int:
-    """Scale down the units whose gradient is too large for their weights; return how many."""
-    grad, weight = grad.detach(), local_numbers(param.detach())
-    if not grad.numel():
-        return 0
-    if stand_in is not None and stand_in.layout is torch.sparse_coo:
-        weight = weight[tuple(stand_in._indices())]
-    dims = tuple(range(1 if _has_rows(grad, param) else 0, grad.ndim))
-    limit = _norms(weight, dims).clamp_min(_AGC_SMALLEST_WEIGHT) * factor
-    norms = _norms(grad, dims)
-    beyond = norms > limit
-    count = int(beyond.sum())
-    if count:
-        factors = torch.where(beyond, limit / norms.clamp_min(torch.finfo(norms.dtype).tiny), 1.0)
-        grad.copy_(grad * factors)  # in the wider type of the two, since half precision cannot hold such factors
-    return count
-
-
-def _num_units(grads: Gradients) -> int:
-    """Return how many units there are; a rank without a gradient has none of its own, but the weights."""
-    params = grads.layout.params
-    tensors = params if isinstance(grads, SharedGradients) else grads.tensors
-    pairs = zip(tensors, params, strict=True)
-    return sum(tensor.shape[0] if _has_rows(tensor, param) else 1 for tensor, param in pairs)
-
-
-def _has_rows(grad: Tensor, param: nn.Parameter) -> bool:
-    """Say whether the units are rows; a vector is one, also where its complex numbers are two real ones each."""
-    return min(grad.ndim, param.ndim) > 1
-
-
-def _norms(values: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """Return the norm of each unit; by its largest element where the squares overflow."""
-    wide = values if values.dtype == torch.float64 else values.float()
-    if not dims:
-        return wide.abs()
-    norms: Tensor = torch.linalg.vector_norm(wide, dim=dims, keepdim=True)
-    if bool(norms.isfinite().all()):
-        return norms
-    largest = wide.abs().amax(dim=dims, keepdim=True).clamp_min(torch.finfo(wide.dtype).tiny)
-    norms = torch.linalg.vector_norm(wide / largest, dim=dims, keepdim=True)
-    return largest.mul(norms)

@@ -172,7 +172,6 @@ def main() -> None:
     model.weight.grad = distribute_tensor(values * 1e200, mesh, [Shard(0)])
     found["huge"] = look(model, enable_gradient_clipping=False)
 
-    found["agc"] = refusal(model, clip_type="agc", nonfinite_action="report")
     found["groups"] = explicit_groups(values)
 
     torch.manual_seed(0)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.distributed import training
+from tests.distributed.training import WIDTH
 from tests.processes import torchrun
 
 Found = dict[str, Any]
@@ -197,6 +198,21 @@ def test_other_strategies_agree(mode: str, settings: dict[str, Any], tmp_path: P
     assert_same(found, alone(**settings), mode)
     assert all(len(sizes) == 2 for rank in found for sizes in rank["sizes"])
     assert any(report["clipping"]["clipped"] for report in found[0]["reports"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mode", "num_processes"), [("fsdp", 2), ("fsdp", 4), ("hsdp", 4), ("tp", 2), ("fsdp+tp", 4)])
+def test_units_that_no_rank_has_whole_are_limited_alike(mode: str, num_processes: int, tmp_path: Path) -> None:
+    """A row or a vector that is cut is limited by its norm over all ranks, which takes 16 bytes and no collective."""
+    settings = {"clip_type": "agc", "agc_clip_factor": 0.002}
+    found, single = spread(mode, num_processes, tmp_path, **settings), alone(**settings)
+    assert_same(found, single, mode)
+    assert all(report["clipping"]["clipped"] for report in single["reports"][:3])
+    # Every vector in FSDP's shards; of tensor parallel the biases of the columns, and the rows that are cut.
+    num_cut = {"tp": 2 + 2 * WIDTH, "fsdp+tp": 11 + 2 * WIDTH}.get(mode, 11)
+    for rank in found:
+        count = len(rank["weights"])
+        assert all(sizes == [16 * count, 88 * count + 16 + 16 * num_cut] for sizes in rank["sizes"])
 
 
 @pytest.mark.slow
