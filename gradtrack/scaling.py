@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import sys
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -22,12 +24,14 @@ _FRAMES: Final = 12
 class Scale:
     """The loss scale of one step, where it is known, and the flags by which its scaler will leave the step out.
 
-    Of an optimizer that is stepping already, which no flag holds back any more, the parameters are `under_way`.
+    Of an optimizer that is stepping already, which no flag holds back any more, the parameters are `under_way`. Steps
+    that the scaler has left out since the last one without a word to anybody are `unseen`.
     """
 
     value: Tensor | float | None
     flags: Sequence[Tensor] = ()
     under_way: Sequence[Tensor] = ()
+    unseen: int = 0
 
     def leave_out(self) -> None:
         """Have the scaler leave the step out, on every rank and for every optimizer, where one has found an overflow.
@@ -48,8 +52,8 @@ class ScalerLog:
 
     def take(self, scale: Scale, *, skipped: bool) -> dict[str, Any]:
         """Count a step, and return the fields of a `ScalerReport`; the scale itself may still be on its device."""
-        self._skips += skipped
-        self._in_a_row = self._in_a_row + 1 if skipped else 0
+        self._skips += scale.unseen + skipped
+        self._in_a_row = self._in_a_row + scale.unseen + 1 if skipped else 0
         return {"scale": scale.value, "skips": self._skips, "skips_in_a_row": self._in_a_row}
 
     def state_dict(self) -> dict[str, Any]:
@@ -97,7 +101,34 @@ def take_over_scale(optimizer: Any) -> Scale | None:
     return Scale(scale, flags)
 
 
-def unscale_together(optimizer: Any, others: Sequence[Any]) -> Scale | None:
+class UnseenSkips:
+    """Tells from a scaler's scale how many steps it has left out since the last look, in which no optimizer stepped."""
+
+    def __init__(self) -> None:
+        self._scaler: weakref.ref[torch.amp.GradScaler] | None = None
+        self._last, self._tracker = 0.0, 0
+        self._states: Mapping[int, Any] = {}
+
+    def count(self, scaler: torch.amp.GradScaler) -> int:
+        """Count them, and remember by what the scaler decides after the step of now."""
+        scale, expected = scaler.get_scale(), self._expected(scaler)
+        self._scaler, self._last, self._tracker = weakref.ref(scaler), scale, scaler._get_growth_tracker()
+        self._states = scaler._per_optimizer_states  # of all of its optimizers, ours or not; it begins new ones
+        if not 0.0 < scale < expected:
+            return 0
+        return round(math.log(scale / expected) / math.log(scaler.get_backoff_factor()))
+
+    def _expected(self, scaler: torch.amp.GradScaler) -> float:
+        """Return the scale that there is if no step was left out unseen."""
+        if self._scaler is None or self._scaler() is not scaler:
+            return float(scaler._init_scale)
+        flags = (flag for state in self._states.values() for flag in state.get("found_inf_per_device", {}).values())
+        if any(map(bool, flags)):
+            return self._last * scaler.get_backoff_factor()
+        return self._last * (scaler.get_growth_factor() if self._tracker + 1 == scaler.get_growth_interval() else 1.0)
+
+
+def unscale_together(optimizer: Any, others: Sequence[Any], unseen: UnseenSkips) -> Scale | None:
     """Unscale for all optimizers of a step within the step of the first, where the scaler would unscale one by one.
 
     Nobody tells us of the scaler, but it is the one that is calling.
@@ -110,8 +141,10 @@ def unscale_together(optimizer: Any, others: Sequence[Any]) -> Scale | None:
         if other is not optimizer and states[id(other)]["stage"] is OptState.READY:
             scaler.unscale_(other)
     flags = [*(own.flags if own is not None else ()), *_flags(scaler, others)]
-    under_way = [] if own is not None else [param for group in optimizer.param_groups for param in group["params"]]
-    return Scale(_value(scaler), flags, under_way)
+    if own is not None:  # which steps whatever the scaler has found
+        return Scale(_value(scaler), flags)
+    under_way = [param for group in optimizer.param_groups for param in group["params"]]
+    return Scale(_value(scaler), flags, under_way, unseen.count(scaler))
 
 
 def _calling_scaler() -> torch.amp.GradScaler | None:

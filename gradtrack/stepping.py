@@ -14,7 +14,7 @@ from gradtrack.checks import check_optimizer, hookable, needs_closure
 from gradtrack.measure.shards import is_distributed
 from gradtrack.measure.step_watch import StepWatch, take_off
 from gradtrack.measure.table import ParameterTable
-from gradtrack.scaling import take_over_scale, unscale_together
+from gradtrack.scaling import UnseenSkips, unscale_together
 
 
 class Stepping:
@@ -105,6 +105,7 @@ class BeforeSteps:
         self._look: Callable[..., None] | None = look
         self._optimizers = tuple(optimizers)
         self._stepped: set[int] = set()
+        self._unseen_skips = UnseenSkips()
         self._looked_at: dict[int, Callable[[], Tensor | None]] = {}
         self._hooks = [(one, one.register_step_pre_hook(self._before_step)) for one in optimizers]
 
@@ -120,8 +121,8 @@ class BeforeSteps:
             return None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
+            look(None, unscale_together(optimizer, self._optimizers, self._unseen_skips))
             several = len(self._optimizers) > 1
-            look(None, unscale_together(optimizer, self._optimizers) if several else take_over_scale(optimizer))
             self._looked_at = {id(one): _first_grad(one) for one in self._optimizers} if several else {}
             return None
 

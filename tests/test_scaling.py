@@ -109,6 +109,37 @@ def test_fused_optimizers_tell_their_scale() -> None:
         assert told(manager.reports) == [(1024.0, 0, 0), (1024.0, 0, 0)]
 
 
+@pytest.mark.parametrize("num_optimizers", [1, 2])
+def test_skips_that_no_optimizer_hears_of_are_told(num_optimizers: int) -> None:
+    """A watched optimizer is not called where its scaler leaves a step out: the scale tells, from its start on."""
+    model, scaler = small_model(), torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+    optimizers = Together.split(model, fused=False) if num_optimizers == 2 else [optimizer_of(model)]
+    with watch(model, optimizers) as manager:
+        for bad in (True, True, False, False, True, False, True, True, False, False):
+            torch.autograd.backward(scaler.scale(batch_loss(model)) * (math.inf if bad else 1.0))
+            for optimizer in optimizers:
+                scaler.step(optimizer)
+            scaler.update()
+            model.zero_grad()
+        expected = [(256.0, 2, 0), (256.0, 2, 0), (256.0, 3, 0), (64.0, 5, 0), (64.0, 5, 0)]
+        assert told(manager.reports) == expected
+
+
+def test_skips_of_another_model_are_not_ours() -> None:
+    """A scaler that steps two models backs off when one of them overflows; the other has stepped."""
+    models, scaler = (small_model(), small_model()), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    optimizers = [optimizer_of(model) for model in models]
+    managers = [watch(*pair) for pair in zip(models, optimizers, strict=True)]
+    for bad in (False, True, False):
+        for model, optimizer, factor in zip(models, optimizers, (1.0, math.inf if bad else 1.0), strict=True):
+            torch.autograd.backward(scaler.scale(batch_loss(model)) * factor)
+            scaler.step(optimizer)
+            model.zero_grad()
+        scaler.update()
+    assert told(managers[0].reports) == [(1024.0, 0, 0), (1024.0, 0, 0), (512.0, 0, 0)]
+    assert told(managers[1].reports) == [(1024.0, 0, 0), (512.0, 1, 0)]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_weights_and_autocast(dtype: torch.dtype) -> None:
     """Norms of half precision gradients are exact sums, under autocast with float32 weights too."""
