@@ -17,6 +17,7 @@ from gradtrack.config import GradientConfig
 from gradtrack.errors import ClosedError, InputTypeError, UsageError
 from gradtrack.exits import CloseAtExit
 from gradtrack.idle import IdleSettings
+from gradtrack.measure.step_watch import uncompiled
 from gradtrack.outcome import Outcome, late_records, talk, to_record
 from gradtrack.pair import Pair
 from gradtrack.record.history import History
@@ -84,6 +85,10 @@ class GradientManager:
 
         With `accumulate=True` the gradients are those of a micro-batch: nothing is measured, clipped or counted yet.
         """
+        if torch.compiler.is_dynamo_compiling():  # a loop that is compiled as a whole goes on after a break here
+            options = {"scaler": scaler, "accumulate": accumulate, "epoch": epoch, "batch": batch}
+            report: StepReport = uncompiled(self.step)(model, optimizer, loss, backward, **options)
+            return report
         if self._closed:
             raise ClosedError(_CLOSED)
         check_loss(loss, backward)

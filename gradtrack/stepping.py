@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from gradtrack.checks import check_optimizer, hookable, needs_closure
 from gradtrack.measure.shards import is_distributed
-from gradtrack.measure.step_watch import StepWatch, take_off
+from gradtrack.measure.step_watch import StepWatch, take_off, uncompiled
 from gradtrack.measure.table import ParameterTable
 from gradtrack.scaling import UnseenSkips, unscale_together
 
@@ -107,7 +107,7 @@ class BeforeSteps:
         self._stepped: set[int] = set()
         self._unseen_skips = UnseenSkips()
         self._looked_at: dict[int, Callable[[], Tensor | None]] = {}
-        self._hooks = [(one, one.register_step_pre_hook(self._before_step)) for one in optimizers]
+        self._hooks = [(one, one.register_step_pre_hook(uncompiled(self._before_step))) for one in optimizers]
 
     def remove(self) -> None:
         """Look no more."""

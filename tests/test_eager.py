@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._dynamo import compiled_autograd
 from torch._dynamo.utils import counters
 
-from gradtrack import GradientManager
+from gradtrack import GradientManager, watch
 from gradtrack.eager import EagerSteps, is_compiled
 
 STEPS = 12
@@ -93,6 +93,47 @@ def test_compiled_backward(analyzers: Any) -> None:
     assert alone["compiled_autograd"]["captures"] >= 1
     assert watched == alone
     for one, other in zip(weights, same, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def weights_after(how: str, analyzers: Any, *, whole: bool) -> tuple[list[Tensor], int, int]:
+    """Train with a compiled optimizer step, or a loop compiled as a whole; count the reports and the operations."""
+    torch._dynamo.reset()
+    counters.clear()
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(), nn.Linear(8, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    settings: dict[str, Any] = {"analyzers": analyzers, "enable_gradient_clipping": False}
+    manager = watch(model, optimizer, **settings) if how == "watch" else GradientManager(settings)
+    take = optimizer.step if whole else torch.compile(optimizer.step, backend="eager")
+
+    def train_once(inputs: Tensor) -> None:
+        loss = model(inputs).square().mean()
+        if how == "step":
+            manager.step(model, optimizer, loss)
+        else:
+            loss.backward()
+        take()
+        optimizer.zero_grad()
+
+    run = torch.compile(train_once, backend="eager") if whole else train_once
+    for step in range(6):
+        run(torch.full((4, 8), 0.1 * step))
+    manager.close()
+    num_reports = len(manager.reports)
+    return [param.detach().clone() for param in model.parameters()], num_reports, counters["stats"]["calls_captured"]
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("analyzers", [[], ["updates"]])
+@pytest.mark.parametrize("how", ["step", "watch"])
+def test_compiled_steps_and_loops(how: str, analyzers: Any, whole: bool) -> None:
+    """A compiled optimizer step compiles no more than without gradtrack; a whole loop breaks where it is called."""
+    alone, _, expected = weights_after("alone", [], whole=whole)
+    weights, num_reports, num_captured = weights_after(how, analyzers, whole=whole)
+    assert num_reports == 6
+    assert whole or num_captured == expected
+    for one, other in zip(weights, alone, strict=True):
         torch.testing.assert_close(one, other)
 
 

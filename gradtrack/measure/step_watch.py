@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any
 
+import torch
+
 Look = Callable[[], None]
 
 
@@ -41,7 +43,7 @@ class StepWatch:
         """Hook an optimizer; one that may be running its other hooks now is seen from its next step on."""
         if id(optimizer) not in self._hooked:
             self._hooked.add(id(optimizer))
-            self._hooks.append((optimizer, optimizer.register_step_post_hook(self._after_step)))
+            self._hooks.append((optimizer, optimizer.register_step_post_hook(uncompiled(self._after_step))))
         if not running and id(optimizer) not in self._begins:
             self._hook_begin(optimizer)
 
@@ -61,7 +63,7 @@ class StepWatch:
             known.clear()
 
     def _hook_begin(self, optimizer: Any) -> None:
-        self._begins[id(optimizer)] = optimizer, optimizer.register_step_pre_hook(self._before_step)
+        self._begins[id(optimizer)] = optimizer, optimizer.register_step_pre_hook(uncompiled(self._before_step))
 
     def _after_step(self, optimizer: Any, *_: object) -> None:
         if self._closed:
@@ -104,6 +106,12 @@ class StepWatch:
         """Note that a step is over; whoever still waits has missed what it took."""
         self._state, self._waiting = _State.IDLE, None
         self._ended()
+
+
+def uncompiled(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what is never compiled, nor anything that it calls, wherever it is called from."""
+    found: Callable[..., Any] = torch.compiler.disable(call)  # type: ignore[no-untyped-call]
+    return found
 
 
 def take_off(hooks: Iterable[tuple[Any, Any]]) -> None:
