@@ -143,10 +143,12 @@ def test_squares_beyond_the_range_of_a_float64_take_no_collective_more(pretend: 
 
 
 def test_clipping_by_unit_is_two_collectives(pretend: Any) -> None:
-    """Replicas, of which a rank has all units, are limited like elements."""
-    model = spread(pretend(8), 5, Replicate(), 1.0, torch.float32)
-    sizes = sent_each(model, 2, clip_type="agc", agc_clip_factor=1e-3, check_frequency=2)
-    assert sizes == [[80 * 5 + 16], [16 * 5, 80 * 5 + 16]]
+    """Replicas, of which a rank has all units, are limited like elements; a vector in shards takes 16 bytes more."""
+    mesh = pretend(8)
+    for kind, each in ((Replicate(), 80), (Shard(0), 96)):
+        model = spread(mesh, 5, kind, 1.0, torch.float32)
+        sizes = sent_each(model, 2, clip_type="agc", agc_clip_factor=1e-3, check_frequency=2)
+        assert sizes == [[each * 5 + 16], [16 * 5, each * 5 + 16]]
 
 
 def test_histograms_are_in_the_sum(pretend: Any) -> None:
