@@ -39,8 +39,8 @@ class GradtrackCallback(ManagedTraining, TrainerCallback, ExportableState):  # t
 
     While the Trainer clips, gradtrack only measures; with `max_grad_norm=0` in the training arguments gradtrack clips
     and protects by its own configuration. Without `backends` the trackers of `report_to` are used, in the runs that the
-    Trainer has open there; `train/grad_norm` is left out where the Trainer writes that name itself. What rolls is saved
-    in every checkpoint, and the steps are the Trainer's `global_step`.
+    Trainer has open there; `train/grad_norm` is left out where the Trainer itself writes that name and the same values.
+    What rolls is saved in every checkpoint, and the steps are the Trainer's `global_step`.
     """
 
     _begins_with = "trainer.train()"
@@ -111,7 +111,7 @@ class GradtrackCallback(ManagedTraining, TrainerCallback, ExportableState):  # t
             writer = _summary_writer(handler) if name == "tensorboard" else None
             if name not in args.report_to or not (name == "wandb" or writer is not None):
                 return None
-            _tell_withheld(name, clips=config.enable_gradient_clipping)
+            _tell_withheld(name)
             return {"withhold": [_NORM]} if writer is None else {"withhold": [_NORM], "writer": writer}
 
         return joined(config, [name for name in _TRACKERS if name in args.report_to], options)
@@ -170,6 +170,17 @@ class GradtrackCallback(ManagedTraining, TrainerCallback, ExportableState):  # t
         self._embrace(trainer, _PARTS)
         self._awake = not hasattr(trainer, "_run_epoch")  # older Trainers have no method around their steps
         self._watch_backward(trainer)
+        self._undo.append(stand_in(trainer, "log", partial(self._log, trainer, trainer.log)))
+
+    def _log(
+        self, trainer: Any, log: Callable[..., None], logs: dict[str, Any], *arguments: Any, **keywords: Any
+    ) -> None:
+        """Let the Trainer's own norm be the one before any clipping, though it is measured after ours."""
+        if "grad_norm" in logs:
+            last = next((report for report in reversed(self.reports) if report.step == trainer.state.global_step), None)
+            if last is not None and (last.clipping.clipped or last.nan_inf.action in ("skip", "replace")):
+                logs = {**logs, "grad_norm": last.clipping.norm_before}
+        log(logs, *arguments, **keywords)
 
     @contextmanager
     def _in_a_step(self, handler: Any) -> Iterator[None]:
@@ -221,10 +232,11 @@ def _caller(kind: type) -> Any:
     return None
 
 
-def _tell_withheld(tracker: str, *, clips: bool) -> None:
-    meaning = "as the norm that gradtrack's clipping has left" if clips else "and is the same as ours"
+def _tell_withheld(tracker: str) -> None:
     _logger.warning(
-        "%s is written to %s by the Trainer %s; ours is left out there and kept in the journal", _NORM, tracker, meaning
+        "%s is written to %s by the Trainer and is the same as ours; ours is left out there and kept in the journal",
+        _NORM,
+        tracker,
     )
 
 

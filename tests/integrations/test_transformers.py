@@ -202,15 +202,14 @@ SMOOTHED: dict[str, Any] = {"label_smoothing_factor": 0.1, "bf16": True, "gradie
 
 @pytest.mark.parametrize("limit", [0.0, 0.2])
 def test_adapters_with_smoothed_labels(limit: float, tmp_path: Path) -> None:
-    """A model of which little is trained, accumulated under bf16: the norm is the Trainer's, or ours clipped."""
+    """A model of which little is trained, accumulated under bf16: the norm is the Trainer's, whoever clips."""
     model = tiny_model()
     for name, param in model.named_parameters():
         param.requires_grad = "ln_f" in name or "h.1.mlp" in name
     callback = GradtrackCallback(max_grad_norm=0.1)
     trainer = train(callback, tmp_path, model=model, max_grad_norm=limit, **SMOOTHED)
     reports = {report.step: report.clipping for report in callback.reports}
-    own = {step: one.norm_before if limit else one.norm_after for step, one in reports.items()}
-    assert own == pytest.approx(own_norms(trainer), rel=1e-5)
+    assert norms(callback) == pytest.approx(own_norms(trainer), rel=1e-5)
     assert any(one.clipped for one in reports.values()) == (limit == 0)
 
 
@@ -379,18 +378,20 @@ def test_watching_changes_nothing(tmp_path: Path) -> None:
 
 
 def test_gradtrack_clips_where_the_trainer_does_not(tmp_path: Path) -> None:
-    """With max_grad_norm=0 our clipping gives the weights that the Trainer's clipping gives."""
+    """With max_grad_norm=0 our clipping gives the weights and the `grad_norm` that the Trainer's clipping gives."""
     callback = GradtrackCallback(max_grad_norm=0.2)
-    ours = train(callback, tmp_path / "a", max_grad_norm=0).model
-    theirs = train(None, tmp_path / "b", max_grad_norm=0.2).model
+    ours = train(callback, tmp_path / "a", max_grad_norm=0)
+    theirs = train(None, tmp_path / "b", max_grad_norm=0.2)
     assert all(report.clipping.clipped for report in callback.reports)
-    for one, two in zip(ours.parameters(), theirs.parameters(), strict=True):
+    assert norms(callback) == own_norms(ours)
+    assert own_norms(ours) == pytest.approx(own_norms(theirs), rel=1e-3)
+    for one, two in zip(ours.model.parameters(), theirs.model.parameters(), strict=True):
         torch.testing.assert_close(one, two, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_a_bad_batch_is_skipped_where_gradtrack_clips(accumulation: int, tmp_path: Path) -> None:
-    """The step with NaN is a no-op, the Trainer counts it, and the training goes on."""
+    """The step with NaN is a no-op, the Trainer counts it and logs its norm, and the training goes on."""
 
     class Bad(transformers.Trainer):  # type: ignore[misc]
         def compute_loss(self, *arguments: Any, **keywords: Any) -> Any:
@@ -402,6 +403,7 @@ def test_a_bad_batch_is_skipped_where_gradtrack_clips(accumulation: int, tmp_pat
     trainer = train(callback, tmp_path, kind=Bad, **options)
     assert [report.skipped for report in callback.reports] == [False, False, True, False, False, False]
     assert trainer.state.global_step == callback.reports[-1].step == 6
+    assert own_norms(trainer) == pytest.approx(norms(callback), rel=1e-5, nan_ok=True)
     assert all(param.isfinite().all() for param in trainer.model.parameters())
 
 
