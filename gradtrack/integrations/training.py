@@ -128,7 +128,6 @@ class TrainingOptimizer:
 
     async def optimize_training(
         self,
-        *,
         model: nn.Module,
         train_func: TrainFunction,
         val_func: ValidationFunction | None = None,

@@ -49,9 +49,7 @@ def run(epochs: int = 3, model: nn.Module | None = None, **settings: Any) -> tup
     train_func = settings.pop("train_func", train_epoch)
     val_func = settings.pop("val_func", lambda model: batch_loss(model))
     trainer = TrainingOptimizer(optimizer=optimizer_of(model), **settings)
-    history = asyncio.run(
-        trainer.optimize_training(model=model, train_func=train_func, val_func=val_func, max_epochs=epochs)
-    )
+    history = asyncio.run(trainer.optimize_training(model, train_func, val_func, epochs))
     return history, trainer
 
 
