@@ -61,6 +61,7 @@ class GradientStatisticsCallback(ManagedTraining, Callback):  # type: ignore[mis
         self._seen: dict[int, object] = {}
         self._loss: Tensor | None = None
         self._last_step = 0
+        self._waits = False
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Join the trainer's loggers, and take back the checkpoint's state."""
@@ -73,6 +74,8 @@ class GradientStatisticsCallback(ManagedTraining, Callback):  # type: ignore[mis
         self._attach(manager, trainer, pl_module)
         if not pl_module.automatic_optimization:
             self._look_before_clipping(trainer, pl_module)
+        if _changes_gradients(manager.config):
+            self._look_after_the_hooks(trainer, pl_module)
         if clips:
             note = (
                 f"{who}; gradtrack only measures, before it clips. "
@@ -86,7 +89,12 @@ class GradientStatisticsCallback(ManagedTraining, Callback):  # type: ignore[mis
         self._loss = loss.detach() if self._loss is None else self._loss + loss.detach()
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        """Measure, protect and report, unless that was done before the module's own clipping."""
+        """Measure and report; what changes gradients waits for the other callbacks and the module to have seen them."""
+        if not self._waits:
+            self._look_once(trainer, pl_module, optimizer)
+
+    def _look_once(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        """Look, unless that was done before the module's own clipping."""
         if self._seen.pop(id(optimizer), None) != _grads_of(optimizer):
             self._look(trainer, pl_module, optimizer)
 
@@ -136,9 +144,23 @@ class GradientStatisticsCallback(ManagedTraining, Callback):  # type: ignore[mis
 
         self._undo.append(stand_in(plugin, "clip_gradients", look_and_clip))
 
+    def _look_after_the_hooks(self, trainer: Any, pl_module: Any) -> None:
+        """Look where the trainer would clip, which is after every `on_before_optimizer_step`."""
+        plugin = trainer.precision_plugin
+        clip = getattr(plugin, "_clip_gradients", None)
+        if clip is None:
+            return
+
+        def look_and_clip(model: Any, optimizer: Any, *arguments: Any, **keywords: Any) -> Any:
+            self._look_once(trainer, pl_module, optimizer)
+            return clip(model, optimizer, *arguments, **keywords)
+
+        self._waits = True
+        self._undo.append(stand_in(plugin, "_clip_gradients", look_and_clip))
+
     def _attach(self, manager: GradientManager, trainer: Any, pl_module: nn.Module) -> None:
         optimizers = trainer.optimizers
-        self._restored, self._loss, self._modules, self._seen = None, None, {}, {}
+        self._restored, self._loss, self._modules, self._seen, self._waits = None, None, {}, {}, False
         for index, optimizer in enumerate(optimizers):
             module, name = (pl_module, "") if len(optimizers) == 1 else _owned_by(optimizer, pl_module, index)
             # Optimizers may share a module, each with a part of its parameters.
@@ -155,6 +177,10 @@ def _grads_of(optimizer: Any) -> list[tuple[int, int]]:
     """Return what tells gradients from those that a further backward pass has left, without a look at their values."""
     params = (param for group in optimizer.param_groups for param in group["params"])
     return [(id(param.grad), param.grad._version) for param in params if param.grad is not None]
+
+
+def _changes_gradients(config: GradientConfig) -> bool:
+    return config.enable_gradient_clipping or (config.enable_nan_inf_check and config.nonfinite_action != "report")
 
 
 def _in_its_place(config: GradientConfig, trainer: Any) -> GradientConfig:

@@ -56,14 +56,6 @@ class Tagger(pl.LightningModule):  # type: ignore[misc]
         return torch.optim.Adam(self.parameters(), lr=1e-2)
 
 
-class Before(pl.Callback):  # type: ignore[misc]
-    """Lets the module keep its norms before the next callback may clip."""
-
-    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        """Come before the module itself, as callbacks do."""
-        pl_module.on_before_optimizer_step(optimizer)
-
-
 class Game(pl.LightningModule):  # type: ignore[misc]
     """Two networks, each with an optimizer of its own."""
 
@@ -138,10 +130,10 @@ PRECISION: list[dict[str, Any]] = [{"precision": "bf16-mixed"}, {"precision": "6
 @pytest.mark.parametrize("options", [*PLAIN, *CLIPPING, *PRECISION])
 @pytest.mark.parametrize("limit", [None, 0.05])
 def test_the_norm_is_lightnings_and_torchs(options: dict[str, Any], limit: float | None, tmp_path: Path) -> None:
-    """`train/grad_norm` is theirs step by step to 1e-5, whoever clips, with accumulation and with precision plugins."""
+    """`train/grad_norm` is what a module measures in its own hook, whoever clips, with accumulation and precision."""
     settings: dict[str, Any] = {} if limit is None else {"max_grad_norm": limit}
     callback = GradientStatisticsCallback(1, backends=["memory"], save_gradient_plots=False, **settings)
-    module, trainer = fit(None, tmp_path, callbacks=[Before(), callback], **options)
+    module, trainer = fit(callback, tmp_path, **options)
     memory = callback.manager.backend("memory")
     shown = {record.step: record.metrics["train/grad_norm"] for record in memory.records}  # type: ignore[attr-defined]
     assert shown == pytest.approx(module.own, rel=1e-5)
@@ -176,7 +168,7 @@ def test_loss_scaling_of_the_precision_plugin(tmp_path: Path) -> None:
         return MixedPrecision("16-mixed", device="cpu", scaler=scaler)
 
     callback = GradientStatisticsCallback()
-    module, _ = fit(None, tmp_path, callbacks=[Before(), callback], plugins=[scaled()])
+    module, _ = fit(callback, tmp_path, plugins=[scaled()])
     plain, _ = fit(None, tmp_path, plugins=[scaled()])
     finite = {step: norm for step, norm in norms(callback).items() if math.isfinite(norm)}
     assert 0 < len(finite) < 6
@@ -226,11 +218,9 @@ def test_a_bad_batch_is_skipped_where_it_was_asked_for(settings: dict[str, Any],
             loss: Tensor = super().training_step(batch, index)
             return loss * float("nan") if self.trainer.global_step == 2 else loss
 
-        def on_before_optimizer_step(self, optimizer: Any) -> None:
-            """Measure nothing, since there may be no gradients here."""
-
     callback = GradientStatisticsCallback(**settings)
     module, trainer = fit(callback, tmp_path, module=Bad())
+    assert [step for step, norm in module.own.items() if math.isnan(norm)] == [3]
     assert [report.skipped for report in callback.reports] == [False, False, True, False, False, False]
     assert trainer.global_step == callback.reports[-1].step == 6
     assert all(param.isfinite().all() for param in module.parameters())
