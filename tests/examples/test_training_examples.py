@@ -52,7 +52,7 @@ def test_every_example_is_short_and_is_run() -> None:
     """None is longer than a screen and a half but the two scripts of seven, and a test names each."""
     tests = "".join(path.read_text(encoding="utf-8") for path in Path(__file__).parents[1].rglob("test_*.py"))
     for path in EXAMPLES.rglob("*.py"):
-        of_seven = path.stem in ("gradient_management_example", "gradient_monitor_examples")
+        of_seven = path.stem in ("gradient_management_example", "example_gradient_monitor")
         assert len(path.read_text(encoding="utf-8").splitlines()) < (140 if of_seven else 80), path.name
         assert f'"{path.relative_to(EXAMPLES).parts[0].removesuffix(".py")}' in tests, path.name
 

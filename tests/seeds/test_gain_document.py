@@ -15,7 +15,7 @@ import torch
 
 from tests.training import Scaled
 
-EXAMPLES = Path(__file__).parents[2] / "examples" / "gradient_monitor_examples.py"
+EXAMPLES = Path(__file__).parents[2] / "examples" / "example_gradient_monitor.py"
 
 PLACEHOLDERS = """
 import torch

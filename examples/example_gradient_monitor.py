@@ -1,6 +1,6 @@
 """Seven ways to use the gradient gain monitor.
 
-python examples/gradient_monitor_examples.py
+python examples/example_gradient_monitor.py
 """
 
 from __future__ import annotations
