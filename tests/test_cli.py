@@ -33,6 +33,14 @@ def test_script_is_the_main_function() -> None:
     assert script.load() is cli.main
 
 
+def test_the_package_runs_as_a_module() -> None:
+    """`python -m gradtrack` is the same command line, for where the script is not on the path."""
+    command = [sys.executable, "-m", "gradtrack", "--version"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    shown = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
+    assert shown.strip() == f"gradtrack {__version__}"
+
+
 def test_help_names_every_command_with_a_sentence() -> None:
     """The help lists each command together with what it does."""
     result = CliRunner().invoke(cli.app, ["--help"], env={"COLUMNS": "200"})
