@@ -16,6 +16,7 @@ from gradtrack.errors import InputTypeError, UsageError
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 _PLACE = re.compile(r"<[^<>]+>")
+_HEALTHY = "train/grad_healthy"
 
 PanelKind = Literal["line", "multi-line", "band", "image", "text"]
 Identity = tuple[str, int, float, frozenset[str]]
@@ -124,6 +125,11 @@ class Record:
             raise InputTypeError(f"record step {self.step!r}: expected an int. Count optimizer steps.")
         if not -(2**63) <= self.step < 2**63:
             raise UsageError(f"record step {self.step!r}: expected a number of 64 bits. Count optimizer steps.")
+
+    @property
+    def tells_health(self) -> bool:
+        """Say whether `issues` are all that are open: what an optimizer did to a step is told later, without them."""
+        return bool(self.issues) or not self.metrics or any(name.startswith(_HEALTHY) for name in self.metrics)
 
     @property
     def identity(self) -> Identity:

@@ -15,9 +15,10 @@ _UNKNOWN: Final = "?"
 
 @final
 class ConsoleBackend(Backend):
-    """A backend that prints one line per row, and one for every issue when it opens, changes or closes.
+    """A backend that prints one line per step, and one for every issue when it opens, changes or closes.
 
-    It prints to `stream`, or to what `sys.stdout` is at that moment.
+    What an optimizer did to a step, which is known later, makes no line. It prints to `stream`, or to what `sys.stdout`
+    is at that moment.
     """
 
     inline: ClassVar[bool] = True
@@ -42,8 +43,11 @@ class ConsoleBackend(Backend):
         return "standard output" if options.get("stream") is None else "a stream"
 
     def _lines(self, record: Record) -> Iterator[str]:
-        name = f" {_clean(record.source)}" if record.source else ""
-        yield f"step {record.step}{name}: {_summary(record)}"
+        if record.tells_health or f"train/grad_norm{tail_of(record.source)}" in record.metrics:
+            name = f" {_clean(record.source)}" if record.source else ""
+            yield f"step {record.step}{name}: {_summary(record)}"
+        if not record.tells_health:
+            return
         known, now = self._open.get(record.source, {}), {}
         for issue in record.issues:
             key = f"{issue.get('issue_type')}:{issue.get('layer', '')}"

@@ -9,7 +9,6 @@ from typing import Any, Final
 from gradtrack.records import Record
 from gradtrack.reports import IssueSeverity
 
-_HEALTHY: Final = "train/grad_healthy"
 _SPANS: Final = 3
 ADVICE: Final = {False: "What to do", True: "If it stays without that"}
 """What stands before the advice on an issue: of one that another explains, the other one is to be mended first."""
@@ -61,7 +60,7 @@ class IssueLog:
 
     def add(self, record: Record) -> None:
         """Take in one row."""
-        if not record.issues and not any(name.startswith(_HEALTHY) for name in record.metrics):
+        if not record.tells_health:
             return
         now: set[str] = set()
         for issue in record.issues:

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from gradtrack import GradientManager
 from gradtrack.backends.console import ConsoleBackend
 from gradtrack.records import Record
+from tests.training import batch_loss, optimizer_of, small_model
 
 
 def printed(*records: Record) -> list[str]:
@@ -47,6 +49,27 @@ def test_issue_is_told_when_it_opens_changes_and_closes() -> None:
         "[CRITICAL] EXPLODING at encoder: Norm is 12. Lower the rate.",
         "closed: EXPLODING:encoder",
     ]
+
+
+def test_what_is_known_later_makes_no_line() -> None:
+    """What the optimizer did to a step, told one step later, is no line and closes no issue."""
+    manager = GradientManager(
+        backends=[{"name": "console", "stream": (stream := io.StringIO())}],
+        analyzers=["updates"],
+        exploding_threshold=1e-9,
+        grad_log_every_n_steps=1,
+    )
+    model = small_model()
+    optimizer = optimizer_of(model)
+    for step in range(9):
+        optimizer.zero_grad()
+        manager.step(model, optimizer, batch_loss(model, step))
+        optimizer.step()
+    manager.close()
+    lines = stream.getvalue().splitlines()
+    assert [line.partition(":")[0] for line in lines if line.startswith("step")] == [f"step {n}" for n in range(1, 10)]
+    assert len(lines) == 10
+    assert "EXPLODING" in lines[1]
 
 
 def test_pairs_have_their_own_issues() -> None:

@@ -188,7 +188,9 @@ def test_issues_are_text_once_and_escaped(tmp_path: Path) -> None:
     """The open issues are written when they change, with names that cannot become markup."""
     issue = {"severity": "HIGH", "message": "layer <script> vanishes"}
     backend = TensorBoardBackend(log_dir=tmp_path)
-    backend.write([Record(step=step, time=1.0, issues=(issue,) if step < 3 else ()) for step in range(5)])
+    backend.write([Record(step=step, time=1.0, issues=(issue,) if step < 3 else ()) for step in range(2)])
+    backend.write([Record(step=1, time=2.0, metrics={"updates/ratio": 0.1})])  # told later, without the issues
+    backend.write([Record(step=step, time=3.0, issues=(issue,) if step < 3 else ()) for step in range(2, 5)])
     events = accumulate(tmp_path).Tensors("gradtrack/issues")
     texts = [(event.step, event.tensor_proto.string_val[0].decode()) for event in events]
     assert texts == [(0, "- **HIGH** layer &lt;script&gt; vanishes"), (3, "- no open issue")]

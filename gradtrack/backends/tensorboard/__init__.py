@@ -173,7 +173,7 @@ class TensorBoardBackend(Backend):
     def _new_issues(self, record: Record) -> tuple[str, ...]:
         """Return the open issues as text, where they are not those of the record before."""
         lines = tuple(f"**{issue.get('severity')}** {issue.get('message')}" for issue in record.issues)
-        if lines == self._issues.get(record.source, ()):
+        if not record.tells_health or lines == self._issues.get(record.source, ()):
             return ()
         self._issues[record.source] = lines
         return lines or ("no open issue",)
