@@ -101,9 +101,20 @@ def check_state(state: object) -> None:
 
 
 def hookable(optimizer: Any) -> Any:
-    """Return an optimizer whose steps can be watched: where a framework has wrapped it, the one within."""
+    """Return an optimizer whose steps can be watched: where somebody has wrapped it, the one within."""
+    if hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        return optimizer
     inner = getattr(optimizer, "optimizer", None)
-    return optimizer if hasattr(optimizer, "_optimizer_step_pre_hooks") or inner is None else inner
+    if inner is None and hasattr(optimizer, "param_groups"):
+        parts = (
+            part for part in getattr(optimizer, "__dict__", {}).values() if isinstance(part, torch.optim.Optimizer)
+        )
+        inner = next((part for part in parts if _params_of(part) == _params_of(optimizer)), None)
+    return optimizer if inner is None else inner
+
+
+def _params_of(optimizer: Any) -> list[int]:
+    return [id(param) for group in optimizer.param_groups for param in group["params"]]
 
 
 def check_hookable(optimizer: object) -> None:

@@ -307,6 +307,25 @@ class TestLoops:
         model = small_model()
         assert GradientManager().step(model, Wrapper(optimizer_of(model)), batch_loss(model)).step == 1
 
+    def test_wrapped_optimizer_is_watched(self) -> None:
+        """Under whatever name somebody's wrapper keeps the optimizer, its steps are seen."""
+
+        class Wrapper:
+            def __init__(self, inner: Any) -> None:
+                self.param_groups, self._inner = inner.param_groups, inner
+
+            def step(self) -> None:
+                self._inner.step()
+
+        model = small_model()
+        wrapped = Wrapper(optimizer_of(model))
+        manager = gradtrack.watch(model, wrapped, analyzers=["updates"])
+        for step in range(5):
+            torch.autograd.backward(batch_loss(model, step))
+            wrapped.step()
+        assert [report.step for report in manager.reports] == [1, 2, 3, 4, 5]
+        assert "updates" in manager.reports[-1].analyzers
+
     def test_optimizer_of_a_part(self) -> None:
         """An optimizer that owns only the head is fine, and the norm is that of the whole model."""
         model = small_model()
