@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from gradtrack.errors import UsageError
+from gradtrack.errors import InputTypeError, UsageError
 from gradtrack.records import Panel
 from gradtrack.reports import Issue, Report
 
@@ -267,7 +267,9 @@ class Analyzer(ABC):
 
 def model_of(analyzer: Analyzer, model: nn.Module | None) -> nn.Module:
     """Return the model of an analyzer that is to analyze one, which the manager's own do not have."""
+    name = type(analyzer).__name__
     if model is None:
-        name = type(analyzer).__name__
         raise UsageError(f"{name} has no model: expected one to analyze. Construct {name}(model).")
+    if not isinstance(model, nn.Module):
+        raise InputTypeError(f"{name} of {type(model).__name__}: expected a torch.nn.Module.")
     return model

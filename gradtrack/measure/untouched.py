@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import random
+from collections import UserDict
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from gradtrack.errors import UsageError
+from gradtrack.errors import InputTypeError, UsageError
 from gradtrack.progress import counted
 
 
@@ -24,9 +27,10 @@ def untouched(model: nn.Module, optimizer: Any = None) -> Iterator[None]:
     modes = [(module, module.training) for module in model.modules()]
     wanted = [(param, param.requires_grad) for param in model.parameters()]
     keep = optimizer is None
-    values = [(tensor, tensor.detach().clone()) for tensor in _state(model)] if keep else []
+    values = _values(_state(model)) if keep else []
+    buffers = _named_buffers(model) if keep else []
     gradients = [(param, param.grad, _copy(param.grad)) for param in model.parameters()] if keep else []
-    with torch.random.fork_rng(devices=_devices(model)):
+    with _forked_generators(model):
         try:
             yield
         finally:
@@ -34,10 +38,8 @@ def untouched(model: nn.Module, optimizer: Any = None) -> Iterator[None]:
                 module.training = training
             for param, requires_grad in wanted:
                 param.requires_grad_(requires_grad)
+            _put_back(buffers, values)
             with torch.no_grad():
-                for tensor, value in values:
-                    if not torch.equal(tensor, value):
-                        tensor.copy_(value)
                 for param, gradient, copy in gradients:
                     if gradient is not None and copy is not None:
                         gradient.copy_(copy)
@@ -47,14 +49,13 @@ def untouched(model: nn.Module, optimizer: Any = None) -> Iterator[None]:
 @contextmanager
 def kept(model: nn.Module | None) -> Iterator[None]:
     """Put the random generators and the buffers of a model back, but leave its gradients alone."""
-    buffers = [] if model is None else [(buffer, buffer.clone()) for buffer in model.buffers()]
-    with torch.random.fork_rng(devices=[] if model is None else _devices(model)):
+    values = [] if model is None else _values(model.buffers())
+    buffers = [] if model is None else _named_buffers(model)
+    with _forked_generators(model):
         try:
             yield
         finally:
-            with torch.no_grad():
-                for buffer, value in buffers:
-                    buffer.copy_(value)
+            _put_back(buffers, values)
 
 
 def offline_steps(
@@ -71,12 +72,13 @@ def offline_steps(
     """
     if steps < 1:
         raise UsageError(f"steps {steps}: expected at least 1.")
+    check_functions(input_fn, loss_fn)
     for step in counted(range(1, steps + 1), "Analyzing", total=steps):
         model.zero_grad(set_to_none=True)
         inputs = input_fn()
         output = call(model, inputs)
-        loss = loss_fn(output)
-        if loss.numel() != 1 or not loss.requires_grad:
+        loss: object = loss_fn(output)
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise UsageError(f"loss_fn returned {loss!r}: expected a single number that depends on the model's output.")
         torch.autograd.backward(loss)
         yield step, inputs, output, loss
@@ -84,11 +86,54 @@ def offline_steps(
             optimizer.step()
 
 
+def check_functions(input_fn: object, loss_fn: object) -> None:
+    """Refuse a batch or a loss in place of the function that gives it."""
+    for name, given in (("input_fn", input_fn), ("loss_fn", loss_fn)):
+        if not callable(given):
+            raise InputTypeError(
+                f"{name} is {type(given).__name__}: expected a function. Pass one that is called at every step."
+            )
+
+
 def call(model: nn.Module, inputs: Any) -> Any:
     """Call a model with a batch as `input_fn` returns it."""
-    if isinstance(inputs, dict):
+    if isinstance(inputs, (dict, UserDict)):  # as a tokenizer returns it
         return model(**inputs)
     return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
+
+
+@contextmanager
+def _forked_generators(model: nn.Module | None) -> Iterator[None]:
+    """Put the random generators of torch, NumPy and Python back on leaving."""
+    python, numbers = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[] if model is None else _devices(model)):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numbers)
+
+
+def _named_buffers(model: nn.Module) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Return what every module names its buffers, with a copy: a forward pass may assign them anew."""
+    held: list[Any] = [module._buffers for module in model.modules()]
+    return [(buffers, dict(buffers)) for buffers in held if isinstance(buffers, dict)]  # those of a script are its own
+
+
+def _values(tensors: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    return [(tensor, tensor.detach().clone()) for tensor in tensors]
+
+
+def _put_back(buffers: list[tuple[dict[str, Any], dict[str, Any]]], values: list[tuple[Tensor, Tensor]]) -> None:
+    """Put names and values back where they changed; what did not change is not written to, for a graph may hold it."""
+    for held, before in buffers:
+        if held.keys() != before.keys() or any(held[name] is not before[name] for name in before):
+            held.clear()
+            held.update(before)
+    with torch.no_grad():
+        for tensor, value in values:
+            if not torch.equal(tensor, value):
+                tensor.copy_(value)
 
 
 def _state(model: nn.Module) -> Iterator[Tensor]:
