@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from gradtrack.analyzers.base import Analyzer, Schedule, Snapshot, model_of, rarely
 from gradtrack.diagnose.game import judge
 from gradtrack.errors import UsageError
-from gradtrack.measure.field_look import FieldLook, Loss, Player
+from gradtrack.measure.field_look import FieldLook, Loss, Player, players_of
 from gradtrack.measure.gradient_noise import cosine
 from gradtrack.measure.linear_maps import differentiable_twice
 from gradtrack.measure.micro_batches import MicroBatches
 from gradtrack.measure.samples import weighed_sample
-from gradtrack.measure.untouched import call, kept, untouched
+from gradtrack.measure.untouched import call, check_functions, kept, untouched
 from gradtrack.progress import counted
 from gradtrack.records import Metric, Panel
 from gradtrack.reports import Issue, Report
@@ -35,9 +35,10 @@ class VectorReport(Report):
     `divergence` is tr ∂v/∂θ, for one loss the trace of its Hessian. `rotation` is the share of the squared Jacobian
     that is antisymmetric: 0 for one loss, 1 for pure rotation. `coherence` is ‖mean g‖² over mean ‖g_i‖² of the
     gradients of several batches at the same weights, `noise_scale` their tr Σ/‖G‖² in batches, `temporal_coherence` the
-    mean cosine between one gradient and the next. `directional_sharpness` is the curvature gᵀHg/‖g‖² along the
-    gradient; `step_sharpness` the curvature along the optimizer's step relative to the slope there, ηλ for gradient
-    descent, which on a quadratic overshoots above 2 (and hovers there in full-batch training: Cohen et al. 2021).
+    mean cosine between one gradient and the next. `directional_sharpness` is the curvature vᵀJv/‖v‖² along the field,
+    for one loss gᵀHg/‖g‖²; `step_sharpness` the curvature along the optimizer's step relative to the slope there, ηλ
+    for gradient descent, which on a quadratic overshoots above 2 (and hovers there in full-batch training: Cohen et al.
+    2021).
     """
 
     divergence: float | None = None
@@ -136,7 +137,7 @@ class VectorAnalyzer(Analyzer):
         if num_probes < 1:
             raise UsageError(f"num_probes {num_probes}: expected at least 1.")
         self._model, self._num_probes, self._seed = model, num_probes, seed
-        self._observed: Loss | Mapping[str, Player] | None = None
+        self._observed: Loss | dict[str, tuple[list[Tensor], Loss]] | None = None
         self._micro: MicroBatches | None = None
         self._before: tuple[int, dict[str, Tensor]] | None = None
         self._found: list[Issue] = []
@@ -154,9 +155,8 @@ class VectorAnalyzer(Analyzer):
         Without an optimizer the weights stay where they are, and coherence and noise scale are those of the batches.
         With one it trains, and the sharpness along its steps is measured instead.
         """
-        model, look = model_of(self, self._model), self._look()
-        if steps < 1:
-            raise UsageError(f"steps {steps}: expected at least 1.")
+        model, look = model_of(self, self._model), self._look(steps)
+        check_functions(input_fn, loss_fn)
         with untouched(model, optimizer), torch.enable_grad(), differentiable_twice(model):
             for _ in counted(range(steps), "Analyzing", total=steps):
                 inputs = input_fn()
@@ -167,22 +167,25 @@ class VectorAnalyzer(Analyzer):
     def analyze_game(self, players: Mapping[str, Player], *, steps: int = 1) -> VectorReport:
         """Measure the field of a game: each player's gradient of the loss that it minimises by its own parameters.
 
-        `players` maps a name to (parameters, loss_fn); `loss_fn()` returns the loss. In one step every player draws the
-        same random numbers. Give the analyzer the model (all of them, in a ModuleList) where buffers have to be put
-        back.
+        `players` maps a name to (parameters, loss_fn), or to (module, loss_fn); `loss_fn()` returns the loss. In one
+        step every player draws the same random numbers. Buffers are put back of the modules that are given, and of the
+        analyzer's model.
         """
-        look = self._look()
-        with kept(self._model), torch.enable_grad(), differentiable_twice(self._model):
+        game, look = players_of(players), self._look(steps)
+        given = [player[0] for player in players.values() if isinstance(player[0], nn.Module)]
+        model = nn.ModuleList([*given, *([] if self._model is None else [self._model])])
+        with kept(model), torch.enable_grad(), differentiable_twice(model if self._model is not None else None):
             for _ in counted(range(steps), "Analyzing", total=steps):
-                look.add_game(players)
+                look.add_game(game)
         report = VectorReport(**look.numbers())
         return report.model_copy(update={"issues": judge(report.rotation)})
 
     def analyze_field(self, field: Callable[[Tensor], Tensor], at: Tensor) -> VectorReport:
         """Measure a field that is given as a function of a flat tensor, at a point."""
         look = self._look()
+        point = torch.as_tensor(at).reshape(-1)
         with kept(self._model), differentiable_twice():
-            look.add_field(field, at.reshape(-1))
+            look.add_field(field, point if point.is_floating_point() else point.to(torch.get_default_dtype()))
         return VectorReport(**look.numbers())
 
     def observe(self, loss: Loss | Mapping[str, Player]) -> None:
@@ -190,7 +193,7 @@ class VectorAnalyzer(Analyzer):
 
         A loss is a function without arguments, called at the weights of the step; a game is as in `analyze_game`.
         """
-        self._observed = loss
+        self._observed = loss if callable(loss) else players_of(loss)
 
     def due(self, step: int) -> bool:
         return type(self).schedule(step) or type(self).schedule(step + 1)
@@ -244,7 +247,9 @@ class VectorAnalyzer(Analyzer):
                 look.add_game(self._observed)
         return VectorReport(**look.numbers())
 
-    def _look(self) -> FieldLook:
+    def _look(self, steps: int = 1) -> FieldLook:
+        if steps < 1:
+            raise UsageError(f"steps {steps}: expected at least 1.")
         return FieldLook(torch.Generator().manual_seed(self._seed), self._num_probes)
 
 

@@ -7,15 +7,34 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from gradtrack.errors import UsageError
+from gradtrack.errors import InputTypeError, UsageError
 from gradtrack.measure.fields import FieldSamples
 from gradtrack.measure.gradient_noise import GradientNoise
 from gradtrack.measure.linear_maps import LinearMap, check_differentiable
 
 Loss = Callable[[], Tensor]
-Player = tuple[Iterable[Tensor], Loss]
+Player = tuple[Iterable[Tensor] | nn.Module, Loss]
+
+
+def players_of(players: Any) -> dict[str, tuple[list[Tensor], Loss]]:
+    """Return the players of a game with their parameters in lists, which can be gone through more than once."""
+    if not isinstance(players, Mapping) or not players:
+        raise UsageError(f"players {players!r}: expected a mapping from the name of a player to (parameters, loss_fn).")
+    return {name: _player(name, player) for name, player in players.items()}
+
+
+def _player(name: str, player: Any) -> tuple[list[Tensor], Loss]:
+    if not isinstance(player, tuple) or len(player) != 2 or not callable(player[1]):
+        raise UsageError(f"player {name!r} is {type(player).__name__}: expected (parameters, loss_fn).")
+    given, loss_fn = player
+    if isinstance(given, nn.Module):
+        given = given.parameters()
+    params = [given] if isinstance(given, Tensor) else list(given)
+    if not all(isinstance(param, Tensor) for param in params):
+        raise InputTypeError(f"player {name!r}: expected parameters, a list of them or a module.")
+    return _real(params), loss_fn
 
 
 @final
@@ -45,9 +64,9 @@ class FieldLook:
         if optimizer is not None:
             self._follow(loss_fn, params, flat, optimizer, seed)
 
-    def add_game(self, players: Mapping[str, Player]) -> None:
+    def add_game(self, players: Mapping[str, tuple[list[Tensor], Loss]]) -> None:
         """Take in the field of a game."""
-        owned = {name: _real(list(params)) for name, (params, _) in players.items()}
+        owned = {name: _trained(name, params) for name, (params, _) in players.items()}
         everything = [param for params in owned.values() for param in params]
         if len(set(map(id, everything))) < len(everything):
             raise UsageError("a parameter belongs to two players: expected each to have its own.")
@@ -60,7 +79,11 @@ class FieldLook:
         with torch.enable_grad():
             point = at.detach().clone().requires_grad_()
             value = field(point)
-        if value.numel() != point.numel():
+        if not isinstance(value, Tensor):
+            raise InputTypeError(
+                f"field returned {type(value).__name__}: expected a tensor. Join parts with torch.stack."
+            )
+        if not value.numel() or value.numel() != point.numel():
             raise UsageError(
                 f"field returned {value.numel()} numbers at {point.numel()}: expected as many as it takes."
             )
@@ -92,6 +115,7 @@ class FieldLook:
     def _add_field(self, value: Tensor, params: Sequence[Tensor]) -> None:
         linear = LinearMap(value, params)
         self._samples.add(linear)
+        self._curvatures += _curvature(linear, value.detach())
         self._add(value.detach(), linear)
 
     def _add(self, value: Tensor, linear: LinearMap) -> None:
@@ -112,7 +136,14 @@ class FieldLook:
         self._steps += _ratio(-float(turned @ change), float(slope @ change))
 
 
-def _real(params: Sequence[Tensor]) -> Sequence[Tensor]:
+def _trained(name: str, params: list[Tensor]) -> list[Tensor]:
+    found = [param for param in params if param.requires_grad]
+    if not found:
+        raise UsageError(f"player {name!r} has no parameter that requires a gradient: expected at least one.")
+    return found
+
+
+def _real(params: list[Tensor]) -> list[Tensor]:
     if any(param.is_complex() for param in params):
         raise UsageError("a parameter is complex: expected real ones. Keep it as real numbers, and view it as complex.")
     return params
@@ -137,7 +168,7 @@ def _flat(params: Sequence[Tensor]) -> Tensor:
 
 
 def _curvature(linear: LinearMap, gradient: Tensor) -> list[float]:
-    """Return gᵀHg/‖g‖², by way of the unit vector, since the squares of a gradient may leave its precision's range."""
+    """Return vᵀJv/‖v‖², by way of the unit vector, since the squares of a gradient may leave its precision's range."""
     size = float(torch.linalg.vector_norm(gradient, dtype=torch.float64))
     if not (size > 0 and math.isfinite(size)):
         return []

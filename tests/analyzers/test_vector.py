@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from gradtrack import GradientManager, VectorAnalyzer
 from gradtrack.analyzers.vector import VectorReport
-from gradtrack.errors import UsageError
+from gradtrack.errors import InputTypeError, UsageError
 from gradtrack.measure.gradient_noise import GradientNoise
 from gradtrack.measure.spectra import effective_rank
 from tests.analyzers.fields import DISCOUNT, network_gradient, saddle, temporal_difference
@@ -358,6 +358,95 @@ def test_mistakes_are_named() -> None:
         VectorAnalyzer().analyze_game({"a": ([x], lambda: torch.ones(2))})
     with pytest.raises(UsageError, match="num_probes 0"):
         VectorAnalyzer(num_probes=0)
+    with pytest.raises(InputTypeError, match=r"field returned list: .* torch\.stack"):
+        VectorAnalyzer().analyze_field(lambda at: list(at), torch.ones(2))  # type: ignore[arg-type, return-value]
+
+
+@pytest.mark.parametrize(
+    ("players", "match"),
+    [
+        ({}, "expected a mapping"),
+        ([("a", ())], "expected a mapping"),
+        ({"a": ONE.sum}, r"player 'a' is builtin_function_or_method: expected \(parameters, loss_fn\)"),
+        ({"a": (["theta"], ONE.sum)}, "player 'a': expected parameters"),
+        ({"a": ([ONE], ONE.sum)}, "player 'a' has no parameter that requires a gradient"),
+    ],
+)
+def test_what_is_no_game_is_named(players: Any, match: str) -> None:
+    """Each player is parameters and a loss."""
+    with pytest.raises((UsageError, InputTypeError), match=match):
+        VectorAnalyzer().analyze_game(players)
+
+
+class Player(nn.Module):
+    """A player with batch statistics."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(inputs, outputs), nn.BatchNorm1d(outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Play."""
+        found: Tensor = self.norm(self.layer(x))
+        return found
+
+
+@pytest.mark.parametrize(
+    "given", [nn.Module.parameters, lambda player: player, lambda player: list(player.parameters())]
+)
+def test_parameters_come_in_any_form_for_several_steps(given: Any) -> None:
+    """A generator of parameters, a list of them or the module: the report is the same, with a frozen one left out."""
+    torch.manual_seed(0)
+    first, second = Player(3, 4).double(), Player(4, 2).double()
+    first.layer.bias.requires_grad_(False)
+
+    def loss() -> Tensor:
+        found: Tensor = second(first(torch.randn(8, 3, dtype=torch.float64))).pow(3).mean()
+        return found
+
+    game = {"first": (given(first), loss), "second": (given(second), lambda: -loss())}
+    found = VectorAnalyzer(nn.ModuleList([first, second])).analyze_game(game, steps=3)
+    assert found.num_steps == 3
+    assert found.num_parameters == 12 + 8 + 10 + 4
+    assert found.coherence is not None
+    assert found.rotation == pytest.approx(0.4984, abs=0.25)
+
+
+def test_the_buffers_of_modules_that_play_are_put_back() -> None:
+    """Without a model of the analyzer's own, batch statistics of the players are as before."""
+    first, second = Player(3, 4), Player(4, 2)
+    before = [buffer.clone() for buffer in (*first.buffers(), *second.buffers())]
+    game = {
+        "first": (first, lambda: second(first(torch.randn(8, 3))).pow(3).mean()),
+        "second": (second, lambda: -second(first(torch.randn(8, 3))).pow(3).mean()),
+    }
+    VectorAnalyzer().analyze_game(game, steps=2)
+    torch.testing.assert_close([*first.buffers(), *second.buffers()], before, rtol=0.0, atol=0.0)
+
+
+def test_a_single_tensor_is_the_parameters_of_a_player() -> None:
+    """A tensor alone, even of no dimension, is one parameter and not its rows."""
+    x, y = (torch.tensor(value, dtype=torch.float64, requires_grad=True) for value in (0.5, 0.25))
+    found = VectorAnalyzer().analyze_game({"min": (x, lambda: x * y), "max": (y, lambda: -x * y)})
+    assert found.rotation == 1.0
+    assert found.antisymmetric_norm == pytest.approx(2**0.5)
+
+
+def test_a_field_has_a_curvature_along_itself() -> None:
+    """The sharpness of a field is that of the loss whose gradient it is, zero for pure rotation, None where v is 0."""
+    matrix = random_matrix(5) + random_matrix(5).T
+    theta = torch.linspace(-1, 1, 5, dtype=torch.float64)
+    found = VectorAnalyzer().analyze_field(lambda at: matrix @ at, theta)
+    assert found.directional_sharpness == pytest.approx(of_quadratic(matrix).directional_sharpness or 0, rel=1e-12)
+    turning = VectorAnalyzer().analyze_field(lambda at: torch.stack([at[1], -at[0]]), torch.ones(2))
+    assert turning.directional_sharpness == pytest.approx(0.0, abs=1e-7)
+    assert VectorAnalyzer().analyze_field(lambda at: matrix @ at, 0 * theta).directional_sharpness is None
+
+
+def test_a_field_may_be_asked_for_at_plain_numbers() -> None:
+    """A list or whole numbers are a point as well."""
+    found = VectorAnalyzer().analyze_field(lambda at: 3.0 * at, [1, 2])  # type: ignore[arg-type]
+    assert (found.divergence, found.num_parameters) == (6.0, 2)
 
 
 class TestLive:
@@ -412,13 +501,13 @@ class TestLive:
         def value() -> Tensor:
             return (x * y + (x**2 - y**2) / 4).sum()
 
-        game = {"min": ([x], value), "max": ([y], lambda: -value())}
+        game = {"min": (iter([x]), value), "max": (iter([y]), lambda: -value())}
         manager = GradientManager(analyzers=["vector"], backends=["memory"])
         analyzer = manager.analyzer("vector")
         assert isinstance(analyzer, VectorAnalyzer)
         analyzer.observe(game)
         optimizer = optimizer_of(model, lr=0.01)
-        for _ in range(2):
+        for _ in range(8):
             optimizer.zero_grad()
             report = manager.step(model, optimizer, (x * y).sum())
             kept = [param.grad.clone() for param in model.parameters() if param.grad is not None]
