@@ -30,7 +30,7 @@ _EAGER_LOOKS: Final = 64
 _PATIENCE: Final = 16
 _NAMES: Final = ("policy", "actor", "agent")
 
-ActionExtractor = Callable[[Any], tuple[Any, Tensor | None, Tensor | None, Tensor | None]]
+ActionExtractor = Callable[[Any], tuple[Any, Tensor | float | None, Tensor | None, Tensor | None]]
 Sample = dict[str, Tensor]
 
 
@@ -251,11 +251,22 @@ class RLPolicyAnalyzer(Analyzer):
         self._looks, self._last_look = int(state["looks"]), int(state["last_look"])
 
     def _extracted(self, found: Any) -> Sample:
+        if not isinstance(found, (tuple, list)) or len(found) != 4:
+            size = f" of {len(found)}" if isinstance(found, (tuple, list)) else ""
+            raise UsageError(
+                f"action_extractor returned {type(found).__name__}{size}: expected (logits, std, mean, value), "
+                "each of which may be None."
+            )
         logits, std, mean, _ = found
         if logits is None and std is None:
             raise UsageError("action_extractor returned neither logits nor std: expected (logits, std, mean, value).")
         parts = [] if logits is None else read_actions(logits)
         if std is not None:
+            std = torch.as_tensor(std).detach()
+            if bool((std < 0).any()):
+                raise UsageError(
+                    f"std {float(std.min()):.3g} is negative: expected a std. Pass log_std.exp() for log_std."
+                )
             parts += read_actions((torch.zeros_like(std) if mean is None else mean, std))
         return measure_policy(parts, marginals=self.track_distributions)
 

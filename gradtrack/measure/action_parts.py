@@ -59,7 +59,7 @@ def _read(source: Any) -> list[Part]:
         return [_choice(source)]
     if isinstance(source, td.Distribution):
         return _of_distribution(source)
-    inner = getattr(source, "distribution", None)
+    inner = getattr(source, "distribution", getattr(source, "distributions", None))
     if inner is not None:  # the wrapper of a reinforcement learning library
         return _wrapped(source, inner)
     if isinstance(source, tuple) and len(source) == 2 and all(isinstance(item, Tensor) for item in source):
@@ -83,8 +83,12 @@ def _choice(logits: Tensor) -> Choice:
 
 
 def _gaussian(mean: Tensor, std: Tensor, **options: Any) -> Gaussian:
-    mean = mean.detach() + torch.zeros_like(std)
-    std = std.detach() + torch.zeros_like(mean)
+    try:
+        mean, std = torch.broadcast_tensors(mean.detach(), std.detach())  # type: ignore[no-untyped-call]
+    except RuntimeError:
+        raise UsageError(
+            f"mean of shape {tuple(mean.shape)}, std of shape {tuple(std.shape)}: expected one std for each mean."
+        ) from None
     columns = mean.shape[-1] if mean.ndim else 1
     return Gaussian(mean.reshape(-1, columns), std.reshape(-1, columns), **options)
 

@@ -13,14 +13,20 @@ from torch import Tensor
 
 _LOG_RANGE: Final = 0.5 * math.log(2 * math.pi * math.e)
 _POINTS: Final = 128
+_MASKED: Final = -5e5
+"""A logit this far below the largest is that of a forbidden action: -1e6, -1e8 and -1e9 are usual."""
 
 
 def log_probabilities(logits: Tensor, mask: Tensor | None = None) -> Tensor:
     """Return normalised log-probabilities in float64; `mask` is true for the actions that are allowed.
 
-    Where none is allowed all of them are -inf, and the state counts for nothing.
+    An action whose logit is -inf, or as low as what stands in for it, is not allowed either. Where none is allowed all
+    of them are -inf, and the state counts for nothing.
     """
     values = logits.detach().double()
+    kind = logits.dtype if logits.is_floating_point() else torch.float64
+    limit = (values.amax(-1, keepdim=True) + _MASKED).clamp_min(torch.finfo(kind).min / 2)
+    values = values.masked_fill((values <= limit) & (values != math.inf), -math.inf)
     if mask is not None:
         values = values.masked_fill(~mask.to(values.device, torch.bool), -math.inf)
     impossible = (values == -math.inf).all(-1, keepdim=True)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradtrack.errors import UsageError
 from gradtrack.measure.action_parts import Choice, Gaussian, Other, Part
 from gradtrack.measure.entropy import (
     categorical_entropy,
@@ -115,5 +116,12 @@ def _of_other(part: Other, action_range: Any) -> Mapping[str, Tensor]:
 def _width_of(action_range: Any, like: Tensor) -> Tensor | None:
     if action_range is None:
         return None
-    low, high = (torch.as_tensor(limit, dtype=torch.float64, device=like.device) for limit in action_range)
-    return high - low
+    try:
+        low, high = action_range
+    except (TypeError, ValueError):
+        raise UsageError(f"action_range {action_range!r}: expected (low, high).") from None
+    low, high = (torch.as_tensor(limit, dtype=torch.float64, device=like.device) for limit in (low, high))
+    width: Tensor = high - low
+    if width.device.type == "cpu" and bool((width <= 0).any()):
+        raise UsageError(f"action_range {action_range!r}: expected each low below its high.")
+    return width.masked_fill(width.isinf(), math.nan)  # of a range without an end no share can be covered

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -175,6 +176,44 @@ def test_masking_an_action_is_leaving_it_out(actions: int, count: int, seed: int
     found, expected = observed(wider, mask=mask), observed(logits)
     assert found.discrete_entropy_mean == pytest.approx(expected.discrete_entropy_mean, abs=1e-9)
     assert found.marginal_entropy_normalized == pytest.approx(expected.marginal_entropy_normalized, abs=1e-9)
+
+
+@pytest.mark.parametrize("low", [-math.inf, -1e6, -1e8, -1e9, torch.finfo(torch.float32).min])
+@pytest.mark.parametrize("wrap", [lambda logits: logits, lambda logits: td.Categorical(logits=logits)])
+def test_a_number_that_stands_for_forbidden_is_a_mask(low: float, wrap: Any) -> None:
+    """P1: three of seven actions allowed alike have all of their entropy, whatever the other logits are set to."""
+    report = observed(wrap(torch.zeros(4, 7).index_fill(1, torch.arange(3, 7), low)))
+    assert report.discrete_entropy_normalized == pytest.approx(1)
+    assert report.marginal_entropy_normalized == pytest.approx(1)
+
+
+def test_the_lowest_number_of_half_precision_is_a_mask() -> None:
+    """float16 ends at -65504."""
+    low = torch.finfo(torch.float16).min
+    logits = torch.zeros(4, 7, dtype=torch.float16).index_fill(1, torch.arange(3, 7), low)
+    assert observed(logits).discrete_entropy_normalized == pytest.approx(1)
+
+
+def test_a_sure_policy_is_not_a_masked_one() -> None:
+    """Logits that are merely far apart are a collapse of all actions, and whole numbers are logits too."""
+    report = observed(torch.tensor([[3000.0, 0, 0]]).repeat(9, 1))
+    assert report.entropy_collapse_risk == "HIGH"
+    assert observed(torch.tensor([[1, 1, 1]])).discrete_entropy_normalized == pytest.approx(1)
+
+
+def test_a_wrapper_of_several_distributions_is_read() -> None:
+    """What keeps its choices as `distributions`, as maskable ones do, is several choices."""
+    wrapper = SimpleNamespace(distributions=[td.Categorical(logits=torch.zeros(4, size)) for size in (3, 5)])
+    assert observed(wrapper).discrete_entropy_mean == pytest.approx(math.log(15))
+
+
+def test_of_a_range_without_an_end_no_share_is_known() -> None:
+    """An action space that is not bounded gives no coverage and no collapse, in nats it is as any other."""
+    gaussian = (torch.zeros(3, 2), torch.ones(3, 2))
+    report = observed(gaussian, action_range=(-math.inf, math.inf))
+    assert report.continuous_entropy_normalized is None
+    assert report.entropy_collapse_risk is None
+    assert report.continuous_entropy_mean == observed(gaussian).continuous_entropy_mean
 
 
 def test_states_with_one_action_do_not_count() -> None:
@@ -480,6 +519,37 @@ def test_wrong_use_is_named() -> None:
         analyzer.observe(td.Normal(torch.zeros(2, 2), 1.0), mask=torch.ones(2, dtype=torch.bool))
     with pytest.raises(UsageError, match=r"Construct RLPolicyAnalyzer\(model\)"):
         analyzer.analyze(states, both_losses)
+    gaussian = (torch.zeros(2, 2), torch.ones(2, 2))
+    with pytest.raises(UsageError, match=r"action_range 1\.0: expected \(low, high\)"):
+        analyzer.observe(gaussian, action_range=1.0)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="expected each low below its high"):
+        analyzer.observe(gaussian, action_range=(1, -1))
+    with pytest.raises(UsageError, match=r"mean of shape \(2, 2\), std of shape \(3,\)"):
+        analyzer.observe((torch.zeros(2, 2), torch.ones(3)))
+
+
+@pytest.mark.parametrize(
+    ("extract", "match"),
+    [
+        (lambda output: output, "action_extractor returned tuple of 2: expected"),
+        (lambda output: output[0], "action_extractor returned Tensor: expected"),
+        (lambda output: None, "action_extractor returned NoneType: expected"),
+        (lambda output: (None, None, None, None), "returned neither logits nor std"),
+        (lambda output: (None, output[0] * 0 - 1, output[0], None), r"std -1 is negative: .* log_std\.exp\(\)"),
+    ],
+)
+def test_what_an_extractor_may_not_return_is_named(extract: Any, match: str) -> None:
+    """The four things are asked for, and a standard deviation is not its logarithm."""
+    with pytest.raises(UsageError, match=match):
+        RLPolicyAnalyzer(ActorCritic()).analyze(states, both_losses, 1, action_extractor=extract)
+
+
+def test_a_plain_number_is_a_std() -> None:
+    """A standard deviation that is a number holds for every action."""
+    _, stats = RLPolicyAnalyzer(ActorCritic()).analyze(
+        states, both_losses, 1, action_extractor=lambda output: (None, 0.25, output[0], None)
+    )
+    assert stats.continuous_std_mean == pytest.approx(0.25)
 
 
 def test_the_report_survives_json_and_prints(capsys: pytest.CaptureFixture[str]) -> None:
