@@ -124,7 +124,8 @@ class JacobianAnalyzer(Analyzer):
         return self._notes
 
     def _choose(self, blocks: Any) -> tuple[nn.Module, dict[str, nn.Module]]:
-        given: Any = [blocks] if isinstance(blocks, nn.Module) else blocks
+        given: Any = list(blocks) if isinstance(blocks, nn.ModuleList) else blocks
+        given = [given] if isinstance(given, nn.Module) else given
         if self._model is not None and (given is None or _names(given)):
             chain = find_chain(self._model, given if given is not None else self._blocks)
             chosen = chain or dict(self._model.named_children()) or {type(self._model).__name__: self._model}

@@ -23,7 +23,7 @@ class BlockCall:
     def __init__(self, args: Any, kwargs: Any, num_samples: int = _SAMPLES) -> None:
         args, kwargs = _without_caches(args), _without_caches(kwargs)
         first = _main(args, kwargs)
-        size = first.size(0) if first is not None and first.dim() else None
+        size = first.size(0) if first is not None and first.dim() > 1 else None  # a vector is one sample
 
         def keep(tensor: Tensor) -> Tensor:
             if tensor.is_nested:

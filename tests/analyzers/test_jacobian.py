@@ -184,6 +184,27 @@ def test_modules_without_a_model_are_run_one_after_the_other() -> None:
     assert report.blocks["1.Tanh"].sigma_max == pytest.approx(1 - math.tanh(0.5) ** 2)
 
 
+def test_a_module_list_is_its_modules() -> None:
+    """A ModuleList is run in its order, alone and as a part of a model."""
+    blocks = nn.ModuleList([linear(2 * torch.eye(3)), nn.Tanh()])
+    report = JacobianAnalyzer().analyze(lambda: torch.full((1, 3), 0.25, dtype=torch.float64), blocks=blocks)
+    assert report.blocks["1.Tanh"].sigma_max == pytest.approx(1 - math.tanh(0.5) ** 2)
+    model = Network().double()
+    assert list(JacobianAnalyzer(model).analyze(tokens, blocks=model.layers).blocks) == [
+        "layers.0",
+        "layers.1",
+        "layers.2",
+    ]
+
+
+def test_a_vector_is_one_sample() -> None:
+    """A model that is called without a batch is differentiated by the whole vector."""
+    matrix = torch.tensor([3.0, 1.0, 0.1], dtype=torch.float64).diag()
+    found = only(JacobianAnalyzer(linear(matrix)).analyze(lambda: torch.ones(3, dtype=torch.float64)))
+    assert (found.num_inputs, found.num_outputs) == (3, 3)
+    assert found.condition == pytest.approx(30)
+
+
 def test_more_samples_give_their_median() -> None:
     """With several samples each number is the median over them, and their count is reported."""
     inputs = torch.tensor([[0.1], [1.0], [3.0]], dtype=torch.float64)
