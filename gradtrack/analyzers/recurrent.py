@@ -25,6 +25,11 @@ from gradtrack.measure.untouched import offline_steps, untouched
 from gradtrack.records import Panel
 from gradtrack.reports import Issue, IssueType, Report
 
+_NOTHING: Final = (
+    "expected nn.RNN, nn.LSTM, nn.GRU, one of their cells, or a module (x, h) -> h. "
+    "Give the state equation of any other with step_functions."
+)
+_LIVE_WORK: Final = 270_000
 _HARMLESS: Final = (IssueType.SHORT_MEMORY, IssueType.LOW_EFFECTIVE_RANK)
 
 
@@ -106,6 +111,7 @@ class RecurrentAnalyzer(Analyzer):
         )
         self._recorder: RecurrentRecorder | None = None
         self._notes: list[str] = []
+        self._looked = False
         self._history = Recurring()
         self._series: Series | None = None
 
@@ -123,10 +129,13 @@ class RecurrentAnalyzer(Analyzer):
         if self._recorder is None:
             return None
         # Beside a training fewer probes do, and Arnoldi's method gives eigenvalues to 1e-3 at a third of the cost.
-        options = replace(self._options, dense_limit=128, num_probes=2, num_exponents=2, radius_budget=128)
+        options = replace(self._options, dense_limit=128, num_probes=2, num_exponents=2, radius_work=_LIVE_WORK)
         looks = look_around(self._recorder, snapshot.model, options, self.seed)
         if not looks:
+            self._notes = [] if self._looked else [f"recurrent: the step ran no recurrent module: {_NOTHING}"]
+            self._looked = True
             return None
+        self._looked = True
         report = self._report([looks], snapshot.horizon or self.horizon, snapshot.step)
         self._history.add(report.issues)
         self._series = snapshot.series
@@ -178,10 +187,7 @@ class RecurrentAnalyzer(Analyzer):
             finally:
                 recorder.close()
         if not any(found):
-            raise UsageError(
-                f"model {type(model).__name__} ran no recurrent module: expected nn.RNN, nn.LSTM, nn.GRU, one of their "
-                "cells, or a module (x, h) -> h. Give the state equation of any other with step_functions."
-            )
+            raise UsageError(f"model {type(model).__name__} ran no recurrent module: {_NOTHING}")
         report = self._report(found, self.horizon)
         known = {issue.key for issue in report.issues}
         flow = registry.analyzers.load("flow")(model).analyze(input_fn, loss_fn, steps)

@@ -115,11 +115,7 @@ def largest(cells: Mapping[str, CellDynamics]) -> dict[str, Any]:
     """Return the plain numbers: each the largest over layers and directions."""
     radii = [cell.spectral_radius for cell in cells.values() if cell.spectral_radius is not None]
     rates = [cell.temporal_decay_rate for cell in cells.values() if cell.temporal_decay_rate is not None]
-    longest = max(
-        (cell for cell in cells.values() if cell.effective_memory_length is not None),
-        key=lambda cell: (cell.effective_memory_length, cell.censored),
-        default=None,
-    )
+    longest = _longest(cells)
     exponent = max((cell.lyapunov_exponents[0] for cell in cells.values() if cell.lyapunov_exponents), default=None)
     return {
         "spectral_radius": max(radii, default=None),
@@ -132,15 +128,20 @@ def largest(cells: Mapping[str, CellDynamics]) -> dict[str, Any]:
     }
 
 
+def _longest(cells: Mapping[str, CellDynamics]) -> CellDynamics | None:
+    """Return the cell with the longest memory."""
+    known = [cell for cell in cells.values() if cell.effective_memory_length is not None]
+    return max(known, key=lambda cell: (cell.effective_memory_length, cell.censored), default=None)
+
+
 def remarks(cells: Mapping[str, CellDynamics], horizon: int | None, dropped: Sequence[str]) -> list[str]:
     """Say what is good to know about the dynamics without being a fault."""
     found = []
-    known = [cell.effective_memory_length for cell in cells.values() if cell.effective_memory_length is not None]
-    if horizon is None and known:
-        found.append(
-            f"recurrent: gradients fall to 1/e within {max(known):.3g} steps. That is no fault by itself; "
-            "declare a horizon to have it judged."
-        )
+    longest = _longest(cells)
+    if horizon is None and longest is not None:
+        length = f"{longest.effective_memory_length:.3g} steps"
+        seen = f"outlast {length}, all that was seen" if longest.censored else f"fall to 1/e within {length}"
+        found.append(f"recurrent: gradients {seen}. That is no fault by itself; declare a horizon to have it judged.")
     partial = {name: cell for name, cell in cells.items() if cell.eigenvalues and not cell.has_all_eigenvalues}
     if partial:
         counts = ", ".join(

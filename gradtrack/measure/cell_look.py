@@ -21,6 +21,10 @@ from gradtrack.reports import Report
 _SATURATED: Final = (0.03, 0.97)
 _MOST_ROWS: Final = 512
 _WIDEST: Final = 1024
+_MOST_STATES: Final = 256
+_MOST_FIELDS: Final = 8
+_SMALL_WORK: Final = 4096
+"""What the eigenvalues of even the smallest matrix cost, where those of a large one cost its size cubed."""
 
 
 class GateStatistics(Report):
@@ -48,12 +52,17 @@ class LookOptions:
     max_steps: int = 256
     num_probes: int = 8
     num_exponents: int = 4
-    radius_budget: int = 256
+    radius_work: int = 2**23
     dense_limit: int = DENSE_LIMIT
 
-    def radius_points(self, size: int) -> int:
-        """Choose at how many states to find eigenvalues: fewer of larger matrices."""
-        return max(1, min(8, self.radius_budget // size))
+    def radius_states(self, path: Trajectory, window: int) -> list[tuple[int, int]]:
+        """Choose states to find eigenvalues at, as (steps back, sequence): all of them, or fewer of larger matrices."""
+        num_sequences = path.states.shape[1]
+        each = path.cell.state_size**3 + _SMALL_WORK
+        count = min(_MOST_STATES, math.ceil(self.radius_work / each))
+        if count >= window * num_sequences:
+            return [(back, sequence) for back in range(window) for sequence in range(num_sequences)]
+        return [(back, index % num_sequences) for index, back in enumerate(spaced(window, count))]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -107,24 +116,21 @@ def look_at(
     )
     if not look.finite:
         return look
-    points = spaced(window, options.radius_points(path.cell.state_size))
     with torch.no_grad():
         if options.jacobian:
-            _measure_jacobian(path, look, points, options, generator)
+            _measure_jacobian(path, look, options, generator)
         if options.states:
             look.ranks = _ranks(path, window)
             look.gates, look.cell_memory = _gates(path, window)
         if options.vector and path.cell.state_size <= DENSE_LIMIT:
-            look.state_field = _state_field(path, points)
+            look.state_field = _state_field(path, window)
         if weight_gradient is not None:
             look.weight_rank = _rank_of(weight_gradient)
         look.gradient_profile = _gradient_profile(path, window)
     return look
 
 
-def _measure_jacobian(
-    path: Trajectory, look: CellLook, points: list[int], options: LookOptions, generator: torch.Generator
-) -> None:
+def _measure_jacobian(path: Trajectory, look: CellLook, options: LookOptions, generator: torch.Generator) -> None:
     look.decay = sweep(
         path,
         generator,
@@ -132,15 +138,16 @@ def _measure_jacobian(
         num_probes=options.num_probes,
         num_exponents=options.num_exponents,
     )
-    for index, back in enumerate(points):
-        sequence = index % look.num_sequences
-        state, drive = path.states[-2 - back, sequence], path.drives[-1 - back, sequence]
-        if state.numel() <= options.dense_limit:
-            eigenvalues = step_spectrum(path.cell, state, drive)
-        else:
-            eigenvalues = outer_spectrum(path.cell, state, drive, generator)
-        look.radii.append(float(eigenvalues.abs().max()))
-        look.eigenvalues = look.eigenvalues or torch.view_as_real(eigenvalues).tolist()
+    backs, sequences = zip(*options.radius_states(path, look.window), strict=True)
+    states = path.states[[-2 - back for back in backs], list(sequences)]
+    drives = path.drives[[-1 - back for back in backs], list(sequences)]
+    if path.cell.state_size <= options.dense_limit:
+        found = list(step_spectrum(path.cell, states, drives).reshape(-1, path.cell.state_size))
+    else:
+        pairs = zip(states, drives, strict=True)
+        found = [outer_spectrum(path.cell, state, drive, generator) for state, drive in pairs]
+    look.radii = [float(eigenvalues.abs().max()) for eigenvalues in found]
+    look.eigenvalues = torch.view_as_real(found[0]).tolist()
 
 
 def _ranks(path: Trajectory, window: int) -> tuple[float, float, float]:
@@ -180,9 +187,10 @@ def _gates(path: Trajectory, window: int) -> tuple[dict[str, GateStatistics], fl
     return found, float(per_unit.median())
 
 
-def _state_field(path: Trajectory, points: list[int]) -> StateField:
+def _state_field(path: Trajectory, window: int) -> StateField:
     """Measure the field f(s) - s at some states, and how its direction turns from one step to the next."""
-    backs = torch.tensor(points)
+    count = max(1, min(_MOST_FIELDS, 256 // path.cell.state_size))
+    backs = torch.tensor(spaced(window, count))
     states, drives = path.states[-2 - backs, 0], path.drives[-1 - backs, 0]
     derivative = jacobian(path.cell, states, drives)
     derivative = derivative - torch.eye(derivative.shape[-1], dtype=derivative.dtype, device=derivative.device)

@@ -66,14 +66,14 @@ def step_radius(
     cell: Cell, state: Tensor, drive: Tensor, generator: torch.Generator, *, dense_limit: int = DENSE_LIMIT
 ) -> float:
     """Return the spectral radius of the Jacobian at one state (S): dense up to a limit, by Arnoldi beyond."""
-    dense = state.numel() <= dense_limit
-    found = step_spectrum(cell, state, drive) if dense else outer_spectrum(cell, state, drive, generator)
-    return float(found.abs().max())
+    if state.numel() <= dense_limit:
+        return float(step_spectrum(cell, state.unsqueeze(0), drive.unsqueeze(0)).abs().max())
+    return float(outer_spectrum(cell, state, drive, generator).abs().max())
 
 
-def step_spectrum(cell: Cell, state: Tensor, drive: Tensor) -> Tensor:
-    """Return the eigenvalues of the Jacobian at one state (S), from the whole matrix."""
-    eigenvalues: Tensor = torch.linalg.eigvals(jacobian(cell, state.unsqueeze(0), drive.unsqueeze(0))[0])
+def step_spectrum(cell: Cell, states: Tensor, drives: Tensor) -> Tensor:
+    """Return the eigenvalues (N, S) of the Jacobians at states (N, S), from the whole matrices."""
+    eigenvalues: Tensor = torch.linalg.eigvals(jacobian(cell, states, drives))
     return eigenvalues
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from torch import Tensor, nn
 
@@ -16,6 +16,8 @@ from gradtrack.measure.cells import Step
 from gradtrack.measure.fused_capture import FusedCapture
 from gradtrack.measure.hooks import ModuleHook
 from gradtrack.measure.replay import Trajectory
+
+_CELL_NAMES: Final = ("cell", "rnn", "lstm", "gru", "recurrent", "reservoir")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,8 +98,8 @@ class RecurrentRecorder:
 
 
 def recurrent_modules(model: nn.Module) -> list[str]:
-    """Name the modules of a model that are recurrent by their type."""
-    return [name for name, module in model.named_modules() if isinstance(module, (nn.RNNBase, nn.RNNCellBase))]
+    """Name the modules of a model that are recurrent by their type, or by what they are called and take."""
+    return [name for name, module in model.named_modules() if _is_recurrent(module)]
 
 
 def weight_gradient(model: nn.Module, name: str) -> Tensor | None:
@@ -115,6 +117,12 @@ def _capture(
     if isinstance(module, SINGLE_CELLS) or _may_be_cell(module):
         return CellCapture(module, name, max_sequences=max_sequences, max_steps=max_steps)
     return None
+
+
+def _is_recurrent(module: nn.Module) -> bool:
+    if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
+        return True
+    return any(word in type(module).__name__.lower() for word in _CELL_NAMES) and _may_be_cell(module)
 
 
 def _may_be_cell(module: nn.Module) -> bool:

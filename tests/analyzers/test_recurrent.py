@@ -180,12 +180,26 @@ def test_every_cell_is_reported_and_the_plain_numbers_are_the_largest() -> None:
     assert {cell.module for cell in dynamics.cells.values()} == {"rnn"}
 
 
+@pytest.mark.parametrize("sequences", [1, 3])
+def test_the_radius_is_the_median_over_every_state(sequences: int) -> None:
+    """Without the replay: eig of diag(1 - h'^2) W at each state of a tanh RNN in a loop of its own."""
+    model, batch = nn.RNN(2, 5).double(), normal(31, sequences, 2)
+    inward, weight, *biases = (param.detach() for param in model.parameters())
+    state, radii = torch.zeros(sequences, 5, dtype=torch.float64), []
+    for inputs in batch:
+        state = torch.tanh(inputs @ inward.T + state @ weight.T + sum(biases))
+        radii += [float(torch.linalg.eigvals((1 - h**2).diag() @ weight).abs().max()) for h in state]
+    found = RecurrentAnalyzer(model).analyze(lambda: batch, lambda output: output[0].sum(), steps=2)[1]
+    assert found.spectral_radius == pytest.approx(float(np.median(radii)), abs=1e-12)
+    assert found.cells["l0"].spectral_radius_range == pytest.approx((min(radii), max(radii)), abs=1e-12)
+
+
 def test_every_number_says_what_it_rests_on() -> None:
-    """Looks, sequences, window and counts are in the report."""
+    """Looks, sequences, window and counts are in the report; the radius is over every state of every sequence."""
     _, dynamics = look(Tagger(), steps=3)
     cell = dynamics.cells["rnn.l0"]
     assert (dynamics.num_looks, cell.num_looks, cell.num_sequences, cell.window) == (3, 3, 4, 12)
-    assert cell.spectral_radius_count == 3 * 8
+    assert cell.spectral_radius_count == 3 * 12 * 4
     assert cell.lyapunov_count == 3 * 10
     assert cell.lyapunov_error is not None
     assert len(cell.decay_profile) == 13
@@ -401,6 +415,63 @@ def test_live_and_offline_agree() -> None:
     assert live.temporal_decay_rate == pytest.approx(offline.temporal_decay_rate, abs=0.05)
 
 
+class LeakyCell(nn.Module):
+    """A cell of one's own, which remembers for longer than the sequences here are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(5, 4)
+
+    def forward(self, x: Tensor, h: Tensor) -> Tensor:
+        """Advance by one step."""
+        return 0.95 * h + 0.05 * torch.tanh(self.mix(torch.cat([x, h], dim=-1)))
+
+
+class Unrolled(nn.Module):
+    """A loop over a cell, or over an equation of its own."""
+
+    def __init__(self, cell: nn.Module | None = None) -> None:
+        super().__init__()
+        self.cell, self.mix = cell, nn.Linear(5, 4)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Return the last state."""
+        state: Tensor = self.mix(nn.functional.pad(inputs[:, 0], (0, 4)))
+        for x in inputs.unbind(1):
+            state = self.cell(x, state) if self.cell else 0.5 * state + self.mix(torch.cat([x, state], -1)).tanh()
+        return state
+
+
+def train_unrolled(model: nn.Module, chosen: Any) -> list[StepReport]:
+    """Train for eight steps."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with GradientManager(analyzers=chosen) as manager:
+        manager.attach(model, optimizer)
+        for _ in range(8):
+            optimizer.zero_grad()
+            manager.step(model, optimizer, model(torch.randn(3, 6, 1)).square().sum())
+            optimizer.step()
+    return list(manager.reports)
+
+
+def test_a_cell_of_ones_own_is_picked_and_what_was_not_seen_of_its_memory_is_not_said() -> None:
+    """`auto` knows a cell by its name and two arguments; a memory longer than the sequence is said to outlast it."""
+    reports = train_unrolled(Unrolled(LeakyCell()), "auto")
+    assert "analyzer recurrent was chosen: the model has 1 recurrent modules (LeakyCell)." in reports[0].notes
+    found: Any = reports[1].analyzers["recurrent"]
+    assert found.censored
+    assert any("gradients outlast 5 steps, all that was seen" in note for note in reports[1].notes)
+
+
+def test_a_model_without_a_recurrent_module_is_told_once_what_was_expected() -> None:
+    """Beside a training nothing is reported, and the first look says how to name a state equation."""
+    reports = train_unrolled(Unrolled(), ["recurrent"])
+    assert not any(report.analyzers for report in reports)
+    (note,) = [note for report in reports for note in report.notes]
+    assert note.startswith("recurrent: the step ran no recurrent module: expected nn.RNN")
+    assert "step_functions" in note
+
+
 def test_a_step_without_a_forward_has_no_report() -> None:
     """Armed too late or not at all, the analyzer says nothing."""
     analyzer, snapshot = RecurrentAnalyzer(), Snapshot(step=1, model=Tagger())
@@ -571,14 +642,17 @@ def test_a_linear_reservoir_has_the_radius_of_its_matrix() -> None:
 
 @pytest.mark.parametrize("radius", [0.5, 0.9, 1.3])
 def test_reservoirpy_agrees_on_its_own_reservoir(radius: float) -> None:
-    """The radius of a linear reservoir is what ReservoirPy computes for its matrix, and what it was asked to make."""
+    """The radius of a linear reservoir is what ReservoirPy computes for its matrix, and what it was asked to make.
+
+    It is given the matrix in full: of a sparse one it asks ARPACK, which may settle on the second of two near values.
+    """
     reservoir = Reservoir(100, sr=radius, lr=1.0, activation="identity", seed=0)
     reservoir.initialize(np.ones((1, 2)))
     weight, inward = (torch.tensor(np.asarray(part.todense())) for part in (reservoir.W, reservoir.Win))
     _, found = RecurrentAnalyzer().analyze_step(
         lambda s, x: s @ weight.T + x @ inward.T, normal(2, 100), normal(9, 2, 2)
     )
-    assert found.spectral_radius == pytest.approx(float(observables.spectral_radius(reservoir.W)), rel=1e-6)
+    assert found.spectral_radius == pytest.approx(float(observables.spectral_radius(weight.numpy())), rel=1e-6)
     assert found.spectral_radius == pytest.approx(radius, rel=1e-6)
 
 
