@@ -248,6 +248,7 @@ def summary(issues: Sequence[Issue], stats: AttentionReport) -> str:
             f"floor {layer.entropy_floor:.3f}), max logit {layer.max_logit:.3g}, sparsity {layer.sparsity:.3f}, "
             f"head diversity {diversity}"
         )
+    lines += [] if stats.layers else ["  no attention was heard"]
     lines += [f"  {block.name or 'model'}: token difference {block.residual:.3g}" for block in stats.blocks]
     lines.append(f"  rank collapse risk: {stats.rank_collapse_risk or 'unknown'}")
     return "\n".join([*lines, *(str(issue) for issue in issues)])

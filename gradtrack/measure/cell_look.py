@@ -57,12 +57,12 @@ class LookOptions:
 
     def radius_states(self, path: Trajectory, window: int) -> list[tuple[int, int]]:
         """Choose states to find eigenvalues at, as (steps back, sequence): all of them, or fewer of larger matrices."""
-        num_sequences = path.states.shape[1]
         each = path.cell.state_size**3 + _SMALL_WORK
         count = min(_MOST_STATES, math.ceil(self.radius_work / each))
-        if count >= window * num_sequences:
-            return [(back, sequence) for back in range(window) for sequence in range(num_sequences)]
-        return [(back, index % num_sequences) for index, back in enumerate(spaced(window, count))]
+        lengths = path.lengths.clamp_max(self.max_steps).tolist()
+        if sum(lengths) <= count:
+            return [(back, sequence) for sequence, length in enumerate(lengths) for back in range(length)]
+        return [(back, index % len(lengths)) for index, back in enumerate(spaced(window, count))]
 
 
 @dataclass(slots=True, kw_only=True)

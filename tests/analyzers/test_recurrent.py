@@ -194,6 +194,21 @@ def test_the_radius_is_the_median_over_every_state(sequences: int) -> None:
     assert found.cells["l0"].spectral_radius_range == pytest.approx((min(radii), max(radii)), abs=1e-12)
 
 
+def test_the_radius_of_packed_sequences_is_over_all_of_their_steps() -> None:
+    """The steps that only the longer sequences have count too."""
+    model = nn.RNN(2, 3, batch_first=True).double()
+    sequences = [normal(length, 2) for length in (9, 7, 6)]
+
+    def cell_of(batch: Any) -> Any:
+        analyzer = RecurrentAnalyzer(model)
+        return analyzer.analyze(lambda: (batch,), lambda output: output[1].sum(), steps=1)[1].cells["l0"]
+
+    found, alone = cell_of(nn.utils.rnn.pack_sequence(sequences)), [cell_of(one) for one in sequences]
+    assert found.spectral_radius_count == 9 + 7 + 6
+    lows, highs = zip(*(cell.spectral_radius_range for cell in alone), strict=True)
+    assert found.spectral_radius_range == pytest.approx((min(lows), max(highs)), abs=1e-12)
+
+
 def test_every_number_says_what_it_rests_on() -> None:
     """Looks, sequences, window and counts are in the report; the radius is over every state of every sequence."""
     _, dynamics = look(Tagger(), steps=3)

@@ -355,11 +355,12 @@ def test_other_models_are_not_chosen() -> None:
     assert TransformerAnalyzer.suits(nn.Sequential(nn.Linear(2, 2), nn.LSTM(2, 2))) is None
 
 
-def test_a_model_without_attention_has_nothing_to_report() -> None:
-    """Nothing is made up where no attention is called."""
-    issues, report = TransformerAnalyzer(nn.Linear(4, 2)).analyze(
-        lambda: torch.randn(3, 4), lambda output: output.sum(), steps=2
-    )
+def test_a_model_without_attention_has_nothing_to_report(capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing is made up where no attention is called, and the summary says so."""
+    analyzer = TransformerAnalyzer(nn.Linear(4, 2))
+    issues, report = analyzer.analyze(lambda: torch.randn(3, 4), lambda output: output.sum(), steps=2)
+    analyzer.print_summary(issues, report)
+    assert "no attention was heard" in capsys.readouterr().out
     assert issues == []
     assert report.attention_entropy_mean is None
     assert report.rank_collapse_risk is None
