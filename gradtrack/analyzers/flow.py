@@ -192,7 +192,7 @@ class GradientFlowAnalyzer(Analyzer):
         wanted = {
             "jacobian": self.enable_jacobian,
             "vector": self.enable_vector_analysis or self.enable_circular_flow_analyser,
-            "recurrent": self.enable_rnn_analyzer,
+            "recurrent": self.enable_rnn_analyzer or (self.enable_jacobian and self._is_recurrent()),
         }
         found: list[Issue] = []
         for name in (name for name, on in wanted.items() if on):
@@ -206,6 +206,10 @@ class GradientFlowAnalyzer(Analyzer):
             issues, self.details[name] = result if isinstance(result, tuple) else ([], result)
             found += issues
         return found
+
+    def _is_recurrent(self) -> bool:
+        """Say whether the Jacobians that matter are those from one state to the next."""
+        return self.model is not None and registry.analyzers.load("recurrent").suits(self.model) is not None
 
     def _new_sampler(self) -> FlowSampler:
         return FlowSampler(with_zeros=self._thresholds.dead is not None)
