@@ -49,7 +49,8 @@ class RLPolicyAnalyzer(Analyzer):
 
     `entropy_collapse_risk` is HIGH when the normalised entropy is below 0.1, or falls so fast (Theil-Sen slope over 50
     observations) that it will be there within 25; MEDIUM within 100; LOW when returns rise (Mann-Kendall) or stay at
-    their best after having risen: entropy that buys return is no fault. Without returns `confidence` is low.
+    their best after having risen: entropy that buys return is no fault. It is LOW too for a policy that was sure from
+    the first while returns stay at their best, if its actions depend on the state. Without returns `confidence` is low.
     The thresholds judge by themselves only where they are passed; without returns they open LOW issues at most.
 
     In a training loop, call `manager.analyzer("rl_policy").observe(distribution, ...)` before `manager.step`. The step

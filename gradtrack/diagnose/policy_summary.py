@@ -9,10 +9,11 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from gradtrack.diagnose.policy_trend import PolicyHistory
+from gradtrack.diagnose.policy_trend import FLOOR, PolicyHistory
 from gradtrack.measure.policy_report import PolicyReport
 
 _INFORMED: Final = 0.5
+_TOLD: Final = 0.1
 _AVERAGED: Final = frozenset(PolicyReport.__pydantic_fields__) - {"num_states", "squashed"}
 
 
@@ -33,6 +34,7 @@ def sum_up(
     information = None if total is None or conditional is None else max(total - conditional, 0.0)
     spread = values.get("marginal_entropy_normalized")
     informed = spread is not None and level is not None and spread - level > _INFORMED * (1 - level)
+    history.blind = information is not None and (information < _TOLD if spread is None else spread < 2 * FLOOR)
     known = [found for found in returns if found is not None]
     return PolicyReport(
         **{name: value for name, value in values.items() if name in _AVERAGED},

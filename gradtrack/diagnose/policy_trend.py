@@ -23,7 +23,7 @@ _DRIVEN: Final = 0.01
 class PolicyHistory:
     """The last 50 levels of entropy, and returns: the first 16 and the last 512.
 
-    A level is a normalised entropy between 0 and 1.
+    A level is a normalised entropy between 0 and 1. A policy is `blind` that does nearly the same in every state.
     """
 
     def __init__(self) -> None:
@@ -32,6 +32,7 @@ class PolicyHistory:
         self.first: list[float] = []
         self.num_returns = 0
         self.highest = 0.0
+        self.blind = False
 
     def add(self, level: float | None, episode_return: float | None = None) -> None:
         """Take in one observation; what is not finite is left out."""
@@ -125,9 +126,10 @@ class PolicyHistory:
     def came_sure(self) -> bool:
         """Tell whether a level this low was there from the first, while returns stay at their best.
 
-        A policy that comes trained is as sure of itself as one that has collapsed, but it has lost nothing.
+        A policy that comes trained is as sure of itself as one that has collapsed, but it has lost nothing, and what it
+        is sure of depends on the state.
         """
-        if len(self.levels) < _ENOUGH or self.highest >= 2 * FLOOR or len(self.returns) < _ENOUGH:
+        if self.blind or len(self.levels) < _ENOUGH or self.highest >= 2 * FLOOR or len(self.returns) < _ENOUGH:
             return False
         values = list(self.returns)
         quarter = max(len(values) // 4, 2)
@@ -152,6 +154,7 @@ class PolicyHistory:
         self.returns = deque(state["returns"], maxlen=_RETURNS)
         self.first, self.num_returns = list(state["first"]), int(state["num_returns"])
         self.highest = float(state.get("highest", 1.0))
+        self.blind = bool(state.get("blind", False))
 
 
 def _average(values: list[float]) -> float:

@@ -339,6 +339,20 @@ def test_a_policy_that_falls_for_the_wrong_arm_has_collapsed() -> None:
     assert all(issue.confidence == 0.9 for issue in report.issues)
 
 
+@pytest.mark.parametrize("sure", [True, False])
+def test_a_policy_that_does_the_same_everywhere_has_not_come_trained(sure: bool) -> None:
+    """Certain from the first at returns that stand still: a collapse, unless what it is certain of is the state's."""
+    logits = 40 * (torch.eye(4).repeat(4, 1) if sure else torch.eye(4)[:1].repeat(16, 1))
+    gaussian = (torch.arange(16.0)[:, None] if sure else torch.zeros(16, 1), torch.full((16, 1), 0.01))
+    for distribution in (logits, gaussian):
+        analyzer = RLPolicyAnalyzer()
+        for _ in range(60):
+            analyzer.observe(distribution, episode_return=1.0)
+            report = analyzer.report()
+        assert report.entropy_collapse_risk == ("LOW" if sure else "HIGH")
+        assert (IssueType.ENTROPY_COLLAPSE in types(report)) is not sure
+
+
 def test_std_thresholds() -> None:
     """A tiny and a huge deviation are issues: low ones by the usual values, medium ones by chosen values."""
     tiny, huge = (torch.zeros(8, 2), torch.full((2,), 0.05)), (torch.zeros(8, 2), torch.full((2,), 3.0))
