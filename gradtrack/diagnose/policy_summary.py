@@ -33,7 +33,8 @@ def sum_up(
     total = values["marginal_entropy"]
     information = None if total is None or conditional is None else max(total - conditional, 0.0)
     spread = values.get("marginal_entropy_normalized")
-    informed = spread is not None and level is not None and spread - level > _INFORMED * (1 - level)
+    alone = "continuous_entropy_mean" not in values  # beside a continuous part, the level may be that of the other
+    informed = alone and spread is not None and level is not None and spread - level > _INFORMED * (1 - level)
     history.blind = information is not None and (information < _TOLD if spread is None else spread < 2 * FLOOR)
     known = [found for found in returns if found is not None]
     return PolicyReport(
@@ -55,8 +56,8 @@ def sum_up(
 def _level(row: Mapping[str, float]) -> float | None:
     """Return the lowest normalised entropy of a sample's parts; for a Gaussian of unknown range its std, at most 1."""
     parts = [row[name] for name in ("discrete_entropy_normalized", "continuous_range_mean") if name in row]
-    if not parts and "continuous_std_mean" in row:
-        parts = [min(row["continuous_std_mean"], 1.0)]
+    if "continuous_range_mean" not in row and "continuous_std_mean" in row:
+        parts.append(min(row["continuous_std_mean"], 1.0))
     finite = [part for part in parts if math.isfinite(part)]
     return min(finite) if finite else None
 

@@ -353,6 +353,14 @@ def test_a_policy_that_does_the_same_everywhere_has_not_come_trained(sure: bool)
         assert (IssueType.ENTROPY_COLLAPSE in types(report)) is not sure
 
 
+def test_the_worst_part_of_a_mixed_action_is_judged() -> None:
+    """A continuous part without a range has collapsed, however random the discrete one beside it is."""
+    report = observed([td.Categorical(logits=torch.zeros(8, 3)), td.Normal(torch.zeros(8, 2), 0.01)])
+    assert report.discrete_entropy_normalized == pytest.approx(1)
+    assert report.entropy_level == pytest.approx(0.01)
+    assert report.entropy_collapse_risk == "HIGH"
+
+
 def test_std_thresholds() -> None:
     """A tiny and a huge deviation are issues: low ones by the usual values, medium ones by chosen values."""
     tiny, huge = (torch.zeros(8, 2), torch.full((2,), 0.05)), (torch.zeros(8, 2), torch.full((2,), 3.0))
