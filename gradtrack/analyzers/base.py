@@ -266,10 +266,14 @@ class Analyzer(ABC):
 
 
 def model_of(analyzer: Analyzer, model: nn.Module | None) -> nn.Module:
-    """Return the model of an analyzer that is to analyze one, which the manager's own do not have."""
+    """Return the model of an analyzer that is to analyze one, which the manager's own do not have.
+
+    Of a compiled model it is the one that it was made from.
+    """
     name = type(analyzer).__name__
     if model is None:
         raise UsageError(f"{name} has no model: expected one to analyze. Construct {name}(model).")
     if not isinstance(model, nn.Module):
         raise InputTypeError(f"{name} of {type(model).__name__}: expected a torch.nn.Module.")
-    return model
+    inner = getattr(model, "_orig_mod", model)
+    return inner if isinstance(inner, nn.Module) else model

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, final
 import torch
 from torch import nn
 
-from gradtrack.analyzers.base import Analyzer, Schedule, Snapshot, rarely
+from gradtrack.analyzers.base import Analyzer, Schedule, Snapshot, model_of, rarely
 from gradtrack.errors import UsageError
 from gradtrack.measure.block_inputs import BlockCall, BlockInputs, evaluating
 from gradtrack.measure.chains import Blocks, find_chain, is_compiled_around
@@ -126,16 +126,16 @@ class JacobianAnalyzer(Analyzer):
     def _choose(self, blocks: Any) -> tuple[nn.Module, dict[str, nn.Module]]:
         given: Any = list(blocks) if isinstance(blocks, nn.ModuleList) else blocks
         given = [given] if isinstance(given, nn.Module) else given
-        if self._model is not None and (given is None or _names(given)):
-            chain = find_chain(self._model, given if given is not None else self._blocks)
-            chosen = chain or dict(self._model.named_children()) or {type(self._model).__name__: self._model}
-            return self._model, chosen
+        own = None if self._model is None else model_of(self, self._model)
+        if own is not None and (given is None or _names(given)):
+            chain = find_chain(own, given if given is not None else self._blocks)
+            return own, chain or dict(own.named_children()) or {type(own).__name__: own}
         if given is None or _names(given):
             raise UsageError("blocks without a model: expected modules. Pass modules, or make JacobianAnalyzer(model).")
         modules = list(given)
-        names = {module: name for name, module in self._model.named_modules()} if self._model is not None else {}
-        if all(module in names for module in modules) and self._model is not None:
-            return self._model, {names[module]: module for module in modules}
+        names = {} if own is None else {module: name for name, module in own.named_modules()}
+        if own is not None and all(module in names for module in modules):
+            return own, {names[module]: module for module in modules}
         single = len(modules) == 1
         named = {
             type(module).__name__ if single else f"{index}.{type(module).__name__}": module

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Final, final
 
-import torch
 from torch import Tensor, nn
 
 from gradtrack.analyzers.base import Analyzer, Schedule, Series, Snapshot, Suggested, model_of, often
@@ -150,11 +149,11 @@ class TransformerAnalyzer(Analyzer):
 
         The model is left as it was, unless an optimizer is passed, which then trains it.
         """
-        model = _eager(model_of(self, self.model))
+        model = model_of(self, self.model)
         passes: list[ForwardPass] = []
         coherence = GradientCoherence()
         recorder = self._new_recorder(model)
-        with untouched(model, optimizer), torch.compiler.set_stance("force_eager"), recorder.armed():
+        with untouched(model, optimizer), recorder.armed():
             for _ in offline_steps(model, input_fn, loss_fn, steps, optimizer):
                 found = recorder.take()
                 passes += [] if found is None else [found]
@@ -252,12 +251,6 @@ def summary(issues: Sequence[Issue], stats: AttentionReport) -> str:
     lines += [f"  {block.name or 'model'}: token difference {block.residual:.3g}" for block in stats.blocks]
     lines.append(f"  rank collapse risk: {stats.rank_collapse_risk or 'unknown'}")
     return "\n".join([*lines, *(str(issue) for issue in issues)])
-
-
-def _eager(model: nn.Module) -> nn.Module:
-    """Return the module that a compiled one was made from."""
-    inner = getattr(model, "_orig_mod", model)
-    return inner if isinstance(inner, nn.Module) else model
 
 
 def _is_compiled(model: nn.Module) -> bool:

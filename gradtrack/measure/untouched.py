@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from gradtrack.progress import counted
 def untouched(model: nn.Module, optimizer: Any = None) -> Iterator[None]:
     """Put a model back as it was on leaving: weights, buffers, gradients, modes and the state of the random generators.
 
+    In between nothing that is compiled runs as such.
     With an optimizer the steps in between are meant to train, so weights, buffers and gradients stay as they became.
     The random generators are forked around the whole of it, so that a random input still varies within.
     """
@@ -30,7 +32,7 @@ def untouched(model: nn.Module, optimizer: Any = None) -> Iterator[None]:
     values = _values(_state(model)) if keep else []
     buffers = _named_buffers(model) if keep else []
     gradients = [(param, param.grad, _copy(param.grad)) for param in model.parameters()] if keep else []
-    with _forked_generators(model):
+    with _forked_generators(model), _eagerly():
         try:
             yield
         finally:
@@ -51,7 +53,7 @@ def kept(model: nn.Module | None) -> Iterator[None]:
     """Put the random generators and the buffers of a model back, but leave its gradients alone."""
     values = [] if model is None else _values(model.buffers())
     buffers = [] if model is None else _named_buffers(model)
-    with _forked_generators(model):
+    with _forked_generators(model), _eagerly():
         try:
             yield
         finally:
@@ -100,6 +102,14 @@ def call(model: nn.Module, inputs: Any) -> Any:
     if isinstance(inputs, (dict, UserDict)):  # as a tokenizer returns it
         return model(**inputs)
     return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
+
+
+def _eagerly() -> AbstractContextManager[Any]:
+    """Return a context without compiled graphs, which call no hook that came later and are not differentiable twice."""
+    if "torch._dynamo" not in sys.modules:  # without which nothing was compiled
+        return nullcontext()
+    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance
 
 
 @contextmanager

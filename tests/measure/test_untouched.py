@@ -113,6 +113,37 @@ def test_what_did_not_change_is_not_written_to(context: Any) -> None:
     assert [tensor._version for tensor in model.state_dict().values()] == versions
 
 
+class Blocks(nn.Module):
+    """Three blocks of attention and a recurrent network."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.read = nn.GRU(3, 4, batch_first=True), nn.Linear(4, 2)
+        self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(4, 2, 8, batch_first=True) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Read the last token."""
+        x = self.rnn(x)[0]
+        for block in self.blocks:
+            x = block(x)
+        found: Tensor = self.read(x[:, -1])
+        return found
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("name", ANALYSES)
+def test_a_compiled_model_is_looked_at_as_what_it_was_made_from(name: str, in_place: bool) -> None:
+    """Hooks hear it, it is differentiated twice, and its parts have the names that they had."""
+    torch.manual_seed(0)
+    model = Blocks()
+    expected = ANALYSES[name](model, batch, squares)
+    compiled: Any = torch.compile(model, backend="aot_eager")
+    if in_place:
+        compiled = model
+        model.compile(backend="aot_eager")
+    assert ANALYSES[name](compiled, batch, squares) == expected
+
+
 def test_a_mapping_of_a_tokenizer_is_passed_by_name() -> None:
     """A UserDict is one of keywords, as an ordinary dictionary is."""
     assert torch.equal(call(nn.Identity(), UserDict(input=torch.ones(2))), torch.ones(2))
