@@ -150,6 +150,7 @@ class _Delivery:
         entries = read_offsets(path)
         entry = entries.get(name, {"next": 0, "refused": []})
         self._next, self._refused = entry["next"], set(entry["refused"])
+        self._address: dict[str, Any] = entry.get("address", {})
         self._offsets = Offsets(path, interval_seconds=0.0)
         for other, found in entries.items():
             self._offsets.keep(other, found)
@@ -184,7 +185,9 @@ class _Delivery:
         else:
             self._attempt(part, again=True)
         following = max(part[-1][0] + 1, self._next)
-        self._offsets.set(self._name, following, self.writer.refused, _address(self._backend))
+        # A backend that had nothing to write may not know where it would have written to.
+        self._address |= _address(self._backend)
+        self._offsets.set(self._name, following, self.writer.refused, self._address)
 
     def _attempt(self, rows: list[Row], *, again: bool) -> None:
         for delay in _DELAYS_SECONDS:

@@ -178,9 +178,10 @@ def test_histograms_of_a_training_read_back_as_journaled(tmp_path: Path) -> None
 
 
 def test_moved_run_is_not_delivered_again(tmp_path: Path) -> None:
-    """A run directory that was moved has its TensorBoard and W&B files with it, and a replay finds every row there."""
+    """A run directory that was moved has its TensorBoard and W&B files with it, and replays find every row there."""
     train(20, ["tensorboard", {"name": "wandb", "project": "p"}], tmp_path / "old")
     (tmp_path / "old").rename(tmp_path / "new")
-    for done in replay(tmp_path / "new"):
-        assert (done.complete, done.present, done.delivered) == (True, 20, 0), done
+    for _ in range(2):
+        for done in replay(tmp_path / "new"):
+            assert (done.complete, done.present, done.delivered) == (True, 20, 0), done
     assert not (tmp_path / "old").exists()

@@ -741,6 +741,12 @@ def test_options_are_checked() -> None:
         WandbBackend(run="abc")
 
 
+def test_address_is_known_before_a_run_is_open(tmp_path: Path) -> None:
+    """A replay that finds nothing to write leaves the way back to the run, and what is withheld there, as it was."""
+    given: dict[str, Any] = {"run_id": "r", "project": "p", "directory": str(tmp_path), "withhold": [NORM]}
+    assert WandbBackend(**given).address() == given
+
+
 def test_probe_opens_nothing(tmp_path: Path) -> None:
     """The doctor learns where rows would go, and no run is opened."""
     assert WandbBackend.probe(project="p") == "a new run in project p (offline)"

@@ -186,6 +186,16 @@ def test_rows_can_go_to_another_backend(tmp_path: Path) -> None:
     assert stored() == []
 
 
+def test_address_outlives_a_replay_with_nothing_to_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A destination that knows its place only once it has written there is found by the next replay as well."""
+    journaled(tmp_path, range(3))
+    replay(tmp_path, options={"place": "there"})
+    monkeypatch.setattr(Store, "address", lambda self: {})
+    for _ in range(2):
+        replay(tmp_path)
+        assert Store.made[-1]["place"] == "there"
+
+
 def test_trackers_without_the_option_are_replayed_as_well(tmp_path: Path) -> None:
     """A tracking address is for those that have one."""
     backends: list[dict[str, Any]] = [{"name": name, "options": {}} for name in ("store", "json")]

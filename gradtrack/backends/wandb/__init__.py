@@ -119,15 +119,12 @@ class WandbBackend(Backend):
             raise _error_of(fault) from None
 
     def address(self) -> dict[str, Any]:
-        if self._run is None or self._run.disabled:
-            return {key: value for key, value in (("project", self._own["project"]),) if value}
-        found = {
-            "run_id": self._run.id,
-            "project": self._run.project,
-            "entity": self._run.entity,
-            "directory": str(Path(self._run.dir).absolute().parents[2]),
-            "withhold": self._columns.withheld,
-        }
+        found: dict[str, Any] = {"run_id": self._own["id"], "directory": self._own["dir"]}
+        found |= {"project": self._own["project"], "entity": self._own["entity"]}
+        if self._run is not None and not self._run.disabled:
+            found = {"run_id": self._run.id, "directory": str(Path(self._run.dir).absolute().parents[2])}
+            found |= {"project": self._run.project, "entity": self._run.entity}
+        found["withhold"] = self._columns.withheld
         return {key: value for key, value in found.items() if value}
 
     @classmethod
@@ -139,13 +136,13 @@ class WandbBackend(Backend):
 
     def present(self, records: Sequence[Record]) -> set[tuple[str, int]] | None:
         address = self.address()
-        run_id, directory = address.get("run_id", self._own["id"]), address.get("directory", self._own["dir"])
+        run_id, directory = address.get("run_id"), address.get("directory", ".")
         found = {(record.source, record.step) for record in records if record.identity in self._partial}
         if run_id is None:
             return found
         wanted = {(record.source, record.step): self._columns.named(record) for record in records}
         self._show.take(records, written=False)
-        return found | self._index.find(files_of(run_id, directory or "."), wanted)
+        return found | self._index.find(files_of(run_id, directory), wanted)
 
     def _attach(self, run: Any) -> None:
         if getattr(run, "disabled", False):  # it keeps nothing
