@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from gradtrack.records import Record
@@ -56,6 +56,10 @@ class Backend(ABC):
 
     def moved(self, address: Mapping[str, Any]) -> None:
         """Take note of the address that the process which does this backend's work has told."""
+
+    def before_end(self, deliver: Callable[[], object]) -> None:
+        """Take what brings the rows that still wait, to call it just before somebody else ends the tracker's run."""
+        return
 
     @classmethod
     def probe(cls, **options: Any) -> str:

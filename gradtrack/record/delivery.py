@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import threading
 import time
@@ -58,7 +59,8 @@ class Delivery:
             for name, backend in talking.items()
             if not backend.inline
         }
-        for worker in self._workers.values():
+        for name, worker in self._workers.items():
+            self.backends[name].before_end(functools.partial(self._await_flush, worker))
             worker.start()
 
     def write(self, record: Record) -> None:
@@ -89,6 +91,10 @@ class Delivery:
             self._journal.sync(end - time.monotonic())
         for done in asked:
             done.wait(max(end - time.monotonic(), 0.0))
+
+    def _await_flush(self, worker: Worker) -> None:
+        """Let a backend have every row so far, waiting for it no longer than for a close."""
+        worker.ask_flush().wait(self._timeout)
 
     def close(self, *, failed: bool = False) -> None:
         """Deliver what is left until the time is over, let every backend go, and say what did not arrive."""

@@ -36,6 +36,7 @@ from tests.backends.wandb_runs import (  # noqa: E402, F401
     ours,
     run_program,
 )
+from tests.record.training import Loop  # noqa: E402
 
 COUNT = 12
 
@@ -400,6 +401,20 @@ def test_case_06_run_finished_before_us() -> None:
         backend.write(records[5:])
     backend.close()
     assert ours(rows_of(file_of(run))) == expected(records[:5])
+
+
+@pytest.mark.parametrize("mode", ["polite", "row", "step"])
+def test_case_06_rows_that_wait_come_before_the_user_s_end(tmp_path: Path, mode: Any) -> None:
+    """What a training has recorded until the user ends the run is in it, also what its worker had yet to write."""
+    run = open_run()
+    loop = Loop(tmp_path / "run", [{"name": "wandb", "step_mode": mode}], close_timeout_seconds=60.0)
+    loop.run(12)
+    run.finish()
+    loop.run(3)
+    loop.manager.close()
+    status = loop.manager.status()["backends"]["wandb"]
+    assert (status["acknowledged"], status["refused"]) == (12, 3)
+    assert [step for step, _ in ours(rows_of(file_of(run)))] == list(range(1, 13))
 
 
 @pytest.mark.parametrize("theirs_first", [False, True])

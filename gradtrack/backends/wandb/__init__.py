@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, final
 
@@ -70,6 +70,7 @@ class WandbBackend(Backend):
         self._columns = Columns(self._wandb, withhold, owned=self._owned, tell=self._tell)
         self._show = Show(self._wandb, self._tell)
         self._rows: Rows | None = None
+        self._ending: Ending | None = None
         self._index = Index()
         if run is not None:
             self._attach(run)
@@ -127,6 +128,10 @@ class WandbBackend(Backend):
         found["withhold"] = self._columns.withheld
         return {key: value for key, value in found.items() if value}
 
+    def before_end(self, deliver: Callable[[], object]) -> None:
+        if self._ending is not None:
+            self._ending.before_others(deliver)
+
     @classmethod
     def probe(cls, **options: Any) -> str:
         backend = cls(**options)
@@ -147,10 +152,10 @@ class WandbBackend(Backend):
     def _attach(self, run: Any) -> None:
         if getattr(run, "disabled", False):  # it keeps nothing
             return
-        ending = None if self._owned else Ending(run)
-        self._rows = rows_of(run, self._mode, ending, self._tell)
-        if ending is not None:
-            ending.before(self._put_show)
+        self._ending = None if self._owned else Ending(run)
+        self._rows = rows_of(run, self._mode, self._ending, self._tell)
+        if self._ending is not None:
+            self._ending.before(self._put_show)
 
     def _ensure_run(self, records: Sequence[Record]) -> Rows | None:
         if self._run is None:

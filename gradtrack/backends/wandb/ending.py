@@ -11,7 +11,7 @@ from typing import Any
 
 
 class Ending:
-    """Calls what was asked for, in that order, just before a run ends: by its `finish`, or with the interpreter."""
+    """Calls what was asked for, in its order, just before a run ends: by its `finish`, or with the interpreter."""
 
     def __init__(self, run: Any) -> None:
         self._actions: list[Callable[[], object]] = []
@@ -26,6 +26,10 @@ class Ending:
     def before(self, action: Callable[[], object]) -> None:
         """Call something before the run ends; it must not raise."""
         self._actions.append(action)
+
+    def before_others(self, action: Callable[[], object]) -> None:
+        """Call something before all the rest; it must not raise."""
+        self._actions.insert(0, action)
 
     def come(self) -> None:
         """Call everything, the first time only; a forked copy of the process has no part in the run."""

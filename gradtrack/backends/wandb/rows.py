@@ -62,10 +62,12 @@ class StepRows:
         self._late: deque[Mapping[str, Any]] = deque()
         self._open: Mapping[str, Any] = {}
         self._open_at = -1
+        self._ended = False
         ending.before(self._finish)
 
     def write(self, row: Mapping[str, Any], step: int) -> None:
         """Leave a row open at its step, or keep it: W&B would drop one that is behind."""
+        _check_open(self._run, ended=self._ended)
         reached = self._run.step
         joins = reached == step == self._open_at
         if reached > step or (joins and self._would_replace(row)):
@@ -96,6 +98,7 @@ class StepRows:
         return all(self._run.summary.get(name) == value for name, value in row.items() if name.startswith(STEP))
 
     def _finish(self) -> None:
+        self._ended = True
         # The row that is open may have columns of ours.
         _log_all(self._run, self._late, self._tell, alone=True)
 
@@ -122,11 +125,7 @@ class PoliteRows:
     def write(self, row: Mapping[str, Any], step: int) -> None:
         """Add a row to the user's, now or later."""
         with self._lock:
-            if self._ended or getattr(self._run, "_is_finished", False):
-                raise PermanentBackendError(
-                    "wandb: the run is finished: expected it to be open. Close the manager before the run; "
-                    "`gradtrack replay` delivers the rows that came after."
-                )
+            _check_open(self._run, ended=self._ended)
             self._held.append(row)
             try:
                 self._offer()
@@ -181,6 +180,15 @@ class PoliteRows:
             except Exception as fault:
                 self._tell(f"the open row could not be written at the end ({redact(str(fault))})")
             _log_all(self._run, self._held, self._tell)
+
+
+def _check_open(run: Any, *, ended: bool) -> None:
+    """Refuse a row for good where the run has ended: W&B would be asked for its counter in vain, for seconds."""
+    if ended or getattr(run, "_is_finished", False):
+        raise PermanentBackendError(
+            "wandb: the run is finished: expected it to be open. Close the manager before the run; "
+            "`gradtrack replay` delivers the rows that came after."
+        )
 
 
 def _log_all(run: Any, rows: deque[Mapping[str, Any]], tell: Callable[[str], object], *, alone: bool = False) -> None:
