@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from gradtrack import registry
 from gradtrack.backends.base import Backend
-from gradtrack.errors import JournalError, PluginError, UsageError
+from gradtrack.errors import JournalError, PermanentBackendError, PluginError, UsageError
 from gradtrack.record.claims import Claim
 from gradtrack.record.destinations import moved_along, without_hidden
 from gradtrack.record.faults import describe
@@ -105,7 +105,21 @@ def _targets(journal: SavedJournal, to: str | None, given: Mapping[str, Any]) ->
         address = read_offsets(offsets_path(journal.parts[0])).get(name, {}).get("address", {})
         options = {**without_hidden(known.get(name, {})), **without_hidden(address)}
         options = moved_along(options, journal.home, journal.parts[0].parent)
-        yield name, {**options, **_fitting(name, given, strict=to is not None)}
+        chosen = _fitting(name, given, strict=to is not None)
+        if "run_id" in options and "tracking_uri" in chosen and not _is_known({**options, **chosen}, name):
+            del options["run_id"]
+        yield name, {**options, **chosen}
+
+
+def _is_known(options: Mapping[str, Any], name: str) -> bool:
+    """Say whether the tracker at an address that was given knows the run; one that does not gets a run of its own."""
+    try:
+        registry.backends.load(name).probe(**options)
+    except PermanentBackendError:
+        return False
+    except Exception:  # an address that does not answer is told when the rows are written
+        return True
+    return True
 
 
 def _fitting(name: str, given: Mapping[str, Any], *, strict: bool) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import shutil
 import struct
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from gradtrack.record.reading import find_journals
 from gradtrack.record.replay import replay
 from gradtrack.records import Record
 from tests.backends.history import rows_of
+from tests.backends.stores import empty_store
 from tests.training import batch_loss, optimizer_of, small_model
 
 for needed in ("mlflow", "tensorboard", "wandb"):
@@ -185,3 +187,15 @@ def test_moved_run_is_not_delivered_again(tmp_path: Path) -> None:
         for done in replay(tmp_path / "new"):
             assert (done.complete, done.present, done.delivered) == (True, 20, 0), done
     assert not (tmp_path / "old").exists()
+
+
+def test_run_that_an_address_does_not_know_is_made_there(tmp_path: Path) -> None:
+    """A replay to another MLflow server than the run's makes a run there, once, and both have every row."""
+    addresses = [f"sqlite:///{tmp_path}/{name}.db" for name in ("first", "second")]
+    for name in ("first", "second"):
+        shutil.copy(empty_store(), tmp_path / f"{name}.db")
+    train(5, [{"name": "mlflow", "tracking_uri": addresses[0], "own_process": False}], tmp_path / "run")
+    told = [(addresses[1], 5), (addresses[1], 0), (addresses[0], 0), (None, 0)]
+    for address, delivered in told:
+        (done,) = replay(tmp_path / "run", tracking_uri=address)
+        assert (done.complete, done.delivered) == (True, delivered), (address, done)
