@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 import platform
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -15,14 +14,16 @@ import torch
 from gradtrack import registry
 from gradtrack._version import __version__
 from gradtrack.config import GradientConfig
-from gradtrack.errors import GradtrackError, MissingExtraError
+from gradtrack.errors import GradtrackError, MissingExtraError, UsageError
 from gradtrack.record.destinations import plain_options
 from gradtrack.record.faults import describe
 from gradtrack.record.files import ensure_writable
 from gradtrack.record.rank import process_rank
+from gradtrack.record.sink import named_twice
 from gradtrack.redact import redact, redact_values
 
 State = Literal["ready", "not installed", "unreachable", "silent", "broken"]
+_BROKEN: Final[State] = "broken"
 _TIMEOUT_SECONDS: Final = 20.0
 """Long enough for a cold start of a tracker's package; a server that is silent is given up by its backend sooner."""
 
@@ -63,7 +64,9 @@ def examine(
 ) -> Diagnosis:
     """Look at every installed backend, those of the configuration first, waiting for each only so long."""
     resolved = GradientConfig.load(config)
-    specs = {_name(spec): spec for spec in resolved.backends}
+    specs: dict[str, list[object]] = {}
+    for spec in resolved.backends:
+        specs.setdefault(_name(spec), []).append(spec)
     names = [*specs, *(name for name in registry.backends.names() if name not in specs)]
     return Diagnosis(
         versions={"gradtrack": __version__, "torch": torch.__version__, "python": platform.python_version()},
@@ -71,7 +74,7 @@ def examine(
         config=redact_values(resolved.model_dump(mode="json", exclude={"backends", "analyzers"})),
         run_dir="" if resolved.run_dir is None else str(resolved.run_dir),
         run_dir_fault=_run_dir_fault(resolved.run_dir),
-        backends=tuple(_examine(name, specs.get(name), name in specs, timeout_seconds) for name in names),
+        backends=tuple(_examine(name, specs.get(name, []), timeout_seconds) for name in names),
     )
 
 
@@ -80,13 +83,17 @@ def _name(spec: object) -> str:
     return registry.backends.name_of(spec) if named is None else named[0]
 
 
-def _examine(name: str, spec: object, configured: bool, timeout_seconds: float) -> Examined:
-    named = None if spec is None else registry.split_spec(spec, "backend")
+def _examine(name: str, specs: Sequence[object], timeout_seconds: float) -> Examined:
+    spec = specs[0] if specs else name
+    named = registry.split_spec(spec, "backend")
     options = {} if named is None else named[1]
-    state, text = _probe(name, spec if configured and named is None else None, options, timeout_seconds)
+    if len(specs) > 1:
+        state, text = _BROKEN, describe(named_twice(name))
+    else:
+        state, text = _probe(name, spec if named is None else None, options, timeout_seconds)
     return Examined(
         name=name,
-        configured=configured,
+        configured=bool(specs),
         state=state,
         destination=redact(text) if state == "ready" else "",
         reason="" if state == "ready" else text,
@@ -107,17 +114,15 @@ def _probe(name: str, instance: object, options: Mapping[str, Any], timeout_seco
 
 def _ask(name: str, options: Mapping[str, Any]) -> tuple[State, str]:
     try:
-        backend = registry.backends.load(name)
-        inspect.signature(backend).bind(**options)
-        return "ready", str(backend.probe(**options))
+        return "ready", str(registry.backends.load_for(name, options).probe(**options))
     except MissingExtraError as fault:
         return "not installed", fault.command
-    except TypeError as fault:
-        return "broken", describe(fault)
+    except UsageError as fault:
+        return _BROKEN, describe(fault)
     except GradtrackError as fault:
         return "unreachable", describe(fault)
     except BaseException as fault:  # a tracker that exits must not end the examination
-        return "broken", describe(fault)
+        return _BROKEN, describe(fault)
 
 
 def _run_dir_fault(run_dir: Path | None) -> str:

@@ -192,13 +192,18 @@ def build_backends(specs: list[Any], *, absent: bool = False) -> dict[str, Backe
         for spec in specs:
             name, backend = _build(spec, absent=absent)
             if name in built:
-                raise UsageError(f"backend {name!r} is named twice: expected each once. Remove one of them.")
+                raise named_twice(name)
             built[name] = backend
     except BaseException:
         for backend in built.values():
             backend.close(failed=True)
         raise
     return built
+
+
+def named_twice(name: str) -> UsageError:
+    """Return the error of a configuration that names a backend twice."""
+    return UsageError(f"backend {name!r} is named twice: expected each once. Remove one of them.")
 
 
 def _build(spec: object, *, absent: bool) -> tuple[str, Backend]:

@@ -80,10 +80,19 @@ def test_tracker_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.Monk
 
 
 def test_unknown_option_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An option that the backend does not have shows before a training does."""
+    """An option that the backend does not have shows before a training does, with the nearest that it has."""
     found = probed(monkeypatch, "", colour=1)
     assert found.state == "broken"
-    assert "colour" in found.reason
+    assert "'colour' is no option of it" in found.reason
+    (json,) = (one for one in examine({"backends": [{"name": "json", "directry": "x"}]}).backends if one.configured)
+    assert json.reason.endswith("Did you mean 'directory'?")
+
+
+def test_backend_that_is_named_twice_is_told() -> None:
+    """The manager would refuse it, and says so in the same words."""
+    first = examine({"backends": ["json", {"name": "json", "directory": "x"}]}).backends[0]
+    assert (first.name, first.state) == ("json", "broken")
+    assert "backend 'json' is named twice" in first.reason
 
 
 def test_every_installed_backend_is_listed(tmp_path: Path) -> None:
