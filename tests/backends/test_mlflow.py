@@ -334,6 +334,17 @@ def test_case_24_no_error_shows_the_password(caplog: pytest.LogCaptureFixture) -
     assert "t0psecret" not in everything
 
 
+def test_case_24_end_of_a_run_prints_no_password(server: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """MLflow's own line on where the run is would show the credentials of the tracking URI."""
+    before = dict(os.environ)
+    backend = MlflowBackend(tracking_uri=server.replace("//", "//user:s3cr3t@"), experiment="printed")
+    backend.write(make_records(1, run_id=new_identity()))
+    backend.close()
+    assert mlflow.get_run(backend.run_id).info.status == "FINISHED"
+    assert "s3cr3t" not in "".join(capfd.readouterr())
+    assert dict(os.environ) == before
+
+
 def test_case_24_store_errors_are_redacted(monkeypatch: pytest.MonkeyPatch) -> None:
     """An error of MLflow's client that quotes the address is quoted without the password."""
     backend = MlflowBackend(tracking_uri="sqlite:///none.db", run_id="x")

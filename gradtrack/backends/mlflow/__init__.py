@@ -117,9 +117,7 @@ class MlflowBackend(Backend):
                 self._store.call(self._store.client.log_artifact, self._store.run_id, str(path), "gradtrack")
         finally:
             if self._owned:
-                self._store.call(
-                    self._store.client.set_terminated, self._store.run_id, "FAILED" if failed else "FINISHED"
-                )
+                self._store.end(self._store.run_id, failed=failed)
 
     def address(self) -> dict[str, Any]:
         found: dict[str, Any] = {"tracking_uri": self._store.address}
