@@ -62,8 +62,8 @@ def single(value: float) -> float:
     return float(struct.unpack("f", struct.pack("f", value))[0])
 
 
-def test_classical_reader_finds_every_row(tmp_path: Path) -> None:
-    """EventAccumulator finds each metric at each step with the record's own time."""
+def test_classical_reader_finds_every_row(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """EventAccumulator finds each metric at each step with the record's own time, and wonders about nothing."""
     records = make_records(50)
     backend = TensorBoardBackend(log_dir=tmp_path)
     backend.write(records[:20])
@@ -72,6 +72,7 @@ def test_classical_reader_finds_every_row(tmp_path: Path) -> None:
     events = accumulate(tmp_path).Scalars("train/grad_norm")
     expected = [(record.step, record.time, single(record.metrics["train/grad_norm"])) for record in records]
     assert [(event.step, event.wall_time, event.value) for event in events] == expected
+    assert "oddly" not in caplog.text
 
 
 @given(st.floats(allow_nan=False))
@@ -194,6 +195,16 @@ def test_issues_are_text_once_and_escaped(tmp_path: Path) -> None:
     events = accumulate(tmp_path).Tensors("gradtrack/issues")
     texts = [(event.step, event.tensor_proto.string_val[0].decode()) for event in events]
     assert texts == [(0, "- **HIGH** layer &lt;script&gt; vanishes"), (3, "- no open issue")]
+
+
+def test_case_18_metric_called_like_our_axis_is_beside_it(tmp_path: Path) -> None:
+    """The axis keeps its values, the metric has a tag of its own, and the row is found again."""
+    record = Record(step=3, time=1.0, metrics={"gradtrack/step": 7.0}, run=RunInfo(run_id="r"))
+    TensorBoardBackend(log_dir=tmp_path).write([record])
+    found = read(tmp_path)
+    assert [value for _, _, value in found.pop("gradtrack/step")] == [3.0]
+    assert [value for rows in found.values() for _, _, value in rows] == [7.0]
+    assert TensorBoardBackend(log_dir=tmp_path).present([record]) == {("", 3)}
 
 
 def test_layout_is_in_a_sub_run_only(tmp_path: Path) -> None:

@@ -479,11 +479,12 @@ def test_case_16_extreme_values_survive(value: float) -> None:
 
 @given(st.lists(st.text(alphabet="a/.:[]*| _-gt0", min_size=1, max_size=8), unique=True, max_size=50))
 def test_case_18_names_never_merge(names: list[str]) -> None:
-    """Two metrics have two names, none of them with a dot, a star or a reserved beginning."""
-    everything = {*names, *(metric_name(name) for name in names)}
+    """Two metrics have two names, none of them with a dot, a star or a reserved beginning, or that of an axis."""
+    everything = {*names, *(metric_name(name) for name in names), STEP, f"{STEP}/critic"}
     mapped = {metric_name(name) for name in everything}
     assert len(mapped) == len(everything)
     assert not any("." in name or "*" in name or name.startswith("_") for name in mapped)
+    assert not mapped & {STEP, f"{STEP}/critic"}
 
 
 def test_pairs_have_axes_of_their_own() -> None:

@@ -22,12 +22,15 @@ _LARGEST_FLOAT: Final = float.fromhex("0x1.fffffep+127")
 
 @lru_cache(maxsize=4096)
 def tag_of(name: str) -> str:
-    """Return the tag of a metric: its name, or where that is no Unicode, its spelling and a hash of it."""
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        return f"{name.encode('utf-8', 'backslashreplace').decode()}-gt{digest_of(name)}"
-    return name
+    """Return the tag of a metric: its name, or where that is no Unicode or our own axis, its spelling and a hash."""
+    spelling = name.encode("utf-8", "backslashreplace").decode()
+    reserved = name == STEP or name.startswith(f"{STEP}/")
+    return f"{spelling}-gt{digest_of(name)}" if reserved or spelling != name else name
+
+
+def axis_of(source: str) -> str:
+    """Return the tag of the axis of a (model, optimizer) pair."""
+    return f"{STEP}{tail_of(tag_of(source))}"
 
 
 def description_of(run_id: str) -> str:
@@ -62,7 +65,7 @@ class Events:
         values += [self.histogram(name, found) for name, found in record.histograms.items() if _drawable(found)]
         if issues:
             values.append(self.text(f"gradtrack/issues{tail_of(record.source)}", issues))
-        step = self.scalar(f"{STEP}{tail_of(record.source)}", record.step)
+        step = self.value(tag=axis_of(record.source), simple_value=record.step, metadata=self._metadata_of("scalars"))
         step.metadata.summary_description = description_of(run_id)
         return self.event(step=record.step, wall_time=record.time, summary=self.summary(value=[*values, step]))
 

@@ -15,13 +15,17 @@ _LONGEST_NAME: Final = 300
 
 @lru_cache(maxsize=4096)  # asked for with every row, by a thread that holds up the training while it computes
 def metric_name(name: str) -> str:
-    """Return the name of a metric in W&B, where a dot would be a path, a star a pattern, and an underscore reserved."""
+    """Return the name of a metric in W&B, where a dot would be a path, a star a pattern, and an underscore reserved.
+
+    So are the names of our own axes.
+    """
     return valid_name(name, plain=_plain, clean=_clean, longest=_LONGEST_NAME)
 
 
 def _plain(name: str) -> str | None:
     usual = re.fullmatch(rf"[\w/.\- ]{{1,{_LONGEST_NAME}}}", name) is not None and name == name.strip()
-    return name.replace(".", ":") if usual and not name.startswith("_") else None
+    reserved = name == STEP or name.startswith(("_", f"{STEP}/"))
+    return name.replace(".", ":") if usual and not reserved else None
 
 
 def _clean(name: str) -> str:
@@ -30,4 +34,4 @@ def _clean(name: str) -> str:
 
 def axis_of(source: str) -> str:
     """Return the name of the axis of a (model, optimizer) pair."""
-    return metric_name(f"{STEP}{tail_of(source)}")
+    return f"{STEP}{tail_of(metric_name(source) if source else source)}"
