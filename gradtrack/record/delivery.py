@@ -222,6 +222,7 @@ def _status(
         "pending": pending,
         "refused": refused,
         "lost": lost,
+        "dropped": refused + lost,
         "lagging": lagging,
         "why": why,
         "unsettled": unsettled,

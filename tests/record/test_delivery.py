@@ -431,6 +431,7 @@ def test_row_that_is_nowhere_is_reported_as_lost(tmp_path: Path) -> None:
     delivery.close()
     found = status(delivery)
     assert (found["accepted"], found["acknowledged"], found["lost"], found["pending"]) == (21, 6, 15, 0)
+    assert found["dropped"] == 15
 
 
 @pytest.mark.parametrize("bad", [None, 1j, "1.5", 10**400, object(), [1.0]])
