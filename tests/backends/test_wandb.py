@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import queue
@@ -652,6 +653,21 @@ def test_replay_adds_what_is_missing() -> None:
     messages_of(file_of(again.run))
     assert again.run.id == backend.run.id
     assert WandbBackend(**backend.address()).present(records) == {("", step) for step in range(1, 11)}
+
+
+def test_case_07_own_run_is_found_without_its_address(tmp_path: Path) -> None:
+    """A process that is killed before it could note where its rows went has them in the run that a replay finds."""
+    records = make_records(6)
+    records[0] = dataclasses.replace(records[0], run=RunInfo(run_id="20260101T000000Z-1-0a", run_dir=str(tmp_path)))
+    first = WandbBackend(project="p")
+    first.write(records[:4])
+    first.close()
+    again = WandbBackend(project="p")
+    assert again.present(records) == {("", step) for step in range(1, 5)}
+    again.write(records[4:])
+    again.close()
+    assert again.run.id == first.run.id
+    assert WandbBackend(project="p").present(records) == {("", step) for step in range(1, 7)}
 
 
 def test_torn_file_tells_what_is_whole() -> None:

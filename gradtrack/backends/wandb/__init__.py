@@ -15,11 +15,11 @@ from gradtrack.backends.wandb.columns import Columns
 from gradtrack.backends.wandb.ending import Ending
 from gradtrack.backends.wandb.history import Index, files_of
 from gradtrack.backends.wandb.keeping import check_attached, check_own
-from gradtrack.backends.wandb.own_run import open_run, project_of
+from gradtrack.backends.wandb.own_run import open_run, place_of, project_of
 from gradtrack.backends.wandb.rows import Rows, StepMode, rows_of
 from gradtrack.backends.wandb.show import Show
 from gradtrack.errors import BackendError, ClosedError, MissingExtraError, PermanentBackendError, UsageError
-from gradtrack.records import Identity, Record
+from gradtrack.records import Identity, Record, RunInfo
 from gradtrack.redact import redact
 
 _logger = logging.getLogger("gradtrack")
@@ -69,6 +69,7 @@ class WandbBackend(Backend):
         self._written = 0
         self._columns = Columns(self._wandb, withhold, owned=self._owned, tell=self._tell)
         self._show = Show(self._wandb, self._tell)
+        self._info: RunInfo | None = None
         self._rows: Rows | None = None
         self._ending: Ending | None = None
         self._index = Index()
@@ -140,6 +141,7 @@ class WandbBackend(Backend):
         return f"run {backend._run.id} of project {backend._run.project}, which is open"
 
     def present(self, records: Sequence[Record]) -> set[tuple[str, int]] | None:
+        self._learn(records)
         address = self.address()
         run_id, directory = address.get("run_id"), address.get("directory", ".")
         found = {(record.source, record.step) for record in records if record.identity in self._partial}
@@ -157,10 +159,17 @@ class WandbBackend(Backend):
         if self._ending is not None:
             self._ending.before(self._put_show)
 
+    def _learn(self, records: Sequence[Record]) -> None:
+        """Know the training, which a run of our own is named after."""
+        info = next((record.run for record in records if record.run is not None), None)
+        if info is not None and self._run is None:
+            self._info = info
+            self._own |= place_of(self._own, info)
+
     def _ensure_run(self, records: Sequence[Record]) -> Rows | None:
         if self._run is None:
-            info = next((record.run for record in records if record.run is not None), None)
-            self._run = open_run(self._wandb, self._own, info, self._tell)
+            self._learn(records)
+            self._run = open_run(self._wandb, self._own, self._info, self._tell)
             self._attach(self._run)
         return self._rows
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,6 +13,7 @@ from urllib.request import getproxies
 
 from gradtrack.record.first_at_exit import come_first
 from gradtrack.record.forks import unforked
+from gradtrack.record.naming import digest_of
 from gradtrack.records import RunInfo
 from gradtrack.redact import redact
 
@@ -23,20 +25,30 @@ def project_of(options: Mapping[str, Any]) -> str:
     return options["project"] or os.environ.get("WANDB_PROJECT") or "gradtrack"
 
 
+def place_of(given: Mapping[str, Any], info: RunInfo) -> dict[str, Any]:
+    """Return the identity and the directory of a run of our own, where they are not given: those of the training.
+
+    So a replay finds it again, also after a process that was killed before it could note where its rows went.
+    """
+    usual = re.fullmatch(r"[A-Za-z0-9_-]{1,64}", info.run_id) is not None
+    identity = os.environ.get("WANDB_RUN_ID") or (info.run_id if usual else digest_of(info.run_id))
+    return {"id": given["id"] or identity, "dir": given["dir"] or info.run_dir}
+
+
 def open_run(package: Any, given: Mapping[str, Any], info: RunInfo | None, tell: Callable[[str], object]) -> Any:
     """Open a run of our own; one that cannot reach the server is kept on disk."""
     options: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
     options["project"] = project_of(given)
-    if "id" in options and os.environ.get("WANDB_MODE") != "offline":
-        options["resume"] = "allow"
     if info is not None:
         options["config"] = {"gradtrack": {"run_id": info.run_id, **info.config}}
-        if info.run_dir is not None and "dir" not in options:
-            Path(info.run_dir).mkdir(parents=True, exist_ok=True)
-            options["dir"] = info.run_dir
+    if "dir" in options:
+        Path(options["dir"]).mkdir(parents=True, exist_ok=True)
     with unforked():  # a copy made meanwhile would remove, when it exits, the directory in which W&B starts its process
         package.setup()
     come_first()
+    # Whoever sets the variable also says whether that run is to be resumed.
+    if options.get("id") not in (None, os.environ.get("WANDB_RUN_ID")) and _talks(package):
+        options["resume"] = "allow"
     settings, reason = _settings(package), _out_of_reach(package)
     if reason is None:
         try:
@@ -50,10 +62,8 @@ def open_run(package: Any, given: Mapping[str, Any], info: RunInfo | None, tell:
 
 def _out_of_reach(package: Any) -> str | None:
     """Say why the server cannot be connected to, where that is certain at once: W&B would try for half a minute."""
-    known = package.setup().settings
-    parts = urlsplit(str(known.base_url))
-    talks = known.mode in ("online", "shared", None) and parts.hostname is not None
-    if not talks or {"http", "https", "all"} & set(getproxies()):
+    parts = urlsplit(str(package.setup().settings.base_url))
+    if not _talks(package) or parts.hostname is None or {"http", "https", "all"} & set(getproxies()):
         return None
     port = parts.port or (443 if parts.scheme == "https" else 80)
     try:
@@ -61,6 +71,11 @@ def _out_of_reach(package: Any) -> str | None:
             return None
     except OSError as fault:
         return f"{parts.hostname}:{port}: {fault.strerror or fault}"
+
+
+def _talks(package: Any) -> bool:
+    """Say whether W&B is to talk to its server."""
+    return package.setup().settings.mode in ("online", "shared", None)
 
 
 def _settings(package: Any) -> Any:
