@@ -34,7 +34,9 @@ def moved_along(options: Mapping[str, Any], home: str, directory: Path) -> dict[
     now = os.path.abspath(directory)
     if not home or home == now:
         return dict(options)
-    inside = re.compile(rf"(?<![^/:]){re.escape(home)}(?=/|$)")
+    # What a replay has noted since the move is there already, which shows where the run was moved to a place within.
+    there = rf"(?!{re.escape(now)}(?:/|$))"
+    inside = re.compile(rf"(?<![^/:]){there}{re.escape(home)}(?=/|$)")
     return {
         name: inside.sub(lambda _: now, value) if isinstance(value, str) else value for name, value in options.items()
     }

@@ -358,6 +358,19 @@ def test_moved_run_finds_what_lay_in_its_directory(tmp_path: Path) -> None:
     ]
 
 
+def test_address_since_the_move_stays_as_it_is(tmp_path: Path) -> None:
+    """Where a run lies within its old place, what the first replay has noted is not moved once more by the second."""
+    new = journaled(tmp_path / "old" / "new", [1])
+    header, rest = (new / "journal-000.jsonl").read_text().split("\n", 1)
+    values = json.loads(header)
+    values["run"]["run_dir"] = str(tmp_path / "old")
+    values["backends"][0]["options"] = {"place": str(tmp_path / "old" / "logs")}
+    (new / "journal-000.jsonl").write_text(f"{json.dumps(values)}\n{rest}")
+    for _ in range(3):
+        replay(new)
+        assert Store.made[-1]["place"] == str(new / "logs")
+
+
 def test_interrupted_replay_lets_the_tracker_go_and_can_be_called_again(tmp_path: Path) -> None:
     """Whoever interrupts a replay keeps what it delivered, and the next one brings the rest."""
     closed: list[bool] = []
