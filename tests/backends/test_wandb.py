@@ -524,12 +524,13 @@ def test_histograms_are_drawn() -> None:
     assert not any("broken" in key for key in row)
 
 
-def test_disabled_mode_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the disabled mode everything works and nothing is kept."""
+def test_disabled_mode_takes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the disabled mode nothing is kept, and nothing is said to be."""
     monkeypatch.setenv("WANDB_MODE", "disabled")
     open_run()
     for backend in (WandbBackend(), WandbBackend(project="own")):
-        backend.write(make_records(3))
+        with pytest.raises(PermanentBackendError, match="W&B is disabled and keeps nothing"):
+            backend.write(make_records(3))
         backend.close()
 
 

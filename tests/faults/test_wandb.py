@@ -126,16 +126,21 @@ def test_case_10_run_of_the_user_whose_server_goes_away(tmp_path: Path, mode: st
 
 @pytest.mark.slow
 def test_disabled_mode_keeps_the_journal(tmp_path: Path) -> None:
-    """With WANDB_MODE=disabled a training runs as ever, and its rows are in the journal."""
+    """With WANDB_MODE=disabled a training runs as ever, its rows are in the journal, and none counts as taken."""
     program = """
         import wandb
         loop = Loop(directory / "run", backends_of(tracker, directory) + [{"name": "json"}])
         train(loop, 120)
         loop.manager.close()
+        found = loop.manager.status()["backends"]["wandb"]
+        print(found["acknowledged"], found["dropped"], found["pending"])
     """
     done = run(program, tmp_path, "attached wandb", WANDB_MODE="disabled")
     assert done.returncode == 0, done.stderr
     assert journaled(tmp_path) == list(STEPS)
+    assert done.stdout.split() == ["0", "120", "0"]
+    replay(tmp_path)
+    assert held(tmp_path / "run", "attached wandb") == once(STEPS)
 
 
 @pytest.fixture

@@ -89,7 +89,7 @@ class WandbBackend(Backend):
         try:
             rows = self._ensure_run(records)
             if rows is None:
-                return
+                raise _disabled()
             for record in records:
                 if record.identity not in self._partial:
                     rows.write(self._columns.row(self._run, record), record.step)
@@ -188,6 +188,13 @@ def _import_wandb() -> Any:
         return importlib.import_module("wandb")
     except ImportError as fault:
         raise MissingExtraError("wandb backend", "wandb", "wandb") from fault
+
+
+def _disabled() -> PermanentBackendError:
+    return PermanentBackendError(
+        "wandb: W&B is disabled and keeps nothing: expected the mode online, offline or shared. The journal has the "
+        "rows; `gradtrack replay` delivers them where W&B is not disabled."
+    )
 
 
 def _error_of(fault: Exception) -> Exception:
