@@ -24,12 +24,14 @@ def plot_gradient_flow(
     *,
     steps: Sequence[int] = (),
     issues: Sequence[tuple[int, str, str]] = (),
+    name: str = "",
 ) -> Path:
     """Draw the gradient norm of each layer: bars for one step, a heat map over time for several.
 
-    `norms` holds the layers from the input to the output; `issues` are steps, layers and texts to be marked.
+    `norms` holds the layers from the input to the output; `issues` are steps, layers and texts to be marked, and
+    `name` is that of the pair.
     """
-    return figures.save(draw_gradient_flow(norms, steps=steps, issues=issues), path)
+    return figures.save(draw_gradient_flow(norms, steps=steps, issues=issues, name=name), path)
 
 
 def plot_gain(gains: Sequence[float | None], path: Path, *, names: Sequence[str] = ()) -> Path:
@@ -45,21 +47,24 @@ def draw_gradient_flow(
     *,
     steps: Sequence[int] = (),
     issues: Sequence[tuple[int, str, str]] = (),
+    name: str = "",
 ) -> Any:
     """Return the figure of `plot_gradient_flow`."""
-    names = list(norms)
+    names, of = list(norms), f" of {plain(name)}" if name else ""
     figure = figures.new_figure(11.0, min(3.0 + 0.22 * len(names), 14.0))
     table = np.array([figures.numbers(values) for values in norms.values()])
     if not table.size:
-        figures.say(panel(figure, (1, 1, 1), "Gradient flow", "", ""), "No layer was measured.")
+        figures.say(panel(figure, (1, 1, 1), f"Gradient flow{of}", "", ""), "No layer was measured.")
     elif table.shape[1] == 1:
-        _flow_bars(panel(figure, (1, 1, 1), "Gradient flow, input at the top", "gradient norm", ""), names, table[:, 0])
+        _flow_bars(
+            panel(figure, (1, 1, 1), f"Gradient flow{of}, input at the top", "gradient norm", ""), names, table[:, 0]
+        )
     else:
-        axes = panel(figure, (1, 1, 1), "Gradient flow over time, input at the top", "step", "")
+        axes = panel(figure, (1, 1, 1), f"Gradient flow{of} over time, input at the top", "step", "")
         shown = list(steps) or list(range(1, table.shape[1] + 1))
         _flow_map(figure, axes, names, table, shown)
         _mark_cells(axes, names, shown, issues)
-    return figure
+    return figures.tidy(figure)
 
 
 def draw_gain(gains: Sequence[float | None], *, names: Sequence[str] = ()) -> Any:
@@ -83,7 +88,7 @@ def draw_gain(gains: Sequence[float | None], *, names: Sequence[str] = ()) -> An
         if len(names) == len(values) <= figures.NAMES:
             each.set_xticks(at, [plain(name, length=20) for name in names], rotation=60, ha="right", parse_math=False)
         figures.legend(each)
-    return figure
+    return figures.tidy(figure)
 
 
 def _flow_bars(axes: Any, names: Sequence[str], norms: NDArray[np.float64]) -> None:
@@ -116,10 +121,20 @@ def _flow_map(figure: Any, axes: Any, names: Sequence[str], table: NDArray[np.fl
         aspect="auto",
         interpolation="nearest",
     )
-    shown = np.unique(np.linspace(0, len(steps) - 1, min(len(steps), 9)).astype(int))
-    axes.set_xticks(shown, [str(steps[index]) for index in shown])
+    _name_columns(axes, steps)
     figures.name_rows(axes, names)
-    figure.colorbar(image, ax=axes, label="log10 of the gradient norm")
+    ticks = figures.log_ticks(10.0**low, 10.0 ** max(high, low + 1e-3))
+    bar = figure.colorbar(image, ax=axes, label="gradient norm (log10 scale)", ticks=np.log10(ticks))
+    bar.set_ticklabels([f"{value:.3g}" for value in ticks])
+
+
+def _name_columns(axes: Any, steps: Sequence[int]) -> None:
+    """Write round steps below the columns that are nearest to them."""
+    from matplotlib.ticker import MaxNLocator
+
+    wanted = MaxNLocator(8, steps=[1, 2, 5, 10], integer=True).tick_values(steps[0], steps[-1])
+    near = {int(np.argmin(np.abs(np.asarray(steps) - step))): None for step in wanted if steps[0] <= step <= steps[-1]}
+    axes.set_xticks(list(near), [str(steps[column]) for column in near])
 
 
 def _mark_cells(axes: Any, names: Sequence[str], steps: Sequence[int], issues: Sequence[tuple[int, str, str]]) -> None:
@@ -150,8 +165,8 @@ def _gain_bars(axes: Any, at: NDArray[Any], values: NDArray[np.float64], logs: N
         if chosen.any():
             axes.bar(at[chosen], logs[chosen], color=colour, label=label)
     for position in np.flatnonzero(~finite):
-        text = "?" if np.isnan(values[position]) else "blocked"
-        axes.text(at[position], 0.5, text, transform=axes.get_xaxis_transform(), rotation=90, ha="center", color=RED)
+        text = "unknown" if np.isnan(values[position]) else "blocked"
+        axes.text(at[position], 0.55, text, transform=axes.get_xaxis_transform(), rotation=90, ha="center", color=RED)
     if not len(at):
         figures.say(axes, "Two blocks are needed.")
 

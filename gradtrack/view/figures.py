@@ -25,13 +25,9 @@ CYCLE: Final = (BLUE, ORANGE, GREEN, PURPLE, SKY, RED)
 NAMES: Final = 40
 """So many rows have their names; of more, every so many."""
 
-_LABELS: Final = 6
-_ROWS: Final = 3
-_ROW_SHARE: Final = 0.055
-_NEAR: Final = 0.15
-# Beyond this share of the width a text stands to the left of its line; a letter takes about this share.
-_TURN: Final = 0.6
-_LETTER: Final = 0.0125
+_TICKS: Final = 7
+_ABOVE: Final = 1.02
+_ENTRIES: Final = 4
 _DRAWABLE: Final = (1e-99, 1e99)
 
 
@@ -69,23 +65,63 @@ def panel(figure: Any, position: tuple[int, int, int], title: str, xlabel: str, 
     return axes
 
 
+def tidy(figure: Any) -> Any:
+    """Write what is finished: numbers beside log axes that can be read and do not meet, and whole steps."""
+    from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter
+
+    for axes in figure.axes:
+        for axis in (axes.xaxis, axes.yaxis):
+            if axis.get_scale() == "log":
+                axis.set_major_locator(FixedLocator(log_ticks(*sorted(axis.get_view_interval()))))
+                axis.set_minor_formatter(NullFormatter())
+            if axis.get_scale() != "linear":
+                axis.set_major_formatter(FuncFormatter(lambda value, _: _shortly(value)))
+    return figure
+
+
+def _shortly(value: float) -> str:
+    return f"{value:g}".replace("e-0", "e-").replace("e+0", "e")
+
+
+def log_ticks(low: float, high: float) -> list[float]:
+    """Return powers of ten within limits, and what lies between them where that would be fewer than three."""
+    first, last = math.ceil(math.log10(low) - 1e-9), math.floor(math.log10(high) + 1e-9)
+    every = max(1, math.ceil((last - first + 1) / _TICKS))
+    powers = [10.0**power for power in range(first, last + 1, every)]
+    if len(powers) > 2:
+        return powers
+    parts = [part * 10.0**power for power in range(first - 1, last + 1) for part in (1, 2, 5)]
+    found = [value for value in parts if low <= value <= high]
+    if len(found) > 2:
+        return found
+    from matplotlib.ticker import MaxNLocator
+
+    return [float(value) for value in MaxNLocator(4).tick_values(low, high) if low <= value <= high]
+
+
+def across(axes: Any, steps: ArrayLike) -> None:
+    """Show all of these steps, whole ones, whatever is known of them."""
+    axes.set_xlim(*spread(steps))
+    axes.xaxis.get_major_locator().set_params(integer=True)
+
+
 def numbers(values: Iterable[float | None]) -> NDArray[np.float64]:
     """Return values as an array in which None is NaN."""
     return np.array([math.nan if value is None else float(value) for value in values], dtype=np.float64)
 
 
 def curve(axes: Any, x: ArrayLike, values: ArrayLike, *, label: str, colour: str, **style: Any) -> None:
-    """Draw a line over its finite values and mark the others at the upper edge, where they do not bend the scale."""
+    """Draw a line over its finite values and mark the others above it all, where they do not bend the scale."""
     x, values = np.asarray(x, dtype=np.float64), np.asarray(values, dtype=np.float64)
     style = {"linewidth": 1.6, "marker": "." if len(values) < 3 else None} | style
     axes.plot(x, np.where(np.isfinite(values), values, np.nan), label=label, color=colour, **style)
     infinite = x[np.isinf(values)]
     if len(infinite):
-        _at_edge(axes, infinite, 0.97, marker="x", colour=RED, label="infinite")
+        _at_edge(axes, infinite, _ABOVE, marker="x", colour=RED, label="infinite")
 
 
 def log_curve(axes: Any, x: ArrayLike, values: ArrayLike, *, label: str, colour: str, **style: Any) -> None:
-    """Draw a line of positive values on a log axis; zeros are marked at its lower edge, infinities at its upper."""
+    """Draw a line of positive values on a log axis; zeros are marked at its lower edge, infinities above it all."""
     x, values = np.asarray(x, dtype=np.float64), np.asarray(values, dtype=np.float64)
     zero, negative = values == 0.0, values < 0.0
     bounded = np.where(np.isfinite(values), np.clip(values, *_DRAWABLE), values)
@@ -98,98 +134,45 @@ def log_curve(axes: Any, x: ArrayLike, values: ArrayLike, *, label: str, colour:
 
 def _at_edge(axes: Any, x: NDArray[np.float64], height: float, *, marker: str, colour: str, label: str) -> None:
     edge = axes.get_xaxis_transform()
-    axes.plot(x, np.full(len(x), height), marker, color=colour, transform=edge, label=label, markersize=6)
+    axes.plot(
+        x, np.full(len(x), height), marker, color=colour, transform=edge, label=label, markersize=5, clip_on=False
+    )
 
 
-def mark_events(axes: Any, events: Sequence[tuple[float, str]], *, texts: bool = True) -> None:
-    """Mark where something happened: a line for every event, and above the curves a text for as many as fit."""
-    for x, _ in events:
-        axes.axvline(x, color=RED, alpha=0.5, linewidth=0.9, linestyle=":", zorder=0.5)
-    if not (events and texts):
-        return
-    low, high = axes.get_xlim()
-    told = [((x - low) / (high - low), x, plain(text)) for x, text in _gathered(events, (high - low) * _NEAR)]
-    placed, left_out = _in_rows([(share, text) for share, _, text in told])
-    _make_room(axes, (1 + max(placed.values())) * _ROW_SHARE)
-    for index, row in placed.items():
-        share, x, text = told[index]
-        left = share > _TURN
-        axes.annotate(
-            f"{text}, {left_out} more" if left_out and index == max(placed) else text,
-            (x, 1.0),
-            xycoords=axes.get_xaxis_transform(),
-            xytext=(-3 if left else 3, -3 - 11 * row),
-            textcoords="offset points",
-            ha="right" if left else "left",
-            fontsize=7.5,
-            color=RED,
-            va="top",
-            parse_math=False,
-            bbox={"boxstyle": "round,pad=0.1", "facecolor": "white", "edgecolor": "none", "alpha": 0.75},
-        )
-
-
-def _in_rows(texts: Sequence[tuple[float, str]]) -> tuple[dict[int, int], int]:
-    """Return the row of each text for which one is free at its place, and how many found none."""
-    taken: list[list[tuple[float, float]]] = [[] for _ in range(_ROWS)]
-    placed: dict[int, int] = {}
-    for index, (share, text) in enumerate(texts[: _LABELS * _ROWS]):
-        wide = _LETTER * (len(text) + 2)
-        start, end = (share - wide, share) if share > _TURN else (share, share + wide)
-        row = next((row for row in range(_ROWS) if all(end <= a or start >= b for a, b in taken[row])), None)
-        if row is not None and len(placed) < _LABELS:
-            taken[row].append((start, end))
-            placed[index] = row
-    return placed, len(texts) - len(placed)
-
-
-def _gathered(events: Sequence[tuple[float, str]], near: float) -> list[tuple[float, str]]:
-    """Tell events of the same text that follow each other closely once, with their number."""
-    told: list[tuple[float, str, int]] = []
-    last: dict[str, tuple[int, float]] = {}
-    for x, text in events:
-        index, before = last.get(text, (-1, -math.inf))
-        if x - before <= near:
-            first, _, count = told[index]
-            told[index] = (first, text, count + 1)
-        else:
-            index = len(told)
-            told.append((x, text, 1))
-        last[text] = (index, x)
-    return [(x, text if count == 1 else f"{text} ×{count}") for x, text, count in told]
-
-
-def _make_room(axes: Any, share: float) -> None:
-    """Raise the upper limit so that this share of the height lies above everything that is drawn."""
-    low, high = axes.get_ylim()
-    if axes.get_yscale() == "log":
-        axes.set_ylim(low, high * (high / low) ** (share / (1 - share)))
-    elif axes.get_yscale() == "symlog":
-        axes.set_ylim(low, high * (1 + high) ** (share / (1 - share)))
-    else:
-        axes.set_ylim(low, high + (high - low) * share / (1 - share))
+def mark_lost(axes: Any, x: ArrayLike) -> None:
+    """Mark above it all where a value was recorded that is not a number, so that no gap looks like an end."""
+    if np.size(x):
+        _at_edge(axes, np.asarray(x, dtype=np.float64), _ABOVE, marker="x", colour=RED, label="not a number")
 
 
 def legend(axes: Any, *others: Any, below: bool = False) -> None:
-    """Add a legend where more than one thing is drawn, with what `others` on the same place draw, or `below` it all."""
+    """Add a legend where more than one thing is drawn, with what `others` on the same place draw; many stand below."""
     handles, labels = axes.get_legend_handles_labels()
     for other in others:
         more = other.get_legend_handles_labels()
         handles, labels = handles + more[0], labels + more[1]
     unique = dict(zip(labels, handles, strict=True))
     if len(unique) > 1:
-        place = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.13), "ncols": 4, "frameon": False} if below else {}
+        place: dict[str, Any] = {}
+        if below or len(unique) > _ENTRIES:
+            columns = 4 if below else 2
+            place = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.13), "ncols": columns, "frameon": False}
         axes.legend(unique.values(), unique.keys(), fontsize=8, framealpha=0.85, **place)
 
 
 def plain(text: str, *, length: int = 48) -> str:
     """Return a name in one short line, in characters that the font of the pictures has."""
+    known = font()
+    line = " ".join(text.split())
+    drawable = "".join(letter if known.get_char_index(ord(letter)) else "□" for letter in line)
+    return drawable if len(drawable) <= length else f"{drawable[: length // 2 - 1]}…{drawable[-length // 2 :]}"
+
+
+def font() -> Any:
+    """Return the font of the pictures."""
     from matplotlib.font_manager import findfont, get_font
 
-    font = get_font(findfont("DejaVu Sans"))
-    line = " ".join(text.split())
-    drawable = "".join(letter if font.get_char_index(ord(letter)) else "□" for letter in line)
-    return drawable if len(drawable) <= length else f"{drawable[: length // 2 - 1]}…{drawable[-length // 2 :]}"
+    return get_font(findfont("DejaVu Sans"))
 
 
 def say(axes: Any, text: str) -> None:

@@ -29,12 +29,13 @@ def pictures_of(
     for source, own in pairs.items():
         known = statistics if len(pairs) == 1 else [one.statistics for one in own if one.statistics is not None]
         tail = f".{file_part(source)}" if source and len(pairs) > 1 else ""
-        found |= {f"{name}{tail}.png": draw for name, draw in _pictures_of_pair(own, known, directory).items()}
+        pictures = _pictures_of_pair(own, known, directory, source if tail else "")
+        found |= {f"{name}{tail}.png": draw for name, draw in pictures.items()}
     return found
 
 
 def _pictures_of_pair(
-    reports: Sequence[StepReport], statistics: Sequence[GradientStatistics], directory: Path | None
+    reports: Sequence[StepReport], statistics: Sequence[GradientStatistics], directory: Path | None, title: str
 ) -> dict[str, Drawer]:
     over_time = plots.statistics_over_time(reports)
     if directory is not None:
@@ -44,10 +45,14 @@ def _pictures_of_pair(
     steps, norms, issues = flow_of(reports)
     return {
         "gradient_statistics": lambda path: plots.plot_gradient_statistics_over_time(
-            over_time, path, events=plots.events_of(reports)
+            over_time,
+            path,
+            events=plots.events_of(reports),
+            lost=plots.steps_without_finite(reports),
+            name=title,
         ),
-        "gradient_stats": lambda path: plots.plot_gradient_statistics(statistics, path),
-        "gradient_flow": lambda path: depth.plot_gradient_flow(norms, path, steps=steps, issues=issues),
+        "gradient_stats": lambda path: plots.plot_gradient_statistics(statistics, path, name=title),
+        "gradient_flow": lambda path: depth.plot_gradient_flow(norms, path, steps=steps, issues=issues, name=title),
         **_pictures_of_analyzers(reports),
     }
 

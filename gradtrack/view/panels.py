@@ -14,6 +14,7 @@ import numpy as np
 
 from gradtrack.view import figures
 from gradtrack.view.figures import BLUE, GREEN, GREY, ORANGE, RED, curve, log_curve, panel
+from gradtrack.view.marks import mark_events
 
 _CELLS_WITH_TEXT: Final = 200
 
@@ -82,7 +83,7 @@ def draw_recurrent_spectrum(
         if position is not None and math.isfinite(position):
             axes.axvline(position, color=colour, linewidth=1.4, label=f"{text}: {position:.4g} steps")
     figures.legend(axes)
-    return figure
+    return figures.tidy(figure)
 
 
 def draw_policy(
@@ -106,9 +107,10 @@ def draw_policy(
         others[0].spines["top"].set_visible(False)
         curve(others[0], steps, figures.numbers(returns), label="return (right)", colour=ORANGE, linestyle="--")
         others[0].set_ylabel("return")
-    figures.mark_events(axes, events)
+    figures.across(axes, steps)
+    mark_events(axes, events)
     figures.legend(axes, *others, below=True)
-    return figure
+    return figures.tidy(figure)
 
 
 def draw_attention_entropy(entropy: Sequence[Sequence[float | None]], *, names: Sequence[str] = ()) -> Any:

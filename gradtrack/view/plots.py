@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -11,6 +12,7 @@ import numpy as np
 from gradtrack.reports import GradientStatistics, GroupStatistics, StepReport
 from gradtrack.view import figures
 from gradtrack.view.figures import BLUE, CYCLE, GREEN, GREY, ORANGE, PURPLE, RED, SKY, curve, log_curve, panel, plain
+from gradtrack.view.marks import mark_events
 
 _STATISTICS: Final = ("total_norm", "mean", "std", "min", "max", "zero_fraction")
 _EMPTY: Final = "No steps were recorded."
@@ -21,20 +23,26 @@ def plot_training_curves(reports: Sequence[StepReport], path: Path) -> Path:
     return figures.save(draw_training_curves(reports), path)
 
 
-def plot_gradient_statistics(statistics: Sequence[GradientStatistics], path: Path) -> Path:
+def plot_gradient_statistics(statistics: Sequence[GradientStatistics], path: Path, *, name: str = "") -> Path:
     """Draw the distribution of norms, means and deviations, extremes, and how the statistics go together."""
-    return figures.save(draw_gradient_statistics(statistics), path)
+    return figures.save(draw_gradient_statistics(statistics, name=name), path)
 
 
 def plot_gradient_statistics_over_time(
-    rows: Mapping[str, Sequence[float | None]], path: Path, *, events: Sequence[tuple[float, str]] = ()
+    rows: Mapping[str, Sequence[float | None]],
+    path: Path,
+    *,
+    events: Sequence[tuple[float, str]] = (),
+    lost: Sequence[int] = (),
+    name: str = "",
 ) -> Path:
     """Draw variance, norm, absolute mean and range over time, each on a log axis.
 
     `rows` holds lists of equal length, as `gradient_statistics.json` does: `step` and `grad_variance`, `grad_norm`,
-    `grad_mean`, `grad_max`, `grad_min`. `events` are steps and texts to be marked.
+    `grad_mean`, `grad_max`, `grad_min`. `events` are steps and texts to be marked, `lost` are steps without a finite
+    gradient, and `name` is that of the pair.
     """
-    return figures.save(draw_gradient_statistics_over_time(rows, events=events), path)
+    return figures.save(draw_gradient_statistics_over_time(rows, events=events, lost=lost, name=name), path)
 
 
 def draw_training_curves(reports: Sequence[StepReport]) -> Any:
@@ -48,15 +56,17 @@ def draw_training_curves(reports: Sequence[StepReport]) -> Any:
     _clipping(panel(figure, (2, 2, 4), "Clipping", "step", "coefficient and share"), pairs)
     events = events_of(reports)
     for index, axes in enumerate(figure.axes):
-        figures.mark_events(axes, events, texts=index < 2)
+        figures.across(axes, _steps(reports))
+        mark_events(axes, events, texts=index < 2)
         figures.legend(axes)
-    return figure
+    return figures.tidy(figure)
 
 
-def draw_gradient_statistics(statistics: Sequence[GradientStatistics]) -> Any:
+def draw_gradient_statistics(statistics: Sequence[GradientStatistics], *, name: str = "") -> Any:
     """Return the figure of `plot_gradient_statistics`."""
     figure = figures.new_figure()
-    figure.suptitle(f"Gradient statistics of {len(statistics)} steps", fontsize=14)
+    count = f"{len(statistics)} step{'' if len(statistics) == 1 else 's'}"
+    figure.suptitle(_titled(f"Gradient statistics of {count}", name), fontsize=14, parse_math=False)
     order = np.arange(1, len(statistics) + 1)
     table = {name: figures.numbers(getattr(entry, name) for entry in statistics) for name in _STATISTICS}
     _distribution(panel(figure, (2, 2, 1), "Distribution of norms", "global L2 norm", "steps"), table["total_norm"])
@@ -68,19 +78,25 @@ def draw_gradient_statistics(statistics: Sequence[GradientStatistics]) -> Any:
     log_curve(axes, order, np.abs(table["max"]), label="|max|", colour=ORANGE, linewidth=1.1)
     log_curve(axes, order, np.abs(table["min"]), label="|min|", colour=BLUE, linewidth=1.1)
     _correlation(figure, table)
-    for axes in figure.axes[:3]:
+    for index, axes in enumerate(figure.axes[:3]):
+        if index:
+            figures.across(axes, order)
         if not len(statistics):
             figures.say(axes, _EMPTY)
         figures.legend(axes)
-    return figure
+    return figures.tidy(figure)
 
 
 def draw_gradient_statistics_over_time(
-    rows: Mapping[str, Sequence[float | None]], *, events: Sequence[tuple[float, str]] = ()
+    rows: Mapping[str, Sequence[float | None]],
+    *,
+    events: Sequence[tuple[float, str]] = (),
+    lost: Sequence[int] = (),
+    name: str = "",
 ) -> Any:
     """Return the figure of `plot_gradient_statistics_over_time`."""
     figure = figures.new_figure()
-    figure.suptitle("Gradient statistics over time", fontsize=14)
+    figure.suptitle(_titled("Gradient statistics over time", name), fontsize=14, parse_math=False)
     table = {name: figures.numbers(values) for name, values in rows.items()}
     steps = table["step"]
     panels = [
@@ -96,12 +112,14 @@ def draw_gradient_statistics_over_time(
         axes = panel(figure, (2, 2, index + 1), title, "step", "")
         for label, values, colour, style in lines:
             log_curve(axes, steps, values, label=label, colour=colour, linestyle=style)
-        if len(steps):
-            figures.mark_events(axes, events, texts=index < 2)
-        else:
-            figures.say(axes, _EMPTY)
+        figures.mark_lost(axes, lost)
+        if len(steps) or len(lost):
+            figures.across(axes, [*steps, *lost])
+            mark_events(axes, events, texts=index < 2)
+        if not len(steps):
+            figures.say(axes, "No recorded gradient is finite." if len(lost) else _EMPTY)
         figures.legend(axes)
-    return figure
+    return figures.tidy(figure)
 
 
 def by_source(reports: Sequence[StepReport]) -> dict[str, list[StepReport]]:
@@ -144,6 +162,11 @@ def statistics_over_time(reports: Sequence[StepReport]) -> dict[str, list[float 
     }
 
 
+def steps_without_finite(reports: Sequence[StepReport]) -> list[int]:
+    """Return the measured steps on which no gradient element was finite, which `statistics_over_time` leaves out."""
+    return [report.step for report in reports if report.statistics is not None and not has_finite(report.statistics)]
+
+
 def has_finite(found: GroupStatistics | GradientStatistics) -> bool:
     """Whether any gradient element was finite, so that the statistics are about something."""
     return found.element_count > found.nan_count + found.inf_count
@@ -153,6 +176,8 @@ def _loss(axes: Any, pairs: Sequence[Sequence[StepReport]]) -> None:
     losses = [figures.numbers(report.loss for report in reports) for reports in pairs]
     everything = np.concatenate(losses)
     finite = everything[np.isfinite(everything)]
+    for reports in pairs:
+        figures.mark_lost(axes, [one.step for one in reports if one.loss is not None and math.isnan(one.loss)])
     if not len(finite):
         figures.say(axes, "No finite loss was recorded." if pairs[0] else _EMPTY)
         return
@@ -177,8 +202,13 @@ def _norms(axes: Any, pairs: Sequence[Sequence[StepReport]]) -> None:
             threshold = figures.numbers(found.threshold for found in clipping)
             if np.isfinite(threshold).any():
                 log_curve(axes, steps, threshold, label="threshold", colour=GREY, linestyle="--", linewidth=1.1)
+        figures.mark_lost(axes, np.asarray(steps)[np.isnan(values)])
     if not any(np.isfinite(values).any() for values in before):
         figures.say(axes, "No recorded norm is finite.")
+
+
+def _titled(title: str, name: str) -> str:
+    return f"{title}: {plain(name)}" if name else title
 
 
 def _of(label: str, reports: Sequence[StepReport]) -> str:
@@ -196,7 +226,6 @@ def _nonfinite(axes: Any, reports: Sequence[StepReport]) -> None:
     if not (nan.any() or infinite.any()):
         figures.say(axes, "Every gradient was finite." if reports else _EMPTY)
         axes.set_yticks([])
-        axes.set_xlim(*figures.spread(steps))
         return
     for values, label, colour, marker in ((nan, "NaN", BLUE, "o"), (infinite, "Inf", ORANGE, "s")):
         there = np.flatnonzero(values)
@@ -206,7 +235,6 @@ def _nonfinite(axes: Any, reports: Sequence[StepReport]) -> None:
     if not (nan.any() and infinite.any()):
         axes.set_ylabel("NaN elements" if nan.any() else "infinite elements")  # one kind has no legend to name it
     highest = max(nan.max(), infinite.max())
-    axes.set_xlim(*figures.spread(steps))
     axes.set_ylim(0, 1.15 * highest)
     if highest > 100:
         axes.set_yscale("symlog", linthresh=1)
@@ -222,10 +250,15 @@ def _clipping(axes: Any, pairs: Sequence[Sequence[StepReport]]) -> None:
         clipping, steps = [report.clipping for report in reports], _steps(reports)
         colours = (SKY, ORANGE) if len(pairs) == 1 else (CYCLE[index % len(CYCLE)],) * 2
         lines = (
-            ("clip coefficient", [found.coefficient for found in clipping], "-"),
+            # A step that was left out is not clipped, whatever its gradients were.
+            (
+                "clip coefficient",
+                figures.numbers(None if one.skipped else one.clipping.coefficient for one in reports),
+                "-",
+            ),
             (
                 "share of recent steps clipped",
-                [found.clip_rate for found in clipping],
+                figures.numbers(found.clip_rate for found in clipping),
                 "-" if len(pairs) == 1 else "--",
             ),
         )
@@ -243,7 +276,7 @@ def _distribution(axes: Any, norms: Any) -> None:
         axes.set_xscale("log")
         edges = np.geomspace(low, high, 31)
     else:
-        edges = np.linspace(low, high if high > low else low * 1.1, 31)
+        edges = np.linspace(low, high, 31) if high > low else np.linspace(low * 0.5, low * 1.5, 32)
     axes.hist(finite, bins=edges, color=SKY, edgecolor="white", linewidth=0.5, label="steps")
     axes.axvline(np.median(finite), color=RED, linestyle="--", label=f"median {np.median(finite):.3g}")
     left = len(norms) - len(finite)
@@ -257,6 +290,8 @@ def _correlation(figure: Any, table: Mapping[str, Any]) -> None:
     finite = np.all([np.isfinite(values) for values in table.values()], axis=0)
     varying = {name: values[finite] for name, values in table.items() if len(set(values[finite])) > 1}
     if finite.sum() < 3 or len(varying) < 2:
+        axes.set_xticks([])
+        axes.set_yticks([])
         figures.say(axes, "Three finite steps that differ are needed.")
         return
     matrix = np.corrcoef(list(varying.values()))

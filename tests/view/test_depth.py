@@ -60,7 +60,7 @@ def test_both_panels_name_their_transitions() -> None:
 def test_unknown_and_blocked_gains_are_named() -> None:
     """A gain that is not known and one without limit have no bar but a word."""
     gain, total = depth.draw_gain([0.5, None, math.inf, 1.0]).axes
-    assert texts(gain) == ["?", "blocked"]
+    assert texts(gain) == ["unknown", "blocked"]
     assert np.array_equal(line(total, "total gain").get_ydata(), [np.nan, np.nan, np.nan, 1.0], equal_nan=True)
 
 

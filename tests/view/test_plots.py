@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 from gradtrack.errors import MissingExtraError
 from gradtrack.reports import GradientStatistics, StepReport
 from gradtrack.view import figures, plots
+from gradtrack.view.marks import mark_events
 from tests.processes import python
 from tests.view.runs import HOSTILE, issue, report, unhealthy
 
@@ -95,23 +97,71 @@ def test_events_that_follow_closely_are_told_once() -> None:
     """Issues of the same text share one, with their number; no text lies on a curve."""
     axes = figures.panel(figures.new_figure(), (1, 1, 1), "", "", "")
     figures.log_curve(axes, range(101), [10.0**step for step in range(101)], label="norm", colour="black")
-    figures.mark_events(axes, [(10, "a"), (12, "a"), (13, "b"), (15, "a"), (90, "a")])
+    mark_events(axes, [(10, "a"), (12, "a"), (13, "b"), (15, "a"), (90, "a")])
     assert texts(axes) == ["a ×3", "b", "a"]
     assert axes.get_ylim()[1] > 10.0**110
     assert [text.get_ha() for text in axes.texts] == ["left", "left", "right"]
 
 
 def test_texts_of_events_never_lie_on_each_other() -> None:
-    """What opens together has a row each; where no row is free, the number of the others is told."""
+    """What opens together has a row each; where no row is free, the number of the others is told beside them."""
     axes = figures.panel(figures.new_figure(), (1, 1, 1), "", "", "")
     figures.curve(axes, range(101), range(101), label="norm", colour="black")
-    figures.mark_events(
-        axes, [(70, f"SATURATION blocks.{index}") for index in range(5)] + [(74, "NUMERICAL"), (5, "a")]
-    )
-    assert texts(axes) == [f"SATURATION blocks.{index}" for index in range(3)] + ["a, 3 more"]
+    mark_events(axes, [(70, f"SATURATION blocks.{index}") for index in range(5)] + [(74, "NUMERICAL"), (5, "a")])
+    assert texts(axes) == ["SATURATION blocks.0", "SATURATION blocks.1", "SATURATION blocks.2, 3 more", "a"]
     axes.figure.draw_without_rendering()
     boxes = [text.get_window_extent() for text in axes.texts]
     assert not [1 for index, one in enumerate(boxes) for other in boxes[:index] if one.overlaps(other)]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.5, 0.7, 1.0])
+def test_texts_of_events_stay_inside_of_their_panel(share: float) -> None:
+    """However long a name is and wherever its event lies, the text neither leaves the panel nor makes it smaller."""
+    axes = figures.panel(figures.new_figure(), (2, 2, 1), "", "", "")
+    figures.panel(axes.figure, (2, 2, 2), "", "", "")
+    figures.curve(axes, range(101), range(101), label="norm", colour="black")
+    axes.figure.draw_without_rendering()
+    width = axes.get_window_extent().width
+    mark_events(axes, [(100 * share, f"NUMERICAL {'M' * 30}.{index}") for index in range(5)])
+    axes.figure.draw_without_rendering()
+    assert axes.get_window_extent().width == width
+    for text in axes.texts:
+        box = text.get_window_extent()
+        assert box.x0 >= axes.get_window_extent().x0 - 5
+        assert box.x1 <= axes.get_window_extent().x1 + 5
+
+
+def test_a_loss_that_becomes_nan_is_no_end_of_the_curve() -> None:
+    """What was recorded and is not a number is marked, and every panel shows all of the steps."""
+    nan = math.nan
+    reports = [report(1), report(2), *(report(step, loss=nan, norm=nan, clipped=nan) for step in (3, 4))]
+    figure = plots.draw_training_curves([*reports, report(5, loss=None)])
+    loss, norms, *_ = figure.axes
+    assert list(line(loss, "not a number").get_xdata()) == [3, 4]
+    assert list(line(norms, "not a number").get_xdata()) == [3, 4]
+    assert {axes.get_xlim() for axes in figure.axes} == {(0.8, 5.2)}
+
+
+def test_a_step_that_was_left_out_has_no_clip_coefficient() -> None:
+    """The coefficient of a skipped step says nothing about the gradients."""
+    *_, clipping = plots.draw_training_curves([report(1), report(2, skipped=True), report(3)]).axes
+    assert np.array_equal(line(clipping, "clip coefficient").get_ydata(), [0.5, math.nan, 0.5], equal_nan=True)
+
+
+@pytest.mark.parametrize("limits", [(0.08, 0.13), (0.03, 0.7), (0.5, 40.0), (1e-7, 1e3), (1e-90, 1e90), (3.0, 3.1)])
+def test_numbers_beside_a_log_axis_can_be_read(limits: tuple[float, float]) -> None:
+    """There are at least two of them and never so many that they meet, without a factor of a power of ten."""
+    axes = figures.panel(figures.new_figure(), (2, 2, 1), "", "", "")
+    figures.log_curve(axes, limits, limits, label="norm", colour="black")
+    axes.set_xscale("log")
+    axes.set_xlim(*limits)
+    figures.tidy(axes.figure).draw_without_rendering()
+    for labels in (axes.get_xticklabels(), axes.get_yticklabels()):
+        shown = [label for label in labels if label.get_text()]
+        assert 2 <= len(shown) <= 8
+        assert all(float(label.get_text()) > 0 for label in shown)
+        boxes = [label.get_window_extent() for label in shown]
+        assert not [1 for one, other in pairwise(boxes) if one.overlaps(other)]
 
 
 def test_pairs_have_a_line_each() -> None:
