@@ -12,6 +12,7 @@ from gradtrack.view.tables import number
 Pair = tuple[str, int | float | None, int | float | None]
 """A name with the number of the first run and of the second; None is one that is not known."""
 _SHARE: Final = "clip rate"
+_ONLY_ONE: Final = 1e-12
 
 
 def in_words(rows: Sequence[Pair]) -> list[tuple[str, ...]]:
@@ -39,9 +40,14 @@ def _ratio(pair: Pair) -> float:
 
 
 def most_changed(rows: Sequence[Pair], count: int) -> list[Pair]:
-    """Return so many rows that differ most, in their order: what is no number in one run differs more than any."""
+    """Return so many rows that differ most, in their order: what is no number in one run differs more than any.
+
+    What only one run has does not differ, but is told before what is equal.
+    """
 
     def change(index: int) -> float:
+        if None in rows[index]:
+            return _ONLY_ONE
         ratio, (before, after) = abs(_ratio(rows[index])), spell(list(rows[index][1:]))
         return abs(math.log(ratio)) if 0.0 < ratio < math.inf else 0.0 if before == after else math.inf
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -13,11 +13,12 @@ import numpy as np
 from gradtrack.record.files import write_atomically
 from gradtrack.reports.step import spell
 from gradtrack.view.changes import Pair, in_words, most_changed, with_ratios
-from gradtrack.view.charts import Chart, Line, events_of, spans_decades
+from gradtrack.view.charts import Chart, events_of, spans_decades
 from gradtrack.view.heat import HeatMap, heat_of, on_one_scale
 from gradtrack.view.html import fill, issue_cards
 from gradtrack.view.issue_history import IssueHistory
 from gradtrack.view.run_data import RunData
+from gradtrack.view.side_by_side import CURVES, analyzer_curves, curves_of
 from gradtrack.view.sparks import WIDTH, sparkline
 from gradtrack.view.tables import Table, one_line
 from gradtrack.view.terminal import Fitted, short
@@ -27,13 +28,6 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 _NORM: Final = "train/grad_norm"
-_CURVES: Final = (
-    ("Gradient norm", _NORM, True),
-    ("Gradient norm after clipping", "train/grad_norm_clipped", True),
-    ("Clip rate", "train/grad_clip_rate", False),
-    ("Variance", "train/grad_variance", True),
-)
-_GROUP_CHARTS: Final = 8
 _ROWS: Final = 40
 _LESS: Final = ("gradient norm after clipping", "variance")
 _LAST: Final = "Last recorded"
@@ -56,13 +50,25 @@ class Comparison:
         """Return the issues that only the first run had."""
         return _only_in(self.first, self.second)
 
+    @property
+    def unmatched(self) -> str:
+        """Say which (model, optimizer) pairs are in one run only, since pairs are compared by their name."""
+        only = [
+            (name, sorted(one.tracks.keys() - other.tracks.keys()))
+            for name, one, other in (("A", self.first, self.second), ("B", self.second, self.first))
+        ]
+        told = [
+            f"{', '.join(source or 'the unnamed pair' for source in found)} in {name}" for name, found in only if found
+        ]
+        return f"Not compared, as no pair of the other run has this name: {'; '.join(told)}." if told else ""
+
     def numbers(self) -> list[Pair]:
         """Return how each run ended, in numbers."""
         rows: list[Pair] = [("steps", self.first.total_steps, self.second.total_steps)]
         for source, first, second in self._tracks():
             tail = f" ({source})" if source else ""
             rows.append((f"last loss{tail}", first.last_loss(), second.last_loss()))
-            for title, metric, _ in _CURVES:
+            for title, metric, _ in CURVES:
                 rows.append((f"{title.lower()}, median{tail}", _median(first, metric), _median(second, metric)))
         rows.append(("skipped steps", _skipped(self.first), _skipped(self.second)))
         return rows
@@ -74,11 +80,15 @@ class Comparison:
         """Return loss and gradient norm of both runs as lines of characters, each on a scale that both share."""
         rows: list[tuple[str, ...]] = []
         for source, first, second in self._tracks():
-            losses, norms = ([first.loss, second.loss], [one.column(_NORM) for one in (first, second)])
-            curves = (("loss", losses, spans_decades(np.concatenate(losses))), ("gradient norm", norms, True))
-            for name, pair, log_scale in curves:
-                scale = np.concatenate(pair)
-                lines = (sparkline(one, log_scale=log_scale, scale=scale, width=width) for one in pair)
+            both = (first, second)
+            losses = [(track.loss, np.isin(track.steps, track.nan_losses())) for track in both]
+            norms = [(track.column(_NORM), np.isin(track.steps, track.nan_steps(_NORM))) for track in both]
+            for name, pair in (("loss", losses), ("gradient norm", norms)):
+                scale = np.concatenate([values for values, _ in pair])
+                log_scale = name != "loss" or spans_decades(scale)
+                lines = (
+                    sparkline(values, log_scale=log_scale, scale=scale, width=width, lost=lost) for values, lost in pair
+                )
                 rows.append((f"{name} ({source})" if source else name, *lines))
         return [row for row in rows if any(row[1:])]
 
@@ -108,33 +118,15 @@ class Comparison:
         for source, first, second in self._tracks():
             section = f"Curves: {source}" if source else "Curves"
             pair = [("A", first), ("B", second)]
-            charts += self._curves(source, section, pair)
+            events = self._marks(source, "A", "B")
+            charts += curves_of(pair, section, events)
             maps = []
             for name, track in pair:
                 heat = heat_of(track, section=section, events=self._marks(source, name))
                 maps += [] if heat is None else [replace(heat, title=f"{name}: {_lowered(heat.title)}")]
             charts += on_one_scale(maps)
+            charts += analyzer_curves(pair, source, events)
         return [chart for chart in charts if isinstance(chart, HeatMap) or chart.is_wanted]
-
-    def _curves(self, source: str, section: str, pair: Sequence[tuple[str, Track]]) -> Iterator[Chart]:
-        events = self._marks(source, "A", "B")
-        (_, first), (_, second) = pair
-        lines = [Line(name=name, steps=track.steps, values=track.loss, lost=track.nan_losses()) for name, track in pair]
-        log_scale = spans_decades(np.concatenate([first.loss, second.loss]))
-        yield Chart(title="Loss", lines=lines, section=section, log_scale=log_scale, events=events)
-        shared = [group for group in first.groups if group in second.groups][:_GROUP_CHARTS]
-        groups = [(f"Norm of {group}", f"train/grad_norm/{group}", True) for group in shared]
-        for title, metric, log_scale in (*_CURVES, *groups):
-            lines = [
-                Line(
-                    name=name,
-                    steps=track.steps,
-                    values=track.over_finite(metric),
-                    lost=track.nan_steps(metric) if metric == _NORM else (),
-                )
-                for name, track in pair
-            ]
-            yield Chart(title=title, lines=lines, section=section, log_scale=log_scale, events=events)
 
     def _marks(self, source: str, *runs: str) -> list[tuple[int, str, int]]:
         """Return where the issues of these runs opened that the other one did not have, numbered as on the page."""
@@ -168,6 +160,8 @@ class Comparison:
 
         names = Text("\n".join(one_line(f"{name} {_identity(run)}") for name, run in self._runs()))
         parts: list[RenderableType] = [names]
+        if self.unmatched:
+            parts.append(Text(one_line(self.unmatched), style="yellow"))
         last = self.last_values()
         for title, columns, rows in (
             ("Numbers", ("", "A", "B"), in_words(self.numbers())),
@@ -206,7 +200,7 @@ class Comparison:
             subtitle=" · ".join(f"{name} is {_identity(run)}" for name, run in self._runs()),
             healthy=not self.appeared,
             verdict=f"{len(self.appeared)} appeared, {len(self.gone)} gone",
-            warning="",
+            warning=self.unmatched,
             summary=[("", [(_capitalised(name), f"{a} → {b}", "A → B") for name, a, b in main])],
             issues=issue_cards(changes),
             no_issues="No issue appeared or went.",

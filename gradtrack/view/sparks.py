@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from itertools import pairwise
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gradtrack.view.thinning import thin_out
-
 _BLOCKS: Final = "▁▂▃▄▅▆▇█"
+_LOST, _INFINITE = "×", "∞"
 WIDTH: Final = 28
 
 
@@ -19,21 +20,32 @@ def sparkline(
     log_scale: bool = False,
     width: int = WIDTH,
     scale: NDArray[np.float64] | None = None,
+    lost: NDArray[np.bool_] | None = None,
 ) -> str:
-    """Draw a line with block characters; what is not finite is left out.
+    """Draw a line with block characters, each the highest value of its part, so that no spike is lost.
 
-    The lowest and the highest block are the extremes of the line, or of the values in `scale`.
+    The lowest and the highest block are the extremes of the line, or of the values in `scale`. A part that holds a
+    value that is `lost`, as it was recorded and is not a number, is a cross; one without any value is like the last.
     """
-    shown = thin_out(np.arange(len(values)), _logs(values) if log_scale else values, buckets=width).median
-    if not len(shown):
+    shown = _logs(values) if log_scale else values
+    bounds = shown if scale is None else _logs(scale) if log_scale else scale
+    bounds = bounds[np.isfinite(bounds)]
+    if not np.isfinite(shown).any():
         return ""
-    bounds = shown
-    if scale is not None:
-        known = _logs(scale) if log_scale else scale
-        bounds = known[np.isfinite(known)]
     low, high = float(bounds.min()), float(bounds.max())
     steps = (len(_BLOCKS) - 1) / (high - low) if high > low else 0.0
-    return "".join(_BLOCKS[round((value - low) * steps)] for value in shown.tolist())
+    edges = np.linspace(0, len(shown), min(len(shown), width) + 1).astype(int)
+    drawn = " "
+    for start, end in pairwise(edges.tolist()):
+        known = shown[start:end][~np.isnan(shown[start:end])]
+        if lost is not None and lost[start:end].any():
+            drawn += _LOST
+        elif len(known):
+            top = float(known.max())
+            drawn += _INFINITE if top == math.inf else _BLOCKS[round((max(top, low) - low) * steps)]
+        else:
+            drawn += drawn[-1] if drawn[-1] != _LOST else " "
+    return drawn[1:]
 
 
 def _logs(values: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -97,7 +97,9 @@ def _head(run: RunData) -> RenderableType:
     from rich.text import Text
 
     text = Text.assemble((f"Run {one_line(run.run.run_id)}", "bold"), f"  {run.state}, {_steps(run.total_steps)}  ")
-    text.append("healthy" if run.healthy else "unhealthy", style="green" if run.healthy else "bold red")
+    count = len(run.open_issues)
+    told = f" ({count} open issue{'' if count == 1 else 's'})" if count else ""
+    text.append(f"{'healthy' if run.healthy else 'unhealthy'}{told}", style="green" if run.healthy else "bold red")
     if run.end is not None and run.end.summary.nan_inf_summary.skipped_steps:
         text.append(f"  {run.end.summary.nan_inf_summary.skipped_steps} skipped")
     if run.damaged:
@@ -126,19 +128,22 @@ def _curves(track: Track, width: int) -> RenderableType:
     from rich.text import Text
 
     curves = [
-        ("loss", track.loss, spans_decades(track.loss)),
-        *((name, track.over_finite(key), log) for name, key, log in _CURVES),
+        ("loss", track.loss, spans_decades(track.loss), track.nan_losses(), track.last_loss()),
+        *((name, track.over_finite(key), log, track.nan_steps(key), track.last(key)) for name, key, log in _CURVES),
     ]
-    rows = [(name, values, log_scale, _numbers_of(track, values)) for name, values, log_scale in curves]
-    heads, left = _room([(name, *words) for name, _, _, words in rows if words], width)
+    rows = [
+        (name, values, log, np.isin(track.steps, lost), _numbers_of(track, values, last))
+        for name, values, log, lost, last in curves
+    ]
+    heads, left = _room([(name, *words) for name, *_, words in rows if words], width)
     table = Table(
         box=None, pad_edge=False, title=Text(one_line(track.name)) if track.name else None, title_justify="left"
     )
     for column in ("", "", *heads):
         table.add_column(column, justify="left" if not column else "right", no_wrap=True)
-    for name, values, log_scale, words in rows:
+    for name, values, log_scale, lost, words in rows:
         if words:
-            drawn = sparkline(values, log_scale=log_scale, width=max(1, min(left, 2 * WIDTH)))
+            drawn = sparkline(values, log_scale=log_scale, width=max(1, min(left, 2 * WIDTH)), lost=lost)
             table.add_row(name, drawn, *words[: len(heads)])
         elif (name == "gradient norm" and len(values)) or (name == "loss" and track.last_loss() is not None):
             table.add_row(name, "never finite", *("–" for _ in heads), style="red")
@@ -155,12 +160,13 @@ def _room(cells: Sequence[Sequence[str]], width: int) -> tuple[tuple[str, ...], 
     return heads, left
 
 
-def _numbers_of(track: Track, values: NDArray[np.float64]) -> tuple[str, ...]:
+def _numbers_of(track: Track, values: NDArray[np.float64], last: float | None) -> tuple[str, ...]:
     finite = values[np.isfinite(values)]
     if not len(finite):
         return ()
-    last, step = track.end_of(values)
-    return f"{number(last)}{_age(step)}", number(finite.min()), number(finite.max())
+    known, step = track.end_of(values)
+    ended = f"NaN ({number(known)} at step {step})" if last is not None and last != last else number(known) + _age(step)
+    return ended, number(finite.min()), number(finite.max())
 
 
 def _age(step: int | None) -> str:
@@ -177,7 +183,9 @@ def _groups(track: Track, total: int) -> Iterator[RenderableType]:
     if not known:
         return
     order = {group: place for place, group in enumerate(known)}
-    layers = sorted(visualize_layer_gradients(known), key=lambda layer: order[layer.name])[:_GROUPS]
+    layers = sorted(visualize_layer_gradients(known), key=lambda layer: order[layer.name])
+    # Both ends of a deep network tell most.
+    layers = [layers[at] for at in np.unique(np.linspace(0, len(layers) - 1, min(len(layers), _GROUPS)).astype(int))]
     letters = max(12, min(_NAME, total - _BAR))
     width = max(cell_len(short(layer.name, letters)) for layer in layers)
     yield Text(f"\nGradient norm of each group at step {int(track.steps[-1])}", style="bold")
@@ -187,7 +195,7 @@ def _groups(track: Track, total: int) -> Iterator[RenderableType]:
         _, step = track.end_of(track.over_finite(f"train/grad_norm/{layer.name}"))
         yield Text(f"{name}{space}|{'█' * layer.bar_cells:<12}| norm: {number(layer.norm)}{_age(step)}")
     if len(known) > _GROUPS:
-        yield Text(f"and {len(known) - _GROUPS} more: see gradtrack report", style="dim")
+        yield Text(f"and {len(known) - _GROUPS} more between them: see gradtrack report", style="dim")
 
 
 def _issues(run: RunData) -> Iterator[RenderableType]:
@@ -205,7 +213,7 @@ def _issues(run: RunData) -> Iterator[RenderableType]:
             lines.append(f"Root cause: {issue.cause}")
         if issue.latest.get("recommendation"):
             lines.append(f"{ADVICE[bool(issue.cause)]}: {issue.latest['recommendation']}")
-        yield Padding(Text("\n".join(map(one_line, lines))), (0, 0, 0, 4))
+        yield Padding(Text("\n".join(map(one_line, lines))), (0, 0, 0, 4), expand=False)
     if len(run.issues) > _ISSUES:
         yield Text(f"and {len(run.issues) - _ISSUES} more", style="dim")
 

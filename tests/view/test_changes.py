@@ -29,3 +29,10 @@ def test_what_changed_most_keeps_its_order() -> None:
     """A number that is lost changed more than any, and growing counts like shrinking."""
     assert [name for name, _, _ in most_changed(ROWS, 2)] == ["tenth", "lost"]
     assert [name for name, _, _ in most_changed(ROWS, 3)] == ["twice", "tenth", "lost"]
+
+
+def test_what_only_one_run_has_makes_room_for_what_changed() -> None:
+    """Two architectures share few names: those come first, and what is equal comes last."""
+    rows: list[Pair] = [("new", None, 1.0), ("gone", 1.0, None), *ROWS]
+    assert [name for name, _, _ in most_changed(rows, 3)] == ["twice", "tenth", "lost"]
+    assert "same" not in [name for name, _, _ in most_changed(rows, len(rows) - 1)]

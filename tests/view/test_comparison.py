@@ -36,6 +36,23 @@ def test_issues_appear_and_go() -> None:
     assert [issue.key for issue in found.gone] == ["EXPLODING:old"]
 
 
+def test_gains_of_two_architectures_are_laid_over_each_other() -> None:
+    """What an analyzer says about the whole model of both runs is a chart; what only one of them has is none."""
+    gains = [{"gain/mean": 0.9 + run, "gain/jump": 0.0, f"gain/mean/block{run}": 1.0} for run in (0, 1)]
+    charts = Comparison(*(gather(row(1, metrics=found)) for found in gains)).charts()
+    shown = {chart.title: chart for chart in charts if isinstance(chart, Chart) and chart.section == "gain"}
+    assert list(shown) == ["Mean", "Jump"]
+    assert [(line.name, list(line.values)) for line in shown["Mean"].lines] == [("A", [0.9]), ("B", [1.9])]
+
+
+def test_pairs_that_only_one_run_has_are_named() -> None:
+    """Nothing is left out in silence where two runs have no pair of the same name."""
+    found = Comparison(gather(row(1)), gather(row(1, source="generator"), row(1, source="critic")))
+    told = "no pair of the other run has this name: the unnamed pair in A; critic, generator in B."
+    assert told in " ".join(shown(found).split())
+    assert Comparison(gather(row(1)), gather(row(1))).unmatched == ""
+
+
 def test_settings_that_differ_are_told() -> None:
     """A setting that one run left at its default is told as that."""
     assert pair().settings() == [("max_grad_norm", "1.0", "default"), ("seed", "default", "3")]

@@ -88,6 +88,16 @@ def test_a_narrow_terminal_keeps_what_came_last() -> None:
     assert [line.split()[3:] for line in lines if line.startswith("gradient norm")] == [["1.234e-12"]]
 
 
+def test_both_ends_of_a_deep_network_are_shown() -> None:
+    """Of many groups, so many over the whole depth have a bar, the first and the last among them."""
+    groups = {f"train/grad_norm/block{index}": 1.0 + index for index in range(40)}
+    text = shown(gather(row(1, metrics=groups)))
+    assert "block0 " in text
+    assert "block39" in text
+    assert text.count("norm: ") == 24
+    assert "and 16 more between them: see gradtrack report" in text
+
+
 def test_norms_that_are_never_finite_are_told() -> None:
     """A run of NaN has no curve, and says so; a run without a loss says nothing of it."""
     text = shown(gather(row(1, norm=math.nan, loss=math.nan), row(2, norm=math.nan, loss=math.nan)))
@@ -98,10 +108,15 @@ def test_norms_that_are_never_finite_are_told() -> None:
 
 def test_numbers_that_are_not_of_the_last_row_name_their_step() -> None:
     """A loss, a norm and a group that end as NaN tell how old their number is, and an infinity is no gap."""
-    old = "(step 2)"
     lines = shown(gather(row(1), row(2, norm=4.0), row(3, norm=math.nan, loss=math.nan))).splitlines()
-    for name in ("loss", "gradient norm", "W_in", "W_out"):
-        assert [old in line for line in lines if line.startswith(f"{name} ")] == [True]
+    for name, old in (
+        ("loss", "█▁×  NaN (0.5 at step 2)"),
+        ("gradient norm", "▁█×  NaN (4 at step 2)"),
+        ("W_in", "2.4 (step 2)"),
+        ("W_out", "3.2 (step 2)"),
+    ):
+        found = [" ".join(line.split()) for line in lines if line.startswith(f"{name} ")]
+        assert [" ".join(old.split()) in line for line in found] == [True]
     fresh = shown(gather(row(1, loss=math.nan), row(2, norm=math.inf)))
     assert "(step" not in fresh
     assert " inf " in next(line for line in fresh.splitlines() if line.startswith("gradient norm "))
