@@ -331,5 +331,5 @@ class GradientManager:
         if config.save_gradient_plots and config.run_dir is not None:
             left += at_close.save_pictures(directory, self.reports, self.monitor.history)
         if config.save_html_report:
-            left += at_close.save_page(directory)
+            left += at_close.save_page(directory, left)
         at_close.save_names(directory, self._sink.run_id, left)

@@ -24,13 +24,14 @@ def files_to_show(run: RunInfo | None, named: Iterable[str] = ()) -> list[Path]:
     """Return the files that records have named, then those that the run has left in its directory, each once."""
     found = {Path(path): None for path in named}
     if run is not None and run.run_dir is not None:
-        found.update((Path(run.run_dir) / name, None) for name in _noted(Path(run.run_dir), run.run_id))
+        found.update((path, None) for path in noted_files(Path(run.run_dir), run.run_id))
     return [path for path in found if path.is_file()]
 
 
-def _noted(directory: Path, run_id: str) -> list[str]:
+def noted_files(directory: Path, run_id: str) -> list[Path]:
+    """Return the files of a directory that a run has written down as its own."""
     try:
         values = json.loads((directory / LEAVINGS).read_text(encoding="utf-8"))
-        return [Path(str(name)).name for name in values["files"]] if values["run_id"] == run_id else []
+        return [directory / Path(str(name)).name for name in values["files"]] if values["run_id"] == run_id else []
     except (OSError, ValueError, KeyError, TypeError):
         return []

@@ -38,14 +38,14 @@ def save_pictures(
     return [path for name, draw in pictures.items() for path in _contained(name, partial(draw, directory / name))]
 
 
-def save_page(directory: Path) -> list[Path]:
-    """Write the report of the run."""
+def save_page(directory: Path, pictures: Sequence[Path] = ()) -> list[Path]:
+    """Write the report of the run, with what only its pictures show."""
     from gradtrack.view.html import write_html_report
     from gradtrack.view.run_data import load_run
 
     if not any(directory.glob("journal-*.jsonl")):
         return []  # nothing was recorded, which the run has said by itself
-    return _contained("the report", lambda: write_html_report(load_run(directory)))
+    return _contained("the report", lambda: write_html_report(load_run(directory), pictures=pictures))
 
 
 def save_names(directory: Path, run_id: str, paths: Sequence[Path]) -> list[Path]:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from gradtrack.view.heat import HeatMap, heat_of
 from gradtrack.view.issue_history import IssueHistory
+from gradtrack.view.meanings import explain
 from gradtrack.view.run_data import RunData
 from gradtrack.view.thinning import thin_out
 from gradtrack.view.track import Track
@@ -154,11 +155,20 @@ def _analyzer_charts(track: Track, events: Sequence[tuple[int, str, int]]) -> It
         lines = [_line(track, name, name.removeprefix(f"{section}/")) for name in names[:_LINES_PER_CHART]]
         stem = lines[0].name.partition("/")[0] if lines else ""
         lines = _without_stem(lines, stem)
-        yield Chart(title=panel.title, lines=lines, section=panel.section, log_scale=panel.log_scale, events=events)
+        yield Chart(
+            title=panel.title,
+            lines=lines,
+            section=panel.section,
+            log_scale=panel.log_scale,
+            about=explain([(line.name, name) for line, name in zip(lines, names, strict=False)]),
+            events=events,
+        )
     for (section, stem), names in list(_by_stem(rest).items()):
         lines = [_line(track, name, name.removeprefix(f"{section}/")) for name in names[:_LINES_PER_CHART]]
         title = _headed(stem if len(lines) > 1 else lines[0].name)
-        yield Chart(title=title, lines=_without_stem(lines, stem), section=f"{section}{tail}", events=events)
+        about = explain([(line.name, name) for line, name in zip(lines, names, strict=False)])
+        lines = _without_stem(lines, stem)
+        yield Chart(title=title, lines=lines, section=f"{section}{tail}", about=about, events=events)
 
 
 def _headed(name: str) -> str:
@@ -212,13 +222,16 @@ def _line(track: Track, metric: str, name: str, *, style: str = "solid") -> Line
 
 
 def _plain_line(line: Line, buckets: int) -> dict[str, Any]:
-    thinned = thin_out(line.steps, line.values, buckets=buckets)
+    # A part takes as much room as two values.
+    count = len(line.steps) if len(line.steps) <= 2 * buckets else buckets
+    thinned = thin_out(line.steps, line.values, buckets=count)
     infinite = line.steps[np.isinf(line.values)][:_MARKS]
+    digits = _digits_of(thinned.high, thinned.low)
     plain = {
         "name": line.name,
         "style": line.style,
         "x": thinned.steps.tolist(),
-        "y": _digits(thinned.median),
+        "y": _rounded(thinned.median, digits),
         "bad": infinite.tolist(),
     }
     if line.lost:
@@ -227,7 +240,7 @@ def _plain_line(line: Line, buckets: int) -> dict[str, Any]:
         return plain
     # The middle of the last bucket is not the last step.
     ends = [int(line.steps[0]), int(line.steps[-1])]
-    return {**plain, "ends": ends, "low": _digits(thinned.low), "high": _digits(thinned.high)}
+    return {**plain, "ends": ends, "low": _rounded(thinned.low, digits), "high": _rounded(thinned.high, digits)}
 
 
 def _spread_out(steps: Sequence[int]) -> list[int]:
@@ -236,5 +249,13 @@ def _spread_out(steps: Sequence[int]) -> list[int]:
     return [steps[index] for index in kept]
 
 
-def _digits(values: NDArray[np.float64]) -> list[float]:
-    return [float(f"{value:.4g}") for value in values.tolist()]
+def _digits_of(high: NDArray[np.float64], low: NDArray[np.float64]) -> int:
+    """Return how many digits tell the values of a line apart: the less they differ, the more it takes."""
+    if not len(high) or not (spread := float(high.max()) / 2 - float(low.min()) / 2):
+        return 4
+    largest = max(abs(float(high.max())), abs(float(low.min()))) / 2
+    return 4 + min(max(math.floor(math.log10(largest / spread)), 0), 8)
+
+
+def _rounded(values: NDArray[np.float64], digits: int) -> list[float]:
+    return [float(f"{value:.{digits}g}") for value in values.tolist()]

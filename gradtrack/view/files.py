@@ -42,6 +42,12 @@ def ways_to_open(directory: Path) -> list[tuple[Path, str]]:
     return found + list(_mlflow_stores(directory))
 
 
+def way_to_open(name: str) -> str:
+    """Return how to open a file of this name and what is in it, whichever pair it is of; empty of any other."""
+    head, _, ending = name.partition(".")
+    return dict(_WAYS).get(f"{head}.{ending.rpartition('.')[2]}", "")
+
+
 def quoted(path: Path) -> str:
     """Return a path as a shell takes it, from here where it lies below."""
     here = Path.cwd()

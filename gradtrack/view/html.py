@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Mapping, Sequence
 from importlib import resources
@@ -10,11 +11,14 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gradtrack._version import __version__
 from gradtrack.record.files import write_atomically
+from gradtrack.record.leavings import noted_files
 from gradtrack.reports import IssueSeverity
 from gradtrack.view.charts import Chart, charts_of, to_plain
+from gradtrack.view.embedding import Picture, embedded
 from gradtrack.view.heat import HeatMap
 from gradtrack.view.issue_history import ADVICE, IssueHistory
 from gradtrack.view.run_data import RunData
@@ -30,14 +34,18 @@ _HINT: Final = (
 )
 
 
-def write_html_report(run: RunData, path: Path | None = None) -> Path:
-    """Write the report of a run, into its directory where no other path is given, and return where it is."""
+def write_html_report(run: RunData, path: Path | None = None, *, pictures: Sequence[Path] | None = None) -> Path:
+    """Write the report of a run, into its directory where no other path is given, and return where it is.
+
+    It holds those `pictures` that show what no chart does, by default of those that the run has left.
+    """
     path = path if path is not None else run.directory / REPORT
-    write_atomically(path, render(run))
+    left = noted_files(run.directory, run.run.run_id) if pictures is None else pictures
+    write_atomically(path, render(run, embedded(left)))
     return path
 
 
-def render(run: RunData) -> str:
+def render(run: RunData, pictures: Sequence[Picture] = ()) -> str:
     """Return the page of a run."""
     return fill(
         title=f"Run {run.run.run_id}",
@@ -54,6 +62,7 @@ def render(run: RunData) -> str:
             ("Environment", _pairs(run.run.environment)),
         ],
         charts=charts_of(run),
+        pictures=pictures,
     )
 
 
@@ -75,7 +84,7 @@ def fill(*, charts: Sequence[Chart | HeatMap], **values: Any) -> str:
         script=Markup("".join(files.joinpath(name).read_text(encoding="utf-8") for name in _SCRIPTS)),
         data=Markup(data),
         charts_hint=_HINT if charts else "",
-        **values,
+        **{"pictures": ()} | values,
     )
 
 
@@ -110,23 +119,24 @@ def _summary(run: RunData) -> list[tuple[str, list[Tile]]]:
 
 def _tiles(track: Track) -> list[Tile]:
     tiles = []
-    loss, step = track.end_of(track.loss)
-    if loss == loss:
-        first = track.loss[~np.isnan(track.loss)][0]
-        tiles.append(("Loss", number(loss), f"from {number(first)}{_age(step)}"))
-    elif track.last_loss() is not None:
-        tiles.append(("Loss", number(loss), "never a number"))
-    norm, step = track.end_of(track.over_finite("train/grad_norm"))
-    tiles.append(("Gradient norm", number(norm), f"last recorded, before clipping{_age(step)}"))
+    if track.last_loss() is not None:
+        numbers = track.loss[~np.isnan(track.loss)]
+        first = f"from {number(numbers[0])}" if len(numbers) else ""
+        tiles.append(("Loss", *_ended(track, track.loss, track.last_loss(), first)))
+    norms = track.over_finite("train/grad_norm")
+    tiles.append(("Gradient norm", *_ended(track, norms, track.last("train/grad_norm"), "before clipping")))
     rate = track.last("train/grad_clip_rate")
     if rate is not None:
         tiles.append(("Clipped", f"{rate:.1%}", "of the last steps"))
     return tiles
 
 
-def _age(step: int | None) -> str:
-    """Say of a number that is not from the last row which step it is from."""
-    return "" if step is None else f"; of step {step}, no number since"
+def _ended(track: Track, values: NDArray[np.float64], last: float | None, about: str) -> tuple[str, str]:
+    """Return what came last, as text, and what is said below it: of a NaN, which number was the last."""
+    known, step = track.end_of(values)
+    if last is not None and math.isnan(last):
+        return "NaN", f"{number(known)} at step {step}, no number since" if step is not None else "never a number"
+    return number(known), about if step is None else f"{about}; of step {step}, not recorded since"
 
 
 def issue_cards(issues: Sequence[tuple[IssueHistory, str]]) -> list[dict[str, Any]]:

@@ -9,6 +9,7 @@ from typing import Final
 import numpy as np
 
 from gradtrack.view.charts import Chart, Line, spans_decades
+from gradtrack.view.meanings import meaning_of
 from gradtrack.view.track import Track
 
 Sides = Sequence[tuple[str, Track]]
@@ -52,6 +53,7 @@ def analyzer_curves(sides: Sides, source: str, events: Events) -> Iterator[Chart
             lines=lines,
             section=f"{head}: {source}" if source else head,
             log_scale=_spans_decades(lines),
+            about=meaning_of(metric),
             events=events,
         )
 

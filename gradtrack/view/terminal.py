@@ -127,14 +127,12 @@ def _curves(track: Track, width: int) -> RenderableType:
     from rich.table import Table
     from rich.text import Text
 
+    loss = (track.loss, np.isin(track.steps, track.nan_losses()), track.last_loss())
     curves = [
-        ("loss", track.loss, spans_decades(track.loss), track.nan_losses(), track.last_loss()),
-        *((name, track.over_finite(key), log, track.nan_steps(key), track.last(key)) for name, key, log in _CURVES),
+        ("loss", spans_decades(track.loss), loss),
+        *((name, log, _known(track, key)) for name, key, log in _CURVES),
     ]
-    rows = [
-        (name, values, log, np.isin(track.steps, lost), _numbers_of(track, values, last))
-        for name, values, log, lost, last in curves
-    ]
+    rows = [(name, values, log, lost, _numbers_of(track, values, last)) for name, log, (values, lost, last) in curves]
     heads, left = _room([(name, *words) for name, *_, words in rows if words], width)
     table = Table(
         box=None, pad_edge=False, title=Text(one_line(track.name)) if track.name else None, title_justify="left"
@@ -148,6 +146,13 @@ def _curves(track: Track, width: int) -> RenderableType:
         elif (name == "gradient norm" and len(values)) or (name == "loss" and track.last_loss() is not None):
             table.add_row(name, "never finite", *("–" for _ in heads), style="red")
     return table
+
+
+def _known(track: Track, key: str) -> tuple[NDArray[np.float64], NDArray[np.bool_], float | None]:
+    """Return a metric, where it was recorded over no number or is none, and what was recorded last."""
+    values, recorded = track.over_finite(key), track.column(key)
+    lost = np.isin(track.steps, track.nan_steps(key)) | (np.isnan(values) & ~np.isnan(recorded))
+    return values, lost, track.last(key)
 
 
 def _room(cells: Sequence[Sequence[str]], width: int) -> tuple[tuple[str, ...], int]:

@@ -17,6 +17,26 @@ def plain(*rows: Any) -> dict[str, dict[str, Any]]:
     return {chart["title"]: chart for chart in to_plain(charts_of(gather(*rows)))}
 
 
+def test_values_that_hardly_differ_are_told_apart() -> None:
+    """A line has as many digits as it takes to see its shape, and no more."""
+    metrics = [{"rnn/spectral_radius": 0.9998 + 1e-6 * step} for step in range(3)]
+    charts = plain(*(row(1 + step, metrics=found) for step, found in enumerate(metrics)))
+    assert charts["Spectral radius"]["lines"][0]["y"] == [0.9998, 0.999801, 0.999802]
+
+
+def test_charts_say_what_their_metrics_mean() -> None:
+    """One sentence, or one for each line, stands below; what nobody has described is shown without."""
+    metrics = {"gain/mean": 1.0, "rl/entropy_level": 0.5, "rnn/gates/forget/lstm": 0.5, "rnn/gates/input/lstm": 0.5}
+    panel = Panel(title="Gains", section="gain", metrics=("gain/mean", "gain/max"))
+    charts = plain(row(1, metrics=metrics | {"gain/max": 2.0, "mine/own": 1.0}, panels=(panel,)))
+    assert charts["Gains"]["about"] == (
+        "mean: Mean gain of the transitions from each block to the one before. max: The largest gain of a transition."
+    )
+    assert charts["Entropy level"]["about"].endswith("newest quarter (share).")
+    assert charts["Gates"]["about"] == "Mean opening of one gate (share)."
+    assert charts["Own"]["about"] == ""
+
+
 def test_training_has_its_charts_with_every_row() -> None:
     """Loss, norms, clipping, variance, range and groups are drawn as recorded."""
     charts = plain(row(1), row(2, norm=4.0))

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from gradtrack import __version__
+from gradtrack.record.leavings import note_files
 from gradtrack.record.run_end import RunEnd
 from gradtrack.reports import NanInfSummary, ParameterStatistics, StepReport, TrainingSummary
 from gradtrack.view import html
@@ -189,6 +190,33 @@ def test_page_needs_no_network() -> None:
     assert policy.startswith("default-src 'none'")
 
 
+def test_pictures_of_what_no_chart_shows_are_inside_of_the_page(tmp_path: Path) -> None:
+    """The run's own spectrum, gains and attention are on the page; neither other pictures nor another run's are."""
+    for name in ("recurrent_spectrum.png", "gradient_gain.critic.png", "training_curves.png", "attention_entropy.png"):
+        (tmp_path / name).write_bytes(b"a picture")
+    names = ("recurrent_spectrum.png", "gradient_gain.critic.png", "training_curves.png", "gone.png")
+    note_files(tmp_path, "a-run", [tmp_path / name for name in names])
+    path = html.write_html_report(gather(row(1), directory=tmp_path))
+    shown = [attributes for tag, attributes in Page(path.read_text(encoding="utf-8")).tags if tag == "img"]
+    assert [found["alt"] for found in shown] == [
+        "Eigenvalues on the unit circle, decay back in time",
+        "The gain from block to block",
+    ]
+    assert {found["src"] for found in shown} == {"data:image/png;base64,YSBwaWN0dXJl"}
+    note_files(tmp_path, "another-run", [tmp_path / name for name in names])
+    assert "<img" not in html.write_html_report(gather(row(1), directory=tmp_path)).read_text(encoding="utf-8")
+
+
+def test_page_with_large_pictures_stays_small(tmp_path: Path) -> None:
+    """As many pictures are taken as there is room for."""
+    names = [f"gradient_gain.pair{index}.png" for index in range(9)]
+    for name in names:
+        (tmp_path / name).write_bytes(b"x" * 100_000)
+    path = html.write_html_report(gather(row(1), directory=tmp_path), pictures=[tmp_path / name for name in names])
+    assert path.stat().st_size < 1_000_000
+    assert path.read_text(encoding="utf-8").count("<img") == 6
+
+
 def test_page_of_a_long_run_is_small(tmp_path: Path) -> None:
     """Ten thousand steps with many groups and a thousand parameters stay under two million bytes."""
     groups = {f"train/grad_norm/encoder.layers.{index}": 0.1 * index for index in range(60)}
@@ -206,9 +234,9 @@ def test_page_goes_into_the_directory_of_the_run(tmp_path: Path) -> None:
 
 
 def test_numbers_that_are_not_of_the_last_row_name_their_step() -> None:
-    """Where loss and norm end as NaN, the tiles say how old their numbers are; where they do not, they say nothing."""
+    """Where loss and norm end as NaN, the tiles say so and what came before; where they do not, they say nothing."""
     nan = float("nan")
     text = Page(html.render(gather(row(1), row(2, norm=4.0), row(3, loss=nan, norm=nan)))).text
-    assert "from 1; of step 2, no number since" in text
-    assert "before clipping; of step 2, no number since" in text
+    assert "Loss NaN 0.5 at step 2, no number since" in text
+    assert "Gradient norm NaN 4 at step 2, no number since" in text
     assert "no number since" not in Page(html.render(gather(row(1, loss=nan, norm=nan), row(2)))).text

@@ -3,6 +3,7 @@ class Chart {
     this.data = data;
     this.log = data.log;
     this.hidden = new Set();
+    this.digits = digitsOf(data.lines.flatMap((line) => line.y));
     this.box = make("div", { class: "chart" }, parent);
     const top = make("div", { class: "top" }, this.box);
     make("h3", { title: data.title }, top, clipped(data.title, 90));
@@ -37,7 +38,7 @@ class Chart {
   legend() {
     // A single curve that is called like the chart needs no other name.
     const [only, ...others] = this.data.lines;
-    if (!others.length && only.name === this.data.title.toLowerCase()) return;
+    if (!others.length && only.name.replaceAll("_", " ") === this.data.title.toLowerCase()) return;
     const legend = make("div", { class: "legend" }, this.box);
     this.data.lines.forEach((line, index) => {
       const button = make("button", { type: "button", "aria-pressed": "true", title: line.name }, legend);
@@ -115,7 +116,7 @@ class Chart {
       const y = down - ((value - low) / (high - low)) * (down - PAD.top);
       if (isZero && down - y < 13) continue;
       make("line", { class: "rule", x1: PAD.left, x2: width - PAD.right, y1: y, y2: y }, this.svg);
-      const text = this.isLog ? short(10 ** value) : short(value);
+      const text = short(this.isLog ? 10 ** value : value, this.digits);
       make("text", { x: PAD.left - 6, y: y + 4, "text-anchor": "end" }, this.svg, text);
     }
   }
@@ -170,11 +171,12 @@ class Chart {
       if (this.hidden.has(index) || !line.x.length) return;
       const i = line.x.reduce((best, step, j) => (Math.abs(step - near) < Math.abs(line.x[best] - near) ? j : best), 0);
       make("circle", { cx: this.at(line.x[i]), cy: this.up(line.y[i]), r: 3, fill: colour(index) }, this.cursor);
-      const range = line.low ? ` (${short(line.low[i])} to ${short(line.high[i])})` : "";
+      const told = (value) => short(value, this.digits);
+      const range = line.low ? ` (${told(line.low[i])} to ${told(line.high[i])})` : "";
       const at = line.x[i] === near ? "" : ` (step ${line.x[i]})`;
       const row = make("div", {}, this.tip);
       this.key(line, index, row);
-      row.append(`${clipped(line.name)}: ${short(line.y[i])}${range}${at}`);
+      row.append(`${clipped(line.name)}: ${told(line.y[i])}${range}${at}`);
     });
     const reach = Math.abs(this.step(PAD.left + 8) - this.step(PAD.left));
     for (const [step, text] of this.data.events) {

@@ -24,11 +24,17 @@ const make = (name, attributes, parent, text) => {
   if (parent) parent.append(node);
   return node;
 };
-const short = (value) => {
+const short = (value, digits = 4) => {
   const size = Math.abs(value);
   if (value === 0) return "0";
-  if (size >= 1e6 || size < 1e-3) return value.toExponential(2).replace(/\.?0+e/, "e");
-  return String(size >= 1e4 ? Math.round(value) : Number(value.toPrecision(4)));
+  if (size >= 1e6 || size < 1e-4) return value.toExponential(Math.max(digits - 2, 2)).replace(/\.?0+e/, "e");
+  return String(size >= 1e4 && digits < 5 ? Math.round(value) : Number(value.toPrecision(digits)));
+};
+// The less values differ, the more digits it takes to tell them apart.
+const digitsOf = (values) => {
+  const low = values.reduce((a, b) => Math.min(a, b), Infinity), high = values.reduce((a, b) => Math.max(a, b), -Infinity);
+  const parts = Math.max(Math.abs(low), Math.abs(high)) / (high - low);
+  return Number.isFinite(parts) ? 4 + Math.min(Math.max(Math.floor(Math.log10(parts)), 0), 8) : 4;
 };
 // The middle of a name that is too long is left out; its title has all of it.
 const clipped = (name, letters = 60) => (
