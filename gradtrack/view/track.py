@@ -39,14 +39,18 @@ class Track:
         row = self._rows.setdefault(record.step, len(self._rows))
         if record.loss is not None:
             self._set(self._loss, row, record.loss, record.step, _LOSS)
+        columns = self._columns
         for name, value in record.metrics.items():
-            own = self._without_source(name)
-            column = self._columns.get(own)
+            own = self._without_source(name) if self.name else name
+            column = columns.get(own)
             if column is None:
-                column = self._columns[own] = array("d")
-            self._set(column, row, value, record.step, own)
+                column = columns[own] = array("d")
+            if value == value and len(column) == row:
+                column.append(value)  # the usual case by itself: a long run has millions of values
+            else:
+                self._set(column, row, value, record.step, own)
         for panel in record.panels:
-            own_metrics = tuple(map(self._without_source, panel.metrics))
+            own_metrics = tuple(map(self._without_source, panel.metrics)) if self.name else panel.metrics
             self._panels[replace(panel, metrics=own_metrics)] = None
 
     @property
@@ -143,8 +147,6 @@ class Track:
         return values[order]
 
     def _without_source(self, name: str) -> str:
-        if not self.name:
-            return name
         head, found, group = name.partition(f"/{self.name}/")
         return f"{head}/{group}" if found else name.removesuffix(f"/{self.name}")
 
