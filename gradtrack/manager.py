@@ -201,6 +201,9 @@ class GradientManager:
         self._catch_up()
         return self._history.summary()
 
+    def _repr_html_(self) -> str:
+        return self.get_training_summary()._repr_html_()
+
     def save_training_log(self, file_path: str | Path) -> Path:
         """Write the configuration, the summary and the kept reports as JSON."""
         return save_training_log(Path(file_path), self.config, self.get_training_summary(), self.reports)

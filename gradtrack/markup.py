@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from html import escape
+from itertools import zip_longest
 
 
 def card(title: str, rows: Iterable[Sequence[object]] = (), *, items: Sequence[object] = (), table: str = "") -> str:
@@ -18,17 +19,17 @@ def grid(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     lines = [list(row) for row in rows]
     if not lines:
         return ""
-    head = "".join(
-        _cell("th", column, is_right=_is_number(cell)) for column, cell in zip(columns, lines[0], strict=False)
-    )
+    # What is not known stands where its column's numbers do.
+    sides = [any(map(_is_number, column)) for column in zip(*lines, strict=False)] if columns else []
+    head = "".join(_cell("th", column, is_right=right) for column, right in zip(columns, sides, strict=False))
     body = "".join(
-        f"<tr>{''.join(_cell('td', show(cell), is_right=bool(columns) and _is_number(cell)) for cell in line)}</tr>"
+        f"<tr>{''.join(_cell('td', show(cell), is_right=right) for cell, right in zip_longest(line, sides))}</tr>"
         for line in lines
     )
     return f"<table>{f'<thead><tr>{head}</tr></thead>' if head else ''}<tbody>{body}</tbody></table>"
 
 
-def _cell(tag: str, shown: str, *, is_right: bool) -> str:
+def _cell(tag: str, shown: str, *, is_right: bool | None) -> str:
     return f'<{tag} style="text-align: {"right" if is_right else "left"}">{escape(shown)}</{tag}>'
 
 
@@ -45,4 +46,6 @@ def show(value: object) -> str:
     """Write a value in a few digits."""
     if value is None:
         return "–"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return "NaN" if value != value else f"{value:.4g}"
+    return str(value)

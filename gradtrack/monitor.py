@@ -23,6 +23,7 @@ from gradtrack.measure.measurer import Measurer
 from gradtrack.measure.moments import Moments, describe
 from gradtrack.measure.shards import local_numbers
 from gradtrack.reports import GradientStatistics, HealthReport, Issue, StepReport
+from gradtrack.reports.parts import has_finite
 
 
 class GradientMonitor:
@@ -87,7 +88,7 @@ class GradientMonitor:
 
     def _repr_html_(self) -> str:
         names = ("total_norm", "mean", "std", "min", "max", "zero_fraction")
-        rows = [[getattr(found, name) for name in names] for found in self.history[-5:]]
+        rows = [[getattr(found, name) if has_finite(found) else None for name in names] for found in self.history[-5:]]
         return markup.card(f"The last {len(rows)} measured steps", table=markup.grid(names, rows))
 
     def state_dict(self) -> dict[str, Any]:

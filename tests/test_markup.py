@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from gradtrack import GradientGainMonitor, GradientMonitor, markup
+from gradtrack import GradientGainMonitor, GradientManager, GradientMonitor, markup
 from gradtrack.analyzers.updates import GroupUpdates, UpdatesReport
 from gradtrack.reports import GroupStatistics, HealthReport, StepReport, TrainingSummary
 from tests.view.pages import Page
@@ -57,6 +57,17 @@ def test_numbers_stand_below_each_other() -> None:
     page = Page(markup.grid(("name", "norm"), [("head", 0.5), ("tail", 12.0)]))
     sides = [str(attributes.get("style")) for tag, attributes in page.tags if tag in ("th", "td")]
     assert sides == ["text-align: left", "text-align: right"] * 3
+
+
+def test_a_step_without_a_finite_gradient_shows_no_statistics() -> None:
+    """Where every element was NaN, a norm of nothing is no zero: neither in a report nor in its manager's monitor."""
+    model = torch.nn.Linear(2, 1)
+    manager = GradientManager()
+    report = manager.step(model, torch.optim.SGD(model.parameters(), lr=0.1), torch.nan * model(torch.ones(1, 2)).sum())
+    texts = Page(report._repr_html_()).texts
+    assert texts.count("–") >= 6
+    assert "0" not in Page(manager.monitor._repr_html_()).texts
+    assert "1 step" in Page(manager._repr_html_()).text
 
 
 def test_monitor_shows_its_last_steps() -> None:

@@ -123,3 +123,8 @@ class GradientStatistics(Report):
     nan_count: int
     inf_count: int
     missing: list[str] = Field(default_factory=list)
+
+
+def has_finite(found: GroupStatistics | GradientStatistics) -> bool:
+    """Whether any gradient element was finite, so that the statistics are about something."""
+    return found.element_count > found.nan_count + found.inf_count

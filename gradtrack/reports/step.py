@@ -22,6 +22,7 @@ from gradtrack.reports.parts import (
     ParameterStatistics,
     RankStatistics,
     ScalerReport,
+    has_finite,
 )
 
 _EXTREMES: Final = 3
@@ -141,7 +142,10 @@ class StepReport(Report):
             ("after clipping", clipping.norm_after),
             ("NaN / Inf", f"{self.nan_inf.nan_count} / {self.nan_inf.inf_count} ({self.nan_inf.action})"),
         ]
-        groups = [(name, found.norm, found.mean, found.variance) for name, found in self.groups.items()]
+        groups = [
+            (name, *((found.norm, found.mean, found.variance) if has_finite(found) else (None,) * 3))
+            for name, found in self.groups.items()
+        ]
         table = markup.grid(("group", "norm", "mean", "variance"), groups)
         title = f"Step {self.step}{f' of {self.source}' if self.source else ''}: {self.health.verdict}"
         return markup.card(title, rows, items=[*self.health.issues, *self.notes], table=table)

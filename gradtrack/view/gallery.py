@@ -10,6 +10,7 @@ from typing import Any
 
 from gradtrack.record.naming import file_part
 from gradtrack.reports import GradientStatistics, StepReport
+from gradtrack.reports.parts import has_finite
 from gradtrack.view import depth, panels, plots
 from gradtrack.view.recorded import recorded_statistics
 
@@ -76,7 +77,7 @@ def flow_of(
 def _norm_of(report: StepReport, group: str) -> float | None:
     """Return the norm of a group, or None where it had no finite gradient at all."""
     found = report.groups.get(group)
-    return found.norm if found is not None and plots.has_finite(found) else None
+    return found.norm if found is not None and has_finite(found) else None
 
 
 def _pictures_of_analyzers(reports: Sequence[StepReport]) -> dict[str, Drawer]:

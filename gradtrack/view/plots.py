@@ -9,7 +9,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from gradtrack.reports import GradientStatistics, GroupStatistics, StepReport
+from gradtrack.reports import GradientStatistics, StepReport
+from gradtrack.reports.parts import has_finite
 from gradtrack.view import figures
 from gradtrack.view.figures import BLUE, CYCLE, GREEN, GREY, ORANGE, PURPLE, RED, SKY, curve, log_curve, panel, plain
 from gradtrack.view.marks import mark_events
@@ -165,11 +166,6 @@ def statistics_over_time(reports: Sequence[StepReport]) -> dict[str, list[float 
 def steps_without_finite(reports: Sequence[StepReport]) -> list[int]:
     """Return the measured steps on which no gradient element was finite, which `statistics_over_time` leaves out."""
     return [report.step for report in reports if report.statistics is not None and not has_finite(report.statistics)]
-
-
-def has_finite(found: GroupStatistics | GradientStatistics) -> bool:
-    """Whether any gradient element was finite, so that the statistics are about something."""
-    return found.element_count > found.nan_count + found.inf_count
 
 
 def _loss(axes: Any, pairs: Sequence[Sequence[StepReport]]) -> None:

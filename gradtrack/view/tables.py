@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from gradtrack.reports import ParameterStatistics, StepReport
-from gradtrack.view.plots import has_finite
+from gradtrack.reports.parts import has_finite
 from gradtrack.view.run_data import RunData
 from gradtrack.view.track import Track
 
