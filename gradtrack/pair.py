@@ -217,7 +217,7 @@ class Pair:
             moments = self._read_shared(grads, outcome, loss, row_due=row_due)
         else:
             moments = self.gauge.read(grads, facts, loss, row_due=row_due)
-        made = self.guard.protect(grads, moments, self._stepped(), scaled=scaled, remember=not outcome.repeated)
+        made = self.guard.protect(grads, moments, self._stepped, scaled=scaled, remember=not outcome.repeated)
         facts.nan_inf, facts.clipping, facts.skipped = made.nan_inf, made.clipping, made.skipped
         outcome.error = made.error
         if outcome.scale is not None and made.skipped:

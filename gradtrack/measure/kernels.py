@@ -410,7 +410,8 @@ def _merge_all(table: Value, results: Value, heads: Value) -> Value:
     Return how many tensors have elements and none of them on the other side of zero.
     """
     num_tensors, total, num_one_sided = table.shape[1] - 1, results.shape[0] - 1, 0
-    for item in range(heads.shape[0]):
+    num_items = (table[START, num_tensors] + ITEM_ELEMENTS - 1) // ITEM_ELEMENTS
+    for item in range(num_items):
         tensor = _tensor_at(table, item * ITEM_ELEMENTS)
         if tensor < num_tensors and table[START, tensor] < item * ITEM_ELEMENTS:
             _merge(results[tensor], heads[item])

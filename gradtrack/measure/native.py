@@ -44,8 +44,8 @@ class Plan:
         return list(map(_dtype, grads)) == self._dtypes and _are_plain(grads)
 
     def tabulate(self, grads: Sequence[torch.Tensor]) -> Integers:
-        """Describe gradients that it fits, as the engine does."""
-        table, num_grads = self._table.copy(), len(grads)
+        """Describe gradients that it fits, as the engine does, until it is asked for those of the next step."""
+        table, num_grads = self._table, len(grads)
         table[kernels.ADDRESS, :num_grads] = np.fromiter(map(torch.Tensor.data_ptr, grads), np.int64, num_grads)
         return table
 

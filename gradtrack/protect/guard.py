@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,6 +15,8 @@ from gradtrack.measure.moments import Moments, true_norm
 from gradtrack.measure.passing import PassedGradients, PassedShards
 from gradtrack.protect.clipping import GradientClipper
 from gradtrack.protect.nonfinite import NaNInfHandler, count_nonfinite
+
+Owned = Callable[[], Iterable[Tensor]]
 
 
 @dataclass(slots=True)  # not frozen: a frozen one costs three times as much to make, at every step
@@ -41,10 +43,8 @@ class Guard:
         replaces = config.enable_nan_inf_check and config.nonfinite_action == "replace" and not scaled
         return partial(self._clipper.foresee, replace=self._handler.replace if replaces else None)
 
-    def protect(
-        self, grads: Gradients, moments: Moments, owned: Iterable[Tensor], *, scaled: bool, remember: bool
-    ) -> Protection:
-        """Act on the gradients; `owned` are the parameters that a skipped step must not move.
+    def protect(self, grads: Gradients, moments: Moments, owned: Owned, *, scaled: bool, remember: bool) -> Protection:
+        """Act on the gradients; `owned` returns the parameters that a skipped step must not move.
 
         Where a loss scaler decides (`scaled`), non-finite gradients are counted and left to it. Without `remember` the
         clipping windows stay as they are.
@@ -73,10 +73,10 @@ class Guard:
         clipping = {"enabled": False, "clip_type": clip_type, "norm_before": norm, "norm_after": norm}
         return Protection({**counts, "action": action} if checks else {"action": action}, clipping)
 
-    def _handle(self, grads: Gradients, moments: Moments, owned: Iterable[Tensor], *, scaled: bool) -> dict[str, Any]:
+    def _handle(self, grads: Gradients, moments: Moments, owned: Owned, *, scaled: bool) -> dict[str, Any]:
         if scaled:
             return {**count_nonfinite(grads.layout.names, moments), "action": "scaler"}
-        return self._handler.act(grads, moments, owned)
+        return self._handler.act(grads, moments, owned())
 
 
 def _with_true_norm(clipping: Mapping[str, Any], moments: Moments) -> dict[str, Any]:

@@ -58,7 +58,8 @@ class AdaptiveStrategy(Strategy):
         self._recent.append(norm)
         insort(self._sorted, norm)
         self._seen += 1
-        self._shrink(config.adaptive_window_size)
+        if len(self._recent) > config.adaptive_window_size:
+            self._shrink(config.adaptive_window_size)
 
     def _shrink(self, size: int) -> None:
         while len(self._recent) > size:

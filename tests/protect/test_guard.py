@@ -19,7 +19,7 @@ def protect(*gradients: torch.Tensor, scaled: bool = False, **settings: object) 
     grads = ParameterTable(model).gradients()
     guard = Guard(NaNInfHandler(config), GradientClipper(config))
     moments = grads.measure(measurer)
-    made = guard.protect(grads, moments, model.parameters(), scaled=scaled, remember=True)
+    made = guard.protect(grads, moments, model.parameters, scaled=scaled, remember=True)
     return made, [param.grad for param in model.parameters()]
 
 
