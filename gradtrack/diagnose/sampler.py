@@ -172,7 +172,7 @@ class FlowSampler:
 
 def _norms(params: Iterable[Tensor]) -> list[float]:
     """Return the norms of parameters, estimated from what this rank holds where they are spread over ranks."""
-    pairs = [(param.numel(), local_part(param.detach())) for param in params]
+    pairs = [(param.numel(), local_part(param)) for param in params]
     if not pairs:
         return []
     known = [small_array(part) for _, part in pairs]

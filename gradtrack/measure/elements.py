@@ -50,7 +50,7 @@ class Elements:
         self._grads: dict[str, Values] = {}
         self._shares: dict[str, float] = {}
         for name, param in params.items():
-            grad, own = grads.get(name), local_numbers(param.detach())
+            grad, own = grads.get(name), local_numbers(param)
             if own.is_floating_point() and own.numel():
                 self._add(name, own, grad if grad is not None and grad.shape == own.shape else None)
         self._join()
@@ -90,7 +90,7 @@ class Elements:
         for name, before in self._weights.items():
             if name not in params:
                 continue
-            param = local_numbers(params[name].detach())
+            param = local_numbers(params[name])
             if not self._covers(name, param):
                 continue
             moved = _take(param, self._index[name]) - before
@@ -138,7 +138,7 @@ class Elements:
         products = np.zeros(3)
         for name, before in self._grads.items():
             grad, param = grads.get(name), params.get(name)
-            if grad is None or param is None or grad.shape != local_numbers(param.detach()).shape:
+            if grad is None or param is None or grad.shape != local_numbers(param).shape:
                 continue
             after = _take(grad, self._index[name])
             products += (

@@ -36,7 +36,7 @@ def sample(tensor: Tensor, most: int = MOST) -> Tensor:
 
     The distance shares no factor with the size of the last dimension, so that no column is left out.
     """
-    values = as_real(local_part(tensor.detach()))
+    values = as_real(local_part(tensor))
     count = values.numel()
     if count <= most:
         return values.reshape(-1).clone()
@@ -49,7 +49,7 @@ def sample(tensor: Tensor, most: int = MOST) -> Tensor:
 def weighed_sample(tensor: Tensor, most: int) -> Tensor:
     """Return such a sample in float64, as long as the whole: products of two of them estimate those of the tensors."""
     values = sample(tensor, most).double()
-    whole = as_real(local_part(tensor.detach())).numel()
+    whole = as_real(local_part(tensor)).numel()
     return values * math.sqrt(whole / max(1, len(values)))
 
 

@@ -34,6 +34,6 @@ def norms_from_squares(table: ParameterTable, squares: NDArray[np.float64]) -> d
 
 
 def _measure(table: ParameterTable, measurer: Measurer) -> Moments:
-    parts = [local_part(param.detach()) for param in table.params]
+    parts = [local_part(param) for param in table.params]
     weights = [torch.view_as_real(part) if part.is_complex() else part for part in parts]
     return measurer.measure(weights, table.group_of, len(table.group_names))

@@ -55,7 +55,7 @@ class CutUnits:
         """Return the squares of the gradients here, by the ids of their parameters, and those of the weights."""
         found = np.zeros((2, self._num_units))
         for key, place in self._places.items():
-            for row, values in zip(found, (parts.get(key), local_numbers(place.param.detach())), strict=True):
+            for row, values in zip(found, (parts.get(key), local_numbers(place.param)), strict=True):
                 if values is not None and values.numel():
                     row[place.units] += place.share * _squares(values, place)
         return found.ravel()

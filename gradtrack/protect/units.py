@@ -16,7 +16,7 @@ SMALLEST_WEIGHT: Final = 1e-3
 
 def limit_units(grad: Tensor, param: nn.Parameter, factor: float, stand_in: Tensor | None) -> int:
     """Scale down the units whose gradient is too large for their weights; return how many."""
-    grad, weight = grad.detach(), local_numbers(param.detach())
+    grad, weight = grad.detach(), local_numbers(param)
     if not grad.numel():
         return 0
     if stand_in is not None and stand_in.layout is torch.sparse_coo:

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradtrack import GradientManager
 from tests.distributed.communication import Counted
@@ -173,6 +174,30 @@ def test_updates_are_in_the_sum(pretend: Any) -> None:
         plain = 64 * num_tensors + 16
         assert [one[1] - plain for one in sizes] == [0, 0, 0, 200, more, 0, 0, 0, more]
         assert all(len(one) == 2 and (num_tensors < 17 or sum(one) <= 128 * num_tensors) for one in sizes)
+
+
+class OfDTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the operations that DTensors are asked for, each of which takes as long as many of its local part."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.operations: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(kind is DTensor for kind in types):
+            self.operations.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_grad_norm": 0.1, "check_frequency": 2}, {"clip_type": "agc"}])
+def test_only_local_parts_are_computed_with(pretend: Any, settings: dict[str, Any]) -> None:
+    """A report costs about what one of plain tensors costs: none of the many DTensors is computed with."""
+    model = sharded(pretend(8), 5)
+    manager, optimizer = GradientManager(settings), torch.optim.SGD(model.parameters(), lr=0.1)
+    with OfDTensors() as counted:
+        for _ in range(2):
+            manager.step(model, optimizer, 1.0, backward=False)
+    assert counted.operations == []
 
 
 def test_plain_tensors_send_nothing(pretend: Any) -> None:
