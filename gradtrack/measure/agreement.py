@@ -57,15 +57,16 @@ def _key(place: str, rank: int) -> str:
 
 
 def _wait(store: Any, place: str, ranks: Sequence[int]) -> None:
+    patience = min(PATIENCE_SECONDS, store.timeout.total_seconds())  # no longer than the groups themselves wait
     try:
-        store.wait([_key(place, rank) for rank in ranks], timedelta(seconds=PATIENCE_SECONDS))
-    except torch.distributed.DistStoreError as fault:
+        store.wait([_key(place, rank) for rank in ranks], timedelta(seconds=patience))
+    except RuntimeError as fault:  # as which not every store raises its own error
         late = [rank for rank in ranks if not store.check([_key(place, rank)])]
         if not late:
             raise
         named = ", ".join(map(str, late[:_SHOWN])) + (", ..." if len(late) > _SHOWN else "")
         raise UsageError(
-            f"rank {named} did not show its gradients within {PATIENCE_SECONDS:.0f} seconds: expected all of the "
+            f"rank {named} did not show its gradients within {patience:.0f} seconds: expected all of the "
             f"{len(ranks)} ranks that share the parameters. Call gradtrack in the same way on every rank."
         ) from fault
 
