@@ -94,7 +94,9 @@ class GradientStatisticsCallback(ManagedTraining, Callback):  # type: ignore[mis
             self._look_once(trainer, pl_module, optimizer)
 
     def _look_once(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        """Look, unless that was done before the module's own clipping."""
+        """Look, unless there is no optimizer or that was done before the module's own clipping."""
+        if _steps_nothing(optimizer):
+            return
         if self._seen.pop(id(optimizer), None) != _grads_of(optimizer):
             self._look(trainer, pl_module, optimizer)
 
@@ -159,7 +161,7 @@ class GradientStatisticsCallback(ManagedTraining, Callback):  # type: ignore[mis
         self._undo.append(stand_in(plugin, "_clip_gradients", look_and_clip))
 
     def _attach(self, manager: GradientManager, trainer: Any, pl_module: nn.Module) -> None:
-        optimizers = trainer.optimizers
+        optimizers = [optimizer for optimizer in trainer.optimizers if not _steps_nothing(optimizer)]
         self._restored, self._loss, self._modules, self._seen, self._waits = None, None, {}, {}, False
         for index, optimizer in enumerate(optimizers):
             module, name = (pl_module, "") if len(optimizers) == 1 else _owned_by(optimizer, pl_module, index)
@@ -171,6 +173,11 @@ class GradientStatisticsCallback(ManagedTraining, Callback):  # type: ignore[mis
         if len(optimizers) == 1:
             self._last_step = trainer.global_step
             manager.continue_from(trainer.global_step)
+
+
+def _steps_nothing(optimizer: Any) -> bool:
+    """Whether this is what Lightning itself puts in the place of an optimizer where a module configures none."""
+    return type(optimizer).__name__ == "_MockOptimizer"
 
 
 def _grads_of(optimizer: Any) -> list[tuple[int, int]]:

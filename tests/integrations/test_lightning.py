@@ -282,6 +282,28 @@ def test_several_optimizers_have_names_of_their_own(tmp_path: Path) -> None:
     assert found == {(name, step) for name in ("generator", "discriminator") for step in (1, 2, 3)}
 
 
+@pytest.mark.parametrize("automatic", [True, False])
+@pytest.mark.parametrize("settings", [{}, {"max_grad_norm": 1.0, "analyzers": "auto"}])
+def test_a_module_without_an_optimizer_trains(automatic: bool, settings: dict[str, Any], tmp_path: Path) -> None:
+    """Where a module configures no optimizer there is nothing to report, and nothing breaks."""
+
+    class Unstepped(Tagger):
+        def training_step(self, batch: Any, index: int) -> Tensor:
+            loss: Tensor = super().training_step(batch, index)
+            if not automatic:
+                self.manual_backward(loss)
+            return loss
+
+        def configure_optimizers(self) -> None:
+            """Return none."""
+
+    callback, module = GradientStatisticsCallback(**settings), Unstepped()
+    module.automatic_optimization = automatic
+    fit(callback, tmp_path, module=module, max_steps=-1, max_epochs=1)
+    assert callback.reports == []
+    assert callback.manager.status()["closed"]
+
+
 class Clipping(Game):
     """Clips each network by itself, the generator on every second batch only."""
 
