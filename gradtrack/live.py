@@ -15,6 +15,7 @@ from gradtrack import registry, verdicts
 from gradtrack.analyzers.base import OFTEN_EVERY, OFTEN_UNTIL, Analyzer, Snapshot, often
 from gradtrack.eager import EagerSteps, is_compiled
 from gradtrack.errors import InputTypeError, UsageError
+from gradtrack.measure.hooks import unheard
 from gradtrack.measure.shards import unwrapped
 from gradtrack.records import Panel
 from gradtrack.reports import Issue, Report
@@ -202,7 +203,8 @@ class LiveAnalyzers:
             if not self._is_due(name, analyzer, snapshot.step):
                 continue
             shown = self._shown_to(name, snapshot)
-            report = self._guard(name, lambda analyzer=analyzer, shown=shown: _usable(analyzer.inspect(shown)))
+            with unheard():  # the hooks of the others are still there
+                report = self._guard(name, lambda analyzer=analyzer, shown=shown: _usable(analyzer.inspect(shown)))
             self._disarm(name)
             if isinstance(report, Report):
                 reports[name] = report

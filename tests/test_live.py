@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.nn.modules import module as modules
 
+from gradtrack import GradientManager
 from gradtrack.analyzers.flow import GradientFlowAnalyzer
 from gradtrack.analyzers.jacobian import JacobianAnalyzer
 from gradtrack.analyzers.transformer import TransformerAnalyzer
@@ -43,3 +47,42 @@ def test_an_alert_does_not_take_back_the_one_before() -> None:
     live.alert(40)
     live.alert(41)
     assert not live.due(21)
+
+
+class Block(nn.Module):
+    """A block of which every analyzer has something to say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.read = nn.GRU(4, 4, batch_first=True), nn.Linear(4, 4)
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Run the block."""
+        x = x + self.attention(x, x, x, need_weights=False)[0]
+        found: Tensor = x + self.read(self.rnn(x)[0]).tanh()
+        return found
+
+
+def looks(names: list[str]) -> dict[str, Any]:
+    """Train eight steps beside analyzers, in their order, and return the reports of the last."""
+    torch.manual_seed(0)
+    model, batch = nn.Sequential(*(Block() for _ in range(3))), torch.randn(3, 5, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with GradientManager(analyzers=names) as manager:
+        manager.attach(model, optimizer)
+        if "vector" in names:
+            observer: Any = manager.analyzer("vector")
+            observer.observe(lambda: model(3 * batch).pow(4).sum())
+        for _ in range(8):
+            optimizer.zero_grad()
+            report = manager.step(model, optimizer, model(batch).square().mean())
+            optimizer.step()
+    return dict(report.analyzers)
+
+
+@pytest.mark.parametrize("name", ["flow", "gain", "jacobian", "recurrent", "transformer"])
+def test_no_analyzer_hears_what_another_one_runs(name: str) -> None:
+    """After one that runs the model again, or blocks of it, an analyzer reports what it reports alone."""
+    others = [other for other in ("vector", "jacobian", "recurrent") if other != name]
+    assert looks([*others, name])[name] == looks([name])[name]

@@ -30,6 +30,7 @@ from gradtrack.measure.block_tokens import (
     tensors_of,
     token_statistics,
 )
+from gradtrack.measure.hooks import is_unheard
 from gradtrack.measure.interception import Interception
 from gradtrack.measure.threads import one_thread, threads_for
 from gradtrack.signals import pass_on
@@ -144,7 +145,7 @@ class AttentionRecorder:
     def _begin(self, module: nn.Module) -> bool:
         """Start a pass at the outermost module, unless the present pass is the evidence already."""
         present = self._pass
-        if self._gradients_only and not torch.is_grad_enabled():
+        if is_unheard() or (self._gradients_only and not torch.is_grad_enabled()):
             return False
         if (present is not None and present.confirmed) or torch._C._current_graph_task_id() != -1:
             return False

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gradtrack.errors import UsageError
-from gradtrack.measure.hooks import Faults, Unshared
+from gradtrack.measure.hooks import Faults, Unshared, is_unheard
 from gradtrack.measure.trees import first_floating, replace, tensors, unnested
 
 _SAMPLES: Final = 1
@@ -107,7 +107,7 @@ class _Keep(Unshared):
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         owner = self._owner()
-        if owner is None or torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        if owner is None or is_unheard() or torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
         owner._keep(self._name, args, kwargs, self._num_samples)
 

@@ -16,7 +16,7 @@ from gradtrack.errors import InputTypeError, SecondBackwardError, UsageError
 from gradtrack.measure.edges import Origin, inside_backward
 from gradtrack.measure.gain_text import write_report
 from gradtrack.measure.gains import Discontinuity, GainFit, GainProfile, SampleSpread, spread, summarise
-from gradtrack.measure.hooks import Faults, Unshared
+from gradtrack.measure.hooks import Faults, Unshared, is_unheard
 from gradtrack.measure.threads import threads_for
 from gradtrack.measure.trees import first_floating, tensors
 
@@ -227,7 +227,9 @@ class _Watch(Unshared):
         self._monitor, self._index = weakref.ref(monitor), index
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if torch.compiler.is_compiling():  # the gradient of a compiled region has no place where a hook could wait
+        if (
+            is_unheard() or torch.compiler.is_compiling()
+        ):  # the gradient of a compiled region has no place where a hook could wait
             return
         monitor = self._monitor()
         if monitor is not None and not monitor.closed:

@@ -2,13 +2,33 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
 
 from gradtrack.signals import pass_on
+
+_here = threading.local()
+
+
+@contextmanager
+def unheard() -> Iterator[None]:
+    """Let no hook hear the forward passes of this thread: an analyzer runs parts of the model again."""
+    before, _here.unheard = is_unheard(), True
+    try:
+        yield
+    finally:
+        _here.unheard = before
+
+
+def is_unheard() -> bool:
+    """Say whether forward passes of this thread are an analyzer's own."""
+    found: bool = getattr(_here, "unheard", False)
+    return found
 
 
 class Faults:
@@ -60,6 +80,6 @@ class ModuleHook(Unshared):
         self._module, self._call = weakref.ref(module), call
 
     def __call__(self, module: nn.Module, *rest: Any) -> None:
-        """Pass a call of the module on."""
-        if module is self._module():
+        """Pass a call of the module on, unless it is an analyzer's own."""
+        if module is self._module() and not is_unheard():
             self._call(module, *rest)
