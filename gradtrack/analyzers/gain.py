@@ -15,6 +15,10 @@ from gradtrack.records import Metric, Panel
 from gradtrack.reports import Report
 
 _COMPILED = "gain: the model is compiled around its blocks, where no hook can look at them; compile the blocks instead."
+_APART = (
+    "gain: no block with a gradient takes the output of the one before it, as experts side by side do not; "
+    "name those of one path with blocks=."
+)
 
 
 class GainReport(Report):
@@ -147,7 +151,10 @@ class GainAnalyzer(Analyzer):
         profile = monitor.profile()
         if all(norm is None for norm in profile.norms):
             return None
-        return _report(self._names, profile, monitor.rms_norms(), monitor.sample_spread())
+        report = _report(self._names, profile, monitor.rms_norms(), monitor.sample_spread())
+        if report.gains and all(gain is None for gain in report.gains):
+            self._notes = [_APART]
+        return report
 
     def disarm(self) -> None:
         if self._monitor is not None:

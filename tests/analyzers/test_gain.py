@@ -162,3 +162,22 @@ def test_a_block_without_inputs_in_a_batch() -> None:
         x = torch.randn(3, 4)
         torch.autograd.backward(blocks[0](x).sum() + blocks[1](blocks[0](x)[:0]).sum())
         monitor.norms()
+
+
+class Experts(nn.Module):
+    """Blocks side by side, of which each gets the same input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(8, 8).double() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Add up what they return."""
+        return torch.stack([expert(x) for expert in self.experts]).sum(0)
+
+
+def test_blocks_side_by_side_are_no_chain() -> None:
+    """Where no block takes the output of another one, no gain is made up and a note says what to name."""
+    report = steps(GradientManager(analyzers=["gain"]), Experts(), 4)[-1]
+    assert report.analyzers["gain"].gains == [None] * 3
+    assert any("experts side by side" in note and "blocks=" in note for note in report.notes)
