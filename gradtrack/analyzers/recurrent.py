@@ -176,12 +176,13 @@ class RecurrentAnalyzer(Analyzer):
         its gradients and the random generators are as before, unless an optimizer is passed to train with.
         """
         model = model_of(self, self.model)
+        options = replace(self._options, radius_work=self._options.radius_work / max(steps, 1))
         found: list[dict[str, CellLook]] = []
         with untouched(model, optimizer):
             recorder = self._record(model)
             try:
                 for _ in offline_steps(model, input_fn, loss_fn, steps, optimizer):
-                    found.append(look_around(recorder, model, self._options, self.seed))
+                    found.append(look_around(recorder, model, options, self.seed))
                     recorder.close()
                     recorder = self._record(model)
             finally:

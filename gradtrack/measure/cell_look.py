@@ -52,7 +52,7 @@ class LookOptions:
     max_steps: int = 256
     num_probes: int = 8
     num_exponents: int = 4
-    radius_work: int = 2**23
+    radius_work: float = 2**27
     dense_limit: int = DENSE_LIMIT
 
     def radius_states(self, path: Trajectory, window: int) -> list[tuple[int, int]]:
