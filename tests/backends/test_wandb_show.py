@@ -81,6 +81,20 @@ def test_own_run_is_shown_with_its_files_and_charts(tmp_path: Path) -> None:
     assert ours(rows_of(directory)) == expected(records)
 
 
+def test_chart_with_a_long_name_is_drawn(tmp_path: Path) -> None:
+    """The panels of pairs with long names are charts as well, under names that W&B can keep and that differ."""
+    panels = [
+        Panel(title="Norm " * 20, section=f"gradients: pair.{number}", metrics=("a", "b"), kind="multi-line")
+        for number in range(2)
+    ]
+    records = finished_run(tmp_path / "run")
+    records = [dataclasses.replace(record, panels=(), metrics={"a": 1.0, "b": 2.0}) for record in records]
+    backend = WandbBackend()
+    backend.write([dataclasses.replace(records[0], panels=tuple(panels)), *records[1:]])
+    backend.close()
+    assert len(charts_of(file_of(backend.run))) == 2
+
+
 def test_everything_that_the_page_is_made_of_is_in_the_file(tmp_path: Path) -> None:
     """Each column has one definition by its exact name on its pair's hidden axis, each panel its lines, and the rest.
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
-from gradtrack.backends.wandb.names import metric_name
+from gradtrack.backends.wandb.names import chart_name
 from gradtrack.records import Panel, Record
 
 _MOST_POINTS: Final = 1000
@@ -79,7 +79,7 @@ class Charts:
 
 def name_of(panel: Panel) -> str:
     """Return the name of a panel's chart, whose first part is its section of the page."""
-    return metric_name(f"gradtrack {panel.section.replace(':', '')}/{panel.title}")
+    return chart_name(f"gradtrack {panel.section.replace(':', '')}/{panel.title}")
 
 
 def _halved(points: Mapping[int, float]) -> dict[int, float]:

@@ -11,6 +11,8 @@ from gradtrack.records import tail_of
 
 STEP: Final = "gradtrack/step"
 _LONGEST_NAME: Final = 300
+_LONGEST_CHART_NAME: Final = 80
+"""A chart's table is an artifact, in whose name of 128 characters W&B puts the run and words of its own."""
 
 
 @lru_cache(maxsize=4096)  # asked for with every row, by a thread that holds up the training while it computes
@@ -20,6 +22,16 @@ def metric_name(name: str) -> str:
     So are the names of our own axes.
     """
     return valid_name(name, plain=_plain, clean=_clean, longest=_LONGEST_NAME)
+
+
+def chart_name(name: str) -> str:
+    """Return the name of a chart in W&B, which may not be as long as that of a metric."""
+
+    def plain(name: str) -> str | None:
+        found = _plain(name)
+        return None if found is None or len(found) > _LONGEST_CHART_NAME else found
+
+    return valid_name(name, plain=plain, clean=_clean, longest=_LONGEST_CHART_NAME)
 
 
 def _plain(name: str) -> str | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import socket
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -30,8 +29,7 @@ def place_of(given: Mapping[str, Any], info: RunInfo) -> dict[str, Any]:
 
     So a replay finds it again, also after a process that was killed before it could note where its rows went.
     """
-    usual = re.fullmatch(r"[A-Za-z0-9_-]{1,64}", info.run_id) is not None
-    identity = os.environ.get("WANDB_RUN_ID") or (info.run_id if usual else digest_of(info.run_id))
+    identity = os.environ.get("WANDB_RUN_ID") or digest_of(info.run_id)
     return {"id": given["id"] or identity, "dir": given["dir"] or info.run_dir}
 
 

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from gradtrack.backends.wandb import WandbBackend
-from gradtrack.backends.wandb.names import metric_name
+from gradtrack.backends.wandb.names import axis_of, metric_name
 from tests.backends.history import messages_of, rows_of
 from tests.contracts.harness import Harness
 
@@ -32,10 +32,11 @@ class WandbHarness(Harness):
             names.update(_originals(directory))
             for row in rows_of(directory):
                 for key, value in row.items():
-                    step = row.get("gradtrack/step/critic" if "/critic" in key else "gradtrack/step")
+                    axis = axis_of("critic" if "/critic" in key else "")
+                    step = row.get(axis)
                     if step is not None and isinstance(value, (int, float)) and not key.startswith("_"):
                         original = names.get(key, key.replace(":", "."))
-                        assert metric_name(original) == key, (original, key)
+                        assert key == axis or metric_name(original) == key, (original, key)
                         found.setdefault(original, []).append((step, value + 0.0))
         return found
 
