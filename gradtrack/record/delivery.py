@@ -60,7 +60,11 @@ class Delivery:
             if not backend.inline
         }
         for name, worker in self._workers.items():
-            self.backends[name].before_end(functools.partial(self._await_flush, worker))
+            try:
+                self.backends[name].before_end(functools.partial(self._await_flush, worker))
+            except Exception as fault:
+                pass_on(fault)
+                worker.faults.note(fault, "what waits when somebody ends its run is left to a replay")
             worker.start()
 
     def write(self, record: Record) -> None:

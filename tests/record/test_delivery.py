@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -356,6 +356,30 @@ def test_failed_close_is_not_called_an_arrival(tmp_path: Path, caplog: pytest.Lo
     assert caplog.records[-1].levelname == "WARNING"
     assert "recorder took, but may not have kept, 1 of 1 rows (OSError: no space left)" in caplog.records[-1].message
     assert "gradtrack replay" in caplog.records[-1].message
+
+
+def test_backend_can_ask_for_what_waits(tmp_path: Path) -> None:
+    """Whoever knows that a tracker's run is about to end has every row until then, and a fault of it stays its own."""
+
+    class Ending(Recorder):
+        def before_end(self, deliver: Callable[[], object]) -> None:
+            self.deliver = deliver
+
+    class Breaking(Recorder):
+        def before_end(self, deliver: Callable[[], object]) -> None:
+            raise OSError("odd")
+
+    ending, breaking = Ending(), Breaking()
+    delivery = Delivery(
+        {"ending": ending, "breaking": breaking}, run=RUN, journal=Journal(tmp_path, RUN), close_timeout_seconds=30.0
+    )
+    for step in range(50):
+        delivery.write(row(step))
+    ending.deliver()
+    assert ending.steps == list(range(50))
+    delivery.close()
+    ending.deliver()
+    assert breaking.steps == list(range(50))
 
 
 def test_backend_learns_that_training_failed(tmp_path: Path) -> None:
