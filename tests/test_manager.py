@@ -187,6 +187,19 @@ class TestRecording:
         assert rows(manager)[0].run.run_id == manager.status()["run_id"]
         assert rows(manager)[1].run is None
 
+    def test_the_run_names_its_plugins(self) -> None:
+        """Who reads a run later sees its backends and analyzers with their options, without a secret."""
+        uri = "http://ana:secret@127.0.0.1:9"
+        later = {"name": "mlflow", "tracking_uri": uri, "timeout_seconds": 0.1, "own_process": False}
+        analyzers = ["updates", {"name": "gain", "blocks": "0|2"}]
+        manager = GradientManager(backends=["memory", later], analyzers=analyzers, close_timeout_seconds=0.1)
+        config = manager._sink._run_info().config
+        manager.close()
+        assert config["analyzers"] == analyzers
+        assert config["backends"][0] == "memory"
+        assert (config["backends"][1]["name"], "secret" in str(config)) == ("mlflow", False)
+        assert "analyzers" not in GradientManager(backends=["memory"])._sink._run_info().config
+
     def test_memory_writes_no_files(self, tmp_path: Path) -> None:
         """With only memory and console backends there is no run directory."""
         manager = GradientManager(backends=["memory"], grad_log_every_n_steps=1)

@@ -11,6 +11,7 @@ from typing import Any
 
 from gradtrack import registry
 from gradtrack.backends.base import Backend
+from gradtrack.config import GradientConfig
 from gradtrack.redact import is_hidden, redact_values
 
 
@@ -47,6 +48,24 @@ def _address(backend: Backend) -> dict[str, Any]:
         return plain_options(backend.address())
     except Exception:  # a tracker that cannot tell yet; the offsets file has the address later
         return {}
+
+
+def chosen(config: GradientConfig) -> dict[str, Any]:
+    """Return which backends and analyzers were asked for, by name, with the options that can be written down."""
+    kinds = (("backends", registry.backends), ("analyzers", registry.analyzers))
+    return {
+        kind: specs if isinstance(specs, str) else [_named(spec, known) for spec in specs]
+        for kind, known in kinds
+        if kind in config.model_fields_set and (specs := getattr(config, kind))
+    }
+
+
+def _named(spec: object, known: registry.Registry) -> str | dict[str, Any]:
+    found = registry.split_spec(spec, "plugin")
+    if found is None:
+        return known.name_of(spec)
+    name, options = found[0], plain_options(found[1])
+    return {"name": name, **options} if options else name
 
 
 def plain_options(options: Mapping[str, Any]) -> dict[str, Any]:

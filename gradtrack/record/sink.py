@@ -19,7 +19,7 @@ from gradtrack.config import GradientConfig
 from gradtrack.errors import InputTypeError, UsageError
 from gradtrack.record.claims import Claim, claim_or_own
 from gradtrack.record.delivery import Delivery, idle_status
-from gradtrack.record.destinations import destinations
+from gradtrack.record.destinations import chosen, destinations
 from gradtrack.record.files import ensure_writable, new_run_id
 from gradtrack.record.forks import ForkGuard
 from gradtrack.record.journal import Journal
@@ -164,7 +164,7 @@ class Sink:
             run_id=self.run_id,
             run_dir=None if directory is None else str(directory),
             created=time.time(),
-            config=redact_values(config),
+            config=redact_values(config | chosen(self._config)),
             environment={
                 "gradtrack": __version__,
                 "torch": torch.__version__,
