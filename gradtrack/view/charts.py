@@ -119,7 +119,15 @@ def _charts(track: Track, run: RunData) -> Iterator[Chart | HeatMap]:
         "Clipping",
         [
             _line(track, "train/grad_clip_rate", "share of recent steps clipped"),
-            _line(track, "train/grad_clip_coef", "coefficient"),
+            replace(
+                _line(track, "train/grad_clip_coef", "coefficient"),
+                values=np.where(
+                    # A step that was left out is not clipped, whatever its gradients were.
+                    track.column("train/grad_skipped") == 1.0,
+                    math.nan,
+                    track.column("train/grad_clip_coef"),
+                ),
+            ),
         ],
         about="A coefficient below 1 is how much a step was scaled down.",
     )

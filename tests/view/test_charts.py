@@ -24,6 +24,13 @@ def test_values_that_hardly_differ_are_told_apart() -> None:
     assert charts["Spectral radius"]["lines"][0]["y"] == [0.9998, 0.999801, 0.999802]
 
 
+def test_a_step_that_was_left_out_has_no_clip_coefficient() -> None:
+    """The coefficient of a skipped step says nothing about the gradients."""
+    rows = [{"train/grad_clip_coef": 0.5, "train/grad_skipped": skipped} for skipped in (0.0, 1.0, 0.0)]
+    charts = plain(*(row(1 + step, metrics=found) for step, found in enumerate(rows)))
+    assert charts["Clipping"]["lines"][1]["x"] == [1, 3]
+
+
 def test_charts_say_what_their_metrics_mean() -> None:
     """One sentence, or one for each line, stands below; what nobody has described is shown without."""
     metrics = {"gain/mean": 1.0, "rl/entropy_level": 0.5, "rnn/gates/forget/lstm": 0.5, "rnn/gates/input/lstm": 0.5}
