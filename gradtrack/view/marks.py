@@ -53,10 +53,12 @@ def _in_rows(texts: Sequence[tuple[float, str]], room: float) -> dict[int, tuple
     taken: list[list[tuple[float, float]]] = [[] for _ in range(_ROWS)]
     placed: dict[int, tuple[int, str]] = {}
     for index, (share, text) in enumerate(texts):
+        if len(placed) == _LABELS:
+            break
         words, wide = _fitting(text, room, max(share, 1 - share))
         start, end = (share - wide, share) if share > _TURN else (share, share + wide)
         row = next((row for row in range(_ROWS) if all(end <= a or start >= b for a, b in taken[row])), None)
-        if row is not None and len(placed) < _LABELS:
+        if row is not None:
             taken[row].append((start, end))
             placed[index] = row, words
     left_out = [index for index in range(len(texts)) if index not in placed]
