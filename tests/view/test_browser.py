@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.server
 import json
+import math
 import re
 import shutil
 import socketserver
@@ -157,6 +158,16 @@ def test_page_is_used_without_a_mouse(tmp_path: Path) -> None:
     assert (seen["first"], seen["second"]) == ("step 1", "step 2")
     assert all(seen[name] for name in ("near", "zoomed", "whole", "left", "links"))
     assert seen["unnamed"] == 0
+
+
+def test_a_line_does_not_pass_over_nan(tmp_path: Path) -> None:
+    """Where the loss was no number the curve has a gap, and a value between two gaps is still to be seen."""
+    losses = [1.0, 0.9, math.nan, 0.8, math.nan, 0.7, 0.6]
+    run = gather(*(row(step, loss=loss) for step, loss in enumerate(losses, 1)))
+    shown = browse(write_html_report(run, tmp_path / "report.html"), tmp_path / "profile", "--dump-dom")
+    path = re.search(r'aria-label="Loss:.*?<path d="([^"]*)"', shown, re.DOTALL)
+    assert path is not None
+    assert [part.count("h0") for part in path[1].split("M")[1:]] == [2, 1, 2]
 
 
 def test_a_mark_leads_to_its_card(tmp_path: Path) -> None:

@@ -123,7 +123,12 @@ class Chart {
 
   curve(line, index) {
     const point = (step, y, i) => `${i ? "L" : "M"}${this.at(step).toFixed(1)} ${this.up(y).toFixed(1)}`;
-    const path = line.x.map((step, i) => point(step, line.y[i], i));
+    // A line does not pass over what is no number; a value that is left alone is a dot.
+    const gaps = line.low ? [] : [...line.bad, ...(line.lost ?? [])];
+    const path = line.x.map((step, i) => {
+      const isApart = gaps.some((gap) => gap > line.x[i - 1] && gap < step);
+      return point(step, line.y[i], isApart ? 0 : i) + (gaps.length ? "h0" : "");
+    });
     if (line.low) {
       const back = line.x.map((step, i) => point(step, line.low[i], 1)).reverse();
       const band = line.x.map((step, i) => point(step, line.high[i], i)).concat(back, "Z").join("");
@@ -135,6 +140,7 @@ class Chart {
     const style = { fill: "none", stroke: colour(index), "stroke-width": line.style === "wide" ? 4 : 1.6 };
     if (line.style === "wide") style["stroke-opacity"] = 0.55;
     style["stroke-dasharray"] = dashes(line, index);
+    if (gaps.length) style["stroke-linecap"] = "round";
     make("path", { d: path.join(""), ...style }, this.plot);
     if (line.x.length <= 24) {
       line.x.forEach((step, i) => {
