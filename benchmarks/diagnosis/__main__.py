@@ -47,7 +47,7 @@ def judge(task: tuple[str, float, bool, bool]) -> Result:
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument(
-        "--half", choices=("tuned", "held", "fresh", "blind", "unseen", "foreign", "all"), default="held"
+        "--half", choices=("tuned", "held", "fresh", "blind", "unseen", "foreign", "corner", "all"), default="held"
     )
     parser.add_argument("--only", default="")
     parser.add_argument("--scale", type=float, default=1.0)

@@ -61,7 +61,7 @@ class Scenario:
     @property
     def part(self) -> str:
         """Return `tuned` or `held` for the halves that came first, or the name of a part that came later."""
-        for later in ("fresh", "blind", "unseen", "foreign"):
+        for later in ("fresh", "blind", "unseen", "foreign", "corner"):
             if self.family.startswith(f"{later}_"):
                 return later
         return "held" if hashlib.sha256(self.name.encode()).digest()[0] % 2 else "tuned"

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from benchmarks.diagnosis import faults, fresh, healthy, special
 from benchmarks.diagnosis.blind import adapted, book, broken, broken_dynamics, odd, supervised
+from benchmarks.diagnosis.corner import agents as corner_agents
+from benchmarks.diagnosis.corner import broken_depth, broken_kinds, broken_steps, odds, pictures, plain
+from benchmarks.diagnosis.corner import series as corner_series
 from benchmarks.diagnosis.foreign import (
     a_adapted,
     a_generative,
@@ -31,6 +34,9 @@ LATER = (adapted, broken, broken_dynamics, odd, supervised, agents, series, tabl
 FOREIGN = (a_adapted, a_generative, a_layers, a_pictures, a_rates, a_starved, a_tables, a_wiring)
 FOREIGN += (b_agents, b_broken_fields, b_broken_sequences, b_fields, b_sequences, b_tables, b_transformers)
 """Modules of authors who have not seen the rules, which list their runs in the same way."""
+
+CORNER = (broken_depth, broken_kinds, broken_steps, corner_agents, corner_series, odds, pictures, plain)
+"""Modules of the runs in corners, which list their runs in the same way."""
 
 
 def load() -> dict[str, Scenario]:
