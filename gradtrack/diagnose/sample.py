@@ -125,9 +125,12 @@ class Case:
 
     @cached_property
     def windows(self) -> list[Case]:
-        """Return the run as it was after each of the last samples."""
+        """Return the run as it was after each of the last samples, with the verdicts that stand now."""
         last = len(self.samples)
-        found = [Case(self.series, self.samples[:end]) for end in range(max(_FEWEST, last - KEPT_WINDOWS), last + 1)]
+        found = [
+            Case(self.series, self.samples[:end], self.standing)
+            for end in range(max(_FEWEST, last - KEPT_WINDOWS), last + 1)
+        ]
         for case in found:
             case.trend = self.trend  # which is about the whole run, and costs more than all the rest
         return found

@@ -90,6 +90,29 @@ def test_a_group_with_a_rate_too_low_is_named() -> None:
     assert keys(model, torch.optim.Adam(groups), noise=2.0) == ["LR_TOO_LOW:0"]
 
 
+def test_a_group_that_stands_still_is_named_though_the_loss_falls() -> None:
+    """What learns without a layer hides that its rate is wrong by orders of magnitude, and the advice is about it."""
+    model = body()
+    groups = [{"params": model[2:].parameters(), "lr": 3e-3}, {"params": model[0].parameters(), "lr": 1e-9}]
+    (found,) = issues(model, torch.optim.Adam(groups))
+    assert found.key == "LR_TOO_LOW:0"
+    assert "Multiply the rate" in found.recommendation
+
+
+def test_a_group_whose_first_step_made_it_worse_is_named() -> None:
+    """A head that the first step has thrown away is told of, though the rest has learned to live with it."""
+    model = body()
+    groups = [{"params": model[:4].parameters(), "lr": 1e-3}, {"params": model[4].parameters(), "lr": 8.0}]
+    assert keys(model, torch.optim.Adam(groups), steps=100)[0] == "LR_TOO_HIGH:4"
+
+
+def test_a_single_matrix_may_be_thrown_away() -> None:
+    """Nothing rests on what a softmax regression began with, so that a step may leave nothing of it."""
+    torch.manual_seed(0)
+    model = nn.Linear(8, 3)
+    assert keys(model, torch.optim.SGD(model.parameters(), 5.0)) == []
+
+
 def test_a_rate_that_has_come_down_too_soon_is_too_low() -> None:
     """A schedule that halves the rate on every step ends the training before it has begun."""
     model = body()

@@ -13,9 +13,11 @@ _UNKNOWN: Final = 0.25
 _HEALTHY: Final = 1e-3
 _THROWN: Final = 0.6
 _HARM: Final = 2.0
+_APART: Final = 10.0
 _SAMPLES: Final = 3
 _EARLY: Final = 8
 _FEWEST: Final = 2
+_FIRST: Final = 4
 
 
 @windowed
@@ -24,14 +26,17 @@ def judge(case: Case) -> list[Issue]:
 
     Three per cent are enough where the loss is worse than before the training; a quarter is needed where the loss goes
     through zero, as that of a policy or of a game does, and so need not come down for the training to go well. One step
-    is enough that, as the very first, leaves little of most of the weights, unless the loss has halved since: after it
-    even large steps are small beside what they have become. A loss that had come down and is three times its best
+    is enough that, as the very first, leaves little of most of the weights, unless the loss has halved since, or there
+    is a single matrix only, of which nothing need be left: after it even large steps are small beside what they have
+    become. A loss that had come down and is three times its best
     again has not come down either. And where the loss has risen, the middle of the first samples is enough: a rate that
     is far too high soon leaves units that are dead, and weights without a gradient do not move.
     """
-    if case.moved and _is_thrown(case.moved[0]) and (not case.series.has_halved or case.series.blew_up):
+    if case.moved and _is_thrown(case.moved[0]) and (case.series.blew_up or not _is_fine(case)):
         return [_thrown(case, case.moved[0])]
     moved = [sample for sample in case.moved if sample.step > 1][-_SAMPLES:]
+    if (part := _thrown_part(case)) is not None:
+        return [part]
     ratios = [_of_grown(case, sample) for sample in moved]
     if len(moved) == _SAMPLES and all(ratios):
         typical = min(median(found.values()) for found in ratios)
@@ -43,6 +48,24 @@ def judge(case: Case) -> list[Issue]:
     return _early(case)
 
 
+def _thrown_part(case: Case) -> Issue | None:
+    """Judge a weight that the very first step moved far, unlike the others, and with harm.
+
+    That is units of its layer that are off or at the ends of their range since, or little that is left of the weight
+    and a loss that was worse at once.
+    """
+    ratios = _of_grown(case, case.moved[0]) if case.moved and case.moved[0].step == 1 else {}
+    name = max(ratios, key=lambda name: ratios[name], default="")
+    if not name or not ratios[name] > max(_HIGH, _APART * median(ratios.values())):
+        return None
+    ruined = {issue.layer for issue in case.standing if issue.issue_type in (IssueType.DEAD, IssueType.SATURATION)}
+    losses = case.series.first_losses[:_FIRST]
+    worse = len(losses) == _FIRST and 0 < _HARM * losses[0] < median(losses[1:])
+    if module_of(name) not in ruined and not (worse and ratios[name] > _THROWN):
+        return None
+    return _part(case, case.moved[:1], name, ratios[name], _HIGH if module_of(name) in ruined else _THROWN)
+
+
 def _of_a_part(case: Case, moved: list[Sample], ratios: list[dict[str, float]]) -> Issue | None:
     """Judge a weight that moves too fast by itself while the loss is twice what it was before the training."""
     begin = case.series.first_losses[0] if case.series.first_losses else 0.0
@@ -52,8 +75,7 @@ def _of_a_part(case: Case, moved: list[Sample], ratios: list[dict[str, float]]) 
     if not names:
         return None
     name = max(names, key=lambda name: ratios[-1][name])
-    issue = _issue(case, moved, ratios[-1], min(found[name] for found in ratios), _HIGH)
-    return issue.model_copy(update={"layer": module_of(name), "statistic": "update_ratio"})
+    return _part(case, moved, name, min(found[name] for found in ratios), _HIGH)
 
 
 def _early(case: Case) -> list[Issue]:
@@ -77,6 +99,11 @@ def _of_grown(case: Case, sample: Sample) -> dict[str, float]:
 def _is_thrown(sample: Sample) -> bool:
     ratios = [ratio for name, ratio in sample.ratios.items() if sample.params[name].weight > 0]
     return sample.step == 1 and len(ratios) > 0 and median(ratios) > _THROWN
+
+
+def _is_fine(case: Case) -> bool:
+    """Whether what was thrown away was not needed: the loss has halved, or no weight rests on another."""
+    return case.series.has_halved or sum(param.ndim > 1 for param in case.moved[0].params.values()) == 1
 
 
 def _thrown(case: Case, sample: Sample) -> Issue:
@@ -104,4 +131,16 @@ def _issue(case: Case, moved: list[Sample], ratios: dict[str, float], typical: f
         recommendation=(
             f"Try lr {sample.lr * _HEALTHY / typical:.1g}, which would move the median weight by 0.1 % per step."
         ),
+    )
+
+
+def _part(case: Case, moved: list[Sample], name: str, ratio: float, limit: float) -> Issue:
+    """Report the rate of one weight, whose group may have one of its own."""
+    return _issue(case, moved, {name: ratio}, ratio, limit).model_copy(
+        update={
+            "layer": module_of(name),
+            "statistic": "update_ratio",
+            "message": f"A step has moved {name} by {ratio:.0%}, unlike the other weights, and done harm.",
+            "recommendation": f"Multiply the rate of its group by {_HEALTHY / ratio:.1g}: 0.1 % per step is usual.",
+        }
     )

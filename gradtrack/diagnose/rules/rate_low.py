@@ -12,6 +12,7 @@ _QUITE_LOW: Final = 2e-5
 _NOTHING: Final = 1e-4
 _COME_DOWN: Final = 1e-2
 _PART: Final = 1e-4
+_STILL: Final = 1e-5
 _MOVING: Final = 1e-4
 _FELT: Final = 1e-2
 _HEALTHY: Final = 1e-3
@@ -42,8 +43,13 @@ def judge(case: Case) -> list[Issue]:
 
 
 def _of_a_part(case: Case) -> list[Issue]:
-    """Judge the weights that hardly move by themselves though their gradient is as large as that of the others."""
+    """Judge the weights that hardly move by themselves though their gradient is as large as that of the others.
+
+    Where the loss comes down without them, the lower layers of a trained model may be meant to move far less, but not
+    a hundred thousand times.
+    """
     still: set[str] | None = None
+    part = _PART if case.trend.remaining >= _LEARNED else _STILL
     for sample in case.moved:
         usual, slope = median(sample.ratios.values()), median(param.relative for param in sample.params.values())
         if not usual > _MOVING:
@@ -51,15 +57,17 @@ def _of_a_part(case: Case) -> list[Issue]:
         found = {
             name
             for name, ratio in sample.ratios.items()
-            if 0 < ratio < _PART * usual and sample.params[name].relative > _FELT * slope
+            if 0 < ratio < part * usual and sample.params[name].relative > _FELT * slope
         }
         still = found if still is None else still & found
-    if not still or case.trend.remaining < _LEARNED:
+    if not still:
         return []
     last, name = case.moved[-1], min(still)
-    issue = _issue(case, last, max(last.ratios[one] for one in still), len(case.moved))
-    what = f"{len(still)} weights, of {name}, move by {issue.value:.1e} of their size per step, unlike all others."
-    return [issue.model_copy(update={"layer": module_of(name), "message": what})]
+    largest, usual = max(last.ratios[one] for one in still), median(last.ratios.values())
+    issue = _issue(case, last, largest, len(case.moved))
+    what = f"{len(still)} weights, of {name}, move by {largest:.1e} of their size per step, unlike all others."
+    how = f"Multiply the rate of their group by {usual / largest:.1g}, which would move them like the median weight."
+    return [issue.model_copy(update={"layer": module_of(name), "message": what, "recommendation": how})]
 
 
 def _is_down(moved: list[Sample]) -> bool:
