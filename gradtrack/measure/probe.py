@@ -31,6 +31,7 @@ _TANH_CELLS: Final = "RNN_TANH"
 TANH: Final = 0.97
 TANH_LIMIT: Final = 2.0923  # |tanh| > 0.97
 SIGMOID_LIMIT: Final = 3.4761  # outside 0.03 .. 0.97
+_NO_CODE: Final = (nn.Sequential.forward, nn.Module.forward)
 _CHANNELS_FIRST: Final = re.compile(r"Conv|BatchNorm|GroupNorm|InstanceNorm|Pool|Upsample|Dropout[123]d")
 
 
@@ -40,7 +41,8 @@ class Node:
 
     `ops` are the names of the functions between a parent's output and this call, the one nearest to the parent first.
     The slopes are the root mean square of those of tanh or sigmoid, over the largest that they have; they are known
-    where most values are beyond the limits.
+    where most values are beyond the limits. `made_in` is the module whose own code makes of its parts' finite values
+    what comes in here and is not finite.
     """
 
     name: str
@@ -61,6 +63,7 @@ class Node:
     varies: bool = True
     finite: bool = True
     finite_input: bool = True
+    made_in: str = ""
     gram: NDArray[np.float64] | None = None
 
     @property
@@ -86,6 +89,7 @@ class Probe:
     """
 
     def __init__(self, model: nn.Module) -> None:
+        self._model = model
         self.nodes: list[Node] = []
         self.without_grad: set[str] = set()
         self.fault: Exception | None = None
@@ -146,9 +150,22 @@ class Probe:
         width = values.shape[axis] if values.ndim > 1 else 1
         node = Node(name, kind, parametric, axis, width, parents)
         _look(node, values, inputs)
+        if not node.finite_input:
+            node.made_in = self._made_in(node)
         self._functions[function] = len(self.nodes)
         self.nodes.append(node)
         output.register_hook(lambda gradient: self._receive(node, gradient))  # type: ignore[no-untyped-call]
+
+    def _made_in(self, node: Node) -> str:
+        """Return the innermost module that has code of its own, around a finite parent of a call but not around it."""
+        for parent in (self.nodes[index].name for index, _ in node.parents if self.nodes[index].finite):
+            while "." in parent:
+                parent = parent.rpartition(".")[0]
+                if node.name.startswith(f"{parent}."):
+                    break
+                if type(self._model.get_submodule(parent)).forward not in _NO_CODE:
+                    return parent
+        return ""
 
     def _receive(self, node: Node, gradient: Tensor) -> None:
         if not _is_transformed(gradient):

@@ -5,12 +5,9 @@ from __future__ import annotations
 import math
 from typing import Final, final
 
-import numpy as np
-
 from gradtrack.config import GradientConfig
 from gradtrack.diagnose.evidence import Evidence
 from gradtrack.diagnose.rule import Rule
-from gradtrack.measure.moments import NAN
 from gradtrack.reports import Issue, IssueSeverity, IssueType
 
 _SCALER_PATIENCE: Final = 5
@@ -52,15 +49,15 @@ class NumericalRule(Rule):
     def _issue(self, evidence: Evidence) -> Issue:
         moments, names = evidence.moments, evidence.layout.names
         affected = moments.nonfinite_rows()
-        worst = max(affected, key=lambda index: float(np.sum(moments.rows[index, NAN:])))
+        nearest = affected[-1]  # to the loss, where the modules stand in their order
         count, total = moments.nonfinite_count, evidence.layout.total_count
         return Issue(
             issue_type=IssueType.NUMERICAL,
             severity=IssueSeverity.CRITICAL if evidence.critical else IssueSeverity.HIGH,
-            layer=names[worst] if len(affected) < len(names) else "",
+            layer=names[nearest] if len(affected) < len(names) else "",
             message=(
                 f"{count} of {total} gradient elements are NaN or infinite, in {len(affected)} of {len(names)} "
-                f"parameters, most of them in {names[worst]}."
+                f"parameters, the last of them {names[nearest]}."
             ),
             statistic="nonfinite_count",
             value=float(count),

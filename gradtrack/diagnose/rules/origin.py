@@ -1,32 +1,81 @@
-"""The first module whose output is not finite."""
+"""The first module whose output, or the last whose gradient, is not finite."""
 
 from __future__ import annotations
 
+import math
+from itertools import pairwise
+
+from torch import nn
+
+from gradtrack.diagnose.graph import FlowGraph
 from gradtrack.diagnose.sample import Case
 from gradtrack.reports import Issue, IssueSeverity, IssueType
 
 
 def judge(case: Case) -> list[Issue]:
-    """Open where a sampled forward pass made values that are not finite out of values that were."""
+    """Open where a sampled forward pass made values that are not finite out of values that were, or a backward pass.
+
+    Of the backward pass two samples in a row must say so: a loss scale that is being found overflows now and then.
+    """
     for sample in case.samples:
         for node in sample.nodes:
             if not node.finite:
-                return [_issue(case, sample.step, node.name, made=node.finite_input)]
+                made = node.finite_input or bool(node.made_in)
+                return [_forward(case, sample.step, node.made_in or node.name, made=made)]
+    for before, after in pairwise(case.samples):
+        places = [_broken_at(sample.graph) for sample in (before, after)]
+        if None not in places:
+            return [_backward(case, after.step, str(places[1]))]
     return []
 
 
-def _issue(case: Case, step: int, layer: str, *, made: bool) -> Issue:
+def _broken_at(graph: FlowGraph) -> str | None:
+    """Return where the gradient stops being finite on its way back: "" right at the loss, None nowhere."""
+    broken = [
+        index for index, node in enumerate(graph.nodes) if node.delta is not None and not math.isfinite(node.delta)
+    ]
+    if not broken:
+        return None
+    last = broken[-1]
+    sound = [graph.nodes[child] for child in graph.children[last]]
+    if not sound:
+        return ""
+    own = [node.name for node in sound if not hasattr(nn, node.kind)]  # whose code is not torch's
+    return own[0] if own else graph.nodes[last].name
+
+
+def _forward(case: Case, step: int, layer: str, *, made: bool) -> Issue:
+    return _issue(
+        case,
+        step,
+        layer,
+        f"{layer} is the first module whose output is NaN or infinite" + (", from finite inputs." if made else "."),
+        f"Look at the weights and inputs of {layer} at step {step}: overflow, division by zero, log(0).",
+    )
+
+
+def _backward(case: Case, step: int, layer: str) -> Issue:
+    where = layer or "the loss"
+    return _issue(
+        case,
+        step,
+        layer,
+        f"The gradient becomes NaN or infinite on its way back through {where}, though every output is finite.",
+        "Look for a root, a norm or a division whose derivative at 0 is infinite: add a small number inside it.",
+    )
+
+
+def _issue(case: Case, step: int, layer: str, message: str, recommendation: str) -> Issue:
     return Issue(
         issue_type=IssueType.NUMERICAL,
         severity=IssueSeverity.CRITICAL,
         layer=layer,
-        message=f"{layer} is the first module whose output is NaN or infinite"
-        + (", from finite inputs." if made else "."),
+        message=message,
         statistic="nonfinite_output",
         value=1.0,
         threshold=0.0,
         window=len(case.samples),
         step=step,
         confidence=1.0,
-        recommendation=f"Look at the weights and inputs of {layer} at step {step}: overflow, division by zero, log(0).",
+        recommendation=recommendation,
     )
