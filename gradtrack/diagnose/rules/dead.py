@@ -20,6 +20,8 @@ _ROWS: Final = 32
 _LUCK: Final = 3.7
 _FAR: Final = 3.0
 _FEW: Final = 8
+_MANY: Final = 12
+_CENTRED: Final = ("BatchNorm", "InstanceNorm")
 _OFF: Final = {
     "ReluBackward0": 0.0,
     "HardtanhBackward0": 0.0,
@@ -42,6 +44,7 @@ class _Range:
     low: NDArray[np.float64]
     high: NDArray[np.float64]
     rows: int
+    centred: bool
 
     def join(self, other: _Range) -> None:
         if other.low.shape == self.low.shape:
@@ -59,7 +62,8 @@ def judge(case: Case) -> list[Issue]:
 
     A layer that is off because what feeds it is constant already is a consequence and not named. Where the input hardly
     varies, or in few directions as behind a narrow code, few units are on for one input and off for another; the rest
-    is on or off by the luck of its weights, and only far more than half of it are a fault.
+    is on or off by the luck of its weights, and only far more than half of it are a fault. A normalisation that
+    centres every unit by itself leaves nothing to luck.
     """
     found = []
     for name, (whole, *others) in in_all([dict(_ranges(graph)) for graph in case.graphs]).items():
@@ -74,6 +78,8 @@ def _is_dead(units: _Range) -> bool:
     off, count = units.off, len(units.off)
     if units.rows < _ROWS or count < 2 or not off.mean() > _SHARE:
         return False
+    if units.centred or (count >= _MANY and off.all()):
+        return True
     by_luck = _chance(units)
     if count >= _FEW and off.sum() > by_luck * count + _LUCK * math.sqrt(by_luck * (1 - by_luck) * count):
         return True
@@ -84,13 +90,13 @@ def _is_dead(units: _Range) -> bool:
 def _chance(units: _Range) -> float:
     """Return how likely a sound unit is off for all inputs, by how many of the others are on for all of them.
 
-    Being off and being on for all inputs are as likely, so with c of the sound units crossing over, (1 - c) / 2 are
-    off; and of those that are not off, (1 - c) / (1 + c) do not cross over.
+    Being off and being as far on the other side for all inputs are as likely, so with c of the sound units crossing
+    over, (1 - c) / 2 are off; and of those that are not off, (1 - c) / (1 + c) do not cross over.
     """
     on = ~units.off
     if not on.any():
         return 0.5
-    always = float((units.low[on] >= units.limit).mean())
+    always = float((units.low[on] >= -units.limit).mean())
     return always / (1 + always)
 
 
@@ -101,7 +107,7 @@ def _ranges(graph: FlowGraph) -> Iterator[tuple[str, _Range]]:
         limit = _limit(graph, index)
         if limit is None or node.unit_max is None or node.unit_min is None or not _has_input(graph, node):
             continue
-        found = _Range(limit, node.unit_min, node.unit_max, node.rows)
+        found = _Range(limit, node.unit_min, node.unit_max, node.rows, node.kind.startswith(_CENTRED))
         if node.name in calls:
             calls[node.name].join(found)
         else:

@@ -8,17 +8,20 @@ from collections.abc import Iterator
 from dataclasses import astuple, dataclass
 from typing import Final
 
+from gradtrack.analyzers.base import OFTEN_EVERY
 from gradtrack.diagnose.graph import FlowGraph
 from gradtrack.diagnose.sample import Case, Sample, about_units, in_all, median
 from gradtrack.measure.probe import Node
 from gradtrack.reports import Issue, IssueSeverity, IssueType
 
 _SHARE: Final = 0.5
+_FEW: Final = 0.1
 _THROUGH: Final = 1 / 3
 _SHAPED: Final = re.compile(
     r"(Unsafe)?(View|Unsqueeze|Squeeze|Expand|Reshape|Permute|Transpose|Slice|Alias|T|Mt)Backward"
 )
-_STEEPEST: Final = {"Tanh": 1.0, "Sigmoid": 0.25}
+_STEEPEST: Final = {"Tanh": 1.0, "Hardtanh": 1.0, "Sigmoid": 0.25, "Hardsigmoid": 1 / 6}
+_SIGMOIDS: Final = ("SigmoidBackward0", "HardsigmoidBackward0")
 
 
 @dataclass(slots=True)
@@ -70,25 +73,41 @@ def _through(case: Case, name: str) -> float:
 
 
 def _was_learned(case: Case, name: str) -> bool:
-    """Whether the loss has halved since the layer was last seen within the range of its function."""
+    """Whether the loss has halved since the layer was last seen within the range of its function.
+
+    Training takes it out of there by and by: nearly none and nearly all of it, a few steps apart, has another cause.
+    """
+    after = case.recent[0]
     for sample in reversed(case.samples[: -len(case.recent)]):
         seen = _seen_in(sample).get(name)
         if seen is not None and not seen.share > _SHARE:
+            near = after.step - sample.step <= OFTEN_EVERY
+            if near and seen.share < _FEW and _seen_in(after)[name].share > 1 - _FEW:
+                return False
             return case.series.has_halved_since(sample.step)
+        after = sample if seen is not None else after
     return False
 
 
 def _squashed(graph: FlowGraph) -> Iterator[tuple[str, _Squashed]]:
     found: dict[str, list[_Squashed]] = {}
     for index, node in enumerate(graph.nodes):
-        following = set(graph.after[index])
+        following = graph.after[index][0] if len(set(graph.after[index])) == 1 else ""
         inner = any(graph.nodes[child].parametric or graph.children[child] for child in graph.children[index])
-        if node.kind == "RNN_TANH" or (following == {"TanhBackward0"} and inner):
+        if node.kind == "RNN_TANH" or (_is_tanh(graph, index, following) and inner):
             found.setdefault(node.name, []).append(_seen(graph, index, node.beyond_tanh, node.slope_tanh))
-        elif following == {"SigmoidBackward0"} and inner and not _is_gate(graph, index):
+        elif following in _SIGMOIDS and inner and not _is_gate(graph, index):
             found.setdefault(node.name, []).append(_seen(graph, index, node.beyond_sigmoid, node.slope_sigmoid))
     for name, calls in found.items():
         yield name, _Squashed(*(median(values) for values in zip(*(astuple(call) for call in calls), strict=True)))
+
+
+def _is_tanh(graph: FlowGraph, index: int, following: str) -> bool:
+    """Whether tanh follows, or what is made of lines like it, which only the name of a module tells from ReLU6."""
+    if following != "HardtanhBackward0":
+        return following == "TanhBackward0"
+    after = _function(graph, index)
+    return after is not None and after.kind == "Hardtanh"
 
 
 def _seen(graph: FlowGraph, index: int, share: float, slope: float) -> _Squashed:
@@ -112,9 +131,9 @@ def _function(graph: FlowGraph, index: int) -> Node | None:
 def _is_gate(graph: FlowGraph, index: int) -> bool:
     """Whether all that a sigmoid does is to be multiplied with something."""
     children = graph.children[index]
-    start = children[0] if len(children) == 1 and graph.nodes[children[0]].kind == "Sigmoid" else index
+    start = children[0] if len(children) == 1 and graph.nodes[children[0]].kind in ("Sigmoid", "Hardsigmoid") else index
     uses = [ops for child in graph.children[start] for parent, ops in graph.nodes[child].parents if parent == start]
-    first = [next((op for op in ops if op != "SigmoidBackward0" and not _SHAPED.match(op)), "") for ops in uses]
+    first = [next((op for op in ops if op not in _SIGMOIDS and not _SHAPED.match(op)), "") for ops in uses]
     return bool(first) and set(first) == {"MulBackward0"}
 
 
