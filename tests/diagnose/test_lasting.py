@@ -48,6 +48,17 @@ def test_what_came_with_learning_is_no_fault() -> None:
     assert keys(*followed([[]] * 3 + [[COLLAPSE]] * 3, [1.0 / step for step in range(1, 25)])) == []
 
 
+@pytest.mark.parametrize(("value", "counts"), [(0.05, False), (0.001, True)])
+def test_what_came_at_once_is_not_of_the_learning(value: float, counts: bool) -> None:
+    """Between two looks a few steps apart training takes attention to its limit, and not to a hundredth of it."""
+    sharp = COLLAPSE.model_copy(update={"value": value, "threshold": 0.1})
+    found = followed([[]] * 3 + [[sharp]] * 3, [1.0 / step for step in range(1, 25)])
+    assert keys(*found) == ["ATTN_ENTROPY_COLLAPSE"] * counts
+    again = Lasting()
+    again.load_state_dict(json.loads(json.dumps(found[0].state_dict())))
+    assert keys(again, found[1]) == ["ATTN_ENTROPY_COLLAPSE"] * counts
+
+
 def test_what_came_with_learning_is_no_fault_for_good() -> None:
     """The verdict stays when the losses from which it followed are so long ago that they are not kept."""
     losses = [1.0 / step for step in range(1, 1501)]
