@@ -98,7 +98,9 @@ class Series:
         return bool(before) and 0 < _RISEN * min(before) < statistics.median(list(self.losses)[-_LONG:])
 
     def has_halved_since(self, step: int) -> bool:
-        """Say whether the loss has halved since a step."""
+        """Say whether the loss has halved since a step; since the first ones where it was not known yet."""
+        if step < _AROUND:
+            return self.has_halved
         before, last = self._loss_at(step), self._loss_at(self.num_steps)
         return before is not None and last is not None and 0 < last < 0.5 * before and self._is_over(step)
 

@@ -32,7 +32,8 @@ class Standing:
     def issues(self, series: Series) -> list[Issue]:
         """Return each issue as it was found last, with the step at which it was found first.
 
-        What was not there at first and has come while training went well is what the training made of the model.
+        What was not there at first and has come while training went well is what the training made of the model, and
+        what the loss has halved with all the same holds nothing up.
         """
         merged: dict[str, Issue] = {}
         for found in self._found:
@@ -42,6 +43,8 @@ class Standing:
         return [issue for issue in merged.values() if not self._came_well(issue, series)]
 
     def _came_well(self, issue: Issue, series: Series) -> bool:
+        if issue.issue_type is IssueType.BOTTLENECK:  # which is none where the loss has halved with it
+            return series.has_halved
         absent = self._absent.get(issue.key)
         if absent is None or issue.issue_type is IssueType.SATURATION:  # which is judged by what comes through
             return False
