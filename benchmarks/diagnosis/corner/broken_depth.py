@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from benchmarks.diagnosis.common import schedule
 from benchmarks.diagnosis.corner.book import (
     Batch,
     adam,
@@ -153,13 +154,7 @@ def dead_expert() -> Run:
 @faulty("dead/by_one_step_of_a_huge_rate", "DEAD", r"fc|act|^$|.*", "LR_TOO_HIGH", "EXPLODING")
 def dead_by_rate() -> Run:
     model = _he(3)
-    run = fit(model, sgd(model, 0.05))
-
-    def change(step: int) -> None:
-        run.optimizer.param_groups[0]["lr"] = 100.0 if step == 12 else 0.05
-
-    run.before.append(change)
-    return run
+    return schedule(fit(model, sgd(model, 0.05)), lambda step: 2000.0 if step == 12 else 1.0)
 
 
 @faulty("saturation/first_tanh_by_raw_inputs", "SATURATION", r"(fc|act)0\b")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -307,9 +308,13 @@ OPTIMIZERS = {
     "radam": lambda params: torch.optim.RAdam(params, 3e-3),
     "adam_no_second_memory": lambda params: torch.optim.Adam(params, 5e-4, betas=(0.9, 0.9)),
 }
+FIXED = ("adadelta", "asgd", "radam")
+"""Those whose first steps go by the scale of the loss, for which nothing makes up."""
+
 for _name, _make in OPTIMIZERS.items():
 
     @healthy(f"optimizers/{_name}")
-    def with_optimizer(make: object = _make, full: bool = _name == "rprop") -> Run:
+    def with_optimizer(name: str = _name, make: Callable[..., torch.optim.Optimizer] = _make) -> Run:
         model = dense(20, 48, 48, 4)
-        return fit(model, make(model.parameters()), lambda step: groups(0 if full else step))  # type: ignore[operator]
+        optimizer = make(model.parameters())
+        return fit(model, optimizer, lambda step: groups(step if name != "rprop" else 0), scalable=name not in FIXED)
