@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import math
 import os
 import queue
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -524,9 +525,18 @@ def test_histograms_are_drawn() -> None:
     assert not any("broken" in key for key in row)
 
 
-def test_disabled_mode_takes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the disabled mode nothing is kept, and nothing is said to be."""
+@pytest.fixture
+def disabled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Switch W&B off, which it asks the environment only once."""
+    wandb: Any = importlib.import_module("wandb")
+    wandb.teardown()
     monkeypatch.setenv("WANDB_MODE", "disabled")
+    yield
+    wandb.teardown()
+
+
+def test_disabled_mode_takes_nothing(disabled: None) -> None:
+    """In the disabled mode nothing is kept, and nothing is said to be."""
     open_run()
     for backend in (WandbBackend(), WandbBackend(project="own")):
         with pytest.raises(PermanentBackendError, match="W&B is disabled and keeps nothing"):

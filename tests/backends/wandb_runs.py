@@ -25,8 +25,9 @@ def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
-    yield
     wandb: Any = importlib.import_module("wandb")
+    wandb.setup().settings.root_dir = str(tmp_path)  # it asks the environment only once
+    yield
     if wandb.run is not None:
         wandb.run.finish()
 
