@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -29,8 +28,8 @@ from gradtrack.reports.parts import has_finite
 class GradientMonitor:
     """Judges gradients against what came before them and keeps the statistics that its pictures show.
 
-    A manager feeds its monitor by itself. Without a manager, call `check_gradient_health` or `update_statistics` once a
-    step, or both: the step counts once. Gradients that were only checked are the past of those that are checked next.
+    A manager feeds its monitor by itself. Without a manager, call `check_gradient_health` to judge gradients, which
+    remembers nothing, and `update_statistics` once a step, which does.
     """
 
     def __init__(self, config: GradientConfig | None = None, *, measurer: Measurer | None = None) -> None:
@@ -39,16 +38,12 @@ class GradientMonitor:
         self._kept: deque[GradientStatistics | StepReport] = deque(maxlen=self.config.max_gradient_history)
         self._measurer = measurer if measurer is not None else Measurer(self.config.engine)
         self._step = 0
-        self._checked: Evidence | None = None
 
     def check_gradient_health(self, gradients: Sequence[Tensor | None]) -> HealthReport:
         """Judge gradients as those of the coming step."""
         grads, moments = self._measure(gradients)
-        if self._checked is not None and not _is_same(moments.norm, self._checked.norm) and not self._is_fed:
-            self.judge(self._checked)
-            self._step += 1
-        self._checked = self._evidence(moments, grads.layout)
-        return HealthReport.of(copy.deepcopy(self.health).judge(self._checked, self.config))
+        issues = copy.deepcopy(self.health).judge(self._evidence(moments, grads.layout), self.config)
+        return HealthReport.of(issues)
 
     def update_statistics(self, gradients: Sequence[Tensor | None]) -> GradientStatistics:
         """Take in the gradients of one step and return their statistics, as one vector."""
@@ -77,7 +72,6 @@ class GradientMonitor:
 
     def judge(self, evidence: Evidence) -> list[Issue]:
         """Take in the evidence of one step and return the issues that are open."""
-        self._checked = None
         return self.health.judge(evidence, self.config)
 
     def plot_gradient_statistics(self, save_path: str | Path) -> Path:
@@ -100,10 +94,6 @@ class GradientMonitor:
         self.health.load_state_dict(state["health"])
         self._step = int(state["step"])
 
-    @property
-    def _is_fed(self) -> bool:
-        return bool(self._kept) and isinstance(self._kept[-1], StepReport)
-
     def _evidence(self, moments: Moments, layout: Layout) -> Evidence:
         return Evidence(step=self._step + 1, norm=moments.norm, moments=moments, layout=layout)
 
@@ -115,10 +105,6 @@ class GradientMonitor:
         layout = Layout(names, [], [grad.numel() for grad in dense], group_of, ["all"], [])
         grads = Gradients(dense, layout, {})
         return grads, grads.measure(self._measurer)
-
-
-def _is_same(one: float, other: float) -> bool:
-    return one == other or (math.isnan(one) and math.isnan(other))
 
 
 def _dense(grad: Tensor) -> Tensor:
