@@ -85,10 +85,10 @@ def replay(
         for journal in journals:
             if not stack.enter_context(alone_with(journal.parts[-1])):
                 raise _busy(journal.parts[-1])
-        plans = [(journal, name, found) for journal in journals for name, found in _targets(journal, to, given)]
+        plans = [(journal, *target) for journal in journals for target in _targets(journal, to, given)]
         if not plans:
             raise UsageError(f"{str(run_dir)!r}: no tracker is known for its rows. Name one, as in --to mlflow.")
-        return [_deliver(journal, name, found, progress) for journal, name, found in plans]
+        return [_deliver(*plan, progress) for plan in plans]
 
 
 def _busy(path: Path) -> JournalError:
@@ -98,17 +98,20 @@ def _busy(path: Path) -> JournalError:
     )
 
 
-def _targets(journal: SavedJournal, to: str | None, given: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Name the backends of a journal with the options that reach the same places again."""
+def _targets(
+    journal: SavedJournal, to: str | None, given: Mapping[str, Any]
+) -> Iterator[tuple[str, dict[str, Any], bool]]:
+    """Name the backends of a journal with the options that reach the same places again, and say which do not."""
     known = {entry["name"]: entry["options"] for entry in journal.backends}
     for name in known if to is None else [to]:
         address = read_offsets(offsets_path(journal.parts[0])).get(name, {}).get("address", {})
         options = {**without_hidden(known.get(name, {})), **without_hidden(address)}
         options = moved_along(options, journal.home, journal.parts[0].parent)
         chosen = _fitting(name, given, strict=to is not None)
-        if "run_id" in options and "tracking_uri" in chosen and not _is_known({**options, **chosen}, name):
+        elsewhere = "run_id" in options and "tracking_uri" in chosen and not _is_known({**options, **chosen}, name)
+        if elsewhere:
             del options["run_id"]
-        yield name, {**options, **chosen}
+        yield name, {**options, **chosen}, elsewhere
 
 
 def _is_known(options: Mapping[str, Any], name: str) -> bool:
@@ -134,13 +137,15 @@ def _fitting(name: str, given: Mapping[str, Any], *, strict: bool) -> dict[str, 
     return {option: value for option, value in given.items() if option in accepted}
 
 
-def _deliver(journal: SavedJournal, name: str, options: Mapping[str, Any], progress: Progress | None) -> Replayed:
+def _deliver(
+    journal: SavedJournal, name: str, options: Mapping[str, Any], elsewhere: bool, progress: Progress | None
+) -> Replayed:
     result = Replayed(run_id=journal.run.run_id, backend=name)
     try:
         backend = build(name, options)
     except Exception as fault:
         return dataclasses.replace(result, fault=describe(fault))
-    delivery = _Delivery(journal, name, backend)
+    delivery = _Delivery(journal, name, backend, elsewhere=elsewhere)
     ended = delivery.run(progress)
     return dataclasses.replace(
         result,
@@ -154,15 +159,20 @@ def _deliver(journal: SavedJournal, name: str, options: Mapping[str, Any], progr
 
 
 class _Delivery:
-    """The rows of one journal on their way to one backend, in parts."""
+    """The rows of one journal on their way to one backend, in parts.
 
-    def __init__(self, journal: SavedJournal, name: str, backend: Backend) -> None:
+    What goes `elsewhere` than the run's own rows went is not noted, so that the next replay finds that place again.
+    """
+
+    def __init__(self, journal: SavedJournal, name: str, backend: Backend, *, elsewhere: bool) -> None:
         self.rows = self.skipped = 0
         self.writer = Writer(backend, journal.run)
         self._journal, self._name, self._backend = journal, name, backend
         path = offsets_path(journal.parts[0])
         entries = read_offsets(path)
-        entry = entries.get(name, {"next": 0, "refused": []})
+        nothing: dict[str, Any] = {"next": 0, "refused": []}
+        entry = nothing if elsewhere else entries.get(name, nothing)
+        self._elsewhere = elsewhere
         self._next, self._refused = entry["next"], set(entry["refused"])
         self._address: dict[str, Any] = entry.get("address", {})
         self._offsets = Offsets(path, interval_seconds=0.0)
@@ -198,6 +208,8 @@ class _Delivery:
             self._attempt(due, again=False)
         else:
             self._attempt(part, again=True)
+        if self._elsewhere:
+            return
         following = max(part[-1][0] + 1, self._next)
         # A backend that had nothing to write may not know where it would have written to.
         self._address |= _address(self._backend)
