@@ -74,7 +74,7 @@ class GradientStatisticsCallback(ManagedTraining, Callback):  # type: ignore[mis
         self._attach(manager, trainer, pl_module)
         if not pl_module.automatic_optimization:
             self._look_before_clipping(trainer, pl_module)
-        if _changes_gradients(manager.config):
+        elif _changes_gradients(manager.config):
             self._look_after_the_hooks(trainer, pl_module)
         if clips:
             note = (

@@ -338,6 +338,24 @@ def test_a_module_that_clips_by_itself_is_looked_at_before(tmp_path: Path) -> No
     assert "clip_gradients" not in vars(trainer.precision_plugin)
 
 
+class Noisy(Clipping):
+    """A module that adds noise to its gradients once they are clipped."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        """Add it."""
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.grad.add_(1e-6)
+
+
+def test_a_module_that_clips_by_itself_is_looked_at_once(tmp_path: Path) -> None:
+    """Also where it changes the gradients later, and where gradtrack itself would skip or clip."""
+    callback = GradientStatisticsCallback(nonfinite_action="skip")
+    module, _ = fit(callback, tmp_path, module=Noisy(), max_steps=6)
+    assert [report.source for report in callback.reports] == [name for name, _ in module.own]
+
+
 class Gathering(Clipping):
     """A module that clips after each backward pass, of which two make a step; the last one of all is NaN."""
 
