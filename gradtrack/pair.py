@@ -334,6 +334,7 @@ class Pair:
             lr=facts.learning_rates(),
             horizon=self.horizon,
             skipped=facts.skipped,
+            scaled=outcome.scale is not None,
             series=self.judgement.series,
             call_before_step=self._stepping.call_before_step,
             elsewhere=self.gauge.left_out,

@@ -121,7 +121,8 @@ class UnseenSkips:
     def _expected(self, scaler: torch.amp.GradScaler) -> float:
         """Return the scale that there is if no step was left out unseen."""
         if self._scaler is None or self._scaler() is not scaler:
-            return float(scaler._init_scale)
+            # One that steps were taken with before knows a scale of its own.
+            return scaler.get_scale() if scaler._get_growth_tracker() else float(scaler._init_scale)
         flags = (flag for state in self._states.values() for flag in state.get("found_inf_per_device", {}).values())
         if any(map(bool, flags)):
             return self._last * scaler.get_backoff_factor()

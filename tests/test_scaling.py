@@ -125,6 +125,29 @@ def test_skips_that_no_optimizer_hears_of_are_told(num_optimizers: int) -> None:
         assert told(manager.reports) == expected
 
 
+def test_skips_from_before_the_watch_are_not_told() -> None:
+    """A scaler that has trained already has a scale of its own, and what it left out then was before our time."""
+    model = small_model()
+    optimizer, scaler = optimizer_of(model), torch.amp.GradScaler("cpu", init_scale=2.0**16)
+
+    def train(scale: float, count: int) -> None:
+        for _ in range(count):
+            optimizer.zero_grad()
+            scaler.scale(batch_loss(model) * scale).backward()  # type: ignore[no-untyped-call]
+            scaler.step(optimizer)
+            scaler.update()
+
+    train(1e38, 3)
+    train(1.0, 2)
+    with watch(model, optimizer) as manager:
+        train(1.0, 2)
+        assert manager.reports[-1].scaler is not None
+        assert manager.reports[-1].scaler.skips == 0
+        train(1e38, 1)
+        train(1.0, 1)
+        assert manager.reports[-1].scaler.skips == 1
+
+
 def test_skips_of_another_model_are_not_ours() -> None:
     """A scaler that steps two models backs off when one of them overflows; the other has stepped."""
     models, scaler = (small_model(), small_model()), torch.amp.GradScaler("cpu", init_scale=1024.0)

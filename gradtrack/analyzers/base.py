@@ -183,6 +183,7 @@ class Snapshot:
     lr: Mapping[str, float] = field(default_factory=dict)
     horizon: int | None = None
     skipped: bool = False
+    scaled: bool = False
     series: Series | None = None
     call_before_step: Callable[[Callable[[], None]], None] | None = None
     elsewhere: Container[int] = ()

@@ -47,7 +47,8 @@ class ParameterSample:
 class Sample:
     """One sampled step: the flow through the modules, the parameters, and what the optimizer step then did.
 
-    `cosine` is that with the gradient of the next step, `turned` the least with the gradients of the last samples.
+    Where it is `scaled`, a loss scaler decides whether the optimizer steps. `cosine` is that with the gradient of the
+    next step, `turned` the least with the gradients of the last samples.
     """
 
     step: int
@@ -58,6 +59,7 @@ class Sample:
     lr: float = math.nan
     loss: float = math.nan
     skipped: bool = False
+    scaled: bool = False
     changes: dict[str, Change] | None = None
     cosine: float = math.nan
     turned: float = math.nan

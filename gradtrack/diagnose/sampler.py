@@ -144,6 +144,7 @@ class FlowSampler:
             lr=max((float(rate) for rate in snapshot.lr.values()), default=math.nan),
             loss=math.nan if snapshot.loss is None else snapshot.loss,
             skipped=snapshot.skipped,
+            scaled=snapshot.scaled,
         )
 
     def _parameters(self, snapshot: Snapshot, params: Params) -> dict[str, ParameterSample]:

@@ -151,3 +151,20 @@ def test_the_steps_of_a_complex_layer_are_followed() -> None:
     assert -1.0 <= sample.cosine <= 1.0
     node = next(node for node in sample.nodes if node.name == "first")
     assert node.delta == pytest.approx(float(model.gradients[0].abs().square().sum().sqrt()))
+
+
+def test_a_loss_scale_that_was_being_found_is_no_fault_afterwards() -> None:
+    """A scaler may overflow on its first steps, which the first samples see; one that never ends is told."""
+    for num_overflows, expected in ((4, []), (40, ["NUMERICAL"])):
+        model = perceptron()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        scaler = torch.amp.GradScaler("cpu")
+        manager = GradientManager(analyzers=["flow"])
+        manager.attach(model, optimizer)
+        for step in range(1, 41):
+            optimizer.zero_grad()
+            loss = loss_of(model, step) * (1e39 if step <= num_overflows else 1.0)
+            manager.step(model, optimizer, loss, scaler=scaler)
+            scaler.step(optimizer)
+            scaler.update()
+        assert [issue.issue_type.value for issue in manager.diagnose()][:1] == expected

@@ -15,17 +15,20 @@ from gradtrack.reports import Issue, IssueSeverity, IssueType
 def judge(case: Case) -> list[Issue]:
     """Open where a sampled forward pass made values that are not finite out of values that were, or a backward pass.
 
-    Of the backward pass two samples in a row must say so: a loss scale that is being found overflows now and then.
+    Of the backward pass two samples in a row must say so. A loss scale that is being found overflows now and then, and
+    did so where a later sample is sound.
     """
     for sample in case.samples:
         for node in sample.nodes:
             if not node.finite:
                 made = node.finite_input or bool(node.made_in)
                 return [_forward(case, sample.step, node.made_in or node.name, made=made)]
-    for before, after in pairwise(case.samples):
-        places = [_broken_at(sample.graph) for sample in (before, after)]
-        if None not in places:
-            return [_backward(case, after.step, str(places[1]))]
+    places = [_broken_at(sample.graph) for sample in case.samples]
+    sound = max((index for index, place in enumerate(places) if place is None), default=-1)
+    for index, (before, after) in enumerate(pairwise(places), start=1):
+        was_searching = case.samples[index].scaled and index < sound
+        if before is not None and after is not None and not was_searching:
+            return [_backward(case, case.samples[index].step, after)]
     return []
 
 
