@@ -87,7 +87,6 @@ def _dimensions(part: Part, action_range: Any) -> Mapping[str, Tensor]:
         return _of_other(part, action_range)
     assert isinstance(part, Gaussian)
     table = {"std": part.std.double(), "entropy": normal_entropy(part.std)}
-    width = _width_of(action_range, part.std)
     if part.squashed:
         scale = torch.zeros(()) if part.log_scale is None else part.log_scale.to(part.std.device)
         squashed = tanh_normal_entropy(part.mean, part.std)
@@ -95,9 +94,11 @@ def _dimensions(part: Part, action_range: Any) -> Mapping[str, Tensor]:
         table["range"] = squashed.mean(0).exp() / 2
     elif part.joint_entropy is not None:
         table["entropy"] = part.joint_entropy.double().unsqueeze(-1)
-    if width is not None and not part.squashed:
-        table["range"] = effective_range(part.std, width).mean(0)
-        table["relative_std"] = (part.std.double() / (width / 2)).mean(0)
+    bounded = _bounded(part.std, action_range)
+    if bounded is not None and not part.squashed:
+        std, width = bounded
+        table["range"] = effective_range(std, width).mean(0)
+        table["relative_std"] = (std.double() / (width / 2)).mean(0)
     return table
 
 
@@ -105,23 +106,29 @@ def _of_other(part: Other, action_range: Any) -> Mapping[str, Tensor]:
     table = {"entropy": part.entropy}
     if part.std is not None:
         table["std"] = part.std.double()
-    width = _width_of(action_range, part.entropy)
-    if part.width is not None and width is None:
-        width = torch.tensor(part.width, dtype=torch.float64)
-    if width is not None:
-        table["range"] = (part.entropy.mean(0).exp() / width).clamp_max(1.0)
+    bounded = _bounded(part.entropy, action_range)
+    if part.width is not None and bounded is None:
+        bounded = part.entropy, torch.tensor(part.width, dtype=torch.float64)
+    if bounded is not None:
+        entropy, width = bounded
+        table["range"] = (entropy.mean(0).exp() / width).clamp_max(1.0)
     return table
 
 
-def _width_of(action_range: Any, like: Tensor) -> Tensor | None:
+def _bounded(values: Tensor, action_range: Any) -> tuple[Tensor, Tensor] | None:
+    """Return the columns of the dimensions whose range has two ends, with its width; None where there are none."""
     if action_range is None:
         return None
     try:
         low, high = action_range
     except (TypeError, ValueError):
         raise UsageError(f"action_range {action_range!r}: expected (low, high).") from None
-    low, high = (torch.as_tensor(limit, dtype=torch.float64, device=like.device) for limit in (low, high))
+    low, high = (torch.as_tensor(limit, dtype=torch.float64).cpu() for limit in (low, high))
     width: Tensor = high - low
-    if width.device.type == "cpu" and bool((width <= 0).any()):
-        raise UsageError(f"action_range {action_range!r}: expected each low below its high.")
-    return width.masked_fill(width.isinf(), math.nan)  # of a range without an end no share can be covered
+    if bool((width < 0).any()):
+        raise UsageError(f"action_range {action_range!r}: expected no low above its high.")
+    width = width.expand(values.shape[-1])
+    kept = torch.nonzero(width.isfinite() & (width > 0)).flatten()
+    if not len(kept):
+        return None
+    return values[..., kept.to(values.device)], width[kept].to(values.device)

@@ -208,12 +208,21 @@ def test_a_wrapper_of_several_distributions_is_read() -> None:
 
 
 def test_of_a_range_without_an_end_no_share_is_known() -> None:
-    """An action space that is not bounded gives no coverage and no collapse, in nats it is as any other."""
-    gaussian = (torch.zeros(3, 2), torch.ones(3, 2))
-    report = observed(gaussian, action_range=(-math.inf, math.inf))
-    assert report.continuous_entropy_normalized is None
-    assert report.entropy_collapse_risk is None
-    assert report.continuous_entropy_mean == observed(gaussian).continuous_entropy_mean
+    """An action space that is not bounded is judged as one of which nothing is known."""
+    for std in (1.0, 1e-3):
+        gaussian = (torch.zeros(3, 2), torch.full((3, 2), std))
+        report = observed(gaussian, action_range=(-math.inf, math.inf))
+        assert report.continuous_entropy_normalized is None
+        assert report == observed(gaussian)
+
+
+def test_dimensions_without_a_range_leave_the_others_theirs() -> None:
+    """One that is not bounded, or in which nothing can be chosen, has no share; the rest is judged by its own."""
+    low, high = torch.tensor([-1.0, -math.inf, 2.0]), torch.tensor([1.0, math.inf, 2.0])
+    mean, std = torch.zeros(3, 3), torch.tensor([0.3, 1.0, 1.0]).expand(3, 3)
+    report = observed((mean, std), action_range=(low, high))
+    alone = observed((mean[:, :1], std[:, :1]), action_range=(-1.0, 1.0))
+    assert report.continuous_entropy_normalized == alone.continuous_entropy_normalized
 
 
 def test_states_with_one_action_do_not_count() -> None:
@@ -544,7 +553,7 @@ def test_wrong_use_is_named() -> None:
     gaussian = (torch.zeros(2, 2), torch.ones(2, 2))
     with pytest.raises(UsageError, match=r"action_range 1\.0: expected \(low, high\)"):
         analyzer.observe(gaussian, action_range=1.0)  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="expected each low below its high"):
+    with pytest.raises(UsageError, match="expected no low above its high"):
         analyzer.observe(gaussian, action_range=(1, -1))
     with pytest.raises(UsageError, match=r"mean of shape \(2, 2\), std of shape \(3,\)"):
         analyzer.observe((torch.zeros(2, 2), torch.ones(3)))
