@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -17,7 +18,9 @@ from gradtrack.measure.fused_capture import FusedCapture
 from gradtrack.measure.hooks import ModuleHook
 from gradtrack.measure.replay import Trajectory
 
-_CELL_NAMES: Final = ("cell", "rnn", "lstm", "gru", "recurrent", "reservoir")
+_CELL_NAME: Final = re.compile(r"(cell|rnn|lstm|gru|recurrent|reservoir)\d*$", re.IGNORECASE)
+_STATES: Final = ("h", "state", "prev", "carry", "mem", "last")
+"""How the names of a state begin."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +125,9 @@ def _capture(
 def _is_recurrent(module: nn.Module) -> bool:
     if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
         return True
-    return any(word in type(module).__name__.lower() for word in _CELL_NAMES) and _may_be_cell(module)
+    if _CELL_NAME.search(type(module).__name__) is None or not _may_be_cell(module):
+        return False
+    return list(_positional(module))[1].name.lower().startswith(_STATES)
 
 
 def _may_be_cell(module: nn.Module) -> bool:

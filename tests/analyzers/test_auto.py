@@ -6,8 +6,10 @@ import re
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from gradtrack import GradientManager
+from gradtrack.measure.recorder import recurrent_modules
 from tests.analyzers.watched_trainings import TRAININGS
 from tests.training import optimizer_of
 
@@ -30,3 +32,33 @@ def test_the_first_report_says_what_was_picked_and_why(name: str) -> None:
     assert said.keys() == PICKED[name].keys()
     assert all(reason in said[analyzer] for analyzer, reason in PICKED[name].items()), said
     assert not any("was chosen" in note for note in second.notes)
+
+
+class CellGraph(nn.Module):
+    """A layer of a graph of cells, which is nothing recurrent."""
+
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+        """Pass messages."""
+        return edges @ x
+
+
+class Cell(nn.Module):
+    """A building block of a network that was searched for, with two inputs."""
+
+    def forward(self, first: Tensor, second: Tensor) -> Tensor:
+        """Add them up."""
+        return first + second
+
+
+class LeakyCell(nn.Module):
+    """A recurrent cell of one's own."""
+
+    def forward(self, x: Tensor, hidden: Tensor) -> Tensor:
+        """Leak."""
+        return 0.9 * hidden + x
+
+
+def test_cells_are_known_by_their_names_and_what_they_take() -> None:
+    """A word in a name is not enough: a recurrent cell is called one, and takes a state."""
+    found = recurrent_modules(nn.ModuleDict({"graph": CellGraph(), "block": Cell(), "leaky": LeakyCell()}))
+    assert found == ["leaky"]
