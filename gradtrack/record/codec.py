@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Mapping
@@ -75,10 +76,11 @@ def decode_run(values: Mapping[str, Any], directory: Path) -> RunInfo:
 
 def to_line(values: Mapping[str, Any]) -> bytes:
     """Write plain data as one line; what is no plain data is written as its text."""
-    try:  # nine times as fast as Python's own, on every row of a training
-        return to_json(values, inf_nan_mode="constants", fallback=str) + b"\n"
-    except ValueError:  # a text that is not Unicode, as names of files can be, or a cycle
-        return f"{_encode_any(dict(values))}\n".encode("ascii")
+    with contextlib.suppress(ValueError):  # a text that is not Unicode, as names of files can be
+        line = to_json(values, inf_nan_mode="constants", fallback=str)  # nine times as fast as Python's own
+        if line.isascii():
+            return line + b"\n"
+    return f"{_encode_any(dict(values))}\n".encode("ascii")
 
 
 def _add_parts(row: dict[str, Any], record: Record, directory: Path) -> None:

@@ -50,6 +50,12 @@ def test_case_16_records_round_trip_exactly(rows: list[Record]) -> None:
         assert repr(read(Path(name))) == repr(rows)
 
 
+def test_lines_are_ascii(tmp_path: Path) -> None:
+    """As the format says, whatever a name holds."""
+    filled(tmp_path, [row(1, metrics={"größe\u2028\x85": 0.1})])
+    assert (tmp_path / "journal-000.jsonl").read_bytes().isascii()
+
+
 @pytest.mark.parametrize("name", ["größe/层", "\u2028 \x00", "bad \udcff name", "🧨"])
 def test_names_of_any_text_round_trip(tmp_path: Path, name: str) -> None:
     """Also those that are not Unicode, as the names of files can be, and those that end a line elsewhere."""
