@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Final, final
 
@@ -96,6 +96,10 @@ class ProcessBackend(Backend):
         self._run = next((record.run for record in records if record.run is not None), self._run)
         found = self._ask("present", records)
         return None if found is None else {(str(source), int(step)) for source, step in found}
+
+    def before_end(self, deliver: Callable[[], object]) -> None:
+        """Let the near end of the backend know of the end: the run is one of this process."""
+        self._backend.before_end(deliver)
 
     def address(self) -> Mapping[str, Any]:
         """Return what the process said last, before that what is known here."""

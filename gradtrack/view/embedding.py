@@ -32,5 +32,7 @@ def embedded(paths: Iterable[Path]) -> list[Picture]:
             if left < 0:
                 break
             about = way_to_open(path.name).removeprefix("image: ")
-            found.append(Picture(about=f"{about[:1].upper()}{about[1:]}", data=b64encode(content).decode()))
+            pair = path.name.removesuffix(".png").partition(".")[2]
+            title = f"{about[:1].upper()}{about[1:]}{f' ({pair})' if pair else ''}"
+            found.append(Picture(about=title, data=b64encode(content).decode()))
     return found

@@ -200,7 +200,7 @@ def test_pictures_of_what_no_chart_shows_are_inside_of_the_page(tmp_path: Path) 
     shown = [attributes for tag, attributes in Page(path.read_text(encoding="utf-8")).tags if tag == "img"]
     assert [found["alt"] for found in shown] == [
         "Eigenvalues on the unit circle, decay back in time",
-        "The gain from block to block",
+        "The gain from block to block (critic)",
     ]
     assert {found["src"] for found in shown} == {"data:image/png;base64,YSBwaWN0dXJl"}
     note_files(tmp_path, "another-run", [tmp_path / name for name in names])

@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -23,6 +24,7 @@ if sys.platform != "win32":
 MOST_METRICS: Final = 1000
 _MOST_BYTES: Final = 800_000
 _NO_PRINT: Final = "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"
+_ONE_AT_A_TIME: Final = threading.Lock()
 _logger = logging.getLogger("gradtrack")
 _T = TypeVar("_T")
 
@@ -97,13 +99,14 @@ class Store:
 
     def end(self, run_id: str, *, failed: bool) -> None:
         """End a run; MLflow would print where it is, with the password of the address."""
-        before = os.environ.get(_NO_PRINT)
-        os.environ[_NO_PRINT] = "true"
-        try:
-            self.call(self.client.set_terminated, run_id, "FAILED" if failed else "FINISHED")
-        finally:
-            os.environ.pop(_NO_PRINT)
-            os.environ.update({} if before is None else {_NO_PRINT: before})
+        with _ONE_AT_A_TIME:
+            before = os.environ.get(_NO_PRINT)
+            os.environ[_NO_PRINT] = "true"
+            try:
+                self.call(self.client.set_terminated, run_id, "FAILED" if failed else "FINISHED")
+            finally:
+                os.environ.pop(_NO_PRINT, None)
+                os.environ.update({} if before is None else {_NO_PRINT: before})
 
     def _check_run(self, run_id: str) -> None:
         run = self.call(self.client.get_run, run_id)
