@@ -527,7 +527,10 @@ def rates() -> None:
         ("cnn_adam_half", lambda: classify(models.ConvNet(), images(), _adam(0.5))),
         ("language_adam_half", lambda: classify(models.Language(), text(), _adam(0.5))),
         ("gru_adam_1", lambda: classify(models.Recurrent("GRU"), sequences(), _adam(1.0))),
-        ("regression_momentum_3", lambda: regress(models.mlp([12, 48, 1], "tanh"), surface(), _sgd(3.0, 0.9))),
+        (
+            "regression_momentum_3",
+            lambda: _beyond_float32(regress(models.mlp([12, 48, 1], "tanh"), surface(), _sgd(3.0, 0.9))),
+        ),
         ("resnet_sgd_100", lambda: _beyond_float32(classify(models.ResNet(2), images(), _sgd(100.0)))),
     ):
         add(f"rate_high/{name}", lambda build=build: build(), high)

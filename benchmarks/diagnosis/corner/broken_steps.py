@@ -200,7 +200,8 @@ def raw_batch() -> Run:
         x, y = house(step, scale=500.0 if step == 30 else 1.0)
         return F.mse_loss(model(x), y)
 
-    return Run(model=model, forward=forward, optimizer=sgd(model, 0.01))
+    # Its gradients end beyond the range of float32, and when they do depends on the scale of the loss.
+    return Run(model=model, forward=forward, optimizer=sgd(model, 0.01), scalable=False)
 
 
 @faulty("unstable/batches_of_two_kinds_in_turn", "UNSTABLE", ".*", "EXPLODING", "LR_TOO_HIGH")
