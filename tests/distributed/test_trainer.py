@@ -37,8 +37,9 @@ def test_the_norm_is_the_trainers_own(limit: float, accumulation: int, tmp_path:
 
 
 def test_gradtrack_clips_alike_on_both_ranks(tmp_path: Path) -> None:
-    """With max_grad_norm=0 gradtrack clips the reduced gradients, and the ranks keep the same weights."""
+    """With max_grad_norm=0 gradtrack clips the reduced gradients, whose norm from before that the Trainer logs."""
     found = train(tmp_path, max_grad_norm=0, settings={"max_grad_norm": 0.2})
     assert found[0]["ours"] == found[1]["ours"]
     assert found[0]["weights"] == found[1]["weights"]
-    assert found[0]["theirs"] == pytest.approx(dict.fromkeys(found[0]["theirs"], 0.2), rel=1e-3)
+    assert found[0]["theirs"] == pytest.approx(found[0]["ours"], rel=1e-5)
+    assert max(found[0]["theirs"].values()) > 0.2
