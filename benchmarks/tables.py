@@ -18,6 +18,8 @@ HEAD = """# What it costs
 Made by `make bench` on two shared CPU cores: all candidates run interleaved in one process, but for the faults, where
 each run is a process of its own; each figure is a ratio of medians. A bar is what we promise; a figure above its bar is
 in bold.
+
+Figures differ more between machines than between runs, and each section was written when its benchmark last ran.
 """
 
 
