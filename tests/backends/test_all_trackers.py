@@ -204,14 +204,13 @@ def test_run_that_an_address_does_not_know_is_made_there(tmp_path: Path) -> None
 
 def test_replay_elsewhere_does_not_forget_where_the_run_is(tmp_path: Path) -> None:
     """A run of the user's own, to which only its number leads, is found again after a replay to another server."""
-    mlflow: Any = importlib.import_module("mlflow")
     addresses = [f"sqlite:///{tmp_path}/{name}.db" for name in ("first", "second")]
     for name in ("first", "second"):
         shutil.copy(empty_store(), tmp_path / f"{name}.db")
-    mlflow.set_tracking_uri(addresses[0])
-    with mlflow.start_run():
-        train(5, [{"name": "mlflow", "own_process": False}], tmp_path / "run")
+    client: Any = importlib.import_module("mlflow").MlflowClient(addresses[0])
+    theirs = {"tracking_uri": addresses[0], "run_id": client.create_run("0").info.run_id}
+    train(5, [{"name": "mlflow", "own_process": False, **theirs}], tmp_path / "run")
     for address, delivered in ((addresses[1], 5), (addresses[0], 0), (None, 0)):
         (done,) = replay(tmp_path / "run", tracking_uri=address)
         assert (done.complete, done.delivered) == (True, delivered), (address, done)
-    assert len(mlflow.tracking.MlflowClient(addresses[0]).search_runs(["0"])) == 1
+    assert len(client.search_runs(["0"])) == 1
