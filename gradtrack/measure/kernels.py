@@ -2,7 +2,8 @@
 
 The elements of all tensors lie on one line, each tensor rounded up to whole cache lines, and the line is cut
 into items of equal length. Threads take the next item from a shared counter; what an item finds depends on
-nothing but the item, so the result is the same for any number of threads.
+nothing but the item, so the result is the same for any number of threads. The threads are the team of OpenMP that
+torch computes with, where there is one, since it is awake during a training; else those that the caller brings.
 
 All compiled code is in this file, since the compiler's cache on disk asks only whether this file has changed.
 """
@@ -13,7 +14,8 @@ from collections.abc import Callable
 from typing import Any, TypeAlias, TypeVar, cast
 
 import numpy as np
-from numba import carray, config, njit, types
+from llvmlite import ir
+from numba import carray, cfunc, config, njit, types
 from numba.extending import intrinsic, overload
 
 if config.DISABLE_JIT:
@@ -22,18 +24,28 @@ if config.DISABLE_JIT:
 FLOAT32, FLOAT64, BFLOAT16, FLOAT16 = range(4)
 ADDRESS, SIZE, CODE, GROUP, START = range(5)
 """Rows of the integer table that describes the tensors; START has one entry more than there are tensors."""
+NUM_FACTS = 5
 COLUMNS = 8
 """Sum, sum of squares, minimum, maximum, zeros, NaN, +Inf, -Inf."""
 _LOW, _HIGH = 2, 3
 TAKEN, DONE, ONE_SIDED = range(3)
-"""Progress: tickets handed out, items finished, and in the end the tensors whose elements are on one side of zero."""
+"""Progress: items taken (of a line that caches may hold a bit each, of a longer one tickets), items finished, and in
+the end the tensors whose elements are on one side of zero."""
+CREW = slice(3, 7)
+_TEAM, _SEAT, _WORK, _SEATS = range(3, 7)
+"""Also told in the progress: the addresses of what runs a team and of what numbers its threads, the address of the
+work (MEASURE_IN_TEAM or SCALE_IN_TEAM), and how many threads to run it on."""
+PROGRESS = 15
+_TABLE, _NUM_COLUMNS, _RESULTS, _NUM_RESULTS, _HEADS, _NUM_HEADS, _FIRST, _SECOND = range(7, PROGRESS)
 ITEM_ELEMENTS = 131072
 RUN_ITEMS = 16
-SHORT_LINE = 16 * ITEM_ELEMENTS
-"""The longest line that one call measures or scales alone; a longer one is worth waking threads for."""
+SHORT_LINE = 4 * ITEM_ELEMENTS
+"""The longest line that one call measures or scales alone; a longer one is worth calling a team for, asleep or not."""
+CACHED_LINE = 16 * ITEM_ELEMENTS
+"""The longest line that caches may hold, and that is not worth waking threads for that are no team."""
 BLOCK_ELEMENTS = 4096
 LINE_ELEMENTS = 64
-PREPARE, WORK, WAIT, MERGE = 1, 2, 4, 8
+PREPARE, WORK, TEAM_WORK, WAIT, MERGE = 1, 2, 4, 8, 16
 _WAIT_ROUNDS = 10000  # about the time that an item takes
 
 _LARGEST = 1e16  # the squares of a whole block still fit into a float32
@@ -74,6 +86,14 @@ def _compiled_now(signature: str) -> Callable[[_Function], _Function]:
     return compile_or_load
 
 
+def _compiled_for_a_team(function: _Function) -> Any:
+    """Compile a function that a team of OpenMP runs: it is given the address of the progress."""
+    try:
+        return cfunc(types.void(types.voidptr), cache=True)(function)
+    except Exception:  # no directory can be written, or what is in it is damaged
+        return cfunc(types.void(types.voidptr))(function)
+
+
 def _emitted(function: _Function) -> Callable[..., Value]:
     """Let a function write its own instructions."""
     return cast("Callable[..., Value]", intrinsic(function))
@@ -97,7 +117,8 @@ def _pointer(typingctx: Value, address: Value) -> Value:
 @_emitted
 def _reinterpret(typingctx: Value, value: Value) -> Value:
     """Read the bits of an integer as a floating-point number of the same width, or the reverse."""
-    twins = {types.int32: types.float32, types.float32: types.int32, types.int64: types.float64}
+    twins = {types.int32: types.float32, types.int64: types.float64}
+    twins |= {of_float: of_integer for of_integer, of_float in twins.items()}
 
     def generate(context: Value, builder: Value, signature: Value, args: Value) -> Value:
         return builder.bitcast(args[0], context.get_value_type(signature.return_type))
@@ -105,15 +126,49 @@ def _reinterpret(typingctx: Value, value: Value) -> Value:
     return twins[value](value), generate
 
 
+def _emit_exchange(operation: str) -> Value:
+    def generate(context: Value, builder: Value, signature: Value, args: Value) -> Value:
+        pointer = builder.inttoptr(args[0], context.get_value_type(types.CPointer(types.int64)))
+        return builder.atomic_rmw(operation, pointer, args[1], "seq_cst")
+
+    return types.int64(types.int64, types.int64), generate
+
+
 @_emitted
 def _fetch_add(typingctx: Value, address: Value, amount: Value) -> Value:
     """Add to the integer at an address, whole and visible to all threads, and return what was there."""
+    return _emit_exchange("add")
+
+
+@_emitted
+def _fetch_or(typingctx: Value, address: Value, bits: Value) -> Value:
+    """Set bits of the integer at an address, whole and visible to all threads, and return what was there."""
+    return _emit_exchange("or")
+
+
+@_emitted
+def _run(typingctx: Value, team: Value, work: Value, progress: Value, seats: Value) -> Value:
+    """Let the team at an address (a GOMP_parallel) run work(progress) on so many threads, this one among them."""
 
     def generate(context: Value, builder: Value, signature: Value, args: Value) -> Value:
-        pointer = builder.inttoptr(args[0], context.get_value_type(types.CPointer(types.int64)))
-        return builder.atomic_rmw("add", pointer, args[1], "seq_cst")
+        place, number = context.get_value_type(types.voidptr), context.get_value_type(types.uint32)
+        function = ir.FunctionType(ir.VoidType(), [place, place, number, number]).as_pointer()
+        given = [*(builder.inttoptr(address, place) for address in args[1:3]), builder.trunc(args[3], number)]
+        builder.call(builder.inttoptr(args[0], function), [*given, number(0)])
+        return context.get_dummy_value()
 
-    return types.int64(types.int64, types.int64), generate
+    return types.void(types.int64, types.int64, types.int64, types.int64), generate
+
+
+@_emitted
+def _call(typingctx: Value, address: Value) -> Value:
+    """Call the function of no arguments at an address (an omp_get_thread_num)."""
+
+    def generate(context: Value, builder: Value, signature: Value, args: Value) -> Value:
+        function = ir.FunctionType(context.get_value_type(types.int32), []).as_pointer()
+        return builder.sext(builder.call(builder.inttoptr(args[0], function), []), context.get_value_type(types.int64))
+
+    return types.int64(types.int64), generate
 
 
 def _single_bits(word: Value) -> Value:
@@ -350,19 +405,39 @@ def _lay_out(table: Value) -> Value:
 
 
 @_compiled
-def _take(progress: Value, length: Value) -> Value:
+def _take(table: Value, progress: Value, seat: Value, seats: Value) -> Value:
     """Return the first and the last (exclusive) of the items that no thread has taken; none when they are equal.
 
-    Most of a long line goes in runs, as memory reads faster the longer a thread goes straight on; the end goes
-    item by item, so that all threads end together.
+    Of a line that caches may hold, a thread first takes its share of each tensor: what torch's thread of the same
+    number wrote. Most of a longer line goes in runs, as memory reads faster the longer a thread goes straight on; the
+    end goes item by item, so that all threads end together.
     """
-    ticket = _fetch_add(progress.ctypes.data + 8 * TAKEN, 1)
+    length = table[START, -1]
     num_items = (length + ITEM_ELEMENTS - 1) // ITEM_ELEMENTS
+    if length <= CACHED_LINE:
+        for distance in range(seats):
+            if _fetch_or(progress.ctypes.data + 8 * TAKEN, 0) == (1 << num_items) - 1:
+                break
+            for item in range(num_items):
+                bit, owner = 1 << item, _owner(table, item, seats)
+                if (owner + distance) % seats == seat and not _fetch_or(progress.ctypes.data + 8 * TAKEN, bit) & bit:
+                    return item, item + 1
+        return num_items, num_items
+    ticket = _fetch_add(progress.ctypes.data + 8 * TAKEN, 1)
     num_runs = num_items * 7 // 8 // RUN_ITEMS
     if ticket < num_runs:
         return ticket * RUN_ITEMS, (ticket + 1) * RUN_ITEMS
     first = min(ticket - num_runs + num_runs * RUN_ITEMS, num_items)
     return first, min(first + 1, num_items)
+
+
+@_compiled
+def _owner(table: Value, item: Value, seats: Value) -> Value:
+    """Return the seat of the thread whose share of a tensor the middle of an item is."""
+    middle = min(item * ITEM_ELEMENTS + ITEM_ELEMENTS // 2, table[START, -1] - 1)
+    tensor = _tensor_at(table, middle)
+    start = table[START, tensor]
+    return (middle - start) * seats // (table[START, tensor + 1] - start)
 
 
 @_compiled
@@ -380,6 +455,12 @@ def _wait(progress: Value, length: Value) -> Value:
     for _ in range(_WAIT_ROUNDS):
         if _fetch_add(progress.ctypes.data + 8 * DONE, 0) * ITEM_ELEMENTS >= length:
             return
+
+
+@_compiled
+def _run_team(progress: Value) -> Value:
+    """Let the crew that the progress names do its work."""
+    _run(progress[_TEAM], progress[_WORK], progress.ctypes.data, progress[_SEATS])
 
 
 @_compiled
@@ -424,6 +505,33 @@ def _merge_all(table: Value, results: Value, heads: Value) -> Value:
     return num_one_sided
 
 
+@_compiled
+def _measure_items(
+    table: Value, results: Value, heads: Value, progress: Value, first: Value, second: Value, seat: Value, seats: Value
+) -> Value:
+    """Measure items until none is left to take."""
+    begin, end = _take(table, progress, seat, seats)
+    while begin < end:
+        for item in range(begin, end):
+            _measure_item(table, item, results, heads[item], first, second)
+        _finish(progress, end - begin)
+        begin, end = _take(table, progress, seat, seats)
+
+
+@_compiled_for_a_team
+def _measure_in_team(place: Value) -> None:
+    progress = carray(place, PROGRESS, np.int64)
+    table = carray(_pointer(progress[_TABLE]), (NUM_FACTS, progress[_NUM_COLUMNS]), np.int64)
+    results = carray(_pointer(progress[_RESULTS]), (progress[_NUM_RESULTS], COLUMNS), np.float64)
+    heads = carray(_pointer(progress[_HEADS]), (progress[_NUM_HEADS], COLUMNS), np.float64)
+    first, second = _reinterpret(progress[_FIRST]), _reinterpret(progress[_SECOND])
+    _measure_items(table, results, heads, progress, first, second, _call(progress[_SEAT]), progress[_SEATS])
+
+
+MEASURE_IN_TEAM: int = _measure_in_team.address
+"""What `measure` is told so that a team can measure."""
+
+
 @_compiled_now("int64(int64, int64[:, ::1], f8[:, ::1], f8[:, ::1], int64[::1], f8, f8)")
 def measure(
     phases: int,
@@ -446,12 +554,13 @@ def measure(
         if not 0 <= length <= SHORT_LINE:
             return length
     if phases & WORK:
-        begin, end = _take(progress, length)
-        while begin < end:
-            for item in range(begin, end):
-                _measure_item(table, item, results, heads[item], first, second)
-            _finish(progress, end - begin)
-            begin, end = _take(progress, length)
+        _measure_items(table, results, heads, progress, first, second, 0, 1)
+    if phases & TEAM_WORK:
+        progress[_TABLE], progress[_NUM_COLUMNS] = table.ctypes.data, table.shape[1]
+        progress[_RESULTS], progress[_NUM_RESULTS] = results.ctypes.data, results.shape[0]
+        progress[_HEADS], progress[_NUM_HEADS] = heads.ctypes.data, heads.shape[0]
+        progress[_FIRST], progress[_SECOND] = _reinterpret(first), _reinterpret(second)
+        _run_team(progress)
     if phases & WAIT:
         _wait(progress, length)
     if phases & MERGE:
@@ -542,6 +651,28 @@ def _scale_item(table: Value, item: Value, coefficient: Value) -> Value:
         tensor += 1
 
 
+@_compiled
+def _scale_items(table: Value, progress: Value, coefficient: Value, seat: Value, seats: Value) -> Value:
+    """Scale items until none is left to take."""
+    begin, end = _take(table, progress, seat, seats)
+    while begin < end:
+        for item in range(begin, end):
+            _scale_item(table, item, coefficient)
+        _finish(progress, end - begin)
+        begin, end = _take(table, progress, seat, seats)
+
+
+@_compiled_for_a_team
+def _scale_in_team(place: Value) -> None:
+    progress = carray(place, PROGRESS, np.int64)
+    table = carray(_pointer(progress[_TABLE]), (NUM_FACTS, progress[_NUM_COLUMNS]), np.int64)
+    _scale_items(table, progress, _reinterpret(progress[_FIRST]), _call(progress[_SEAT]), progress[_SEATS])
+
+
+SCALE_IN_TEAM: int = _scale_in_team.address
+"""What `scale` is told so that a team can scale."""
+
+
 @_compiled_now("int64(int64, int64[:, ::1], int64[::1], float64)")
 def scale(phases: int, table: Integers, progress: Integers, coefficient: float) -> int:
     """Run the phases that are asked for (there is nothing to merge), as `measure` does."""
@@ -549,12 +680,11 @@ def scale(phases: int, table: Integers, progress: Integers, coefficient: float) 
     if phases & PREPARE and not 0 <= length <= SHORT_LINE:
         return length
     if phases & WORK:
-        begin, end = _take(progress, length)
-        while begin < end:
-            for item in range(begin, end):
-                _scale_item(table, item, coefficient)
-            _finish(progress, end - begin)
-            begin, end = _take(progress, length)
+        _scale_items(table, progress, coefficient, 0, 1)
+    if phases & TEAM_WORK:
+        progress[_TABLE], progress[_NUM_COLUMNS] = table.ctypes.data, table.shape[1]
+        progress[_FIRST] = _reinterpret(coefficient)
+        _run_team(progress)
     if phases & WAIT:
         _wait(progress, length)
     return length

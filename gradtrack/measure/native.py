@@ -15,6 +15,7 @@ from gradtrack.errors import UsageError
 from gradtrack.measure import kernels
 from gradtrack.measure.helpers import helpers
 from gradtrack.measure.kernels import Floats, Integers
+from gradtrack.measure.threads import team
 
 _CODES = {
     torch.float32: kernels.FLOAT32,
@@ -93,7 +94,7 @@ class NativeEngine:
         What it holds are addresses, so it is good for as long as the gradients stay where they are.
         """
         num_grads = len(grads)
-        table = np.empty((5, num_grads + 1), np.int64)
+        table = np.empty((kernels.NUM_FACTS, num_grads + 1), np.int64)
         table[kernels.ADDRESS, :num_grads] = np.fromiter(map(torch.Tensor.data_ptr, grads), np.int64, num_grads)
         table[kernels.SIZE, :num_grads] = np.fromiter(map(torch.Tensor.numel, grads), np.int64, num_grads)
         codes = list(map(_CODES.__getitem__, map(_dtype, grads)))
@@ -117,18 +118,19 @@ class NativeEngine:
         zero or all below.
         """
         num_grads = len(grads)
-        table, progress = self.tabulate(grads) if table is None else table, np.zeros(3, np.int64)
+        table, progress = self.tabulate(grads) if table is None else table, np.zeros(kernels.PROGRESS, np.int64)
         table[kernels.GROUP, :num_grads] = group_of
         results = np.empty((num_grads + num_groups + 1, kernels.COLUMNS))
         heads = np.empty((kernels.SHORT_LINE // kernels.ITEM_ELEMENTS, kernels.COLUMNS))
         factors = _halves(exponent) if exponent else (1.0, 1.0)
         length = kernels.measure(_ALL_PHASES, table, results, heads, progress, *factors)
         if not 0 <= length <= kernels.SHORT_LINE:
-            num_items = _count_items(length)
-            heads = np.empty((num_items, kernels.COLUMNS))
+            heads = np.empty((_count_items(length), kernels.COLUMNS))
             rest = table, results, heads, progress, *factors
-            _work_together(lambda phases: kernels.measure(phases, *rest), grads, progress, num_items)
-            kernels.measure(kernels.MERGE, table, results, heads, progress, *factors)
+            _work_together(
+                lambda phases: kernels.measure(phases, *rest), kernels.MEASURE_IN_TEAM, progress, grads, length
+            )
+            kernels.measure(kernels.MERGE, *rest)
         one_sided = bool(progress[kernels.ONE_SIDED])
         return results[:num_grads], results[num_grads:-1], results[-1].tolist(), one_sided
 
@@ -137,11 +139,11 @@ class NativeEngine:
 
         Autograd is not told: the version counters stay, since nothing differentiates through these buffers.
         """
-        table, progress = self.tabulate(grads) if table is None else table, np.zeros(3, np.int64)
+        table, progress = self.tabulate(grads) if table is None else table, np.zeros(kernels.PROGRESS, np.int64)
         length = kernels.scale(_ALL_PHASES, table, progress, coefficient)
         if not 0 <= length <= kernels.SHORT_LINE:
             rest = table, progress, coefficient
-            _work_together(lambda phases: kernels.scale(phases, *rest), grads, progress, _count_items(length))
+            _work_together(lambda phases: kernels.scale(phases, *rest), kernels.SCALE_IN_TEAM, progress, grads, length)
 
 
 def _are_plain(grads: Sequence[torch.Tensor]) -> bool:
@@ -169,14 +171,20 @@ def _count_items(length: int) -> int:
 
 
 def _work_together(
-    work: Callable[[int], object], grads: Sequence[torch.Tensor], progress: Integers, num_items: int
+    work: Callable[[int], object], in_team: int, progress: Integers, grads: Sequence[torch.Tensor], length: int
 ) -> None:
-    """Run the work here and on as many threads more as torch would use, until every item is done."""
+    """Run the work on as many threads as torch would use, until every item of the line is done."""
+    num_threads, num_items = torch.get_num_threads(), _count_items(length)
+    crew = team() if num_threads > 1 else None
+    if crew is not None:
+        progress[kernels.CREW] = *crew, in_team, num_threads
+        work(kernels.TEAM_WORK)
+        return
 
     def share(_alive: object = grads) -> None:  # an interrupt may end this call before a helper is through
         work(kernels.WORK)
 
-    finished = helpers().lend(share, min(torch.get_num_threads(), num_items) - 1)
+    finished = helpers().lend(share, min(num_threads, num_items) - 1 if length > kernels.CACHED_LINE else 0)
     work(kernels.WORK | kernels.WAIT)
     while progress[kernels.DONE] < num_items:
         next(finished)

@@ -1,8 +1,9 @@
-"""Computing in the calling thread alone, for looks that consist of many small operations."""
+"""The threads that torch computes with: none beside the calling one for small looks, all of them for our loops."""
 
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
@@ -41,15 +42,48 @@ def threads_for(num_elements: int) -> AbstractContextManager[None]:
     return one_thread() if num_elements <= _SMALL else nullcontext()
 
 
+def team() -> tuple[int, int] | None:
+    """Return the addresses of what runs work on torch's own threads and of what numbers them there, if they exist.
+
+    These are GOMP_parallel and omp_get_thread_num. Beside a training the threads are awake, so that calling them
+    costs a microsecond or two. A forked process has none: they stayed behind, and OpenMP would wait for them.
+    """
+    return _team() if _here else None
+
+
+@cache
+def _team() -> tuple[int, int] | None:
+    library = _find("GOMP_parallel", "omp_get_thread_num")
+    if library is None:
+        return None
+    run, seat = (ctypes.cast(found, ctypes.c_void_p) for found in (library.GOMP_parallel, library.omp_get_thread_num))
+    return (run.value, seat.value) if run.value and seat.value else None
+
+
 @cache
 def _library() -> Any:
     """Return torch's library where it has the functions for this, which hold for the calling thread only."""
+    return _find("omp_get_max_threads", "omp_set_num_threads", "MKL_Set_Num_Threads_Local")
+
+
+def _find(*functions: str) -> Any:
+    """Return torch's library, or None where it, or what it was linked with, lacks one of these functions."""
     for name in _LIBRARIES:
         path = Path(torch.__file__).parent / "lib" / name
         try:
             library = ctypes.CDLL(str(path))
-            library.omp_get_max_threads, library.omp_set_num_threads, library.MKL_Set_Num_Threads_Local  # noqa: B018
-        except (OSError, AttributeError):
+        except OSError:
             continue
-        return library
+        if all(hasattr(library, function) for function in functions):
+            return library
     return None
+
+
+def _leave_behind() -> None:
+    global _here
+    _here = False
+
+
+_here = True
+if hasattr(os, "register_at_fork"):  # which Windows has not
+    os.register_at_fork(after_in_child=_leave_behind)

@@ -17,6 +17,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from gradtrack.measure import threads
+
 native = pytest.importorskip("gradtrack.measure.native", reason="numba is not installed")
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -80,11 +82,15 @@ def measure(*grads: torch.Tensor, exponent: int = 0) -> tuple[Row, Row, list[flo
     return ENGINE.measure(grads, np.arange(len(grads)) % 2, 2, exponent=exponent)[:3]  # type: ignore[no-any-return]
 
 
-@pytest.fixture
-def two_threads() -> Iterator[None]:
-    """Let torch use two threads, whatever it used before."""
+@pytest.fixture(params=["team", "helpers"])
+def two_threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let torch use two threads, whatever it used before: we are then helped by its own, or else by ours."""
     before = torch.get_num_threads()
     torch.set_num_threads(2)
+    if request.param == "team":
+        assert threads.team() is not None
+    else:
+        monkeypatch.setattr(native, "team", lambda: None)
     yield
     torch.set_num_threads(before)
 
@@ -301,7 +307,7 @@ def test_freed_storage_is_refused() -> None:
 
 
 def test_threads_may_measure_and_scale_at_once(two_threads: None) -> None:
-    """Four Python threads that share the helpers get the same answers as one alone."""
+    """Four Python threads that measure at once get the same answers as one alone."""
     grads = [torch.randn(600_000) for _ in range(3)]
     expected = measure(*grads)[2]
     totals: list[list[float]] = []
@@ -312,16 +318,16 @@ def test_threads_may_measure_and_scale_at_once(two_threads: None) -> None:
             totals.append(measure(*mine)[2])
             ENGINE.scale(mine, 1.0)
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    workers = [threading.Thread(target=work) for _ in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
     assert totals == [expected] * 80
 
 
 def test_a_forked_child_can_measure_and_scale(two_threads: None) -> None:
-    """A child of a process whose helpers have run gets its own (torch’s own threads would hang there)."""
+    """A child of a process whose threads have helped gets its own (torch’s would hang there)."""
     grads = [torch.ones(2_000_000)]
     measure(*grads)
     receiver, sender = multiprocessing.Pipe(duplex=False)
@@ -358,6 +364,19 @@ print(NativeEngine().measure([torch.ones(2 * 10**6)], [0], 1)[2][0])
 """
     done = _run(program, NUMBA_CACHE_DIR=str(cache))
     assert done.stdout == "2000000.0\n", done.stderr
+
+
+def test_torchs_own_threads_help() -> None:
+    """Beside torch's threads, which are awake in a training, no others are started."""
+    done = _run("""
+import threading, torch
+from gradtrack.measure.native import NativeEngine
+torch.set_num_threads(2)
+grads = [torch.ones(10**7)]
+NativeEngine().measure(grads, [0], 1), NativeEngine().scale(grads, 0.5)
+print(threading.active_count())
+""")
+    assert done.stdout == "1\n", done.stderr
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -110,3 +111,23 @@ def test_looks_run_in_one_thread_and_the_training_in_all(
             optimizer.step()
     assert found
     assert set(found) == {1}
+
+
+def test_a_forked_child_has_no_team() -> None:
+    """OpenMP would wait there for threads that stayed behind."""
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    child = multiprocessing.get_context("fork").Process(target=lambda: sender.send(threads.team()), daemon=True)
+    child.start()
+    assert receiver.poll(30)
+    assert receiver.recv() is None
+    assert threads.team() is not None
+    child.join(30)
+    assert child.exitcode == 0
+
+
+def test_another_build_of_torch_has_no_team(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where torch was linked with nothing that runs work for others, there is none."""
+    monkeypatch.setattr(threads, "_LIBRARIES", ("libnothing.so",))
+    threads._team.cache_clear()
+    assert threads.team() is None
+    threads._team.cache_clear()
