@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from gradtrack.analyzers.base import Analyzer, Schedule, Snapshot, model_of, often
 from gradtrack.errors import UsageError
 from gradtrack.measure import grouping
-from gradtrack.measure.samples import MOST
 from gradtrack.measure.threads import one_thread
 from gradtrack.measure.untouched import offline_steps, untouched
 from gradtrack.measure.update_sums import NUM_SHORT, NUM_SUMS, OptimizerMoments, UpdateSums, WeightSample
@@ -83,10 +82,11 @@ class UpdatesAnalyzer(Analyzer):
     """A measurement of the optimizer's step from the weights before and after it.
 
     The ratio ‖Δw‖/‖w‖ comes from the values, so it is right for momentum, adaptive rates, weight decay and clipping
-    alike. At most 65,536 elements of a tensor are looked at, always the same ones. Since the step comes after the
-    report of its gradients, it is reported with the next one and recorded under its own step. Ranks that share the
-    parameters each look at the parts that they hold and add up what they have found: the report is that of the whole,
-    with two numbers for each group. Reference: the update ratio of Karpathy's CS231n notes.
+    alike. At most 65,536 elements of a tensor are looked at, fewer where many tensors are large (or `max_elements`),
+    and always the same ones. Since the step comes after the report of its gradients, it is reported with the next one
+    and recorded under its own step. Ranks that share the parameters each look at the parts that they hold and add up
+    what they have found: the report is that of the whole, with two numbers for each group. Reference: the update ratio
+    of Karpathy's CS231n notes.
 
     Cost: on every 4th step up to 64, then on every 64th, a copy and a few reductions of the samples.
 
@@ -127,8 +127,8 @@ class UpdatesAnalyzer(Analyzer):
         Panel(title="First moment over the root of the second", section="updates", metrics=("updates/moment_ratio",)),
     )
 
-    def __init__(self, model: nn.Module | None = None, *, max_elements: int = MOST) -> None:
-        if max_elements < 1:
+    def __init__(self, model: nn.Module | None = None, *, max_elements: int | None = None) -> None:
+        if max_elements is not None and max_elements < 1:
             raise UsageError(f"max_elements {max_elements}: expected at least 1.")
         self._model, self._most = model, max_elements
         self._before: tuple[int, WeightSample] | None = None
@@ -159,10 +159,10 @@ class UpdatesAnalyzer(Analyzer):
             for step, *_ in offline_steps(model, input_fn, loss_fn, steps, optimizer):
                 gradients = _gradients(model)
                 if before is not None:
-                    found.append(_report(step - 1, before, gradients, [optimizer], self._most))
+                    found.append(_report(step - 1, before, gradients, [optimizer]))
                 before = WeightSample(model, gradients, groups, self._most)
             if before is not None:
-                found.append(_report(steps, before, {}, [optimizer], self._most))
+                found.append(_report(steps, before, {}, [optimizer]))
         return _medians(found)
 
     def due(self, step: int) -> bool:
@@ -175,7 +175,7 @@ class UpdatesAnalyzer(Analyzer):
         before, self._groups = self._before, list(groups)
         if before is None or before[0] != snapshot.step - 1:
             return ()
-        found = _sums(before[1], snapshot.gradients, snapshot.optimizers, self._most, snapshot.counts_as)
+        found = _sums(before[1], snapshot.gradients, snapshot.optimizers, snapshot.counts_as)
         numbers = _together(found).numbers()
         for group in groups:
             numbers += found.get(group, UpdateSums()).numbers()[:NUM_SHORT]
@@ -189,7 +189,7 @@ class UpdatesAnalyzer(Analyzer):
         report, before, self._before = None, self._before, None
         if before is not None and before[0] == snapshot.step - 1:
             if snapshot.counts_as is None:
-                report = _report(*before, snapshot.gradients, snapshot.optimizers, self._most)
+                report = _report(*before, snapshot.gradients, snapshot.optimizers)
             elif snapshot.sums is not None:
                 report = _report_of_all(before[0], snapshot.sums, self._groups)
         if type(self).schedule(snapshot.step) and not snapshot.skipped:
@@ -199,9 +199,9 @@ class UpdatesAnalyzer(Analyzer):
 
 
 def _report(
-    step: int, before: WeightSample, gradients: Mapping[str, Tensor], optimizers: Sequence[Any], most: int
+    step: int, before: WeightSample, gradients: Mapping[str, Tensor], optimizers: Sequence[Any]
 ) -> UpdatesReport:
-    groups = _sums(before, gradients, optimizers, most)
+    groups = _sums(before, gradients, optimizers)
     return _described(step, _together(groups), groups)
 
 
@@ -224,12 +224,11 @@ def _sums(
     before: WeightSample,
     gradients: Mapping[str, Tensor],
     optimizers: Sequence[Any],
-    most: int,
     counts_as: Mapping[str, float] | None = None,
 ) -> dict[str, UpdateSums]:
     """Return the sums of every group; of a parameter that other ranks have as well only as much as `counts_as` says."""
     after, following = before.after(), before.following(gradients)
-    moments = OptimizerMoments(optimizers, most)
+    moments = OptimizerMoments(optimizers, before.most)
     groups = {group: UpdateSums() for group in dict.fromkeys(before.groups.values())}
     for name, weights in before.weights.items():
         gradient, own = before.gradients.get(name), moments.of(before.params[name])

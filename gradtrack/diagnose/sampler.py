@@ -21,6 +21,7 @@ from gradtrack.measure.elements import Elements
 from gradtrack.measure.probe import Probe
 from gradtrack.measure.samples import dot, small_array
 from gradtrack.measure.shards import local_numbers, local_part
+from gradtrack.measure.squares import norms_of
 
 _KEPT: Final = 32
 _PAST: Final = 8
@@ -178,10 +179,8 @@ def _norms(params: Iterable[Tensor]) -> list[float]:
         return []
     known = [small_array(part) for _, part in pairs]
     large = [local_numbers(part) for (_, part), small in zip(pairs, known, strict=True) if small is None]
-    rest = (
-        torch.stack([torch.linalg.vector_norm(part, dtype=torch.float64) for part in large]).tolist() if large else []
-    )
-    norms = [rest.pop(0) if small is None else _size(small) for small in known]
+    rest = iter(norms_of(large))
+    norms = [next(rest) if small is None else _size(small) for small in known]
     return [norm * math.sqrt(size / max(1, part.numel())) for norm, (size, part) in zip(norms, pairs, strict=True)]
 
 

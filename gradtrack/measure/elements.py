@@ -70,12 +70,12 @@ class Elements:
             self._grads[name] = taken
 
     def _join(self) -> None:
-        """Put the gradients into one vector, each element standing for its share of them, where it always can be."""
-        weighed = [math.sqrt(self._shares[name]) * grad for name, grad in self._grads.items()]
+        """Put the gradients that are taken at equal distances into one vector, each element standing for its share."""
+        even = {name: grad for name, grad in self._grads.items() if isinstance(self._index[name], int)}
+        weighed = [math.sqrt(self._shares[name]) * grad for name, grad in even.items()]
         self._vector = np.concatenate(weighed) if weighed else np.zeros(0)
         self._square = dot(self._vector, self._vector)
-        places = tuple((name, self._index[name], len(grad)) for name, grad in self._grads.items())
-        self._places = places if all(isinstance(index, int) for _, index, _ in places) else None
+        self._places = tuple((name, self._index[name], len(grad)) for name, grad in even.items())
 
     def _covers(self, name: str, tensor: Tensor) -> bool:
         """Whether a tensor still has the elements that were sampled."""
@@ -118,7 +118,7 @@ class Elements:
     @_quiet
     def cosine_to(self, earlier: Elements) -> float:
         """Return the cosine between these gradients and earlier ones."""
-        if self._places is not None and self._places == earlier._places:
+        if self._places == earlier._places:
             return _cosine(np.array([dot(self._vector, earlier._vector), earlier._square, self._square]))
         products = np.zeros(3)
         for name, grad in self._grads.items():

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from gradtrack.measure.hooks import ModuleHook
 from gradtrack.measure.layers import has_parts, kind_of, layers, own_parameters
 from gradtrack.measure.samples import dot, sample, small_array
+from gradtrack.measure.squares import row_squares
 from gradtrack.measure.threads import threads_for
 from gradtrack.measure.trees import unnested
 from gradtrack.signals import pass_on
@@ -25,7 +26,6 @@ _MAX_WALK: Final = 4000
 _MAX_ROWS: Final = 32
 _MAX_COLUMNS: Final = 256
 _FEW_ROWS: Final = 8
-_MAX_WIDE: Final = 1 << 20
 _FLAT: Final = 40.0
 _TANH_CELLS: Final = "RNN_TANH"
 TANH: Final = 0.97
@@ -294,22 +294,11 @@ def _take(node: Node, gradient: Tensor) -> None:
     rows = units.reshape(-1, units.shape[-1] if units.ndim else 1)
     small = small_array(rows)
     values = None if small is None else small.astype(np.float64)
-    squares = _row_squares(rows) if values is None else np.einsum("ij,ij->i", values, values)
+    squares = row_squares(rows) if values is None else np.einsum("ij,ij->i", values, values)
     size = math.sqrt(squares.sum())
     node.delta = size if node.delta is None else math.hypot(node.delta, size)
     if gradient.ndim > 1 and not rows.is_complex() and node.kind not in ("Embedding", "EmbeddingBag"):
         node.rank, node.gram = math.nan, _gram(rows if values is None else values, squares)
-
-
-def _row_squares(rows: Tensor) -> NDArray[np.float64]:
-    """Return the sum of squares of each row in float64, several times faster than torch takes norms of rows."""
-    if rows.is_complex():
-        rows = torch.view_as_real(rows.resolve_conj()).flatten(1)
-    parts = torch.split(rows, max(1, _MAX_WIDE // max(rows.shape[1], 1)))
-    found: NDArray[np.float64] = (
-        torch.cat([part.to(torch.float64, copy=True).square_().sum(1) for part in parts]).cpu().numpy()
-    )
-    return found
 
 
 def _gram(rows: Tensor | NDArray[np.float64], squares: NDArray[np.float64]) -> NDArray[np.float64] | None:

@@ -15,28 +15,34 @@ from gradtrack.measure.shards import local_part
 _FIRST: Final = ("exp_avg", "momentum_buffer")
 NUM_SUMS, NUM_SHORT = 14, 6
 _SECOND: Final = ("exp_avg_sq", "square_avg")
+_MOST_OF_ALL: Final = 1 << 19
+_ENOUGH: Final = 4096
 
 
 class WeightSample:
-    """Sampled weights and gradients of a model before an optimizer's step: of what this process holds of them."""
+    """Sampled weights and gradients of a model before an optimizer's step: of what this process holds of them.
+
+    At most `most` elements of a tensor are taken; where nothing is said, 65,536 of them, and fewer where there are
+    many tensors.
+    """
 
     def __init__(
-        self, model: nn.Module, gradients: Mapping[str, Tensor], groups: Mapping[str, str], most: int = MOST
+        self, model: nn.Module, gradients: Mapping[str, Tensor], groups: Mapping[str, str], most: int | None = None
     ) -> None:
         self.groups = groups
         self.params = {name: param for name, param in model.named_parameters() if name in gradients and _plain(param)}
-        self.weights = {name: sample(param, most) for name, param in self.params.items()}
-        self.gradients = self.following(gradients, most)
-        self._most = most
+        self.most = _shared_out(list(map(_count, self.params.values()))) if most is None else most
+        self.weights = {name: sample(param, self.most) for name, param in self.params.items()}
+        self.gradients = self.following(gradients)
 
     def after(self) -> dict[str, Tensor]:
         """Return the same elements of the weights as they are now."""
-        return {name: sample(param, self._most) for name, param in self.params.items()}
+        return {name: sample(param, self.most) for name, param in self.params.items()}
 
-    def following(self, gradients: Mapping[str, Tensor], most: int | None = None) -> dict[str, Tensor]:
+    def following(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the same elements of the gradients of another step."""
         return {
-            name: sample(gradients[name], self._most if most is None else most)
+            name: sample(gradients[name], self.most)
             for name, param in self.params.items()
             if name in gradients and gradients[name].numel() == _count(param) * (2 if param.is_complex() else 1)
         }
@@ -149,7 +155,7 @@ class SampledMoments(NamedTuple):
 class OptimizerMoments:
     """The moments that optimizers keep, found by parameter."""
 
-    def __init__(self, optimizers: Sequence[Any], most: int = MOST) -> None:
+    def __init__(self, optimizers: Sequence[Any], most: int) -> None:
         self._most = most
         self._owners = {
             id(param): (optimizer, group)
@@ -202,6 +208,14 @@ def _added(sums: list[float], products: list[list[float]], one: int, other: int)
 def _cosine(sums: list[float]) -> float | None:
     size = math.sqrt(sums[1] * sums[2])
     return max(-1.0, min(1.0, sums[0] / size)) if size > 0 and math.isfinite(size) else None
+
+
+def _shared_out(counts: Sequence[int]) -> int:
+    """Return how many elements to take of each tensor, so that a look costs about the same for every model."""
+    most = MOST
+    while most > _ENOUGH and sum(min(count, most) for count in counts) > _MOST_OF_ALL:
+        most //= 2
+    return most
 
 
 def _plain(param: Tensor) -> bool:

@@ -281,3 +281,21 @@ def test_a_sampled_tensor_counts_as_the_whole_of_it(every_step: None) -> None:
     )
     assert found.num_sampled == 20
     assert found.unchanged_fraction == pytest.approx(1000 / 1010)
+
+
+def test_many_large_tensors_share_the_elements_that_are_looked_at(every_step: None) -> None:
+    """A look takes about half a million elements at most, and still tells the ratio of the whole."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(12)))
+    before = torch.cat([param.detach().flatten() for param in model.parameters()])
+    manager = GradientManager(analyzers=["updates"])
+    optimizer = optimizer_of(model, lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        report = manager.step(model, optimizer, model(torch.ones(2, 256)).square().sum())
+        if report.step == 1:
+            optimizer.step()
+    after = torch.cat([param.detach().flatten() for param in model.parameters()])
+    found = report.analyzers["updates"]
+    assert found["num_sampled"] <= 1 << 19 < found["num_elements"] == len(after)
+    assert found["ratio"] == pytest.approx(float((after - before).norm() / before.norm()), rel=0.03)

@@ -1,0 +1,45 @@
+"""Sums of squares that are fast and have six digits at any magnitude."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gradtrack.measure.squares import norms_of, row_squares
+
+
+@given(
+    st.sampled_from((torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64)),
+    st.integers(1, 6),
+    st.integers(1, 3000),
+    st.lists(st.sampled_from((0.0, 1e-30, 1e-20, 1e-14, 1e-8, 1.0, 1e6, 1e15, 1e20, 3e37)), min_size=1, max_size=4),
+    st.integers(0, 100),
+)
+def test_rows_agree_with_float64(dtype: torch.dtype, rows: int, width: int, sizes: list[float], seed: int) -> None:
+    """Rows of any size and magnitude, also side by side, have the sums that numpy finds in float64."""
+    torch.manual_seed(seed)
+    scales = torch.tensor(sizes, dtype=torch.float64).repeat(rows)[:rows, None]
+    values = (torch.rand(rows, width, dtype=torch.float64) * scales).to(dtype)
+    wide = values.to(torch.complex128 if dtype.is_complex else torch.float64).numpy()
+    np.testing.assert_allclose(row_squares(values), np.square(np.abs(wide)).sum(1), rtol=3e-6)
+
+
+@pytest.mark.parametrize("size", [0, 1, 1023, 1024, 1025, 100_003])
+def test_norms_of_tensors(size: int) -> None:
+    """A tensor of any length, and of any shape, has the norm that float64 gives it."""
+    values = torch.randn(size)
+    assert norms_of([values]) == [pytest.approx(float(values.double().norm()), rel=1e-6)]
+    folded = torch.randn(7, size).T
+    assert norms_of([folded]) == [pytest.approx(float(folded.double().norm()), rel=1e-6)]
+
+
+def test_what_is_not_finite_shows() -> None:
+    """A NaN or an infinity is in the sum of its row, and of no other."""
+    values = torch.ones(3, 5)
+    values[0, 0], values[1, 1] = math.nan, -math.inf
+    np.testing.assert_allclose(row_squares(values), [math.nan, math.inf, 5.0], rtol=1e-6)
