@@ -63,9 +63,9 @@ def _times(actions: Sequence[Action], steps: int) -> list[list[float]]:
     for step in range(steps):
         for place in range(len(actions)):
             index = (step + place) % len(actions)
-            start = time.process_time()  # other processes would drown a difference of a few percent
+            start = time.thread_time()  # other processes and threads that spin would drown a few percent
             actions[index]()
-            times[index].append(time.process_time() - start)
+            times[index].append(time.thread_time() - start)
     return times
 
 

@@ -14,13 +14,16 @@ from gradtrack.measure.shards import local_part
 
 MOST: Final = 65_536
 _NUMPY: Final = (torch.float32, torch.float64)
+_PLAIN: Final = (Tensor, nn.Parameter)
+_ALONE: Final = 4096
+"""Vectors that numpy's BLAS multiplies in one thread: from 10,000 elements on it takes more."""
 
 
 def small_array(tensor: Tensor, most: int = MOST) -> NDArray[Any] | None:
     """Return a view of an ordinary small tensor, whose numbers numpy has at a fraction of torch's cost per call."""
-    if tensor.numel() > most or tensor.dtype not in _NUMPY or type(tensor) not in (Tensor, nn.Parameter):
+    if tensor.numel() > most or tensor.dtype not in _NUMPY or type(tensor) not in _PLAIN:
         return None
-    if tensor.device.type != "cpu" or tensor.layout is not torch.strided or tensor.is_neg():
+    if not tensor.is_cpu or tensor.layout is not torch.strided or tensor.is_neg():
         return None
     found: NDArray[Any] = tensor.detach().numpy()
     return found
@@ -28,7 +31,7 @@ def small_array(tensor: Tensor, most: int = MOST) -> NDArray[Any] | None:
 
 def dot(first: NDArray[np.float64], second: NDArray[np.float64]) -> float:
     """Return the product of two vectors without the threads of numpy's BLAS, which would spin beside those of torch."""
-    return float(np.einsum("i,i->", first, second))
+    return float(first.dot(second) if len(first) <= _ALONE else np.einsum("i,i->", first, second))
 
 
 def sample(tensor: Tensor, most: int = MOST) -> Tensor:
