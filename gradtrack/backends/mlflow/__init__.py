@@ -8,14 +8,14 @@ import math
 import os
 import re
 import uuid
-from collections import Counter
+from bisect import bisect
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal, final
 
 from gradtrack.backends.base import Backend
 from gradtrack.backends.mlflow.names import metric_name
 from gradtrack.backends.mlflow.points import Points
-from gradtrack.backends.mlflow.store import MOST_METRICS, Store, absolute, batches
+from gradtrack.backends.mlflow.store import Store, absolute, batches
 from gradtrack.backends.mlflow.views import saved_view
 from gradtrack.errors import BackendError, ClosedError, MissingExtraError, UsageError
 from gradtrack.record.leavings import files_to_show
@@ -79,6 +79,7 @@ class MlflowBackend(Backend):
         self._names: dict[str, str] = {}
         self._told_names = 0
         self._stored = Points()
+        self._begun: dict[tuple[str, int, float], int] = {}
 
     @property
     def run_id(self) -> str | None:
@@ -97,9 +98,10 @@ class MlflowBackend(Backend):
         self._store.check_alive()
         run_id = self._ensure_run()
         with self._stored.changing():
-            for metrics in batches(self._metrics(record) for record in records):
+            for metrics in batches(self._left_of(record) for record in records):
                 self._store.log(run_id, metrics)
                 self._stored.add(metrics)
+        self._begun.clear()
         if len(self._names) > self._told_names:
             self._after_new_names(run_id, dict(list(self._names.items())[self._told_names :]))
             self._told_names = len(self._names)
@@ -167,21 +169,26 @@ class MlflowBackend(Backend):
             if found is None:
                 return set()
             self._adopt(found)
-        # A row of so many metrics goes in several calls, so none of its metrics stands for all of them.
-        waiting = {_key(record): self._metrics(record) for record in records}
-        waiting = {key: metrics for key, metrics in waiting.items() if 0 < len(metrics) <= MOST_METRICS}
+        # A store of files takes the metrics of a row one after the other, and a large row goes in several calls: where
+        # the first one is there and the last one is not, a rest is still to be written.
         there: set[tuple[str, int]] = set()
-        while waiting:
-            names = Counter(metric.key for metrics in waiting.values() for metric in metrics)
-            name = names.most_common(1)[0][0]
-            stored = self._stored.of(name, self._history)
-            for key, metrics in list(waiting.items()):
-                for metric in metrics:
-                    if metric.key == name:
-                        del waiting[key]
-                        if (metric.step, metric.timestamp) in stored:
-                            there.add(key)
+        for record in records:
+            metrics = self._metrics(record)
+            if metrics and self._has(metrics[0]):
+                if self._has(metrics[-1]):
+                    there.add(_key(record))
+                else:
+                    self._begun[(*_key(record), record.time)] = bisect(
+                        metrics, False, key=lambda one: not self._has(one)
+                    )
         return there
+
+    def _has(self, metric: Any) -> bool:
+        return (metric.step, metric.timestamp) in self._stored.of(metric.key, self._history)
+
+    def _left_of(self, record: Record) -> list[Any]:
+        """Return the metrics of a record that are not in MLflow for what was asked."""
+        return self._metrics(record)[self._begun.get((*_key(record), record.time), 0) :]
 
     def _history(self, name: str) -> list[Any]:
         found: list[Any] = self._store.call(self._store.client.get_metric_history, self._store.run_id, name)
