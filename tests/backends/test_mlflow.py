@@ -14,6 +14,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 import uuid
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -280,6 +281,31 @@ def test_row_of_which_a_part_is_there_is_completed(
     for name in ("m0", f"m{size // 2 - 1}", f"m{size // 2}", f"m{size - 1}"):
         points = history(address, again.run_id, name)
         assert [(step, value) for step, _, value in points] == [(1, 1.0), (2, 2.0), (3, 3.0)]
+
+
+def test_runs_that_end_at_once_leave_the_settings_as_they_were(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """MLflow is told to print no address while a run ends, by a variable that is as it was after many of them."""
+    monkeypatch.setenv("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "false")
+    backends = [MlflowBackend(experiment="ends") for _ in range(8)]
+    for backend, record in zip(backends, (make_records(1, run_id=new_identity()) for _ in backends), strict=True):
+        backend.write(record)
+    seen: list[str] = []
+    for backend in backends:
+        end = backend._store.client.set_terminated
+
+        def noted(*arguments: Any, end: Any = end) -> None:
+            seen.append(os.environ["MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"])
+            time.sleep(0.02)  # as long as a server may take
+            end(*arguments)
+
+        backend._store.client.set_terminated = noted
+    threads = [threading.Thread(target=backend.close) for backend in backends]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert seen == ["true"] * 8
+    assert os.environ["MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"] == "false"
 
 
 def test_own_run_is_found_again(server: str) -> None:

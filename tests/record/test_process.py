@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -97,6 +97,22 @@ def test_process_starts_with_the_training(tmp_path: Path) -> None:
     with GradientManager(backends=[backend], run_dir=tmp_path / "run", save_gradient_plots=False) as manager:
         train(manager, 1)
     assert told_in(tmp_path) == ["prepare", "close False"]
+
+
+def test_end_of_a_run_of_this_process_is_heard_of_here(tmp_path: Path) -> None:
+    """Who asks to be told before a user ends a run is told in this process, where the run is."""
+    asked: list[object] = []
+
+    class Listening(FolderBackend):
+        def before_end(self, deliver: Callable[[], object]) -> None:
+            asked.append(deliver)
+
+    made = outsourced(Listening(str(tmp_path)))
+    assert isinstance(made, ProcessBackend)
+    deliver = object
+    made.before_end(deliver)
+    made.close()
+    assert asked == [deliver]
 
 
 def test_close_ends_the_process_once(backend: ProcessBackend, tmp_path: Path) -> None:
