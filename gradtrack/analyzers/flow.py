@@ -197,14 +197,14 @@ class GradientFlowAnalyzer(Analyzer):
         found: list[Issue] = []
         for name in (name for name, on in wanted.items() if on):
             analyzer: Any = registry.analyzers.load(name)(self.model)
+            analyze = analyzer.analyze_dynamics if name == "recurrent" else analyzer.analyze
             rest = () if name == "jacobian" else (loss_fn, steps)
             try:
-                result = analyzer.analyze(input_fn, *rest)
+                self.details[name] = analyze(input_fn, *rest)
             except (UsageError, RuntimeError) as fault:  # also what torch can neither hook nor differentiate twice
                 self.skipped[name] = str(fault)
                 continue
-            issues, self.details[name] = result if isinstance(result, tuple) else ([], result)
-            found += issues
+            found += getattr(self.details[name], "issues", [])
         return found
 
     def _is_recurrent(self) -> bool:

@@ -175,6 +175,19 @@ class RecurrentAnalyzer(Analyzer):
         The issues are those of the dynamics, then those of the gradient flow on as many batches of its own. The model,
         its gradients and the random generators are as before, unless an optimizer is passed to train with.
         """
+        report = self.analyze_dynamics(input_fn, loss_fn, steps, optimizer)
+        known = {issue.key for issue in report.issues}
+        flow = registry.analyzers.load("flow")(self.model).analyze(input_fn, loss_fn, steps)
+        return [*report.issues, *(issue for issue in flow if issue.key not in known)], report
+
+    def analyze_dynamics(
+        self,
+        input_fn: Callable[[], Any],
+        loss_fn: Callable[[Any], Tensor],
+        steps: int = 20,
+        optimizer: Any = None,
+    ) -> RecurrentReport:
+        """Return what `analyze` finds of the dynamics, without its look at the gradient flow."""
         model = model_of(self, self.model)
         options = replace(self._options, radius_work=self._options.radius_work / max(steps, 1))
         found: list[dict[str, CellLook]] = []
@@ -189,10 +202,7 @@ class RecurrentAnalyzer(Analyzer):
                 recorder.close()
         if not any(found):
             raise UsageError(f"model {type(model).__name__} ran no recurrent module: {_NOTHING}")
-        report = self._report(found, self.horizon)
-        known = {issue.key for issue in report.issues}
-        flow = registry.analyzers.load("flow")(model).analyze(input_fn, loss_fn, steps)
-        return [*report.issues, *(issue for issue in flow if issue.key not in known)], report
+        return self._report(found, self.horizon)
 
     def analyze_step(self, step: Step, state: Tensor, inputs: Tensor) -> tuple[list[Issue], RecurrentReport]:
         """Look at a state equation `step(states, inputs) -> states` from states (B, S) over inputs (T, B, I)."""

@@ -407,3 +407,18 @@ class First(nn.Module):
     def forward(self, output: tuple[Tensor, Tensor]) -> Tensor:
         """Return it."""
         return output[0][:, -1]
+
+
+def test_recurrent_models_are_looked_at_twice_and_not_three_times() -> None:
+    """Beside its own look the flow asks for the dynamics only, whose analyzer would look at the flow again."""
+    model = nn.Sequential(nn.RNN(3, 4, batch_first=True), First(), nn.Linear(4, 2))
+    batches: list[torch.Tensor] = []
+
+    def batch() -> torch.Tensor:
+        batches.append(torch.randn(4, 6, 3))
+        return batches[-1]
+
+    analyzer = GradientFlowAnalyzer(model, enable_rnn_analyzer=True)
+    analyzer.analyze(batch, lambda out: out.square().mean(), steps=5)
+    assert set(analyzer.details) == {"recurrent"}
+    assert len(batches) == 10
