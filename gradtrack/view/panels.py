@@ -79,9 +79,13 @@ def draw_recurrent_spectrum(
     relative = values / values[0] if values[0] else values
     log_curve(axes, np.arange(1, len(values) + 1), relative, label="decay", colour=BLUE, marker=".")
     axes.axhline(math.exp(-1), color=GREY, linestyle="--", linewidth=1.0, label="1/e")
-    for position, colour, text in ((memory_length, ORANGE, "memory"), (horizon, GREEN, "horizon of the task")):
-        if position is not None and math.isfinite(position):
-            axes.axvline(position, color=colour, linewidth=1.4, label=f"{text}: {position:.4g} steps")
+    # What is left is counted from lag 1 on, and so is how long it lasts.
+    for length, first, colour, text in (
+        (memory_length, 1, ORANGE, "memory"),
+        (horizon, 0, GREEN, "horizon of the task"),
+    ):
+        if length is not None and math.isfinite(length):
+            axes.axvline(first + length, color=colour, linewidth=1.4, label=f"{text}: {length:.4g} steps")
     figures.legend(axes)
     return figures.tidy(figure)
 

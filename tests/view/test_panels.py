@@ -7,7 +7,9 @@ import math
 from pathlib import Path
 
 import numpy as np
+import pytest
 
+from gradtrack.measure.dynamics import effective_memory
 from gradtrack.view import panels
 from tests.view.test_plots import PNG, line, texts
 
@@ -21,9 +23,19 @@ def test_spectrum_tells_growing_from_decaying_modes() -> None:
     assert list(line(circle, "grows").get_xdata()) == [1.2]
     assert "1.2" in circle.get_title(loc="left")
     assert list(line(decay, "decay").get_ydata()) == [1.0, 0.5, 0.25]
-    assert line(decay, "memory: 1.4 steps").get_xdata()[0] == 1.4
     assert line(decay, "horizon of the task: 3 steps").get_xdata()[0] == 3
     assert decay.get_yscale() == "log"
+
+
+def test_memory_ends_where_the_decay_is_down_to_its_share() -> None:
+    """The line of the memory meets the curve at 1/e: both count from lag 1 on, of which everything is there."""
+    profile = [3.0 * math.exp(-lag / 4) for lag in range(12)]
+    found = effective_memory([math.log(value) for value in profile])
+    assert found is not None
+    axes = panels.draw_recurrent_spectrum([0.8], decay=profile, memory_length=found.length).axes[1]
+    end = line(axes, f"memory: {found.length:.4g} steps").get_xdata()[0]
+    curve = line(axes, "decay")
+    assert np.interp(end, curve.get_xdata(), np.log(curve.get_ydata())) == pytest.approx(-1.0)
 
 
 def test_policy_shows_entropy_beside_returns() -> None:
