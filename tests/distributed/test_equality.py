@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from tests.distributed import training
+from tests.distributed.ranks import run_in_ranks
 from tests.distributed.training import WIDTH
-from tests.processes import torchrun
 
 Found = dict[str, Any]
 
@@ -19,8 +19,9 @@ Found = dict[str, Any]
 def spread(mode: str, num_processes: int, directory: Path, **settings: Any) -> list[Found]:
     """Train in several processes and return what each has found; a hang ends by the watchdog."""
     out = directory / "found.json"
-    result = torchrun(num_processes, "-m", training.__name__, mode, json.dumps(settings), str(out))
-    assert result.returncode == 0, result.stderr[-3000:]
+    arguments = mode, json.dumps(settings), str(out)
+    fault = run_in_ranks(num_processes, training.__name__, *arguments, errors=directory / "errors")
+    assert not fault, fault
     paths = [out.with_suffix(f".{rank}.json") for rank in range(num_processes)]
     return [json.loads(path.read_text()) for path in paths]
 
