@@ -8,10 +8,10 @@ ARGS ?=
 INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow check bench docs clean
+.PHONY: help demo test test-slow test-exhaustive check bench docs clean
 
 help: ## Show the commands
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' Makefile
 	@echo
 	@echo 'PYTHON=... chooses the interpreter, ARGS="..." is passed on, WORKERS=... is the number of test processes.'
 
@@ -27,6 +27,9 @@ ALONE := tests/distributed
 test-slow: $(VENV)/.all-installed ## Run the slow tests: real servers under faults, browsers, distributed runs
 	@$(BIN)/python -m pytest -m slow -n $(WORKERS) $(ALONE:%=--ignore %) $(ARGS) || { code=$$?; test $$code -eq 5 || exit $$code; }
 	@$(BIN)/python -m pytest -m slow $(ALONE) $(ARGS) || { code=$$?; test $$code -eq 5 || exit $$code; }
+
+test-exhaustive: $(VENV)/.all-installed ## Run for every run of the diagnosis what the tests run for some (20 minutes)
+	@$(BIN)/python -m pytest -m 'slow or exhaustive' -n $(WORKERS) tests/diagnose $(ARGS)
 
 check: $(VENV)/.all-installed ## Check format, lint, types and the direction of imports
 	@$(BIN)/ruff format --check

@@ -9,6 +9,7 @@ from benchmarks.diagnosis.driver import diagnose
 
 NAMES = [name for name, scenario in scenarios.load().items() if scenario.build().scalable]
 SOME = NAMES[::40]
+MORE = NAMES[1::4]
 SCALES = (2.0**-13, 2.0**13)
 
 
@@ -25,8 +26,14 @@ def test_scale_changes_nothing(name: str) -> None:
     assert identical(name)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in MORE else pytest.mark.exhaustive)
+        for name in NAMES
+        if name not in SOME
+    ],
+)
 def test_scale_changes_nothing_in_any_run(name: str) -> None:
     """Every run is judged the same at every scale."""
     assert identical(name)
