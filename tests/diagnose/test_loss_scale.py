@@ -7,23 +7,25 @@ import pytest
 from benchmarks.diagnosis import scenarios
 from benchmarks.diagnosis.driver import diagnose
 
-NAMES = [name for name, scenario in scenarios.load().items() if scenario.build().scalable]
-SOME = NAMES[::40]
-MORE = NAMES[1::4]
+NAMES = list(scenarios.load())
+SOME, MORE = NAMES[::40], NAMES[1::4]
 SCALES = (2.0**-13, 2.0**13)
 
 
-def identical(name: str) -> bool:
-    """Whether a run gets the same issues, in the same order, at every scale."""
+def check(name: str) -> None:
+    """Compare the issues of a run, and their order, at every scale."""
     scenario = scenarios.load()[name]
+    if not scenario.build().scalable:
+        pytest.skip("the scale of its loss is real, as under a fixed clipping threshold or in float16")
     plain = [issue.key for issue in diagnose(scenario)]
-    return all([issue.key for issue in diagnose(scenario, scale)] == plain for scale in SCALES)
+    for scale in SCALES:
+        assert [issue.key for issue in diagnose(scenario, scale)] == plain
 
 
 @pytest.mark.parametrize("name", SOME)
 def test_scale_changes_nothing(name: str) -> None:
     """A run of every kind is judged the same with its loss multiplied by 2^-13, 1 and 2^13."""
-    assert identical(name)
+    check(name)
 
 
 @pytest.mark.parametrize(
@@ -36,4 +38,4 @@ def test_scale_changes_nothing(name: str) -> None:
 )
 def test_scale_changes_nothing_in_any_run(name: str) -> None:
     """Every run is judged the same at every scale."""
-    assert identical(name)
+    check(name)
