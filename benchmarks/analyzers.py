@@ -2,7 +2,8 @@
 
 Their cost lies on few steps, so it is sums that are compared, not medians; and sums of processor time, since the other
 processes of a shared machine would drown a difference of one percent. The time is that of the training's thread: those
-that help it spin for milliseconds after their work, which the clock of the process adds at random.
+that help it spin for milliseconds after their work, which the clock of the process adds at random. What they do while
+it waits for them counts once.
 """
 
 from __future__ import annotations

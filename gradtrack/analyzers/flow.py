@@ -188,7 +188,7 @@ class GradientFlowAnalyzer(Analyzer):
         print(summary(issues, self.case.series.num_steps))  # noqa: T201
 
     def _others(self, input_fn: Any, loss_fn: Any, steps: int) -> list[Issue]:
-        """Run the analyzers that were switched on; what they return beside issues is kept in `details`."""
+        """Run the analyzers that were switched on; their reports are kept in `details`."""
         wanted = {
             "jacobian": self.enable_jacobian,
             "vector": self.enable_vector_analysis or self.enable_circular_flow_analyser,

@@ -82,11 +82,11 @@ class UpdatesAnalyzer(Analyzer):
     """A measurement of the optimizer's step from the weights before and after it.
 
     The ratio ‖Δw‖/‖w‖ comes from the values, so it is right for momentum, adaptive rates, weight decay and clipping
-    alike. At most 65,536 elements of a tensor are looked at, fewer where many tensors are large (or `max_elements`),
-    and always the same ones. Since the step comes after the report of its gradients, it is reported with the next one
-    and recorded under its own step. Ranks that share the parameters each look at the parts that they hold and add up
-    what they have found: the report is that of the whole, with two numbers for each group. Reference: the update ratio
-    of Karpathy's CS231n notes.
+    alike. At most 65,536 elements of a tensor are looked at, always the same ones: fewer where many tensors are large,
+    down to 4,096 of each, or `max_elements`. Since the step comes after the report of its gradients, it is reported
+    with the next one and recorded under its own step. Ranks that share the parameters each look at the parts that they
+    hold and add up what they have found: the report is that of the whole, with two numbers for each group. Reference:
+    the update ratio of Karpathy's CS231n notes.
 
     Cost: on every 4th step up to 64, then on every 64th, a copy and a few reductions of the samples.
 

@@ -145,7 +145,9 @@ def measure_heads(rows: AttentionRows) -> HeadStatistics | None:
 
 
 def _singular_values(matrix: Tensor) -> Tensor:
-    """Return the singular values, a third of the cost of torch's own; those that could be rounding are zero."""
+    """Return the singular values from the smaller Gram matrix; those that could be rounding are zero."""
+    if not matrix.numel():
+        return matrix.new_zeros(0)
     size = matrix.abs().amax().clamp_min(torch.finfo(matrix.dtype).tiny)  # whose squares could leave the range
     scaled = (matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T) / size
     squares = torch.linalg.eigvalsh(scaled @ scaled.T)

@@ -1,8 +1,8 @@
 """Compiled loops over the memory of gradients: one pass measures them, one pass scales them.
 
 The elements of all tensors lie on one line, each tensor rounded up to whole cache lines, and the line is cut
-into items of equal length. Threads take the next item from a shared counter; what an item finds depends on
-nothing but the item, so the result is the same for any number of threads. The threads are the team of OpenMP that
+into items of equal length. Threads take items until none is left; what an item finds depends on nothing but the
+item, so the result is the same for any number of threads. The threads are the team of OpenMP that
 torch computes with, where there is one, since it is awake during a training; else those that the caller brings.
 
 All compiled code is in this file, since the compiler's cache on disk asks only whether this file has changed.
@@ -42,7 +42,7 @@ RUN_ITEMS = 16
 SHORT_LINE = 4 * ITEM_ELEMENTS
 """The longest line that one call measures or scales alone; a longer one is worth calling a team for, asleep or not."""
 CACHED_LINE = 16 * ITEM_ELEMENTS
-"""The longest line that caches may hold, and that is not worth waking threads for that are no team."""
+"""The longest line that caches may hold; where torch has no team, only a longer one is worth waking other threads."""
 BLOCK_ELEMENTS = 4096
 LINE_ELEMENTS = 64
 PREPARE, WORK, TEAM_WORK, WAIT, MERGE = 1, 2, 4, 8, 16

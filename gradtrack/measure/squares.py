@@ -12,14 +12,20 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 _WIDTH: Final = 1024
+_WIDEST: Final = 2048
 _SMALLEST, _LARGEST = 1e-12, 1e18
 """Norms whose squares, and those of every element that matters to them, are ordinary float32 numbers."""
 
 
 def row_squares(rows: Tensor) -> NDArray[np.float64]:
-    """Return the sum of squares of each row."""
+    """Return the sum of squares of each row; a wide one is added up in pieces, since torch adds in float32."""
     if rows.is_complex():
         rows = torch.view_as_real(rows.resolve_conj()).flatten(1)
+    height, width = rows.shape
+    if width > _WIDEST:
+        whole = width // _WIDTH * _WIDTH
+        pieces: NDArray[np.float64] = row_squares(rows[:, :whole].reshape(-1, _WIDTH)).reshape(height, -1).sum(1)
+        return pieces + row_squares(rows[:, whole:]) if whole < width else pieces
     if rows.dtype is torch.float64:
         return _norms(rows, torch.float64).square().cpu().numpy()
     norms = _norms(rows, torch.float32).double()
@@ -40,9 +46,7 @@ def norms_of(tensors: Sequence[Tensor]) -> list[float]:
 
 
 def _sum_of_squares(flat: Tensor) -> float:
-    whole = flat.numel() // _WIDTH * _WIDTH
-    rest = row_squares(flat[whole:].reshape(1, -1)).sum() if whole < flat.numel() else 0.0
-    return float(rest + (row_squares(flat[:whole].view(-1, _WIDTH)).sum() if whole else 0.0))
+    return float(row_squares(flat.reshape(1, -1))[0])
 
 
 def _norms(rows: Tensor, dtype: torch.dtype) -> Tensor:

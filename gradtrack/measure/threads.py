@@ -14,6 +14,7 @@ import torch
 
 _LIBRARIES: Final = ("libtorch_cpu.so", "libtorch_cpu.dylib")
 _SMALL: Final = 1 << 20
+_FORKED_NOT_EXECUTED: Final = 0x40
 
 
 @contextmanager
@@ -48,7 +49,7 @@ def team() -> tuple[int, int] | None:
     These are GOMP_parallel and omp_get_thread_num. Beside a training the threads are awake, so that calling them
     costs a microsecond or two. A forked process has none: they stayed behind, and OpenMP would wait for them.
     """
-    return _team() if _here else None
+    return _team() if _has_team else None
 
 
 @cache
@@ -79,11 +80,20 @@ def _find(*functions: str) -> Any:
     return None
 
 
+def _was_forked() -> bool:
+    """Say whether this process is a copy of another that still runs its program: torch's threads are not in it."""
+    try:
+        flags = int(Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[6])
+    except (OSError, ValueError, IndexError):  # another system than Linux
+        return False
+    return bool(flags & _FORKED_NOT_EXECUTED)
+
+
 def _leave_behind() -> None:
-    global _here
-    _here = False
+    global _has_team
+    _has_team = False
 
 
-_here = True
+_has_team = not _was_forked()  # the copy may be the first to import this
 if hasattr(os, "register_at_fork"):  # which Windows has not
     os.register_at_fork(after_in_child=_leave_behind)

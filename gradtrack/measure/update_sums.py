@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -22,8 +22,8 @@ _ENOUGH: Final = 4096
 class WeightSample:
     """Sampled weights and gradients of a model before an optimizer's step: of what this process holds of them.
 
-    At most `most` elements of a tensor are taken; where nothing is said, 65,536 of them, and fewer where there are
-    many tensors.
+    At most `most` elements of a tensor are taken; where nothing is said, 65,536 of them, and fewer where many tensors
+    are large, down to 4,096 of each.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class WeightSample:
     ) -> None:
         self.groups = groups
         self.params = {name: param for name, param in model.named_parameters() if name in gradients and _plain(param)}
-        self.most = _shared_out(list(map(_count, self.params.values()))) if most is None else most
+        self.most = _shared_out(map(_count, filter(_learns, model.parameters()))) if most is None else most
         self.weights = {name: sample(param, self.most) for name, param in self.params.items()}
         self.gradients = self.following(gradients)
 
@@ -210,12 +210,16 @@ def _cosine(sums: list[float]) -> float | None:
     return max(-1.0, min(1.0, sums[0] / size)) if size > 0 and math.isfinite(size) else None
 
 
-def _shared_out(counts: Sequence[int]) -> int:
-    """Return how many elements to take of each tensor, so that a look costs about the same for every model."""
-    most = MOST
-    while most > _ENOUGH and sum(min(count, most) for count in counts) > _MOST_OF_ALL:
+def _shared_out(counts: Iterable[int]) -> int:
+    """Return how many elements to take of each tensor, so that a look at many takes little longer than one at few."""
+    most, sizes = MOST, list(counts)
+    while most > _ENOUGH and sum(min(size, most) for size in sizes) > _MOST_OF_ALL:
         most //= 2
     return most
+
+
+def _learns(param: Tensor) -> bool:
+    return param.requires_grad
 
 
 def _plain(param: Tensor) -> bool:

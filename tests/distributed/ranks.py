@@ -31,7 +31,6 @@ def run_in_ranks(num_processes: int, module: str, *arguments: str, errors: Path)
         "WORLD_SIZE": str(num_processes),
         "LOCAL_WORLD_SIZE": str(num_processes),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "OMP_NUM_THREADS": "1",
     }
     ranks = []
     for rank in range(num_processes):

@@ -1,4 +1,4 @@
-"""One training, by itself or spread over processes: `python training.py MODE SETTINGS.json OUT.json` under torchrun."""
+"""One training, by itself or spread over processes: `training.py MODE SETTINGS OUT.json` in each of them."""
 
 from __future__ import annotations
 

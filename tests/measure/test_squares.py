@@ -21,12 +21,19 @@ from gradtrack.measure.squares import norms_of, row_squares
     st.integers(0, 100),
 )
 def test_rows_agree_with_float64(dtype: torch.dtype, rows: int, width: int, sizes: list[float], seed: int) -> None:
-    """Rows of any size and magnitude, also side by side, have the sums that numpy finds in float64."""
+    """Rows of any magnitude, also side by side, have the sums that numpy finds in float64."""
     torch.manual_seed(seed)
     scales = torch.tensor(sizes, dtype=torch.float64).repeat(rows)[:rows, None]
     values = (torch.rand(rows, width, dtype=torch.float64) * scales).to(dtype)
     wide = values.to(torch.complex128 if dtype.is_complex else torch.float64).numpy()
     np.testing.assert_allclose(row_squares(values), np.square(np.abs(wide)).sum(1), rtol=3e-6)
+
+
+@pytest.mark.parametrize("width", [4096, 4097, 100_000, 1_048_577])
+def test_wide_rows_keep_their_digits(width: int) -> None:
+    """Rows of one number, which lose most where they are added up in float32, are right at any width."""
+    values = torch.full((2, width), 0.1)
+    np.testing.assert_allclose(row_squares(values), [width * float(values[0, 0]) ** 2] * 2, rtol=3e-6)
 
 
 @pytest.mark.parametrize("size", [0, 1, 1023, 1024, 1025, 100_003])

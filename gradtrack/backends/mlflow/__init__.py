@@ -8,7 +8,6 @@ import math
 import os
 import re
 import uuid
-from bisect import bisect
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal, final
 
@@ -79,7 +78,7 @@ class MlflowBackend(Backend):
         self._names: dict[str, str] = {}
         self._told_names = 0
         self._stored = Points()
-        self._begun: dict[tuple[str, int, float], int] = {}
+        self._begun: dict[tuple[str, int, float], set[str]] = {}  # rows that are half there, until the next write
 
     @property
     def run_id(self) -> str | None:
@@ -170,7 +169,7 @@ class MlflowBackend(Backend):
                 return set()
             self._adopt(found)
         # A store of files takes the metrics of a row one after the other, and a large row goes in several calls: where
-        # the first one is there and the last one is not, a rest is still to be written.
+        # the first one is there and the last one is not, some may be still to be written.
         there: set[tuple[str, int]] = set()
         for record in records:
             metrics = self._metrics(record)
@@ -178,17 +177,17 @@ class MlflowBackend(Backend):
                 if self._has(metrics[-1]):
                     there.add(_key(record))
                 else:
-                    self._begun[(*_key(record), record.time)] = bisect(
-                        metrics, False, key=lambda one: not self._has(one)
-                    )
+                    begun = {metric.key for metric in metrics if self._has(metric)}
+                    self._begun[(*_key(record), record.time)] = begun
         return there
 
     def _has(self, metric: Any) -> bool:
         return (metric.step, metric.timestamp) in self._stored.of(metric.key, self._history)
 
     def _left_of(self, record: Record) -> list[Any]:
-        """Return the metrics of a record that are not in MLflow for what was asked."""
-        return self._metrics(record)[self._begun.get((*_key(record), record.time), 0) :]
+        """Return the metrics of a record without those that `present` has found there."""
+        begun = self._begun.get((*_key(record), record.time), ())
+        return [metric for metric in self._metrics(record) if metric.key not in begun]
 
     def _history(self, name: str) -> list[Any]:
         found: list[Any] = self._store.call(self._store.client.get_metric_history, self._store.run_id, name)
