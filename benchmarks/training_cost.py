@@ -39,9 +39,10 @@ def run(quick: bool = False) -> Iterator[Row]:
 
 
 def _candidates(name: str, directory: Path, stack: ExitStack) -> dict[str, Action]:
+    training = Training(name)  # one for all that hook nothing: copies of a model differ by where they lie in memory
+
     def ours(**settings: Any) -> Action:
         manager = stack.enter_context(GradientManager(max_grad_norm=1e9, close_timeout_seconds=300.0, **settings))
-        training = Training(name)
 
         def step() -> None:
             training.optimizer.zero_grad()
@@ -51,8 +52,8 @@ def _candidates(name: str, directory: Path, stack: ExitStack) -> dict[str, Actio
         return step
 
     candidates: dict[str, Action] = {
-        "plain": _plain(Training(name)),
-        "clip_grad_norm_": _clipped(Training(name)),
+        "plain": _plain(training),
+        "clip_grad_norm_": _clipped(training),
         ALONE: ours(backends=["memory"]),
     }
     for backend in _trackers(directory):
