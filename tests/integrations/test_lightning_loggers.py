@@ -112,7 +112,11 @@ class InWandb:
 
 
 @pytest.fixture(
-    params=["tensorboard", "wandb", "mlflow", pytest.param("mlflow server", marks=pytest.mark.slow)],
+    params=[
+        "tensorboard",
+        "mlflow",
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("wandb", "mlflow server")),
+    ],
 )
 def tracker(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Tracker]:
     """Prepare an empty tracker of each kind."""

@@ -415,6 +415,7 @@ def test_the_kernels_are_kept_on_disk_and_survive_damage_there(tmp_path: Path) -
     assert {path: path.stat().st_mtime_ns for path in kept} == kept
 
 
+@pytest.mark.slow
 def test_the_kernels_need_no_place_to_be_kept(tmp_path: Path) -> None:
     """Where no directory can be written, they are compiled in memory."""
     nowhere = "from numba.core.caching import CacheImpl; CacheImpl._locator_classes = []"
