@@ -13,26 +13,38 @@ from torch import Tensor
 
 _WIDTH: Final = 1024
 _WIDEST: Final = 2048
+_AT_ONCE: Final = 1 << 20
 _SMALLEST, _LARGEST = 1e-12, 1e18
 """Norms whose squares, and those of every element that matters to them, are ordinary float32 numbers."""
 
 
 def row_squares(rows: Tensor) -> NDArray[np.float64]:
-    """Return the sum of squares of each row; a wide one is added up in pieces, since torch adds in float32."""
+    """Return the sum of squares of each row, with little memory beside them.
+
+    Another device is not waited for until the end; on the CPU a wide row is added up in pieces, since torch adds in
+    float32.
+    """
     if rows.is_complex():
         rows = torch.view_as_real(rows.resolve_conj()).flatten(1)
-    height, width = rows.shape
-    if width > _WIDEST:
-        whole = width // _WIDTH * _WIDTH
-        pieces: NDArray[np.float64] = row_squares(rows[:, :whole].reshape(-1, _WIDTH)).reshape(height, -1).sum(1)
-        return pieces + row_squares(rows[:, whole:]) if whole < width else pieces
-    if rows.dtype is torch.float64:
-        return _norms(rows, torch.float64).square().cpu().numpy()
-    norms = _norms(rows, torch.float32).double()
+    if not rows.is_cpu or rows.dtype is torch.float64:
+        return _norms(rows, torch.float64).square_().cpu().numpy()
+    width = rows.shape[1]
+    parts = torch.split(rows, max(1, _AT_ONCE // max(width, 1)))
+    if width <= _WIDEST:
+        return np.concatenate([_squares(part) for part in parts])
+    whole = width // _WIDTH * _WIDTH
+    pieces = [_squares(part[:, :whole].reshape(len(part), whole // _WIDTH, _WIDTH)).sum(1) for part in parts]
+    rest = [_squares(part[:, whole:]) for part in parts]
+    return np.concatenate(pieces) + np.concatenate(rest)
+
+
+def _squares(values: Tensor) -> NDArray[np.float64]:
+    """Return the sums of squares over the last dimension, again in float64 where float32 has too small a range."""
+    norms = _norms(values, torch.float32).double()
     odd = ~((norms > _SMALLEST) & (norms < _LARGEST))
     if bool(odd.any()):
-        norms[odd] = _norms(rows[odd], torch.float64)
-    found: NDArray[np.float64] = norms.square_().cpu().numpy()
+        norms[odd] = _norms(values[odd], torch.float64)
+    found: NDArray[np.float64] = norms.square_().numpy()
     return found
 
 
@@ -49,6 +61,6 @@ def _sum_of_squares(flat: Tensor) -> float:
     return float(row_squares(flat.reshape(1, -1))[0])
 
 
-def _norms(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    found: Tensor = torch.linalg.vector_norm(rows, dim=1, dtype=dtype)
+def _norms(values: Tensor, dtype: torch.dtype) -> Tensor:
+    found: Tensor = torch.linalg.vector_norm(values, dim=-1, dtype=dtype)
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import resource
 
 import numpy as np
 import pytest
@@ -36,6 +37,16 @@ def test_wide_rows_keep_their_digits(width: int) -> None:
     np.testing.assert_allclose(row_squares(values), [width * float(values[0, 0]) ** 2] * 2, rtol=3e-6)
 
 
+@pytest.mark.parametrize("zero", [False, True])
+def test_wide_rows_are_not_copied(zero: bool) -> None:
+    """The gradient of logits may be a large part of what memory there is: at most a small part of it is copied."""
+    rows = torch.zeros(400, 50_257) if zero else torch.ones(400, 50_257)
+    row_squares(rows[:2])
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    np.testing.assert_allclose(row_squares(rows), 0.0 if zero else 50_257.0, rtol=1e-6)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < rows.nbytes // 1024 // 2
+
+
 @pytest.mark.parametrize("size", [0, 1, 1023, 1024, 1025, 100_003])
 def test_norms_of_tensors(size: int) -> None:
     """A tensor of any length, and of any shape, has the norm that float64 gives it."""
@@ -50,3 +61,9 @@ def test_what_is_not_finite_shows() -> None:
     values = torch.ones(3, 5)
     values[0, 0], values[1, 1] = math.nan, -math.inf
     np.testing.assert_allclose(row_squares(values), [math.nan, math.inf, 5.0], rtol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (3, 0), (0, 5000)])
+def test_nothing_has_no_squares(shape: tuple[int, int]) -> None:
+    """A batch, or a row, without elements is no fault."""
+    np.testing.assert_array_equal(row_squares(torch.zeros(shape)), np.zeros(shape[0]))
