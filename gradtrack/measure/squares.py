@@ -58,7 +58,8 @@ def norms_of(tensors: Sequence[Tensor]) -> list[float]:
 
 
 def _sum_of_squares(flat: Tensor) -> float:
-    return float(row_squares(flat.reshape(1, -1))[0])
+    whole = flat.numel() // _WIDTH * _WIDTH
+    return float(row_squares(flat[:whole].view(-1, _WIDTH)).sum() + row_squares(flat[whole:].view(1, -1))[0])
 
 
 def _norms(values: Tensor, dtype: torch.dtype) -> Tensor:

@@ -44,6 +44,7 @@ def test_wide_rows_are_not_copied(zero: bool) -> None:
     row_squares(rows[:2])
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     np.testing.assert_allclose(row_squares(rows), 0.0 if zero else 50_257.0, rtol=1e-6)
+    np.testing.assert_allclose(norms_of([rows]), 0.0 if zero else math.sqrt(rows.numel()), rtol=1e-6)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < rows.nbytes // 1024 // 2
 
 
