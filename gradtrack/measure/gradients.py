@@ -15,6 +15,7 @@ from gradtrack.measure.centres import Deviations, sums_around
 from gradtrack.measure.histograms import count_elements
 from gradtrack.measure.measurer import Batch, Measurer
 from gradtrack.measure.moments import Moments, Rows, merge
+from gradtrack.measure.pending import add_up
 from gradtrack.measure.ranks import Merged, Ranks, Share
 from gradtrack.measure.shards import local_gradient
 
@@ -151,6 +152,7 @@ class SharedGradients(Gradients):
         lay_out: Callable[[Sequence[int]], Layout],
         only: Container[int] | None = None,
     ) -> None:
+        add_up(params)
         super().__init__(list(map(local_gradient, params)), lay_out(range(len(params))), {})
         self.ranks, self._lay_out = ranks, lay_out
         self._positions = np.arange(len(params))

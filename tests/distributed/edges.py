@@ -169,6 +169,10 @@ def main() -> None:
     found["partial"] = look(model, enable_gradient_clipping=False)
 
     model = Holder(weight=distribute_tensor(values, mesh, [Shard(0)]))
+    model.weight.grad = DTensor.from_local(values * (rank + 1), mesh, [Partial()])
+    found["partial_of_shards"] = look(model, enable_gradient_clipping=False)
+
+    model = Holder(weight=distribute_tensor(values, mesh, [Shard(0)]))
     model.weight.grad = distribute_tensor(values * 1e200, mesh, [Shard(0)])
     found["huge"] = look(model, enable_gradient_clipping=False)
 

@@ -49,8 +49,9 @@ def test_some_of_the_parameters(ranks: list[Found]) -> None:
 
 
 def test_pending_sums_are_made_first(ranks: list[Found]) -> None:
-    """A partial gradient counts as the sum that it stands for."""
-    assert ranks[0]["partial"]["statistics"]["total_norm"] == pytest.approx(3.0 * math.sqrt(SQUARES))
+    """A partial gradient counts as the sum that it stands for, whether its parameter is whole or in shards."""
+    for case in ("partial", "partial_of_shards"):
+        assert ranks[0][case]["statistics"]["total_norm"] == pytest.approx(3.0 * math.sqrt(SQUARES))
 
 
 def test_squares_beyond_the_range(ranks: list[Found]) -> None:

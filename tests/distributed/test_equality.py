@@ -101,6 +101,18 @@ def test_numbers_are_those_of_one_process(mode: str, num_processes: int, tmp_pat
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("clip_type", "num_processes"), [("norm", 2), ("norm", 4), ("agc", 2)])
+def test_pending_sums_are_made_together(clip_type: str, num_processes: int, tmp_path: Path) -> None:
+    """Under sequence parallelism the gradients of all norms are added up at once, before the report's collectives."""
+    settings = {"max_grad_norm": 0.1, "clip_type": clip_type, "agc_clip_factor": 0.002}
+    found, single = spread("sp", num_processes, tmp_path, **settings), alone(**settings)
+    assert_same(found, single, "sp")
+    assert all(report["clipping"]["clipped"] for report in single["reports"][:3])
+    for rank in found:
+        assert all(len(sizes) == 3 and sizes[0] == 8 * 2 * 2 * WIDTH for sizes in rank["sizes"])
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "num_processes"), [("fsdp", 2), ("fsdp+tp", 4)])
 def test_between_reports_one_collective_is_enough(mode: str, num_processes: int, tmp_path: Path) -> None:
     """Steps that are not reported clip alike with one collective, and the reported ones have all numbers."""

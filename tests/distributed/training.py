@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from gradtrack import GradientManager
@@ -71,6 +72,9 @@ def spread(model: nn.Module, mode: str) -> tuple[Any, int, int]:
         return shard(model, init_device_mesh("cpu", (world,))), rank, world
     if mode == "tp":
         return split(model, init_device_mesh("cpu", (world,))), 0, 1
+    if mode == "sp":
+        mesh = init_device_mesh("cpu", (world,))
+        return norm_places_apart(split(model, mesh), mesh), 0, 1
     mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp"))
     if mode == "hsdp":
         return shard(model, mesh), rank, world
@@ -81,6 +85,23 @@ def split(model: Any, mesh: Any) -> Any:
     """Split the feed-forward layers: parameters of other layers stay plain tensors."""
     for block in model.blocks:
         parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    return model
+
+
+def norm_places_apart(model: Any, mesh: Any) -> Any:
+    """Let each process norm some of the places, so that gradients of the norms are sums that nobody has made yet."""
+
+    def part(module: nn.Module, args: tuple[Tensor]) -> DTensor:
+        return DTensor.from_local(args[0], mesh, [Replicate()]).redistribute(placements=[Shard(1)])
+
+    def whole(module: nn.Module, args: tuple[Tensor], out: DTensor) -> Tensor:
+        return out.full_tensor()
+
+    for block in model.blocks:
+        for name, param in list(block.norm.named_parameters()):
+            block.norm.register_parameter(name, nn.Parameter(distribute_tensor(param.detach(), mesh, [Replicate()])))
+        block.norm.register_forward_pre_hook(part)
+        block.norm.register_forward_hook(whole)
     return model
 
 
