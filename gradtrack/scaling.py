@@ -114,9 +114,10 @@ class UnseenSkips:
         scale, expected = scaler.get_scale(), self._expected(scaler)
         self._scaler, self._last, self._tracker = weakref.ref(scaler), scale, scaler._get_growth_tracker()
         self._states = scaler._per_optimizer_states  # of all of its optimizers, ours or not; it begins new ones
-        if not 0.0 < scale < expected:
+        if not 0.0 < scale < expected or self._tracker:  # a step left out begins the count to the next growth anew
             return 0
-        return round(math.log(scale / expected) / math.log(scaler.get_backoff_factor()))
+        steps = math.log(scale / expected) / math.log(scaler.get_backoff_factor())
+        return round(steps) if math.isclose(steps, round(steps), abs_tol=1e-3) else 0  # or somebody has set the scale
 
     def _expected(self, scaler: torch.amp.GradScaler) -> float:
         """Return the scale that there is if no step was left out unseen."""

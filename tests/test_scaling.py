@@ -148,6 +148,19 @@ def test_skips_from_before_the_watch_are_not_told() -> None:
         assert manager.reports[-1].scaler.skips == 1
 
 
+def test_a_scale_set_by_hand_is_no_skip() -> None:
+    """Whoever lowers the scale has left out no step; a step left out afterwards is told."""
+    model, scaler = small_model(), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    optimizer = optimizer_of(model)
+    with watch(model, optimizer) as manager:
+        for bad, new_scale in ((False, 300.0), (False, None), (False, 150.0), (False, None), (True, None), (False, None)):
+            torch.autograd.backward(scaler.scale(batch_loss(model)) * (math.inf if bad else 1.0))
+            scaler.step(optimizer)
+            scaler.update(new_scale)
+            model.zero_grad()
+        assert told(manager.reports) == [(1024.0, 0, 0), (300.0, 0, 0), (300.0, 0, 0), (150.0, 0, 0), (75.0, 1, 0)]
+
+
 def test_skips_of_another_model_are_not_ours() -> None:
     """A scaler that steps two models backs off when one of them overflows; the other has stepped."""
     models, scaler = (small_model(), small_model()), torch.amp.GradScaler("cpu", init_scale=1024.0)
