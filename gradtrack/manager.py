@@ -305,15 +305,21 @@ class GradientManager:
             self._history.add_issue(issue.issue_type.value)
         if not healthy and not self._flight:
             self._flight = pair.flight.read()
+        if self._sink.takes_rows:
+            self._record(pair, outcome)
+        if outcome.event:
+            talk(outcome, self.config)
+        for issue in outcome.opened:
+            for callback in self._callbacks:
+                callback(issue, report)
+
+    def _record(self, pair: Pair, outcome: Outcome) -> None:
+        """Send what a step leaves to where rows go."""
         for record in late_records(outcome) if outcome.late else ():
             self._sink.write(record)
         if outcome.event:
             panels = self._dashboard.take(pair.name, pair.analyzers.panels)
             self._sink.write(to_record(outcome, self.config, panels))
-            talk(outcome, self.config)
-        for issue in outcome.opened:
-            for callback in self._callbacks:
-                callback(issue, report)
 
     def _leave_files(self, *, failed: bool) -> None:
         """Write how the run ended, and what the configuration asks for of pictures and a report."""
