@@ -172,8 +172,7 @@ class LiveAnalyzers:
         self._eager.end()
         for name in list(self._armed):  # for a step that is not the next one after all
             self._disarm(name)
-        # A list of them, since one that fails too often is left out on the way.
-        due = [(name, one) for name, one in list(self._analyzers.items()) if self._is_due(name, one, step)]
+        due = self._due(step)
         if not due:
             return
         inner = unwrapped(model)
@@ -199,9 +198,7 @@ class LiveAnalyzers:
         self._eager.end()
         reports: dict[str, Report] = {}
         notes: list[str] = []
-        for name, analyzer in list(self._analyzers.items()):
-            if not self._is_due(name, analyzer, snapshot.step):
-                continue
+        for name, analyzer in self._due(snapshot.step):
             shown = self._shown_to(name, snapshot)
             with unheard():  # the hooks of the others are still there
                 report = self._guard(name, lambda analyzer=analyzer, shown=shown: _usable(analyzer.inspect(shown)))
@@ -229,14 +226,24 @@ class LiveAnalyzers:
 
     def due(self, step: int) -> bool:
         """Say whether any analyzer is due at a step, which may depend on what it was shown since it was last asked."""
-        return any(self._is_due(name, analyzer, step) for name, analyzer in list(self._analyzers.items()))
+        return bool(self._due(step))
 
-    def _is_due(self, name: str, analyzer: Analyzer, step: int) -> bool:
-        if name in self._idle:
-            return False
-        if step in self._alerts or (step in self.close_steps and type(analyzer).schedule is often):
-            return True
-        return bool(self._guard(name, lambda: analyzer.due(step)))
+    def _due(self, step: int) -> list[tuple[str, Analyzer]]:
+        """Return the analyzers that are due at a step; nearly every step of a training asks this twice."""
+        alerted, close = step in self._alerts, step in self.close_steps
+        found, faulty = [], []
+        for name, one in self._analyzers.items():
+            if name in self._idle:
+                continue
+            try:
+                if alerted or (close and type(one).schedule is often) or one.due(step):
+                    found.append((name, one))
+            except Exception as fault:
+                pass_on(fault)
+                faulty.append((name, fault))
+        for name, reason in faulty:
+            self._count_fault(name, reason)
+        return found
 
     def close(self) -> None:
         """Remove every hook."""
@@ -264,15 +271,19 @@ class LiveAnalyzers:
             return call()
         except Exception as fault:
             pass_on(fault)
-            self._faults[name] = self._faults.get(name, 0) + 1
-            if self._faults[name] == 1:
-                _logger.warning("analyzer %s failed; training goes on", name, exc_info=True)
-            if self._faults[name] >= _PATIENCE:
-                _logger.warning("analyzer %s failed %d times and is left out from now on", name, _PATIENCE)
-                analyzer = self._analyzers.pop(name, None)
-                if analyzer is not None:
-                    analyzer.disarm()
+            self._count_fault(name, fault)
             return None
+
+    def _count_fault(self, name: str, fault: Exception) -> None:
+        """Tell of the first fault of an analyzer, and leave it out after the third."""
+        self._faults[name] = self._faults.get(name, 0) + 1
+        if self._faults[name] == 1:
+            _logger.warning("analyzer %s failed; training goes on", name, exc_info=fault)
+        if self._faults[name] >= _PATIENCE:
+            _logger.warning("analyzer %s failed %d times and is left out from now on", name, _PATIENCE)
+            analyzer = self._analyzers.pop(name, None)
+            if analyzer is not None:
+                analyzer.disarm()
 
 
 def _looks_inside(analyzer: Analyzer) -> bool:

@@ -29,7 +29,7 @@ class StepWatch:
     also where a closure raises.
     """
 
-    def __init__(self, began: Look = lambda: None, ended: Look = lambda: None) -> None:
+    def __init__(self, began: Look | None = None, ended: Look | None = None) -> None:
         self._began, self._ended = began, ended
         self._state = _State.IDLE
         self._waiting: Look | None = None
@@ -78,7 +78,8 @@ class StepWatch:
     def _before_step(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._closed:
             return None
-        self._began()
+        if self._began is not None:
+            self._began()
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
             self._take()
@@ -105,7 +106,8 @@ class StepWatch:
     def _end(self) -> None:
         """Note that a step is over; whoever still waits has missed what it took."""
         self._state, self._waiting = _State.IDLE, None
-        self._ended()
+        if self._ended is not None:
+            self._ended()
 
 
 def uncompiled(call: Callable[..., Any]) -> Callable[..., Any]:
