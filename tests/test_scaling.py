@@ -153,7 +153,14 @@ def test_a_scale_set_by_hand_is_no_skip() -> None:
     model, scaler = small_model(), torch.amp.GradScaler("cpu", init_scale=1024.0)
     optimizer = optimizer_of(model)
     with watch(model, optimizer) as manager:
-        for bad, new_scale in ((False, 300.0), (False, None), (False, 150.0), (False, None), (True, None), (False, None)):
+        for bad, new_scale in (
+            (False, 300.0),
+            (False, None),
+            (False, 150.0),
+            (False, None),
+            (True, None),
+            (False, None),
+        ):
             torch.autograd.backward(scaler.scale(batch_loss(model)) * (math.inf if bad else 1.0))
             scaler.step(optimizer)
             scaler.update(new_scale)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Final
 
-from gradtrack.measure.probe import Node
+from gradtrack.measure.node import Node
 
 _LENGTHS: Final = ("Norm", "LinalgVectorNorm", "LinalgMatrixNorm")
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from gradtrack.diagnose.sample import ParameterSample, Sample
 from gradtrack.measure.elements import Change
-from gradtrack.measure.probe import Node
+from gradtrack.measure.node import Node
 
 _UNITS: Final = ("unit_min", "unit_max")
 

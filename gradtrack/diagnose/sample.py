@@ -13,7 +13,7 @@ from gradtrack.analyzers.base import Series
 from gradtrack.diagnose.graph import FlowGraph
 from gradtrack.diagnose.trend import Trend
 from gradtrack.measure.elements import Change
-from gradtrack.measure.probe import Node
+from gradtrack.measure.node import Node
 from gradtrack.reports import Issue
 
 Seen = TypeVar("Seen")

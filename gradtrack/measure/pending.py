@@ -17,7 +17,7 @@ _LARGE: Final = 2**20
 def add_up(params: Iterable[nn.Parameter]) -> None:
     """Add up the small gradients that are pending sums of whole parameters: one collective for each axis of a mesh.
 
-    Sequence parallelism leaves all gradients of norms so. Each by itself would be a collective, here as in an optimizer.
+    Sequence parallelism leaves the gradients of norms so. Each by itself would be a collective, as in an optimizer.
     """
     waiting = [param for param in params if is_distributed(param) and _is_pending(param)]
     if not waiting:
@@ -54,10 +54,11 @@ def _add_up_along(mesh: Any, axis: int, params: list[nn.Parameter]) -> None:
     parts: list[Tensor] = [local_part(param.grad) for param in params]
     summed = torch.cat([part.reshape(-1) for part in parts])
     torch.distributed.all_reduce(summed, group=mesh.get_group(axis))
-    for param, part, piece in zip(params, parts, summed.split([part.numel() for part in parts]), strict=True):
+    pieces = torch.split(summed, [part.numel() for part in parts])
+    for param, part, piece in zip(params, parts, pieces, strict=True):
         grad: Any = param.grad
         placements = list(grad.placements)
         placements[axis] = Replicate()
-        param.grad = DTensor.from_local(  # type: ignore[assignment]
+        param.grad = DTensor.from_local(
             piece.view(part.shape), mesh, placements, run_check=False, shape=grad.shape, stride=grad.stride()
         )

@@ -2,84 +2,22 @@
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import Any, Final
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from gradtrack.measure.hooks import ModuleHook
-from gradtrack.measure.layers import has_parts, kind_of, layers, own_parameters
-from gradtrack.measure.samples import dot, sample, small_array
-from gradtrack.measure.squares import row_squares
+from gradtrack.measure.layers import has_parts, kind_of, layers, owns_parameters
+from gradtrack.measure.node import Node, axis_of, take_gradient, take_output
 from gradtrack.measure.threads import threads_for
 from gradtrack.measure.trees import unnested
 from gradtrack.signals import pass_on
 
 _MAX_CALLS: Final = 256
 _MAX_WALK: Final = 4000
-_MAX_ROWS: Final = 32
-_MAX_COLUMNS: Final = 256
-_FEW_ROWS: Final = 8
-_FLAT: Final = 40.0
-_TANH_CELLS: Final = "RNN_TANH"
-TANH: Final = 0.97
-TANH_LIMIT: Final = 2.0923  # |tanh| > 0.97
-SIGMOID_LIMIT: Final = 3.4761  # outside 0.03 .. 0.97
 _NO_CODE: Final = (nn.Sequential.forward, nn.Module.forward)
-_CHANNELS_FIRST: Final = re.compile(r"Conv|BatchNorm|GroupNorm|InstanceNorm|Pool|Upsample|Dropout[123]d")
-
-
-@dataclass(slots=True)
-class Node:
-    """One call of one module: its output, the gradient there, and the calls whose output it used.
-
-    `ops` are the names of the functions between a parent's output and this call, the one nearest to the parent first.
-    The slopes are the root mean square of those of tanh or sigmoid, over the largest that they have; they are known
-    where most values are beyond the limits. `made_in` is the module whose own code makes of its parts' finite values
-    what comes in here and is not finite.
-    """
-
-    name: str
-    kind: str
-    parametric: bool
-    axis: int
-    width: int
-    parents: list[tuple[int, tuple[str, ...]]] = field(default_factory=list)
-    delta: float | None = None
-    rank: float = float("nan")
-    beyond_tanh: float = float("nan")
-    beyond_sigmoid: float = float("nan")
-    slope_tanh: float = float("nan")
-    slope_sigmoid: float = float("nan")
-    unit_max: NDArray[np.float64] | None = None
-    unit_min: NDArray[np.float64] | None = None
-    rows: int = 0
-    varies: bool = True
-    finite: bool = True
-    finite_input: bool = True
-    made_in: str = ""
-    gram: NDArray[np.float64] | None = None
-
-    @property
-    def effective_rank(self) -> float:
-        """Return exp(entropy) of the normalised singular values of the gradient; it is worked out once."""
-        if self.gram is not None:
-            self.rank, self.gram = _effective_rank(self.gram), None
-        return self.rank
-
-    @property
-    def least_rank(self) -> float:
-        """Return what the effective rank is no less than: that by squares, which costs far less to know."""
-        if self.gram is None:
-            return self.rank
-        flat = self.gram.reshape(-1)
-        return float(np.trace(self.gram) ** 2 / dot(flat, flat))
 
 
 class Probe:
@@ -112,7 +50,7 @@ class Probe:
 
     def _seeing(self, name: str, module: nn.Module) -> Callable[..., None]:
         kind = getattr(module, "mode", "") if isinstance(module, nn.RNN) else kind_of(module).__name__
-        parametric = any(True for _ in own_parameters(module))
+        parametric = owns_parameters(module)
 
         def see(_: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
             if self._closed:
@@ -146,10 +84,12 @@ class Probe:
         parents = list(self._walk(function))
         first = self.nodes[parents[0][0]] if parents else None
         values = unnested(output.detach())
-        axis = _axis(kind, parametric, values, first)
+        axis = axis_of(kind, parametric, values, first)
         width = values.shape[axis] if values.ndim > 1 else 1
         node = Node(name, kind, parametric, axis, width, parents)
-        _look(node, values, inputs)
+        take_output(node, values)
+        if not node.finite:
+            node.finite_input = all(bool(torch.isfinite(unnested(value)).all()) for value in _tensors(inputs))
         if not node.finite_input:
             node.made_in = self._made_in(node)
         self._functions[function] = len(self.nodes)
@@ -169,7 +109,7 @@ class Probe:
 
     def _receive(self, node: Node, gradient: Tensor) -> None:
         if not _is_transformed(gradient):
-            self._guard(gradient, lambda: _take(node, unnested(gradient.detach())))
+            self._guard(gradient, lambda: take_gradient(node, unnested(gradient.detach())))
 
     def _walk(self, start: Any) -> Iterator[tuple[int, tuple[str, ...]]]:
         """Find the recorded calls that a function's value was computed from, with the functions on the way."""
@@ -195,7 +135,7 @@ def _observed(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Return the modules without children and those that own parameters."""
     for name, module in layers(model):
         leaf = not has_parts(module)
-        if not isinstance(module, torch.jit.ScriptModule) and (leaf or next(own_parameters(module), None) is not None):
+        if not isinstance(module, torch.jit.ScriptModule) and (leaf or owns_parameters(module)):
             yield name or ("model" if leaf else ""), module
 
 
@@ -216,109 +156,3 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(part)
     elif hasattr(value, "data") and isinstance(value.data, Tensor):  # a PackedSequence
         yield from _tensors(value.data)
-
-
-def _axis(kind: str, parametric: bool, output: Tensor, parent: Node | None) -> int:
-    """Return the dimension of the units: channels after a convolution and what keeps them, features elsewhere."""
-    if _CHANNELS_FIRST.search(kind):
-        return min(1, output.ndim - 1)
-    if parent is None or (parametric and hasattr(nn, kind)):
-        return output.ndim - 1
-    if parent.axis == 1 and output.ndim >= 3 and output.shape[1] == parent.width:
-        return 1
-    return output.ndim - 1
-
-
-def _look(node: Node, output: Tensor, inputs: Any) -> None:
-    if not _take_range(node, output):
-        node.finite = False
-        node.finite_input = all(bool(torch.isfinite(unnested(value)).all()) for value in _tensors(inputs))
-    elif output.is_complex():
-        return  # what is dead or saturated is defined for real numbers
-    elif node.kind == _TANH_CELLS:
-        _take_saturation(node, output, put_out=True)
-    elif node.parametric:
-        _take_saturation(node, output, put_out=False)
-
-
-def _take_saturation(node: Node, output: Tensor, *, put_out: bool) -> None:
-    """Note how much of a layer is where tanh and sigmoid are flat; what a layer has `put_out` has passed tanh."""
-    low, high = node.unit_min, node.unit_max
-    limit = TANH if put_out else TANH_LIMIT
-    node.beyond_tanh = node.beyond_sigmoid = 0.0
-    if low is not None and high is not None and max(-low.min(), high.max()) <= limit:
-        return
-    small = small_array(output)
-    sizes = sample(output).abs_().float().cpu().numpy() if small is None else np.abs(small).reshape(-1)
-    node.beyond_tanh = float(np.count_nonzero(sizes > limit) / len(sizes))
-    if put_out:
-        node.slope_tanh = _size(1 - sizes**2)
-        return
-    if node.beyond_tanh > 0.5:
-        node.slope_tanh = _size(np.cosh(sizes.clip(max=_FLAT)) ** -2)
-    node.beyond_sigmoid = float(np.count_nonzero(sizes > SIGMOID_LIMIT) / len(sizes))
-    if node.beyond_sigmoid > 0.5:
-        node.slope_sigmoid = _size(np.cosh(sizes.clip(max=_FLAT) / 2) ** -2)
-
-
-def _size(values: NDArray[np.float32]) -> float:
-    return float(np.sqrt(np.mean(values**2, dtype=np.float64)))
-
-
-def _take_range(node: Node, output: Tensor) -> bool:
-    """Note the range of every unit, and whether anything depends on the batch; return whether all of it is finite."""
-    if output.ndim < 2 or output.is_complex():
-        node.rows = output.numel() // node.width if output.ndim > 1 else 0
-        return bool(torch.isfinite(output).all())
-    low, high = _ranges(output, tuple(dim for dim in range(output.ndim) if dim != node.axis % output.ndim))
-    if not (np.isfinite(low).all() and np.isfinite(high).all()):
-        return False
-    node.unit_min, node.unit_max = low, high
-    node.rows = output.numel() // len(high)
-    node.varies = output.numel() == len(high) or bool((high - low > 1e-6 * np.maximum(high, -low)).any())
-    return True
-
-
-def _ranges(output: Tensor, over: tuple[int, ...]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    values = small_array(output)
-    if values is None:
-        low, high = torch.stack([torch.amin(output, dim=over), torch.amax(output, dim=over)]).double().cpu().numpy()
-        return low, high
-    with np.errstate(invalid="ignore"):
-        return values.min(over).astype(np.float64), values.max(over).astype(np.float64)
-
-
-def _take(node: Node, gradient: Tensor) -> None:
-    """Take in the gradient at a call's output; several arrive where a backward pass runs more than once."""
-    units = gradient.movedim(node.axis, -1) if gradient.ndim > 1 else gradient
-    rows = units.reshape(-1, units.shape[-1] if units.ndim else 1)
-    small = small_array(rows)
-    values = None if small is None else small.astype(np.float64)
-    squares = row_squares(rows) if values is None else np.einsum("ij,ij->i", values, values)
-    size = math.sqrt(squares.sum())
-    node.delta = size if node.delta is None else math.hypot(node.delta, size)
-    if gradient.ndim > 1 and not rows.is_complex() and node.kind not in ("Embedding", "EmbeddingBag"):
-        node.rank, node.gram = math.nan, _gram(rows if values is None else values, squares)
-
-
-def _gram(rows: Tensor | NDArray[np.float64], squares: NDArray[np.float64]) -> NDArray[np.float64] | None:
-    """Return the products of some rows of a gradient with each other, or nothing where too few are there."""
-    alive = np.flatnonzero(squares)
-    if len(alive) < _FEW_ROWS or not math.isfinite(squares.sum()):
-        return None
-    alive, every = alive[:: -(-len(alive) // _MAX_ROWS)], -(-rows.shape[1] // _MAX_COLUMNS)
-    if isinstance(rows, Tensor):
-        part = rows[torch.from_numpy(alive).to(rows.device), ::every].double().cpu().numpy()
-    else:
-        part = rows[alive, ::every]
-    part = part / math.sqrt(squares.max())
-    wide = torch.from_numpy(np.ascontiguousarray(part))  # the threads of numpy's BLAS would spin beside torch's
-    product: NDArray[np.float64] = (wide @ wide.T).numpy()
-    return product
-
-
-def _effective_rank(gram: NDArray[np.float64]) -> float:
-    """Return exp(entropy) of the normalised singular values, of which the matrix has the squares."""
-    values = np.sqrt(torch.linalg.eigvalsh(torch.from_numpy(gram)).numpy().clip(min=0))
-    shares = values[values > 0] / values.sum()
-    return float(np.exp(-dot(shares, np.log(shares))))

@@ -345,8 +345,9 @@ def test_a_fault_in_a_hook_never_reaches_training(monkeypatch: pytest.MonkeyPatc
     def fail(*_: object) -> None:
         raise RuntimeError("no look")
 
-    monkeypatch.setattr(probe, "_look", fail)
-    assert train(network(), steps=8) == []
+    for place in ("take_output", "take_gradient"):
+        monkeypatch.setattr(probe, place, fail)
+        assert train(network(), steps=8) == []
 
 
 def test_absolute_thresholds_act_only_when_passed() -> None:

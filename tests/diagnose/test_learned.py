@@ -17,7 +17,7 @@ from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
 
 from gradtrack import GradientManager, Issue
-from gradtrack.measure.probe import Node, _gram
+from gradtrack.measure.node import Node, _gram
 from tests.diagnose.test_rules import judged
 
 

@@ -83,8 +83,8 @@ class Model(nn.Module):
 LOOKS = [
     (cell_look, "sweep"),
     (update_sums, "_rows"),
-    (probe, "_look"),
-    (probe, "_take"),
+    (probe, "take_output"),
+    (probe, "take_gradient"),
     (gain_monitor, "_norms"),
     (attention_recorder, "measure_heads"),
     (attention_recorder, "token_statistics"),

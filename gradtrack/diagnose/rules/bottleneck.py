@@ -10,7 +10,7 @@ from typing import Final
 
 from gradtrack.diagnose.graph import FlowGraph
 from gradtrack.diagnose.sample import Case, Sample, about_units, in_all, median, module_of
-from gradtrack.measure.probe import Node
+from gradtrack.measure.node import Node
 from gradtrack.reports import Issue, IssueSeverity, IssueType
 
 _SHARE: Final = 0.3

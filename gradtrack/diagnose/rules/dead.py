@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from gradtrack.diagnose.graph import FlowGraph
 from gradtrack.diagnose.sample import Case, about_units, in_all
-from gradtrack.measure.probe import Node
+from gradtrack.measure.node import Node
 from gradtrack.reports import Issue, IssueSeverity, IssueType
 
 _SHARE: Final = 0.5

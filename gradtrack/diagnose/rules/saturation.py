@@ -11,7 +11,7 @@ from typing import Final
 from gradtrack.analyzers.base import OFTEN_EVERY
 from gradtrack.diagnose.graph import FlowGraph
 from gradtrack.diagnose.sample import Case, Sample, about_units, in_all, median
-from gradtrack.measure.probe import Node
+from gradtrack.measure.node import Node
 from gradtrack.reports import Issue, IssueSeverity, IssueType
 
 _SHARE: Final = 0.5
