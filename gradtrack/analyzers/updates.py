@@ -14,7 +14,7 @@ from gradtrack.errors import UsageError
 from gradtrack.measure import grouping
 from gradtrack.measure.threads import one_thread
 from gradtrack.measure.untouched import offline_steps, untouched
-from gradtrack.measure.update_sums import NUM_SHORT, NUM_SUMS, OptimizerMoments, UpdateSums, WeightSample
+from gradtrack.measure.update_sums import NUM_SHORT, NUM_SUMS, UpdateSums, WeightSample
 from gradtrack.records import Metric, Panel
 from gradtrack.reports import LateReport, Report
 from gradtrack.reports.base import finite_only
@@ -175,7 +175,7 @@ class UpdatesAnalyzer(Analyzer):
         before, self._groups = self._before, list(groups)
         if before is None or before[0] != snapshot.step - 1:
             return ()
-        found = _sums(before[1], snapshot.gradients, snapshot.optimizers, snapshot.counts_as)
+        found = before[1].sums(snapshot.gradients, snapshot.optimizers, snapshot.counts_as)
         numbers = _together(found).numbers()
         for group in groups:
             numbers += found.get(group, UpdateSums()).numbers()[:NUM_SHORT]
@@ -201,7 +201,7 @@ class UpdatesAnalyzer(Analyzer):
 def _report(
     step: int, before: WeightSample, gradients: Mapping[str, Tensor], optimizers: Sequence[Any]
 ) -> UpdatesReport:
-    groups = _sums(before, gradients, optimizers)
+    groups = before.sums(gradients, optimizers)
     return _described(step, _together(groups), groups)
 
 
@@ -220,28 +220,10 @@ def _described(step: int, everything: UpdateSums, groups: Mapping[str, UpdateSum
     )
 
 
-def _sums(
-    before: WeightSample,
-    gradients: Mapping[str, Tensor],
-    optimizers: Sequence[Any],
-    counts_as: Mapping[str, float] | None = None,
-) -> dict[str, UpdateSums]:
-    """Return the sums of every group; of a parameter that other ranks have as well only as much as `counts_as` says."""
-    after, following = before.after(), before.following(gradients)
-    moments = OptimizerMoments(optimizers, before.most)
-    groups = {group: UpdateSums() for group in dict.fromkeys(before.groups.values())}
-    for name, weights in before.weights.items():
-        gradient, own = before.gradients.get(name), moments.of(before.params[name])
-        one = UpdateSums()
-        one.add(before.share(name), weights, after[name], gradient, following.get(name), own)
-        groups[before.groups[name]].merge(one, 1.0 if counts_as is None else counts_as.get(name, 0.0))
-    return groups
-
-
 def _together(groups: Mapping[str, UpdateSums]) -> UpdateSums:
     found = UpdateSums()
     for sums in groups.values():
-        found.merge(sums)
+        found.add(sums.numbers())
     return found
 
 

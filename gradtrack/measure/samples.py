@@ -35,17 +35,22 @@ def dot(first: NDArray[np.float64], second: NDArray[np.float64]) -> float:
 
 
 def sample(tensor: Tensor, most: int = MOST) -> Tensor:
-    """Copy at most so many elements that are held here, at equal distances; all of them where there are no more.
+    """Copy at most so many elements that are held here, at equal distances; all of them where there are no more."""
+    return sampled(tensor, most).clone()
+
+
+def sampled(tensor: Tensor, most: int = MOST) -> Tensor:
+    """Return these elements without a copy of their own, if that can be.
 
     The distance shares no factor with the size of the last dimension, so that no column is left out.
     """
     values = as_real(local_part(tensor))
     count = values.numel()
     if count <= most:
-        return values.reshape(-1).clone()
+        return values.reshape(-1)
     stride = _stride(count, values.shape[-1], most)
     if values.is_contiguous():
-        return values.view(-1)[::stride].clone()
+        return values.view(-1)[::stride]
     return values.take(torch.arange(0, count, stride, device=values.device))
 
 

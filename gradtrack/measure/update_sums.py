@@ -6,50 +6,22 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from gradtrack.measure.samples import MOST, sample
+from gradtrack.measure.samples import MOST, sampled
 from gradtrack.measure.shards import local_part
 
 _FIRST: Final = ("exp_avg", "momentum_buffer")
 NUM_SUMS, NUM_SHORT = 14, 6
 _SECOND: Final = ("exp_avg_sq", "square_avg")
-_MOST_OF_ALL: Final = 1 << 19
+_MOST_OF_ALL: Final = 1 << 17
 _ENOUGH: Final = 4096
 
-
-class WeightSample:
-    """Sampled weights and gradients of a model before an optimizer's step: of what this process holds of them.
-
-    At most `most` elements of a tensor are taken; where nothing is said, 65,536 of them, and fewer where many tensors
-    are large, down to 4,096 of each.
-    """
-
-    def __init__(
-        self, model: nn.Module, gradients: Mapping[str, Tensor], groups: Mapping[str, str], most: int | None = None
-    ) -> None:
-        self.groups = groups
-        self.params = {name: param for name, param in model.named_parameters() if name in gradients and _plain(param)}
-        self.most = _shared_out(map(_count, filter(_learns, model.parameters()))) if most is None else most
-        self.weights = {name: sample(param, self.most) for name, param in self.params.items()}
-        self.gradients = self.following(gradients)
-
-    def after(self) -> dict[str, Tensor]:
-        """Return the same elements of the weights as they are now."""
-        return {name: sample(param, self.most) for name, param in self.params.items()}
-
-    def following(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the same elements of the gradients of another step."""
-        return {
-            name: sample(gradients[name], self.most)
-            for name, param in self.params.items()
-            if name in gradients and gradients[name].numel() == _count(param) * (2 if param.is_complex() else 1)
-        }
-
-    def share(self, name: str) -> float:
-        """Return how many elements each sampled one stands for."""
-        return _count(self.params[name]) / max(len(self.weights[name]), 1)
+Values = NDArray[np.float64]
+Flags = NDArray[np.bool_]
 
 
 class UpdateSums:
@@ -63,41 +35,9 @@ class UpdateSums:
         self._momentum: list[float] = [0.0, 0.0, 0.0]
         self._first = self._second = 0.0
 
-    def add(
-        self,
-        share: float,
-        before: Tensor,
-        after: Tensor,
-        gradient: Tensor | None,
-        following: Tensor | None,
-        moments: SampledMoments,
-    ) -> None:
-        """Take in one parameter: its weights around the step, its gradient, the next one and the moments."""
-        self.num_sampled += len(before)
-        self.num_elements += round(share * len(before))
-        pulled = [
-            None if one is None or gradient is None or one.shape != gradient.shape else one
-            for one in (gradient, following, moments.first)
-        ]
-        change, rows = _rows(before, after, pulled)
-        sums = [[share * value for value in row] for row in (rows @ rows.T).tolist()]
-        self._change += sums[0][0]
-        self._weight += sums[1][1]
-        if gradient is None:
-            return
-        self._pulled += share * int(gradient.count_nonzero())
-        self._moved += share * int(torch.logical_and(change, gradient).count_nonzero())
-        if pulled[1] is not None:
-            self._next = _added(self._next, sums, 2, 3)
-        if pulled[2] is not None:
-            self._momentum = _added(self._momentum, sums, 2, 4)
-            if moments.second is not None and moments.first_bias > 0 and moments.second_bias > 0:
-                self._first += sums[4][4] / moments.first_bias**2
-                self._second += share * float(moments.second.sum(dtype=torch.float64)) / moments.second_bias
-
-    def merge(self, other: UpdateSums, times: float = 1.0) -> None:
-        """Take in the sums of another group, or of what counts only in part."""
-        self._take([mine + times * its for mine, its in zip(self.numbers(), other.numbers(), strict=True)])
+    def add(self, numbers: Sequence[float]) -> None:
+        """Take in the numbers of a parameter, or of another group."""
+        self._take([mine + its for mine, its in zip(self.numbers(), numbers, strict=True)])
 
     def numbers(self) -> list[float]:
         """Return everything as numbers that can be added up; the first `NUM_SHORT` tell the length of the step."""
@@ -144,40 +84,149 @@ class UpdateSums:
 
 
 class SampledMoments(NamedTuple):
-    """Samples of a parameter's first and second moments, and by what their start at zero shrinks them."""
+    """Samples of the first and second moments, and by what their start at zero shrinks them, a column for each.
 
-    first: Tensor | None = None
-    second: Tensor | None = None
-    first_bias: float = 0.0
-    second_bias: float = 0.0
+    There is a flag and a row for each parameter: of some an optimizer keeps the first alone, of others nothing.
+    """
+
+    first: Values
+    has_first: Flags
+    second: Values
+    has_both: Flags
+    biases: Values
 
 
-class OptimizerMoments:
-    """The moments that optimizers keep, found by parameter."""
+class WeightSample:
+    """Sampled weights and gradients of a model before an optimizer's step: of what this process holds of them.
 
-    def __init__(self, optimizers: Sequence[Any], most: int) -> None:
-        self._most = most
-        self._owners = {
+    At most `most` elements of a tensor are taken; where nothing is said, 65,536 of them, and fewer where many tensors
+    are large, down to 4,096 of each. Those of all parameters make one vector, in which each has its place.
+    """
+
+    def __init__(
+        self, model: nn.Module, gradients: Mapping[str, Tensor], groups: Mapping[str, str], most: int | None = None
+    ) -> None:
+        self.params = {name: param for name, param in model.named_parameters() if name in gradients and _shows(param)}
+        self._groups = groups
+        self._most = _shared_out(map(_count, filter(_learns, model.parameters()))) if most is None else most
+        parts = [sampled(param, self._most) for param in self.params.values()]
+        self._lengths = [len(part) for part in parts]
+        self._counts = np.array([_count(param) for param in self.params.values()], dtype=np.float64)
+        self._starts = np.cumsum([0, *self._lengths], dtype=np.int64)[:-1]
+        self.weights = _joined(parts)
+        self.gradients, self._has_gradient = self._following(gradients)
+
+    def sums(
+        self,
+        gradients: Mapping[str, Tensor],
+        optimizers: Sequence[Any],
+        counts_as: Mapping[str, float] | None = None,
+    ) -> dict[str, UpdateSums]:
+        """Return what the step did to every group, by the gradients of the next one and what the optimizers keep now.
+
+        Of a parameter that other ranks have as well there is only as much as `counts_as` says.
+        """
+        groups = {group: UpdateSums() for group in dict.fromkeys(self._groups.values())}
+        with np.errstate(all="ignore"):
+            numbers = self._numbers(gradients, optimizers)
+        for name, row in zip(self.params, numbers, strict=True):
+            times = 1.0 if counts_as is None else counts_as.get(name, 0.0)
+            groups[self._groups[name]].add((times * row).tolist())
+        return groups
+
+    def after(self) -> Values:
+        """Return the same elements of the weights as they are now."""
+        return self._same(list(self.params.values()))[0]
+
+    def _following(self, gradients: Mapping[str, Tensor]) -> tuple[Values, Flags]:
+        """Return the same elements of the gradients of a step, and which parameters have one there."""
+        return self._same([_fitting(gradients.get(name), param) for name, param in self.params.items()])
+
+    def _moments(self, optimizers: Sequence[Any]) -> SampledMoments:
+        owners = {
             id(param): (optimizer, group)
             for optimizer in reversed(optimizers)
             for group in optimizer.param_groups
             for param in group["params"]
         }
+        found = [_moments_of(param, *owners.get(id(param), (None, {}))) for param in self.params.values()]
+        first, has_first = self._same([one for one, _, _ in found])
+        second, has_second = self._same([one for _, one, _ in found])
+        biases = np.array([one for _, _, one in found]).reshape(-1, 2)
+        return SampledMoments(first, has_first, second, has_first & has_second & (biases > 0).all(1), biases)
 
-    def of(self, param: nn.Parameter) -> SampledMoments:
-        """Sample the moments of a parameter, None where there are none."""
-        optimizer, group = self._owners.get(id(param), (None, {}))
-        state = getattr(optimizer, "state", {}).get(param)
-        if not state:
-            return SampledMoments()
-        first, second = (_found(state, names, param, self._most) for names in (_FIRST, _SECOND))
-        return SampledMoments(first, second, *_biases(group, state.get("step")))
+    def _numbers(self, gradients: Mapping[str, Tensor], optimizers: Sequence[Any]) -> Values:
+        """Return the numbers of `UpdateSums` of each parameter, in which a sampled element stands for its share."""
+        mine, change = self.gradients, self.after() - self.weights
+        (following, has_following), moments = self._following(gradients), self._moments(optimizers)
+        live, squares = mine != 0, self._sums(mine * mine)
+        first = self._sums(moments.first * moments.first)
+        compared, pushed = has_following & self._has_gradient, moments.has_first & self._has_gradient
+        unbiased = moments.has_both & self._has_gradient
+        columns = [
+            self._sums(live),
+            self._sums(live & (change != 0)),
+            self._sums(change * change),
+            self._sums(self.weights * self.weights),
+            np.where(compared, self._sums(mine * following), 0.0),
+            np.where(compared, squares, 0.0),
+            np.where(compared, self._sums(following * following), 0.0),
+            np.where(pushed, self._sums(mine * moments.first), 0.0),
+            np.where(pushed, squares, 0.0),
+            np.where(pushed, first, 0.0),
+            np.where(unbiased, first / moments.biases[:, 0] ** 2, 0.0),
+            np.where(unbiased, self._sums(moments.second) / moments.biases[:, 1], 0.0),
+        ]
+        shares = self._counts / np.array(self._lengths)
+        return np.stack(
+            [self._counts, np.array(self._lengths, dtype=np.float64), *(shares * one for one in columns)], 1
+        )
+
+    def _sums(self, values: NDArray[Any]) -> Values:
+        """Return the sum for each parameter."""
+        if not self._lengths:
+            return np.zeros(0)
+        found: Values = np.add.reduceat(values, self._starts, dtype=np.float64)
+        return found
+
+    def _same(self, tensors: Sequence[Tensor | None]) -> tuple[Values, Flags]:
+        """Return the same elements of other tensors, zeros for those that are not there, and which are."""
+        parts, there = [], np.zeros(len(tensors), dtype=bool)
+        for index, (tensor, length) in enumerate(zip(tensors, self._lengths, strict=True)):
+            part = None if tensor is None else sampled(tensor, self._most)
+            there[index] = part is not None and len(part) == length
+            parts.append(part if part is not None and there[index] else torch.zeros(length))
+        return _joined(parts), there
 
 
-def _found(state: Mapping[str, Any], names: Sequence[str], param: nn.Parameter, most: int) -> Tensor | None:
+def _joined(parts: Sequence[Tensor]) -> Values:
+    """Copy some tensors into one vector, each device being waited for once."""
+    if not parts:
+        return np.zeros(0)
+    together: dict[torch.device, list[Tensor]] = {}
+    for part in parts:
+        together.setdefault(part.device, []).append(part)
+    wholes = {device: torch.cat(found).to("cpu", torch.float64) for device, found in together.items()}
+    if len(wholes) == 1:
+        return wholes.popitem()[1].numpy()
+    pieces = {device: iter(torch.split(wholes[device], [*map(len, found)])) for device, found in together.items()}
+    return torch.cat([next(pieces[part.device]) for part in parts]).numpy()
+
+
+def _moments_of(
+    param: nn.Parameter, optimizer: Any, group: Mapping[str, Any]
+) -> tuple[Tensor | None, Tensor | None, tuple[float, float]]:
+    state = getattr(optimizer, "state", {}).get(param)
+    if not state:
+        return None, None, (0.0, 0.0)
+    first, second = (_found(state, names, param) for names in (_FIRST, _SECOND))
+    return first, second, _biases(group, state.get("step"))
+
+
+def _found(state: Mapping[str, Any], names: Sequence[str], param: nn.Parameter) -> Tensor | None:
     value = next((state[name] for name in names if name in state), None)
     fits = isinstance(value, Tensor) and value.shape == param.shape and value.dtype.is_floating_point
-    return sample(value, most) if fits and isinstance(value, Tensor) else None
+    return value if fits else None
 
 
 def _biases(group: Mapping[str, Any], step: object) -> tuple[float, float]:
@@ -187,22 +236,10 @@ def _biases(group: Mapping[str, Any], step: object) -> tuple[float, float]:
     return 1 - float(betas[0]) ** float(step), 1 - float(betas[1]) ** float(step)
 
 
-def _rows(before: Tensor, after: Tensor, others: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
-    """Return the change, and in float64 the rows change, weight and others, of which all products are needed."""
-    rows = torch.empty(2 + len(others), len(before), dtype=torch.float64, device=before.device)
-    change = rows[0].copy_(after).sub_(before)
-    rows[1] = before
-    for row, other in zip(rows[2:], others, strict=True):
-        if other is None:
-            row.zero_()
-        else:
-            row.copy_(other)
-    return change, rows
-
-
-def _added(sums: list[float], products: list[list[float]], one: int, other: int) -> list[float]:
-    found = (products[one][other], products[one][one], products[other][other])
-    return [total + product for total, product in zip(sums, found, strict=True)]
+def _fitting(gradient: Tensor | None, param: nn.Parameter) -> Tensor | None:
+    """Return a gradient that has all the elements of its parameter."""
+    size = _count(param) * (2 if param.is_complex() else 1)
+    return gradient if gradient is not None and gradient.numel() == size else None
 
 
 def _cosine(sums: list[float]) -> float | None:
@@ -222,8 +259,8 @@ def _learns(param: Tensor) -> bool:
     return param.requires_grad
 
 
-def _plain(param: Tensor) -> bool:
-    return param.layout is torch.strided
+def _shows(param: Tensor) -> bool:
+    return param.layout is torch.strided and _count(param) > 0
 
 
 def _count(param: Tensor) -> int:

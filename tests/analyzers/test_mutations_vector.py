@@ -116,9 +116,9 @@ def per_transition(self: GainProfile) -> list[float | None]:
     return [*self.gains(), 1.0]
 
 
-def gradient_times_rate(self: update_sums.WeightSample) -> dict[str, Tensor]:
+def gradient_times_rate(self: update_sums.WeightSample) -> update_sums.Values:
     """Guess the update from the gradient and the rate."""
-    return {name: weight - 0.1 * self.gradients[name] for name, weight in self.weights.items()}
+    return self.weights - 0.1 * self.gradients
 
 
 def swap(owner: object, name: str, naive: object) -> Patch:

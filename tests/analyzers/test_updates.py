@@ -284,7 +284,7 @@ def test_a_sampled_tensor_counts_as_the_whole_of_it(every_step: None) -> None:
 
 
 def test_many_large_tensors_share_the_elements_that_are_looked_at(every_step: None) -> None:
-    """A look takes about half a million elements at most, and still tells the ratio of the whole."""
+    """A look takes about an eighth of a million elements at most, and still tells the ratio of the whole."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(12)))
     before = torch.cat([param.detach().flatten() for param in model.parameters()])
@@ -297,5 +297,5 @@ def test_many_large_tensors_share_the_elements_that_are_looked_at(every_step: No
             optimizer.step()
     after = torch.cat([param.detach().flatten() for param in model.parameters()])
     found = report.analyzers["updates"]
-    assert found["num_sampled"] <= 1 << 19 < found["num_elements"] == len(after)
+    assert found["num_sampled"] <= 1 << 17 < found["num_elements"] == len(after)
     assert found["ratio"] == pytest.approx(float((after - before).norm() / before.norm()), rel=0.03)

@@ -82,7 +82,7 @@ class Model(nn.Module):
 
 LOOKS = [
     (cell_look, "sweep"),
-    (update_sums, "_rows"),
+    (update_sums, "_joined"),
     (probe, "take_output"),
     (probe, "take_gradient"),
     (gain_monitor, "_norms"),
