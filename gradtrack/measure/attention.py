@@ -27,14 +27,12 @@ class AttentionRows:
     @property
     def weights(self) -> Tensor:
         """Return the probabilities before dropout; a row that sees no key is all zero."""
-        return torch.softmax(self.logits.masked_fill(~self.visible, -math.inf), dim=-1).nan_to_num(nan=0.0)
+        return _weights(self.logits.masked_fill(~self.visible, -math.inf))
 
 
 def normalized_entropy(weights: Tensor, visible: Tensor) -> Tensor:
     """Return the entropy of each row over ln of the number of its visible keys; NaN with fewer than two of them."""
-    count = visible.sum(-1)
-    entropy = torch.special.entr(weights).sum(-1) / _log(count, weights)
-    return torch.where(count >= 2, entropy, math.nan)
+    return _over_uniform(torch.special.entr(weights).sum(-1), visible.sum(-1))
 
 
 def entropy_floor(spread: Tensor, count: Tensor) -> Tensor:
@@ -48,9 +46,7 @@ def entropy_floor(spread: Tensor, count: Tensor) -> Tensor:
 
 def sparsity(weights: Tensor, visible: Tensor) -> Tensor:
     """Return the share of a row's visible keys whose weight is below a tenth of the uniform weight."""
-    count = visible.sum(-1)
-    faint = (weights < _SPARSE / count.clamp_min(1).unsqueeze(-1)) & visible
-    return torch.where(count >= 2, faint.sum(-1) / count.clamp_min(1), math.nan)
+    return _share_of_faint(weights, visible.sum(-1))
 
 
 def head_diversity(weights: Tensor, visible: Tensor) -> Tensor:
@@ -58,12 +54,7 @@ def head_diversity(weights: Tensor, visible: Tensor) -> Tensor:
 
     0 means that all heads do the same, 1 that no two look at the same key; NaN for a single head or a single key.
     """
-    heads = weights.shape[-3]
-    count = visible.sum(-1).amax(-2)
-    mixed = torch.special.entr(weights.mean(-3)).sum(-1)
-    alone = torch.special.entr(weights).sum(-1).mean(-2)
-    largest = _log(count.clamp_max(max(heads, 2)), weights)
-    return torch.where((count >= 2) & (heads >= 2), ((mixed - alone) / largest).clamp_min(0.0), math.nan)
+    return _diversity(weights, torch.special.entr(weights).sum(-1), visible.sum(-1))
 
 
 def rank_residual(tokens: Tensor) -> float:
@@ -72,8 +63,7 @@ def rank_residual(tokens: Tensor) -> float:
     NaN where one of them is not finite.
     """
     values = tokens.double()
-    size = float(values.norm())
-    return float(centred(values).norm()) / size if size != 0 else 0.0
+    return _residual(values, centred(values))
 
 
 def mean_cosine(tokens: Tensor) -> float:
@@ -90,10 +80,23 @@ def mean_cosine(tokens: Tensor) -> float:
 
 def token_rank(tokens: Tensor) -> float:
     """Return the effective rank of the tokens after their mean is taken away; NaN where one is not finite."""
+    return _rank(centred(tokens.double()))
+
+
+def residual_and_rank(tokens: Tensor) -> tuple[float, float]:
+    """Return both, which have the mean to take away in common."""
     values = tokens.double()
-    if not bool(values.isfinite().all()):
-        return math.nan
-    return effective_rank(_singular_values(centred(values)))
+    found = centred(values)
+    return _residual(values, found), _rank(found)
+
+
+def _residual(values: Tensor, around: Tensor) -> float:
+    size = float(torch.linalg.vector_norm(values))
+    return float(torch.linalg.vector_norm(around)) / size if size != 0 else 0.0
+
+
+def _rank(around: Tensor) -> float:
+    return effective_rank(_singular_values(around)) if bool(around.isfinite().all()) else math.nan
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,32 +119,55 @@ def measure_heads(rows: AttentionRows) -> HeadStatistics | None:
 
     All but the largest logit is NaN for a head with a logit that is not finite.
     """
-    counted = (rows.visible.sum(-1) >= 2) & rows.genuine.unsqueeze(1)
+    count = rows.visible.sum(-1)
+    counted = (count >= 2) & rows.genuine.unsqueeze(1)
     num_rows = int(counted.any(1).sum())
     if num_rows == 0:
         return None
-    weights, visible = rows.weights, rows.visible
-    count = visible.sum(-1)
-    entropy = _only(normalized_entropy(weights, visible), counted)
-    broken = (~rows.logits.isfinite() & visible & counted.unsqueeze(-1)).any((0, 2, 3))
-    diversity = torch.where(rows.genuine, head_diversity(weights, visible), math.nan)
-    floor = entropy_floor(_spread(rows), count) / _log(count, weights)
-    softness = 1 - weights.square().sum(-1)
-    shown = rows.logits.masked_fill(~(visible & counted.unsqueeze(-1)), -math.inf)
+    hidden = ~rows.visible
+    masked, shown = rows.logits.masked_fill(hidden, -math.inf), rows.logits.masked_fill(hidden, 0.0)
+    weights = _weights(masked)
+    nats, total = torch.special.entr(weights).sum(-1), shown.sum(-1, dtype=torch.float64)
+    broken = (~total.isfinite() & counted).any((0, 2))
+    entropy = _only(_over_uniform(nats, count), counted)
+    floor = entropy_floor(_spread(shown, total, hidden, count), count) / _log(count, weights)
+    diversity = torch.where(rows.genuine, _diversity(weights, nats, count), math.nan)
     by_head = {
         "entropy": entropy,
         "floor": _only(floor, counted),
-        "sparsity": _only(sparsity(weights, visible), counted),
-        "softness": _only(softness, counted),
+        "sparsity": _only(_share_of_faint(weights, count), counted),
+        "softness": _only(1 - torch.linalg.vector_norm(weights, dim=-1).square(), counted),
     }
     return HeadStatistics(
         **{name: _mean(values).masked_fill(broken, math.nan) for name, values in by_head.items()},
-        max_logit=shown.amax((0, 2, 3)),
+        max_logit=masked.amax(-1).masked_fill(~counted, -math.inf).amax((0, 2)),
         low_entropy=torch.nanquantile(entropy.masked_fill(broken.unsqueeze(-1), math.nan), 0.05),
         diversity=diversity.nanmean().masked_fill(broken.any(), math.nan),
         num_rows=num_rows,
         num_keys=rows.logits.shape[-1],
     )
+
+
+def _weights(masked: Tensor) -> Tensor:
+    return torch.softmax(masked, dim=-1).nan_to_num(nan=0.0)
+
+
+def _over_uniform(nats: Tensor, count: Tensor) -> Tensor:
+    """Return an entropy over that of a uniform row."""
+    return torch.where(count >= 2, nats / _log(count, nats), math.nan)
+
+
+def _share_of_faint(weights: Tensor, count: Tensor) -> Tensor:
+    """Return the share of visible keys under a tenth of the uniform weight; keys that are not visible have none."""
+    faint = (weights < _SPARSE / count.clamp_min(1).unsqueeze(-1)).sum(-1) - (weights.shape[-1] - count)
+    return torch.where(count >= 2, faint / count.clamp_min(1), math.nan)
+
+
+def _diversity(weights: Tensor, nats: Tensor, count: Tensor) -> Tensor:
+    heads, count = weights.shape[-3], count.amax(-2)
+    mixed = torch.special.entr(weights.mean(-3)).sum(-1)
+    largest = _log(count.clamp_max(max(heads, 2)), weights)
+    return torch.where((count >= 2) & (heads >= 2), ((mixed - nats.mean(-2)) / largest).clamp_min(0.0), math.nan)
 
 
 def _singular_values(matrix: Tensor) -> Tensor:
@@ -160,13 +186,11 @@ def _log(count: Tensor, like: Tensor) -> Tensor:
     return count.clamp_min(2).to(like.dtype).log()
 
 
-def _spread(rows: AttentionRows) -> Tensor:
+def _spread(shown: Tensor, total: Tensor, hidden: Tensor, count: Tensor) -> Tensor:
     """Return the norm of each row's visible logits after their mean is taken away."""
-    visible = rows.visible
-    logits = rows.logits.masked_fill(~visible, 0.0)
-    mean = logits.sum(-1, keepdim=True) / visible.sum(-1, keepdim=True).clamp_min(1)
-    centred: Tensor = (logits - mean).masked_fill(~visible, 0.0)
-    return centred.double().square().sum(-1).sqrt()
+    centre = (total / count.clamp_min(1)).to(shown.dtype).unsqueeze(-1)
+    found: Tensor = torch.linalg.vector_norm((shown - centre).masked_fill(hidden, 0.0), dim=-1, dtype=torch.float64)
+    return found
 
 
 def _only(values: Tensor, counted: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradtrack.measure.attention import AttentionRows, mean_cosine, rank_residual, token_rank
+from gradtrack.measure.attention import AttentionRows, mean_cosine, residual_and_rank
 from gradtrack.measure.attention_calls import Limits
 
 
@@ -56,11 +56,11 @@ def token_statistics(sequences: Sequence[Tensor], rows: AttentionRows | None, li
         if rows is not None and rows.genuine.shape[0] > index and rows.genuine.shape[1] == len(picked):
             picked = picked[rows.genuine[index]]
         if len(picked) >= 2:
-            found.append((rank_residual(picked), mean_cosine(picked), token_rank(picked)))
+            found.append((*residual_and_rank(picked), mean_cosine(picked)))
     if not found:
         return None
-    cosines = [cosine for _, cosine, _ in found if not math.isnan(cosine)]
-    residual, _, rank = (sum(column) / len(found) for column in zip(*found, strict=True))
+    cosines = [cosine for _, _, cosine in found if not math.isnan(cosine)]
+    residual, rank, _ = (sum(column) / len(found) for column in zip(*found, strict=True))
     return TokenStatistics(residual, sum(cosines) / len(cosines) if cosines else math.nan, rank)
 
 
