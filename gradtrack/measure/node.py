@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from gradtrack.measure.samples import dot, sample, small_array
+from gradtrack.measure.loops import loops_over
+from gradtrack.measure.samples import dot, sampled, small_array
 from gradtrack.measure.squares import row_squares
 
 _MAX_ROWS: Final = 32
@@ -86,52 +87,83 @@ def axis_of(kind: str, parametric: bool, output: Tensor, parent: Node | None) ->
 
 def take_output(node: Node, output: Tensor) -> None:
     """Take in what a call has put out."""
-    if not _take_range(node, output):
+    squashes = node.kind == _TANH_CELLS  # what such a layer puts out has passed tanh
+    limit = TANH if squashes else TANH_LIMIT
+    counts = _survey(node, output, limit)
+    if counts is None:
+        _take_range(node, output)
+    if node.finite and (squashes or node.parametric) and not output.is_complex():
+        _take_saturation(node, output, limit, counts, squashes=squashes)
+
+
+def _survey(node: Node, output: Tensor, limit: float) -> NDArray[np.int64] | None:
+    """Take the range in one pass, and count what is beyond the limits of tanh and sigmoid, where that is compiled."""
+    compiled = loops_over(output) if output.ndim > 1 else None
+    if compiled is None:
+        return None
+    loops, values = compiled
+    num_units = output.shape[node.axis]
+    values = values.reshape((len(values), num_units, -1) if node.axis % output.ndim == 1 else (-1, num_units, 1))
+    low, high = np.full(num_units, np.inf, np.float32), np.full(num_units, -np.inf, np.float32)
+    counts = np.zeros(2, np.int64)
+    if loops.survey(values, low, high, limit, SIGMOID_LIMIT, counts):
+        _note_range(node, low.astype(np.float64), high.astype(np.float64), output.numel())
+    else:
         node.finite = False
-    elif output.is_complex():
-        return  # what is dead or saturated is defined for real numbers
-    elif node.kind == _TANH_CELLS:
-        _take_saturation(node, output, put_out=True)
-    elif node.parametric:
-        _take_saturation(node, output, put_out=False)
+    return counts
 
 
-def _take_saturation(node: Node, output: Tensor, *, put_out: bool) -> None:
-    """Note how much of a layer is where tanh and sigmoid are flat; what a layer has `put_out` has passed tanh."""
+def _take_saturation(
+    node: Node, output: Tensor, limit: float, counts: NDArray[np.int64] | None, *, squashes: bool
+) -> None:
+    """Note how much of a layer is where tanh and sigmoid are flat."""
     low, high = node.unit_min, node.unit_max
-    limit = TANH if put_out else TANH_LIMIT
     node.beyond_tanh = node.beyond_sigmoid = 0.0
     if low is not None and high is not None and max(-low.min(), high.max()) <= limit:
         return
-    small = small_array(output)
-    sizes = sample(output).abs_().float().cpu().numpy() if small is None else np.abs(small).reshape(-1)
-    node.beyond_tanh = float(np.count_nonzero(sizes > limit) / len(sizes))
-    if put_out:
-        node.slope_tanh = _size(1 - sizes**2)
+    shares = _beyond(output, limit) if counts is None else counts / output.numel()
+    node.beyond_tanh = float(shares[0])
+    node.beyond_sigmoid = 0.0 if squashes else float(shares[1])
+    if not squashes and node.beyond_tanh <= 0.5:
         return
-    if node.beyond_tanh > 0.5:
-        node.slope_tanh = _size(np.cosh(sizes.clip(max=_FLAT)) ** -2)
-    node.beyond_sigmoid = float(np.count_nonzero(sizes > SIGMOID_LIMIT) / len(sizes))
+    sizes = _sizes(output)
+    node.slope_tanh = _size(1 - sizes**2 if squashes else np.cosh(sizes.clip(max=_FLAT)) ** -2)
     if node.beyond_sigmoid > 0.5:
         node.slope_sigmoid = _size(np.cosh(sizes.clip(max=_FLAT) / 2) ** -2)
+
+
+def _sizes(output: Tensor) -> NDArray[Any]:
+    small = small_array(output)
+    return sampled(output).abs().float().cpu().numpy() if small is None else np.abs(small).reshape(-1)
+
+
+def _beyond(output: Tensor, limit: float) -> NDArray[np.float64]:
+    sizes = _sizes(output)
+    return np.array([np.count_nonzero(sizes > one) for one in (limit, SIGMOID_LIMIT)]) / len(sizes)
 
 
 def _size(values: NDArray[np.float32]) -> float:
     return float(np.sqrt(np.mean(values**2, dtype=np.float64)))
 
 
-def _take_range(node: Node, output: Tensor) -> bool:
-    """Note the range of every unit, and whether anything depends on the batch; return whether all of it is finite."""
+def _take_range(node: Node, output: Tensor) -> None:
+    """Note the range of every unit, or that not all of it is finite."""
     if output.ndim < 2 or output.is_complex():
         node.rows = output.numel() // node.width if output.ndim > 1 else 0
-        return bool(torch.isfinite(output).all())
+        node.finite = bool(torch.isfinite(output).all())
+        return
     low, high = _ranges(output, tuple(dim for dim in range(output.ndim) if dim != node.axis % output.ndim))
-    if not (np.isfinite(low).all() and np.isfinite(high).all()):
-        return False
+    if np.isfinite(low).all() and np.isfinite(high).all():
+        _note_range(node, low, high, output.numel())
+    else:
+        node.finite = False
+
+
+def _note_range(node: Node, low: NDArray[np.float64], high: NDArray[np.float64], count: int) -> None:
+    """Note the range of every unit, and whether anything depends on the batch."""
     node.unit_min, node.unit_max = low, high
-    node.rows = output.numel() // len(high)
-    node.varies = output.numel() == len(high) or bool((high - low > 1e-6 * np.maximum(high, -low)).any())
-    return True
+    node.rows = count // len(high)
+    node.varies = count == len(high) or bool((high - low > 1e-6 * np.maximum(high, -low)).any())
 
 
 def _ranges(output: Tensor, over: tuple[int, ...]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -147,25 +179,24 @@ def take_gradient(node: Node, gradient: Tensor) -> None:
     """Take in the gradient at a call's output; several arrive where a backward pass runs more than once."""
     units = gradient.movedim(node.axis, -1) if gradient.ndim > 1 else gradient
     rows = units.reshape(-1, units.shape[-1] if units.ndim else 1)
-    small = small_array(rows)
-    values = None if small is None else small.astype(np.float64)
-    squares = row_squares(rows) if values is None else np.einsum("ij,ij->i", values, values)
+    squares = row_squares(rows)
     size = math.sqrt(squares.sum())
     node.delta = size if node.delta is None else math.hypot(node.delta, size)
     if gradient.ndim > 1 and not rows.is_complex() and node.kind not in ("Embedding", "EmbeddingBag"):
-        node.rank, node.gram = math.nan, _gram(rows if values is None else values, squares)
+        node.rank, node.gram = math.nan, _gram(rows, squares)
 
 
-def _gram(rows: Tensor | NDArray[np.float64], squares: NDArray[np.float64]) -> NDArray[np.float64] | None:
+def _gram(rows: Tensor, squares: NDArray[np.float64]) -> NDArray[np.float64] | None:
     """Return the products of some rows of a gradient with each other, or nothing where too few are there."""
     alive = np.flatnonzero(squares)
     if len(alive) < _FEW_ROWS or not math.isfinite(squares.sum()):
         return None
     alive, every = alive[:: -(-len(alive) // _MAX_ROWS)], -(-rows.shape[1] // _MAX_COLUMNS)
-    if isinstance(rows, Tensor):
+    there = small_array(rows, rows.numel())
+    if there is None:
         part = rows[torch.from_numpy(alive).to(rows.device), ::every].double().cpu().numpy()
     else:
-        part = rows[alive, ::every]
+        part = there[alive, ::every].astype(np.float64)
     part = part / math.sqrt(squares.max())
     wide = torch.from_numpy(np.ascontiguousarray(part))  # the threads of numpy's BLAS would spin beside torch's
     product: NDArray[np.float64] = (wide @ wide.T).numpy()

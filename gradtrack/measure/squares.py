@@ -11,9 +11,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from gradtrack.measure.loops import loops_over
+
 _WIDTH: Final = 1024
 _WIDEST: Final = 2048
-_AT_ONCE: Final = 1 << 20
+_AT_ONCE: Final = 1 << 18
 _SMALLEST, _LARGEST = 1e-12, 1e18
 """Norms whose squares, and those of every element that matters to them, are ordinary float32 numbers."""
 
@@ -26,6 +28,11 @@ def row_squares(rows: Tensor) -> NDArray[np.float64]:
     """
     if rows.is_complex():
         rows = torch.view_as_real(rows.resolve_conj()).flatten(1)
+    compiled = loops_over(rows)
+    if compiled is not None:
+        loops, values = compiled
+        loops.add_squares(values, found := np.empty(len(values)))
+        return found
     if not rows.is_cpu or rows.dtype is torch.float64:
         return _norms(rows, torch.float64).square_().cpu().numpy()
     width = rows.shape[1]

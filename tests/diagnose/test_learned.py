@@ -199,7 +199,7 @@ def test_the_cheap_rank_is_no_more_than_the_effective_one(seed: int, rank: int, 
     """The rank by squares bounds the rank by entropy from below, so that it may rule out a bottleneck."""
     source = np.random.default_rng(seed)
     values = source.normal(size=(rows, rank)) @ source.normal(size=(rank, 20))
-    node = Node("layer", "Linear", True, 1, 20, gram=_gram(values, (values**2).sum(1)))
+    node = Node("layer", "Linear", True, 1, 20, gram=_gram(torch.from_numpy(values), (values**2).sum(1)))
     least = node.least_rank
     singular = np.linalg.svd(values[:: -(-rows // 32)], compute_uv=False)
     shares = singular / singular.sum()
