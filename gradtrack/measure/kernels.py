@@ -545,13 +545,14 @@ def measure(
     """Run the phases that are asked for and return the length of the line.
 
     The results hold a row per tensor, a row per group and the total; the heads a row per item. Nothing more
-    is run after preparing a line that is not short, or one with a tensor without memory (its length is -1).
+    is run after preparing a line that is not short, unless for a team, or one with a tensor without memory (its
+    length is -1).
     """
     length: int = _lay_out(table) if phases & PREPARE else table[START, -1]
     if phases & PREPARE:
         for row in range(results.shape[0]):
             _clear(results[row])
-        if not 0 <= length <= SHORT_LINE:
+        if length < 0 or (length > SHORT_LINE and not phases & TEAM_WORK):
             return length
     if phases & WORK:
         _measure_items(table, results, heads, progress, first, second, 0, 1)
@@ -677,7 +678,7 @@ SCALE_IN_TEAM: int = _scale_in_team.address
 def scale(phases: int, table: Integers, progress: Integers, coefficient: float) -> int:
     """Run the phases that are asked for (there is nothing to merge), as `measure` does."""
     length: int = _lay_out(table) if phases & PREPARE else table[START, -1]
-    if phases & PREPARE and not 0 <= length <= SHORT_LINE:
+    if phases & PREPARE and (length < 0 or (length > SHORT_LINE and not phases & TEAM_WORK)):
         return length
     if phases & WORK:
         _scale_items(table, progress, coefficient, 0, 1)

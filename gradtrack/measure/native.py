@@ -29,6 +29,9 @@ _layout = attrgetter("layout")
 _dtype = attrgetter("dtype")
 _is_cpu = attrgetter("is_cpu")
 _ALL_PHASES = kernels.PREPARE | kernels.WORK | kernels.MERGE
+_ALL_IN_TEAM = kernels.PREPARE | kernels.TEAM_WORK | kernels.MERGE
+_UNKNOWN = 0
+"""The length of a line that nobody has laid out yet."""
 
 
 @final
@@ -99,6 +102,7 @@ class NativeEngine:
         table[kernels.SIZE, :num_grads] = np.fromiter(map(torch.Tensor.numel, grads), np.int64, num_grads)
         codes = list(map(_CODES.__getitem__, map(_dtype, grads)))
         table[kernels.CODE, :num_grads] = codes
+        table[kernels.START, -1] = _UNKNOWN
         return table
 
     def measure(
@@ -121,10 +125,12 @@ class NativeEngine:
         table, progress = self.tabulate(grads) if table is None else table, np.zeros(kernels.PROGRESS, np.int64)
         table[kernels.GROUP, :num_grads] = group_of
         results = np.empty((num_grads + num_groups + 1, kernels.COLUMNS))
-        heads = np.empty((kernels.SHORT_LINE // kernels.ITEM_ELEMENTS, kernels.COLUMNS))
+        length = max(int(table[kernels.START, -1]), kernels.SHORT_LINE)
+        heads = np.empty((_count_items(length), kernels.COLUMNS))
         factors = _halves(exponent) if exponent else (1.0, 1.0)
-        length = kernels.measure(_ALL_PHASES, table, results, heads, progress, *factors)
-        if not 0 <= length <= kernels.SHORT_LINE:
+        phases = _gather_team(kernels.MEASURE_IN_TEAM, progress, length)
+        length = kernels.measure(phases, table, results, heads, progress, *factors)
+        if length < 0 or (length > kernels.SHORT_LINE and phases == _ALL_PHASES):
             heads = np.empty((_count_items(length), kernels.COLUMNS))
             rest = table, results, heads, progress, *factors
             _work_together(
@@ -140,8 +146,9 @@ class NativeEngine:
         Autograd is not told: the version counters stay, since nothing differentiates through these buffers.
         """
         table, progress = self.tabulate(grads) if table is None else table, np.zeros(kernels.PROGRESS, np.int64)
-        length = kernels.scale(_ALL_PHASES, table, progress, coefficient)
-        if not 0 <= length <= kernels.SHORT_LINE:
+        phases = _gather_team(kernels.SCALE_IN_TEAM, progress, int(table[kernels.START, -1]))
+        length = kernels.scale(phases, table, progress, coefficient)
+        if length < 0 or (length > kernels.SHORT_LINE and phases == _ALL_PHASES):
             rest = table, progress, coefficient
             _work_together(lambda phases: kernels.scale(phases, *rest), kernels.SCALE_IN_TEAM, progress, grads, length)
 
@@ -168,6 +175,16 @@ def _count_items(length: int) -> int:
             "Measure before the storage is freed."
         )
     return -(-length // kernels.ITEM_ELEMENTS)
+
+
+def _gather_team(in_team: int, progress: Integers, length: int) -> int:
+    """Return the phases that one call runs: in a team, whose place is told, a line that is known to be long."""
+    num_threads = torch.get_num_threads() if length > kernels.SHORT_LINE else 1
+    crew = team() if num_threads > 1 else None
+    if crew is None:
+        return _ALL_PHASES
+    progress[kernels.CREW] = *crew, in_team, num_threads
+    return _ALL_IN_TEAM
 
 
 def _work_together(
