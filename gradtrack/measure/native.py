@@ -30,6 +30,7 @@ _dtype = attrgetter("dtype")
 _is_cpu = attrgetter("is_cpu")
 _ALL_PHASES = kernels.PREPARE | kernels.WORK | kernels.MERGE
 _ALL_IN_TEAM = kernels.PREPARE | kernels.TEAM_WORK | kernels.MERGE
+_NUM_SHORT_ITEMS = kernels.SHORT_LINE // kernels.ITEM_ELEMENTS
 _UNKNOWN = 0
 """The length of a line that nobody has laid out yet."""
 
@@ -125,10 +126,11 @@ class NativeEngine:
         table, progress = self.tabulate(grads) if table is None else table, np.zeros(kernels.PROGRESS, np.int64)
         table[kernels.GROUP, :num_grads] = group_of
         results = np.empty((num_grads + num_groups + 1, kernels.COLUMNS))
-        length = max(int(table[kernels.START, -1]), kernels.SHORT_LINE)
-        heads = np.empty((_count_items(length), kernels.COLUMNS))
+        length = int(table[kernels.START, -1])
+        is_long = length > kernels.SHORT_LINE
+        phases = _gather_team(kernels.MEASURE_IN_TEAM, progress) if is_long else _ALL_PHASES
+        heads = np.empty((_count_items(length) if is_long else _NUM_SHORT_ITEMS, kernels.COLUMNS))
         factors = _halves(exponent) if exponent else (1.0, 1.0)
-        phases = _gather_team(kernels.MEASURE_IN_TEAM, progress, length)
         length = kernels.measure(phases, table, results, heads, progress, *factors)
         if length < 0 or (length > kernels.SHORT_LINE and phases == _ALL_PHASES):
             heads = np.empty((_count_items(length), kernels.COLUMNS))
@@ -146,7 +148,8 @@ class NativeEngine:
         Autograd is not told: the version counters stay, since nothing differentiates through these buffers.
         """
         table, progress = self.tabulate(grads) if table is None else table, np.zeros(kernels.PROGRESS, np.int64)
-        phases = _gather_team(kernels.SCALE_IN_TEAM, progress, int(table[kernels.START, -1]))
+        is_long = int(table[kernels.START, -1]) > kernels.SHORT_LINE
+        phases = _gather_team(kernels.SCALE_IN_TEAM, progress) if is_long else _ALL_PHASES
         length = kernels.scale(phases, table, progress, coefficient)
         if length < 0 or (length > kernels.SHORT_LINE and phases == _ALL_PHASES):
             rest = table, progress, coefficient
@@ -177,9 +180,9 @@ def _count_items(length: int) -> int:
     return -(-length // kernels.ITEM_ELEMENTS)
 
 
-def _gather_team(in_team: int, progress: Integers, length: int) -> int:
-    """Return the phases that one call runs: in a team, whose place is told, a line that is known to be long."""
-    num_threads = torch.get_num_threads() if length > kernels.SHORT_LINE else 1
+def _gather_team(in_team: int, progress: Integers) -> int:
+    """Return the phases that one call runs of a line that is known to be long: in a team, which is told its work."""
+    num_threads = torch.get_num_threads()
     crew = team() if num_threads > 1 else None
     if crew is None:
         return _ALL_PHASES

@@ -41,36 +41,49 @@ class FixedStrategy(Strategy):
 
 
 class AdaptiveStrategy(Strategy):
-    """A percentile of the recent pre-clip norms, as `numpy.percentile` has it, without the current one."""
+    """A percentile of the recent pre-clip norms, as `numpy.percentile` has it, without the current one.
+
+    The norms are kept in order only while somebody asks for the percentile, at every step.
+    """
 
     def __init__(self) -> None:
         self._recent: deque[float] = deque()
-        self._sorted: list[float] = []
+        self._sorted: list[float] | None = None
+        self._asked = False
         self._seen = 0
 
     def threshold(self, config: GradientConfig) -> float:
+        self._asked = True
         if self._seen < WARMUP:
             return config.max_grad_norm
         self._shrink(config.adaptive_window_size)
+        if self._sorted is None:
+            self._sorted = sorted(self._recent)
         return percentile(self._sorted, config.adaptive_percentile) or config.max_grad_norm
 
     def observe(self, norm: float, clipped_norm: float, config: GradientConfig) -> None:
+        if not self._asked:
+            self._sorted = None
+        elif self._sorted is not None:
+            insort(self._sorted, norm)
+        self._asked = False
         self._recent.append(norm)
-        insort(self._sorted, norm)
         self._seen += 1
         if len(self._recent) > config.adaptive_window_size:
             self._shrink(config.adaptive_window_size)
 
     def _shrink(self, size: int) -> None:
         while len(self._recent) > size:
-            del self._sorted[bisect_left(self._sorted, self._recent.popleft())]
+            oldest = self._recent.popleft()
+            if self._sorted is not None:
+                del self._sorted[bisect_left(self._sorted, oldest)]
 
     def state_dict(self) -> dict[str, Any]:
         return {"recent": list(self._recent), "seen": self._seen}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._recent = deque(float(norm) for norm in state["recent"])
-        self._sorted = sorted(self._recent)
+        self._sorted = None
         self._seen = int(state["seen"])
 
 

@@ -117,9 +117,12 @@ class History:
         self._mean, self._squares, self._last, self._min, self._max = (float(value) for value in state["norms"])
 
     def _add_norm(self, norm: float) -> None:
-        self._count["norms"] += 1
+        count = self._count["norms"] = self._count["norms"] + 1
         change = norm - self._mean
-        self._mean += change / self._count["norms"]
+        self._mean += change / count
         self._squares += change * (norm - self._mean)
         self._last = norm
-        self._min, self._max = min(self._min, norm), max(self._max, norm)
+        if norm < self._min:
+            self._min = norm
+        if norm > self._max:
+            self._max = norm

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import statistics
+from collections import deque
 from typing import Final, final
 
 from gradtrack.config import GradientConfig
 from gradtrack.diagnose.evidence import Evidence
 from gradtrack.diagnose.rule import Rule
-from gradtrack.diagnose.window import RollingMedian
 from gradtrack.reports import Issue, IssueSeverity, IssueType
 
 _WINDOW: Final = 20
@@ -24,7 +25,7 @@ class ClipSaturatedRule(Rule):
     """
 
     def __init__(self) -> None:
-        self.excess = RollingMedian(_WINDOW)
+        self.excess: deque[float] = deque(maxlen=_WINDOW)
 
     def judge(self, evidence: Evidence, config: GradientConfig) -> list[Issue]:
         log_norm, limit = evidence.log_norm, evidence.clip_threshold
@@ -32,10 +33,13 @@ class ClipSaturatedRule(Rule):
             return []
         if "max_grad_norm" not in config.model_fields_set:
             return []
-        self.excess.push(log_norm - math.log(limit) if evidence.clipped else -1.0)
-        if len(self.excess) < _WINDOW or self.excess.median < _EXCESS:
+        self.excess.append(log_norm - math.log(limit) if evidence.clipped else -1.0)
+        if len(self.excess) < _WINDOW or max(self.excess) < _EXCESS:
             return []
-        share = sum(excess > 0 for excess in self.excess.values) / _WINDOW
+        median = statistics.median(self.excess)
+        if median < _EXCESS:
+            return []
+        share = sum(excess > 0 for excess in self.excess) / _WINDOW
         if share <= _SHARE:
             return []
         return [
@@ -44,15 +48,13 @@ class ClipSaturatedRule(Rule):
                 severity=IssueSeverity.LOW,
                 message=(
                     f"{share:.0%} of the last {_WINDOW} steps were clipped, at a median norm of "
-                    f"{math.exp(self.excess.median):.3g} times the limit {limit:g}: the norm no longer matters."
+                    f"{math.exp(median):.3g} times the limit {limit:g}: the norm no longer matters."
                 ),
                 statistic="median_norm_over_limit",
-                value=math.exp(self.excess.median),
+                value=math.exp(median),
                 threshold=math.exp(_EXCESS),
                 window=_WINDOW,
                 step=evidence.step,
-                recommendation=(
-                    f"Set max_grad_norm near {math.exp(self.excess.median) * limit:.2g}, or scale the loss down."
-                ),
+                recommendation=(f"Set max_grad_norm near {math.exp(median) * limit:.2g}, or scale the loss down."),
             )
         ]
