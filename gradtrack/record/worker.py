@@ -26,14 +26,15 @@ _CLOSING_DELAY_SECONDS: Final = 0.5
 _ENDING_SHARE: Final = 0.25
 """The part of the time for a close in which no failed write is tried again: the backend may need it to end well."""
 _IDLE_SECONDS: Final = 1.0
-_GATHER_SECONDS: Final = 0.05
+_GATHER_SECONDS: Final = 2.0
+"""For how long rows come together: a batch of many costs a tracker less than many of few do."""
 _POLL_SECONDS: Final = 0.05
 _REST: Final = 3.0
 _REST_OF_INTERPRETER: Final = 9.0
-"""How long a worker rests after a write, in times of its duration and of what of that it computed here, holding the
-interpreter: while training goes on and few rows wait."""
+"""How long a worker rests after it has written what was there: in times of how long that took, and of what of it was
+computed here, holding the interpreter. It does so while training goes on and few rows wait."""
 _LONGEST_REST_SECONDS: Final = 5.0
-_MANY_ROWS: Final = 1000
+_MANY_ROWS: Final = 4096
 
 
 @dataclass(slots=True)
@@ -124,15 +125,17 @@ class Worker:
         return not self._thread.is_alive()
 
     def _work(self) -> None:
+        target, begin, computed = 0, 0.0, 0.0
         while not self._out_of_time():
             rows = self.feed.take(BATCH_ROWS, _IDLE_SECONDS)
-            begin, computed = time.monotonic(), time.thread_time()
+            if rows and rows[0][0] >= target:  # what was there before is written: a new round begins
+                target, begin, computed = self.feed.accepted, time.monotonic(), time.thread_time()
             if rows:
                 self._deliver(rows)
             self._flush_due()
             if self._end is not None and self.feed.position >= self.feed.accepted:
                 break
-            if rows:
+            if rows and self.feed.position >= target:
                 taken, of_interpreter = time.monotonic() - begin, time.thread_time() - computed
                 self._rest(max(_REST * taken, _REST_OF_INTERPRETER * of_interpreter))
         self._close()
