@@ -90,6 +90,24 @@ def test_many_steps_travel_together(tmp_path: Path) -> None:
     assert len(recorder.batches) <= 6
 
 
+def test_what_waits_is_written_before_the_next_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker rests once for all the rows that were there, not after each batch of them."""
+    rested: list[int] = []
+    monkeypatch.setattr(worker_module.Worker, "_rest", lambda self, _: rested.append(self.feed.position))
+    gate = Gate()
+    recorder = Recorder(gate)
+    delivery = deliver(tmp_path, recorder)
+    delivery.write(row(0))
+    assert gate.entered.wait(30)
+    for step in range(1, 601):
+        delivery.write(row(step))
+    gate.opened.set()
+    recorder.wait_for(601)
+    delivery.close()
+    assert recorder.batches == [1, 256, 256, 88]
+    assert set(rested) <= {1, 601}
+
+
 @pytest.fixture
 def resting(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[Recorder, Delivery]:
     """Give a backend that has one row, and whose worker rests as long as nobody needs it."""
