@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,7 +18,6 @@ from gradtrack.gauge import Gauge
 from gradtrack.judgement import Judgement
 from gradtrack.late import LateStep, can_wait, on_device
 from gradtrack.live import LiveAnalyzers
-from gradtrack.measure.agreement import digest
 from gradtrack.measure.gradients import Gradients, SharedGradients
 from gradtrack.measure.measurer import Measurer
 from gradtrack.measure.moments import Moments
@@ -32,9 +30,10 @@ from gradtrack.protect.guard import Guard
 from gradtrack.protect.nonfinite import NaNInfHandler
 from gradtrack.reports import Issue, LateReport, StepReport
 from gradtrack.scaling import Scale, ScalerLog
+from gradtrack.shared_reading import SharedReading
 from gradtrack.stepping import Stepping
+from gradtrack.waiting import WaitingStep
 
-Take = Callable[[Sequence[float], int], None]
 Components = tuple[GradientMonitor, GradientClipper, NaNInfHandler]
 
 
@@ -60,6 +59,7 @@ class Pair:
         self.guard = Guard(self.handler, self.clipper)
         self.gauge = Gauge(model, config, measurer, process_group)
         self.judgement = Judgement(config, self.monitor)
+        self._sharing = SharedReading(self.gauge, self.guard, self.judgement, analyzers)
         self.scaler_log = ScalerLog()
         self.step_count = 0
         self.flight = FlightRecorder()
@@ -67,8 +67,7 @@ class Pair:
         self.seen_before_step = False
         """Whether the loop itself has shown the gradients for the optimizer's coming step."""
         self._loss: Tensor | float | None = None
-        self._late: Outcome | None = None
-        self._settling = threading.RLock()
+        self._waiting = WaitingStep(self._conclude_late)
         self._stepping = Stepping()
         self.bind(optimizers)
 
@@ -145,11 +144,7 @@ class Pair:
 
     def take_late(self) -> Outcome | None:
         """Return the last step with its numbers, where nobody has waited for them so far."""
-        outcome, self._late = self._late, None
-        if outcome is None or (outcome.pending is not None and not outcome.pending.readable):
-            return None
-        self._settle(outcome)
-        return outcome
+        return self._waiting.take()
 
     def _open(self, grads: Gradients, *, epoch: int | None, batch: object, repeated: bool) -> Outcome:
         """Begin the report of a step with what is known before its numbers."""
@@ -166,10 +161,6 @@ class Pair:
         outcome.report = StepReport.deferred(facts.fields, **known)
         return outcome
 
-    def _late_fields(self, outcome: Outcome) -> dict[str, Any]:
-        self._settle(outcome)
-        return outcome.facts.fields()
-
     def _may_be_late(self, grads: Gradients, outcome: Outcome, *, scaled: bool) -> bool:
         """Whether nobody needs the numbers of this step before the next one."""
         return (
@@ -183,28 +174,14 @@ class Pair:
         self.gauge.fit(grads, outcome.facts)
         outcome.pending = LateStep(grads, loss, self.clipper, self.handler, variances=outcome.facts.full)
         outcome.pending.protect(grads, self.optimizers, scaled=outcome.scale is not None)
-        outcome.report.defer_to(lambda: self._late_fields(outcome))
         self._stepping.may_hold_found_inf = True
-        self._late = outcome
+        self._waiting.hold(outcome)
         self.analyzers.arm(self.model, self.step_count + 1)
 
-    def _settle(self, outcome: Outcome) -> None:
-        """Wait for the numbers of a late step, and judge it."""
-        with self._settling:
-            late = outcome.pending
-            if late is not None:
-                self._take_numbers(late, outcome)
-                outcome.pending = None
-
-    def _take_numbers(self, late: LateStep, outcome: Outcome) -> None:
-        facts = outcome.facts
-        moments, facts.loss = late.read()
-        facts.take(moments)
-        facts.deviations = late.deviations
-        facts.nan_inf, facts.clipping = late.nan_inf(moments), late.clipping(moments)
-        facts.skipped = facts.nan_inf["action"] in ("skip", "scaler")
+    def _conclude_late(self, moments: Moments, outcome: Outcome) -> None:
+        """Judge and keep a step whose numbers have come."""
         self._judge(moments, outcome)
-        outcome.report.defer_to(facts.fields)  # so that a report that nobody reads keeps no model alive
+        outcome.report.defer_to(outcome.facts.fields)  # so that a report that nobody reads keeps no model alive
         self._keep(moments, outcome)
 
     def _finish(self, grads: Gradients, outcome: Outcome, loss: Tensor | float | None) -> None:
@@ -214,7 +191,8 @@ class Pair:
         scaled = outcome.scale is not None
         row_due = outcome.event and facts.full
         if isinstance(grads, SharedGradients):
-            moments = self._read_shared(grads, outcome, loss, row_due=row_due)
+            shown = partial(self._unmeasured_snapshot, grads)
+            moments = self._sharing.read(grads, outcome, loss, row_due=row_due, shown=shown)
         else:
             moments = self.gauge.read(grads, facts, loss, row_due=row_due)
         made = self.guard.protect(grads, moments, self._stepped, scaled=scaled, remember=not outcome.repeated)
@@ -230,45 +208,6 @@ class Pair:
             self.gauge.weigh(facts)
         self._look(grads, outcome)
         self._keep(moments, outcome)
-
-    def _read_shared(
-        self, grads: SharedGradients, outcome: Outcome, loss: Tensor | float | None, *, row_due: bool
-    ) -> Moments:
-        """Measure gradients that are spread over ranks, and take what the ranks have sent with their sums."""
-        more, take = self._meet(grads, outcome)
-        moments = self.gauge.read_shared(
-            grads,
-            outcome.facts,
-            loss,
-            row_due=row_due,
-            first_nonfinite=not (self.judgement.nonfinite_before or outcome.repeated),
-            limited=self.guard.foresight(scaled=outcome.scale is not None),
-            more=more,
-        )
-        take(grads.more, len(grads.ranks.members))
-        return moments
-
-    def _meet(self, grads: Gradients, outcome: Outcome) -> tuple[Sequence[float], Take]:
-        """Agree with the other ranks; return what they add up for the analyzers, and what takes the sums."""
-        common = self.gauge.meet(self._remembered, self.analyzers.offers)
-        if common is not None:
-            self.analyzers.share(common)
-        if outcome.repeated or not self.gauge.has_shards:
-            return (), _nothing
-        shown, groups = partial(self._unmeasured_snapshot, grads), self.gauge.groups_to_send()
-        more, take_sums = self.analyzers.contribute(self.step_count, groups, shown)
-
-        def take(sums: Sequence[float], num_ranks: int) -> None:
-            take_sums(sums, num_ranks)
-            if self.analyzers.verdicts is not None:
-                self.judgement.hear(self.analyzers.verdicts)
-
-        return more, take
-
-    def _remembered(self) -> dict[str, Any]:
-        """Return what ranks decide by beside the settings and the sums: it has to be the same on all of them."""
-        memory = digest((self.clipper.state_dict(), self.judgement.nonfinite_before))
-        return {"step": self.step_count, "max_grad_norm": self.config.max_grad_norm, "memory": memory}
 
     def _keep(self, moments: Moments, outcome: Outcome) -> None:
         facts = outcome.facts
@@ -377,10 +316,6 @@ class Pair:
         self.analyzers.close_steps = list(state.get("close_steps", ()))
         self.analyzers.close()
         self.analyzers.arm(self.model, self.step_count + 1)
-
-
-def _nothing(sums: Sequence[float], num_ranks: int) -> None:
-    """Take no sums."""
 
 
 def _summable(loss: Tensor | float) -> Tensor | float:

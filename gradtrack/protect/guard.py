@@ -33,15 +33,15 @@ class Guard:
     """Makes measured gradients safe to step with, as the handler's and the clipper's configuration says."""
 
     def __init__(self, handler: NaNInfHandler, clipper: GradientClipper) -> None:
-        self._handler, self._clipper = handler, clipper
+        self._handler, self.clipper = handler, clipper
 
     def foresight(self, *, scaled: bool) -> Foresight | None:
         """Return what tells how clipping is going to limit the gradients that are here, unless the norm is enough."""
-        if not self._clipper.is_elementwise:
+        if not self.clipper.is_elementwise:
             return None
         config = self._handler.config
         replaces = config.enable_nan_inf_check and config.nonfinite_action == "replace" and not scaled
-        return partial(self._clipper.foresee, replace=self._handler.replace if replaces else None)
+        return partial(self.clipper.foresee, replace=self._handler.replace if replaces else None)
 
     def protect(self, grads: Gradients, moments: Moments, owned: Owned, *, scaled: bool, remember: bool) -> Protection:
         """Act on the gradients; `owned` returns the parameters that a skipped step must not move.
@@ -53,13 +53,13 @@ class Guard:
             return self._too_late(grads, moments)
         if moments.finite or not self._handler.config.enable_nan_inf_check:
             action = "none" if self._handler.config.enable_nan_inf_check else "off"
-            clipping = self._clipper.clip(grads, moments, remember=remember)
+            clipping = self.clipper.clip(grads, moments, remember=remember)
             return Protection({"action": action}, clipping if moments.finite else _with_true_norm(clipping, moments))
         found = self._handle(grads, moments, owned, scaled=scaled)
         action = found["action"]
         error = self._handler.error(found) if action == "raise" else None
         now = self._handler.replaced(grads, moments) if action == "replace" else moments
-        clipping = _with_true_norm(self._clipper.clip(grads, now, remember=remember), moments)
+        clipping = _with_true_norm(self.clipper.clip(grads, now, remember=remember), moments)
         if action == "skip":
             clipping["norm_after"] = None
         return Protection(found, clipping, skipped=action in ("skip", "scaler"), error=error)
@@ -69,7 +69,7 @@ class Guard:
         counts = {} if moments.finite else count_nonfinite(grads.layout.names, moments)
         checks = self._handler.config.enable_nan_inf_check
         action = "off" if not checks else "none" if moments.finite else "report"
-        norm, clip_type = moments.norm, self._clipper.config.effective_clip_type
+        norm, clip_type = moments.norm, self.clipper.config.effective_clip_type
         clipping = {"enabled": False, "clip_type": clip_type, "norm_before": norm, "norm_after": norm}
         return Protection({**counts, "action": action} if checks else {"action": action}, clipping)
 
