@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Final, TypeVar
@@ -117,8 +117,16 @@ class Sample:
 class Case:
     """A run as the rules see it: the plain numbers of every step, the samples of some, and verdicts given before."""
 
-    def __init__(self, series: Series, samples: Sequence[Sample], standing: Sequence[Issue] = ()) -> None:
+    def __init__(
+        self,
+        series: Series,
+        samples: Sequence[Sample],
+        standing: Sequence[Issue] = (),
+        from_start: Collection[str] = (),
+    ) -> None:
         self.series, self.samples, self.standing = series, list(samples), standing
+        self.from_start = from_start
+        """The keys of those of the verdicts that the first window gave already."""
 
     @property
     def step(self) -> int:
@@ -130,7 +138,7 @@ class Case:
         """Return the run as it was after each of the last samples, with the verdicts that stand now."""
         last = len(self.samples)
         found = [
-            Case(self.series, self.samples[:end], self.standing)
+            Case(self.series, self.samples[:end], self.standing, self.from_start)
             for end in range(max(_FEWEST, last - KEPT_WINDOWS), last + 1)
         ]
         for case in found:

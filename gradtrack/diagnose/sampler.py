@@ -53,7 +53,7 @@ class FlowSampler:
     @property
     def case(self) -> Case:
         """Return the evidence gathered so far."""
-        return Case(self.series, self.samples, self._standing.issues(self.series))
+        return Case(self.series, self.samples, self._standing.issues(self.series), self._standing.from_start)
 
     def arm(self, model: nn.Module, *, stale: bool = True) -> None:
         """Hook a model for the coming step."""

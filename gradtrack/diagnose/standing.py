@@ -42,6 +42,11 @@ class Standing:
                 merged[issue.key] = issue if known is None else issue.model_copy(update={"step": known.step})
         return [issue for issue in merged.values() if not self._came_well(issue, series)]
 
+    @property
+    def from_start(self) -> frozenset[str]:
+        """Return the keys of the issues that were there when units were judged first."""
+        return frozenset(key for key, absent in self._absent.items() if absent is None)
+
     def _came_well(self, issue: Issue, series: Series) -> bool:
         if issue.issue_type is IssueType.BOTTLENECK:  # which is none where the loss has halved with it
             return series.has_halved

@@ -106,6 +106,20 @@ def test_a_group_whose_first_step_made_it_worse_is_named() -> None:
     assert keys(model, torch.optim.Adam(groups), steps=100)[0] == "LR_TOO_HIGH:4"
 
 
+def test_what_is_ruined_later_is_not_laid_on_the_first_step() -> None:
+    """A first step that moved one weight far, and did no harm, has not silenced the units that are lost fifty steps on."""
+    model = body()
+
+    def disturb(step: int) -> None:
+        with torch.no_grad():
+            if step == 2:  # between the first step and the second
+                model[2].weight.add_(0.3 * model[2].weight.std() * torch.randn_like(model[2].weight))
+            if step == 48:
+                model[2].bias.fill_(-50.0)
+
+    assert keys(model, torch.optim.SGD(model.parameters(), 0.02), before=disturb, steps=80) == ["SATURATION:2"]
+
+
 def test_a_single_matrix_may_be_thrown_away() -> None:
     """Nothing rests on what a softmax regression began with, so that a step may leave nothing of it."""
     torch.manual_seed(0)

@@ -51,14 +51,15 @@ def judge(case: Case) -> list[Issue]:
 def _thrown_part(case: Case) -> Issue | None:
     """Judge a weight that the very first step moved far, unlike the others, and with harm.
 
-    That is units of its layer that are off or at the ends of their range since, or little that is left of the weight
-    and a loss that was worse at once.
+    That is units of its layer that are off or at the ends of their range from then on, or little that is left of the
+    weight and a loss that was worse at once.
     """
     ratios = _of_grown(case, case.moved[0]) if case.moved and case.moved[0].step == 1 else {}
     name = max(ratios, key=lambda name: ratios[name], default="")
     if not name or not ratios[name] > max(_HIGH, _APART * median(ratios.values())):
         return None
-    ruined = {issue.layer for issue in case.standing if issue.issue_type in (IssueType.DEAD, IssueType.SATURATION)}
+    known = [issue for issue in case.standing if issue.issue_type in (IssueType.DEAD, IssueType.SATURATION)]
+    ruined = {issue.layer for issue in known if issue.key in case.from_start}
     losses = case.series.first_losses[:_FIRST]
     worse = len(losses) == _FIRST and 0 < _HARM * losses[0] < median(losses[1:])
     if module_of(name) not in ruined and not (worse and ratios[name] > _THROWN):
