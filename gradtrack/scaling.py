@@ -111,13 +111,14 @@ class UnseenSkips:
 
     def count(self, scaler: torch.amp.GradScaler) -> int:
         """Count them, and remember by what the scaler decides after the step of now."""
-        scale, expected = scaler.get_scale(), self._expected(scaler)
+        scale, expected, before = scaler.get_scale(), self._expected(scaler), self._tracker
         self._scaler, self._last, self._tracker = weakref.ref(scaler), scale, scaler._get_growth_tracker()
         self._states = scaler._per_optimizer_states  # of all of its optimizers, ours or not; it begins new ones
-        if not 0.0 < scale < expected or self._tracker:  # a step left out begins the count to the next growth anew
+        # A step left out begins the count to the next growth anew; whoever sets the scale by hand leaves it.
+        if not 0.0 < scale < expected or self._tracker >= before > 0:
             return 0
         steps = math.log(scale / expected) / math.log(scaler.get_backoff_factor())
-        return round(steps) if math.isclose(steps, round(steps), abs_tol=1e-3) else 0  # or somebody has set the scale
+        return round(steps) if math.isclose(steps, round(steps), abs_tol=1e-3) else 0
 
     def _expected(self, scaler: torch.amp.GradScaler) -> float:
         """Return the scale that there is if no step was left out unseen."""

@@ -183,6 +183,20 @@ def test_skips_of_another_model_are_not_ours() -> None:
     assert told(managers[1].reports) == [(1024.0, 0, 0), (512.0, 1, 0)]
 
 
+def test_skips_are_told_where_another_model_has_stepped_since() -> None:
+    """Two models in turn with one scaler, which is updated after each: the other's steps count to the next growth."""
+    models, scaler = (small_model(), small_model()), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    optimizers = [optimizer_of(model) for model in models]
+    manager = watch(models[0], optimizers[0])
+    for bad in (False, False, True, True, False):
+        for model, optimizer, factor in zip(models, optimizers, (math.inf if bad else 1.0, 1.0), strict=True):
+            torch.autograd.backward(scaler.scale(batch_loss(model)) * factor)
+            scaler.step(optimizer)
+            scaler.update()
+            model.zero_grad()
+    assert told(manager.reports) == [(1024.0, 0, 0), (1024.0, 0, 0), (256.0, 2, 0)]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_weights_and_autocast(dtype: torch.dtype) -> None:
     """Norms of half precision gradients are exact sums, under autocast with float32 weights too."""
