@@ -13,7 +13,7 @@ from typing import Any, Final
 from gradtrack.backends.base import Backend
 from gradtrack.errors import PermanentBackendError
 from gradtrack.record.faults import Faults
-from gradtrack.record.feed import Feed, Row
+from gradtrack.record.feed import QUEUE_ROWS, Feed, Row
 from gradtrack.record.first_at_exit import come_first
 from gradtrack.record.offsets import Offsets
 from gradtrack.record.writer import Writer
@@ -34,7 +34,8 @@ _REST_OF_INTERPRETER: Final = 9.0
 """How long a worker rests after it has written what was there: in times of how long that took, and of what of it was
 computed here, holding the interpreter. It does so while training goes on and few rows wait."""
 _LONGEST_REST_SECONDS: Final = 5.0
-_MANY_ROWS: Final = 4096
+_MANY_ROWS: Final = QUEUE_ROWS // 2
+"""With so many rows waiting there is no rest: the queue still has room for those that come meanwhile."""
 
 
 @dataclass(slots=True)
