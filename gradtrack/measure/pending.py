@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
+from operator import mul
 from typing import Any, Final
 
 import torch
@@ -43,7 +45,7 @@ def _along(params: Iterable[nn.Parameter], axis: int) -> Iterator[tuple[nn.Param
         if axis >= len(grad.placements) or not param.placements[axis].is_replicate():  # type: ignore[attr-defined]
             continue
         small = local_part(grad).numel() < _LARGE and not grad.is_complex()
-        if small and grad.placements[axis].is_partial("sum"):
+        if small and getattr(grad.placements[axis], "reduce_op", None) == "sum":
             yield param, grad
 
 
@@ -60,5 +62,10 @@ def _add_up_along(mesh: Any, axis: int, params: list[nn.Parameter]) -> None:
         placements = list(grad.placements)
         placements[axis] = Replicate()
         param.grad = DTensor.from_local(
-            piece.view(part.shape), mesh, placements, run_check=False, shape=grad.shape, stride=grad.stride()
+            piece.view(part.shape), mesh, placements, run_check=False, shape=grad.shape, stride=_strides(grad.shape)
         )
+
+
+def _strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor."""
+    return tuple(accumulate(reversed(shape[1:]), mul, initial=1))[::-1] if shape else ()

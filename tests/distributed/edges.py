@@ -22,6 +22,8 @@ from gradtrack import GradientManager, registry
 from gradtrack.analyzers.base import always
 from gradtrack.errors import UsageError
 from gradtrack.measure.measurer import Measurer
+from gradtrack.measure.pending import add_up
+from gradtrack.measure.shards import local_gradient
 from gradtrack.measure.table import ParameterTable
 from tests.distributed.communication import Counted
 
@@ -147,6 +149,33 @@ def dead_units(mesh: Any, num_dead: int) -> dict[str, Any]:
     return {"healthy": healthy, "opened": opened, "told": [issue.layer for issue in manager.diagnose()]}
 
 
+def pending(mesh: Any) -> list[bool]:
+    """Say of gradients that wait for a sum whether they are what torch makes of each by itself."""
+    several, sums, whole = init_device_mesh("cpu", (2, 1)), Partial(), Replicate()
+    cases: list[tuple[Any, Any, list[Any], list[Any], torch.dtype]] = [
+        ((4, 6), mesh, [whole], [sums], torch.float32),
+        ((4, 6), mesh, [whole], [sums], torch.bfloat16),
+        ((3,), mesh, [whole], [sums], torch.complex64),
+        ((), mesh, [whole], [sums], torch.float32),
+        ((0,), mesh, [whole], [sums], torch.float32),
+        ((4,), mesh, [whole], [Partial("avg")], torch.float32),
+        ((4, 2), several, [whole, whole], [sums, sums], torch.float32),
+        ((4, 2), several, [whole, Shard(0)], [sums, Shard(0)], torch.float32),
+        ((2,), mesh, [whole], [whole], torch.float32),
+    ]
+    params, expected = [], []
+    for shape, home, placements, given, dtype in cases:
+        param: Any = nn.Parameter(distribute_tensor(torch.zeros(shape, dtype=dtype), home, placements))
+        local = torch.full(shape, 1.0 + dist.get_rank()).to(dtype)
+        param.grad = DTensor.from_local(local, home, given, run_check=False)
+        expected.append(param.grad.redistribute(placements=placements).to_local())
+        params.append(param)
+    add_up(params)
+    found = [local_gradient(param) for param in params]
+    wanted = [torch.view_as_real(one) if one.is_complex() else one for one in expected]
+    return [torch.equal(one, other) for one, other in zip(found, wanted, strict=True)]
+
+
 def main() -> None:
     """Report each case, and write what this rank has found."""
     dist.init_process_group("gloo")
@@ -171,6 +200,8 @@ def main() -> None:
     model = Holder(weight=distribute_tensor(values, mesh, [Shard(0)]))
     model.weight.grad = DTensor.from_local(values * (rank + 1), mesh, [Partial()])
     found["partial_of_shards"] = look(model, enable_gradient_clipping=False)
+
+    found["pending"] = pending(mesh)
 
     model = Holder(weight=distribute_tensor(values, mesh, [Shard(0)]))
     model.weight.grad = distribute_tensor(values * 1e200, mesh, [Shard(0)])

@@ -54,6 +54,12 @@ def test_pending_sums_are_made_first(ranks: list[Found]) -> None:
         assert ranks[0][case]["statistics"]["total_norm"] == pytest.approx(3.0 * math.sqrt(SQUARES))
 
 
+def test_sums_made_together_are_those_of_each(ranks: list[Found]) -> None:
+    """Of any type, shape and mesh; what is small and a sum goes together, the rest as torch lays it out."""
+    for rank in ranks:
+        assert rank["pending"] == [True] * 9
+
+
 def test_squares_beyond_the_range(ranks: list[Found]) -> None:
     """All ranks measure again with the same scale where the squares overflow."""
     assert ranks[0]["huge"]["statistics"]["total_norm"] == pytest.approx(1e200 * math.sqrt(SQUARES))
