@@ -19,8 +19,9 @@ NUM_SUMS, NUM_SHORT = 14, 6
 _SECOND: Final = ("exp_avg_sq", "square_avg")
 _MOST_OF_ALL: Final = 1 << 17
 _ENOUGH: Final = 4096
+_AT_ONCE: Final = 1 << 18
 
-Values = NDArray[np.float64]
+Values = NDArray[np.floating[Any]]
 Flags = NDArray[np.bool_]
 
 
@@ -100,21 +101,16 @@ class WeightSample:
     """Sampled weights and gradients of a model before an optimizer's step: of what this process holds of them.
 
     At most `most` elements of a tensor are taken; where nothing is said, 65,536 of them, and fewer where many tensors
-    are large, down to 4,096 of each. Those of all parameters make one vector, in which each has its place.
+    are large, down to 4,096 of each.
     """
 
     def __init__(
         self, model: nn.Module, gradients: Mapping[str, Tensor], groups: Mapping[str, str], most: int | None = None
     ) -> None:
-        self.params = {name: param for name, param in model.named_parameters() if name in gradients and _shows(param)}
         self._groups = groups
-        self._most = _shared_out(map(_count, filter(_learns, model.parameters()))) if most is None else most
-        parts = [sampled(param, self._most) for param in self.params.values()]
-        self._lengths = [len(part) for part in parts]
-        self._counts = np.array([_count(param) for param in self.params.values()], dtype=np.float64)
-        self._starts = np.cumsum([0, *self._lengths], dtype=np.int64)[:-1]
-        self.weights = _joined(parts)
-        self.gradients, self._has_gradient = self._following(gradients)
+        most = _shared_out(map(_count, filter(_learns, model.parameters()))) if most is None else most
+        params = {name: param for name, param in model.named_parameters() if name in gradients and _shows(param)}
+        self._parts = [SampledPart(part, gradients, most) for part in _cut(params, most)]
 
     def sums(
         self,
@@ -127,47 +123,51 @@ class WeightSample:
         Of a parameter that other ranks have as well there is only as much as `counts_as` says.
         """
         groups = {group: UpdateSums() for group in dict.fromkeys(self._groups.values())}
-        with np.errstate(all="ignore"):
-            numbers = self._numbers(gradients, optimizers)
-        for name, row in zip(self.params, numbers, strict=True):
-            times = 1.0 if counts_as is None else counts_as.get(name, 0.0)
-            groups[self._groups[name]].add((times * row).tolist())
-        return groups
-
-    def after(self) -> Values:
-        """Return the same elements of the weights as they are now."""
-        return self._same(list(self.params.values()))[0]
-
-    def _following(self, gradients: Mapping[str, Tensor]) -> tuple[Values, Flags]:
-        """Return the same elements of the gradients of a step, and which parameters have one there."""
-        return self._same([_fitting(gradients.get(name), param) for name, param in self.params.items()])
-
-    def _moments(self, optimizers: Sequence[Any]) -> SampledMoments:
         owners = {
             id(param): (optimizer, group)
             for optimizer in reversed(optimizers)
             for group in optimizer.param_groups
             for param in group["params"]
         }
-        found = [_moments_of(param, *owners.get(id(param), (None, {}))) for param in self.params.values()]
-        first, has_first = self._same([one for one, _, _ in found])
-        second, has_second = self._same([one for _, one, _ in found])
-        biases = np.array([one for _, _, one in found]).reshape(-1, 2)
-        return SampledMoments(first, has_first, second, has_first & has_second & (biases > 0).all(1), biases)
+        for part in self._parts:
+            with np.errstate(all="ignore"):
+                numbers = part.numbers(gradients, owners)
+            for name, row in zip(part.params, numbers.tolist(), strict=True):
+                times = 1.0 if counts_as is None else counts_as.get(name, 0.0)
+                if times:
+                    groups[self._groups[name]].add([times * number for number in row])
+        return groups
 
-    def _numbers(self, gradients: Mapping[str, Tensor], optimizers: Sequence[Any]) -> Values:
+
+class SampledPart:
+    """The samples of some parameters, which make one vector in which each parameter has its place."""
+
+    def __init__(self, params: Mapping[str, nn.Parameter], gradients: Mapping[str, Tensor], most: int) -> None:
+        self.params, self._most = params, most
+        parts = [sampled(param, most) for param in params.values()]
+        self._lengths = [len(part) for part in parts]
+        self._counts = np.array([_count(param) for param in params.values()], dtype=np.float64)
+        self._starts = np.cumsum([0, *self._lengths], dtype=np.int64)[:-1]
+        self.weights = _joined(parts)
+        self.gradients, self._has_gradient = self._following(gradients)
+
+    def after(self) -> tuple[Values, Flags]:
+        """Return the same elements of the weights as they are now, and which parameters still have them."""
+        return self._same(list(self.params.values()))
+
+    def numbers(self, gradients: Mapping[str, Tensor], owners: Mapping[int, Any]) -> Values:
         """Return the numbers of `UpdateSums` of each parameter, in which a sampled element stands for its share."""
-        mine, change = self.gradients, self.after() - self.weights
-        (following, has_following), moments = self._following(gradients), self._moments(optimizers)
-        live, squares = mine != 0, self._sums(mine * mine)
-        first = self._sums(moments.first * moments.first)
+        (after, there), before, mine = self.after(), _exact(self.weights), _exact(self.gradients)
+        (following, has_following), moments = self._following(gradients), self._moments(owners)
+        change, following = after - before, _exact(following)
+        live, squares, first = mine != 0, self._sums(mine * mine), self._sums(moments.first * moments.first)
         compared, pushed = has_following & self._has_gradient, moments.has_first & self._has_gradient
         unbiased = moments.has_both & self._has_gradient
         columns = [
             self._sums(live),
             self._sums(live & (change != 0)),
             self._sums(change * change),
-            self._sums(self.weights * self.weights),
+            self._sums(before * before),
             np.where(compared, self._sums(mine * following), 0.0),
             np.where(compared, squares, 0.0),
             np.where(compared, self._sums(following * following), 0.0),
@@ -177,15 +177,25 @@ class WeightSample:
             np.where(unbiased, first / moments.biases[:, 0] ** 2, 0.0),
             np.where(unbiased, self._sums(moments.second) / moments.biases[:, 1], 0.0),
         ]
-        shares = self._counts / np.array(self._lengths)
-        return np.stack(
-            [self._counts, np.array(self._lengths, dtype=np.float64), *(shares * one for one in columns)], 1
-        )
+        lengths = np.array(self._lengths, dtype=np.float64)
+        shares = self._counts / lengths
+        found = np.stack([self._counts, lengths, *(shares * one for one in columns)], 1)
+        return np.where(there[:, None], found, 0.0)
+
+    def _following(self, gradients: Mapping[str, Tensor]) -> tuple[Values, Flags]:
+        """Return the same elements of the gradients of a step, and which parameters have one there."""
+        return self._same([_fitting(gradients.get(name), param) for name, param in self.params.items()])
+
+    def _moments(self, owners: Mapping[int, Any]) -> SampledMoments:
+        found = [_moments_of(param, *owners.get(id(param), (None, {}))) for param in self.params.values()]
+        first, has_first = self._same([one for one, _, _ in found])
+        second, has_second = self._same([one for _, one, _ in found])
+        biases = np.array([one for _, _, one in found])
+        has_both = has_first & has_second & (biases > 0).all(1)
+        return SampledMoments(_exact(first), has_first, _exact(second), has_both, biases)
 
     def _sums(self, values: NDArray[Any]) -> Values:
         """Return the sum for each parameter."""
-        if not self._lengths:
-            return np.zeros(0)
         found: Values = np.add.reduceat(values, self._starts, dtype=np.float64)
         return found
 
@@ -199,18 +209,34 @@ class WeightSample:
         return _joined(parts), there
 
 
+def _cut(params: Mapping[str, nn.Parameter], most: int) -> list[dict[str, nn.Parameter]]:
+    """Cut the parameters into parts with so few elements that what is computed from them takes little memory."""
+    found: list[dict[str, nn.Parameter]] = []
+    room = 0
+    for name, param in params.items():
+        size = min(_count(param), most)
+        if size > room or not found:
+            found.append({})
+            room = _AT_ONCE
+        found[-1][name] = param
+        room -= size
+    return found
+
+
 def _joined(parts: Sequence[Tensor]) -> Values:
     """Copy some tensors into one vector, each device being waited for once."""
-    if not parts:
-        return np.zeros(0)
     together: dict[torch.device, list[Tensor]] = {}
     for part in parts:
         together.setdefault(part.device, []).append(part)
-    wholes = {device: torch.cat(found).to("cpu", torch.float64) for device, found in together.items()}
-    if len(wholes) == 1:
-        return wholes.popitem()[1].numpy()
+    wholes = {device: torch.cat(found).cpu() for device, found in together.items()}
     pieces = {device: iter(torch.split(wholes[device], [*map(len, found)])) for device, found in together.items()}
-    return torch.cat([next(pieces[part.device]) for part in parts]).numpy()
+    several = len(wholes) > 1
+    whole = torch.cat([next(pieces[part.device]) for part in parts]) if several else wholes.popitem()[1]
+    return (whole if whole.dtype in (torch.float32, torch.float64) else whole.float()).numpy()
+
+
+def _exact(values: Values) -> Values:
+    return values.astype(np.float64, copy=False)
 
 
 def _moments_of(

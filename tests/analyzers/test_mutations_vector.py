@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -116,9 +117,9 @@ def per_transition(self: GainProfile) -> list[float | None]:
     return [*self.gains(), 1.0]
 
 
-def gradient_times_rate(self: update_sums.WeightSample) -> update_sums.Values:
+def gradient_times_rate(self: update_sums.SampledPart) -> tuple[update_sums.Values, update_sums.Flags]:
     """Guess the update from the gradient and the rate."""
-    return self.weights - 0.1 * self.gradients
+    return self.weights - 0.1 * self.gradients, np.ones(len(self.params), dtype=bool)
 
 
 def swap(owner: object, name: str, naive: object) -> Patch:
@@ -143,7 +144,7 @@ GATE: dict[str, tuple[Patch, Callable[[], None]]] = {
     "Rayleigh power iteration": (swap(jacobians, "spectral_radius", rayleigh), rotation_golden),
     "every neighbour connected": (swap(Origin, "reaches", lambda *_: True), siblings_golden),
     "transitions one by one": (swap(GainProfile, "cumulative_gains", per_transition), cumulative_golden),
-    "rate times gradient": (swap(update_sums.WeightSample, "after", gradient_times_rate), update_golden),
+    "rate times gradient": (swap(update_sums.SampledPart, "after", gradient_times_rate), update_golden),
 }
 
 

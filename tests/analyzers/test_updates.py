@@ -15,6 +15,8 @@ from gradtrack import GradientManager, UpdatesAnalyzer
 from gradtrack.analyzers.base import always
 from gradtrack.analyzers.updates import UpdatesReport
 from gradtrack.errors import UsageError
+from gradtrack.measure import update_sums
+from gradtrack.measure.update_sums import WeightSample
 from tests.training import batch_loss, optimizer_of, small_model
 
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -284,7 +286,7 @@ def test_a_sampled_tensor_counts_as_the_whole_of_it(every_step: None) -> None:
 
 
 def test_many_large_tensors_share_the_elements_that_are_looked_at(every_step: None) -> None:
-    """A look takes about an eighth of a million elements at most, and still tells the ratio of the whole."""
+    """Where 4,096 of each are not more, a look takes 131,072 elements at most, and tells the ratio of the whole."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(12)))
     before = torch.cat([param.detach().flatten() for param in model.parameters()])
@@ -299,3 +301,35 @@ def test_many_large_tensors_share_the_elements_that_are_looked_at(every_step: No
     found = report.analyzers["updates"]
     assert found["num_sampled"] <= 1 << 17 < found["num_elements"] == len(after)
     assert found["ratio"] == pytest.approx(float((after - before).norm() / before.norm()), rel=0.03)
+
+
+def test_a_parameter_that_has_shrunk_since_counts_for_nothing(every_step: None) -> None:
+    """What is not there any more has neither moved nor stayed."""
+    model = Weights(shrinks=8, stays=8)
+    names = [name for name, _ in model.named_parameters()]
+    sample = WeightSample(model, {name: torch.ones(8) for name in names}, dict.fromkeys(names, "all"))
+    model.parts["shrinks"].data = torch.zeros(4)
+    found = sample.sums({}, [])["all"]
+    assert (found.num_elements, found.ratio, found.unchanged_fraction) == (8.0, 0.0, 1.0)
+
+
+def test_parts_of_many_parameters_add_up_to_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However few parameters are worked out at once the sums are the same; what counts for nothing adds nothing."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(9, 9) for _ in range(4)))
+    gradients = {name: torch.randn_like(param) for name, param in model.named_parameters()}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    found = []
+    for at_once in (1 << 18, 100, 1):
+        monkeypatch.setattr(update_sums, "_AT_ONCE", at_once)
+        found.append(WeightSample(model, gradients, dict.fromkeys(gradients, "all")))
+    for name, param in model.named_parameters():
+        param.grad = gradients[name]
+    optimizer.step()
+    with torch.no_grad():
+        next(iter(model.parameters()))[0, 0] = math.inf
+    counts_as = {name: float(name != "0.weight") for name in gradients}
+    whole, *others = (one.sums(gradients, [optimizer], counts_as)["all"].numbers() for one in found)
+    assert all(math.isfinite(number) for number in whole)
+    for one in others:
+        assert one == pytest.approx(whole, rel=1e-12)
