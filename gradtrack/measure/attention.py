@@ -25,14 +25,19 @@ class AttentionRows:
     genuine: Tensor
 
     @property
-    def weights(self) -> Tensor:
-        """Return the probabilities before dropout; a row that sees no key is all zero."""
-        return _weights(self.logits.masked_fill(~self.visible, -math.inf))
+    def masked(self) -> Tensor:
+        """Return the logits, minus infinity where a row sees nothing."""
+        return self.logits.masked_fill(~self.visible, -math.inf)
 
 
-def normalized_entropy(weights: Tensor, visible: Tensor) -> Tensor:
+def weights_of(masked: Tensor) -> Tensor:
+    """Return the probabilities before dropout; a row that sees no key is all zero."""
+    return torch.softmax(masked, dim=-1).nan_to_num(nan=0.0)
+
+
+def normalized_entropy(nats: Tensor, count: Tensor) -> Tensor:
     """Return the entropy of each row over ln of the number of its visible keys; NaN with fewer than two of them."""
-    return _over_uniform(torch.special.entr(weights).sum(-1), visible.sum(-1))
+    return torch.where(count >= 2, nats / _log(count, nats), math.nan)
 
 
 def entropy_floor(spread: Tensor, count: Tensor) -> Tensor:
@@ -44,26 +49,37 @@ def entropy_floor(spread: Tensor, count: Tensor) -> Tensor:
     return torch.where(count >= 2, torch.log1p(odds) + left, math.nan)
 
 
-def sparsity(weights: Tensor, visible: Tensor) -> Tensor:
-    """Return the share of a row's visible keys whose weight is below a tenth of the uniform weight."""
-    return _share_of_faint(weights, visible.sum(-1))
+def sparsity(weights: Tensor, count: Tensor) -> Tensor:
+    """Return the share of a row's visible keys whose weight is below a tenth of the uniform weight.
+
+    `count` is the number of visible keys; the others have no weight.
+    """
+    faint = (weights < _SPARSE / count.clamp_min(1).unsqueeze(-1)).sum(-1) - (weights.shape[-1] - count)
+    return torch.where(count >= 2, faint / count.clamp_min(1), math.nan)
 
 
-def head_diversity(weights: Tensor, visible: Tensor) -> Tensor:
+def head_diversity(weights: Tensor, nats: Tensor, count: Tensor) -> Tensor:
     """Return the generalised Jensen-Shannon divergence of the heads of each row, over its largest possible value.
 
     0 means that all heads do the same, 1 that no two look at the same key; NaN for a single head or a single key.
+    `nats` are the entropies of the weights.
     """
-    return _diversity(weights, torch.special.entr(weights).sum(-1), visible.sum(-1))
+    heads, count = weights.shape[-3], count.amax(-2)
+    mixed = torch.special.entr(weights.mean(-3)).sum(-1)
+    largest = _log(count.clamp_max(max(heads, 2)), weights)
+    return torch.where((count >= 2) & (heads >= 2), ((mixed - nats.mean(-2)) / largest).clamp_min(0.0), math.nan)
 
 
-def rank_residual(tokens: Tensor) -> float:
-    """Return how far tokens (tokens, features) are from being all equal: 0 when they are, near 1 when they differ.
+def residual_and_rank(tokens: Tensor) -> tuple[float, float]:
+    """Return how far tokens (tokens, features) are from being all equal, and their effective rank around their mean.
 
-    NaN where one of them is not finite.
+    The residual is 0 when they are equal and near 1 when they differ. Both are NaN where a token is not finite.
     """
     values = tokens.double()
-    return _residual(values, centred(values))
+    around, size = centred(values), float(torch.linalg.vector_norm(values))
+    residual = float(torch.linalg.vector_norm(around)) / size if size != 0 else 0.0
+    finite = bool(around.isfinite().all())
+    return residual, effective_rank(_singular_values(around)) if finite else math.nan
 
 
 def mean_cosine(tokens: Tensor) -> float:
@@ -76,27 +92,6 @@ def mean_cosine(tokens: Tensor) -> float:
         return math.nan
     total = float(units.sum(0).square().sum()) - float(units.square().sum())
     return total / (count * (count - 1))
-
-
-def token_rank(tokens: Tensor) -> float:
-    """Return the effective rank of the tokens after their mean is taken away; NaN where one is not finite."""
-    return _rank(centred(tokens.double()))
-
-
-def residual_and_rank(tokens: Tensor) -> tuple[float, float]:
-    """Return both, which have the mean to take away in common."""
-    values = tokens.double()
-    found = centred(values)
-    return _residual(values, found), _rank(found)
-
-
-def _residual(values: Tensor, around: Tensor) -> float:
-    size = float(torch.linalg.vector_norm(values))
-    return float(torch.linalg.vector_norm(around)) / size if size != 0 else 0.0
-
-
-def _rank(around: Tensor) -> float:
-    return effective_rank(_singular_values(around)) if bool(around.isfinite().all()) else math.nan
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,18 +119,17 @@ def measure_heads(rows: AttentionRows) -> HeadStatistics | None:
     num_rows = int(counted.any(1).sum())
     if num_rows == 0:
         return None
-    hidden = ~rows.visible
-    masked, shown = rows.logits.masked_fill(hidden, -math.inf), rows.logits.masked_fill(hidden, 0.0)
-    weights = _weights(masked)
+    hidden, masked = ~rows.visible, rows.masked
+    weights, shown = weights_of(masked), rows.logits.masked_fill(hidden, 0.0)
     nats, total = torch.special.entr(weights).sum(-1), shown.sum(-1, dtype=torch.float64)
     broken = (~total.isfinite() & counted).any((0, 2))
-    entropy = _only(_over_uniform(nats, count), counted)
+    entropy = _only(normalized_entropy(nats, count), counted)
     floor = entropy_floor(_spread(shown, total, hidden, count), count) / _log(count, weights)
-    diversity = torch.where(rows.genuine, _diversity(weights, nats, count), math.nan)
+    diversity = torch.where(rows.genuine, head_diversity(weights, nats, count), math.nan)
     by_head = {
         "entropy": entropy,
         "floor": _only(floor, counted),
-        "sparsity": _only(_share_of_faint(weights, count), counted),
+        "sparsity": _only(sparsity(weights, count), counted),
         "softness": _only(1 - torch.linalg.vector_norm(weights, dim=-1).square(), counted),
     }
     return HeadStatistics(
@@ -146,28 +140,6 @@ def measure_heads(rows: AttentionRows) -> HeadStatistics | None:
         num_rows=num_rows,
         num_keys=rows.logits.shape[-1],
     )
-
-
-def _weights(masked: Tensor) -> Tensor:
-    return torch.softmax(masked, dim=-1).nan_to_num(nan=0.0)
-
-
-def _over_uniform(nats: Tensor, count: Tensor) -> Tensor:
-    """Return an entropy over that of a uniform row."""
-    return torch.where(count >= 2, nats / _log(count, nats), math.nan)
-
-
-def _share_of_faint(weights: Tensor, count: Tensor) -> Tensor:
-    """Return the share of visible keys under a tenth of the uniform weight; keys that are not visible have none."""
-    faint = (weights < _SPARSE / count.clamp_min(1).unsqueeze(-1)).sum(-1) - (weights.shape[-1] - count)
-    return torch.where(count >= 2, faint / count.clamp_min(1), math.nan)
-
-
-def _diversity(weights: Tensor, nats: Tensor, count: Tensor) -> Tensor:
-    heads, count = weights.shape[-3], count.amax(-2)
-    mixed = torch.special.entr(weights.mean(-3)).sum(-1)
-    largest = _log(count.clamp_max(max(heads, 2)), weights)
-    return torch.where((count >= 2) & (heads >= 2), ((mixed - nats.mean(-2)) / largest).clamp_min(0.0), math.nan)
 
 
 def _singular_values(matrix: Tensor) -> Tensor:

@@ -7,17 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradtrack.measure.attention import (
-    AttentionRows,
-    entropy_floor,
-    head_diversity,
-    mean_cosine,
-    measure_heads,
-    normalized_entropy,
-    rank_residual,
-    sparsity,
-    token_rank,
-)
+from gradtrack.measure import attention
+from gradtrack.measure.attention import AttentionRows, entropy_floor, mean_cosine, measure_heads, residual_and_rank
 
 Causal = tuple[torch.Tensor, torch.Tensor]
 
@@ -26,6 +17,17 @@ def causal(heads: int = 4, length: int = 16) -> Causal:
     """Return uniform causal attention and what it can see."""
     visible = torch.ones(length, length, dtype=torch.bool).tril().expand(1, heads, length, length)
     return visible / visible.sum(-1, keepdim=True), visible
+
+
+def nats(weights: torch.Tensor) -> torch.Tensor:
+    """Return the entropy of each row."""
+    found: torch.Tensor = torch.special.entr(weights).sum(-1)
+    return found
+
+
+def residual(tokens: torch.Tensor) -> float:
+    """Return how far tokens are from being equal."""
+    return residual_and_rank(tokens)[0]
 
 
 def rows(logits: torch.Tensor, visible: torch.Tensor | None = None) -> AttentionRows:
@@ -37,7 +39,7 @@ def rows(logits: torch.Tensor, visible: torch.Tensor | None = None) -> Attention
 def test_uniform_causal_attention_is_fully_uncertain() -> None:
     """Golden A1: over visible keys uniform causal attention has entropy 1, over all keys it would have 0.6914."""
     weights, visible = causal()
-    entropy = normalized_entropy(weights, visible)
+    entropy = attention.normalized_entropy(nats(weights), visible.sum(-1))
     assert torch.isnan(entropy[..., 0]).all()
     assert torch.allclose(entropy[..., 1:], torch.ones(()), atol=1e-6)
     naive = torch.special.entr(weights).sum(-1) / math.log(16)
@@ -47,41 +49,42 @@ def test_uniform_causal_attention_is_fully_uncertain() -> None:
 def test_uniform_attention_is_neither_sparse_nor_diverse() -> None:
     """Golden A1: uniform attention has sparsity 0 at any length and heads without diversity."""
     weights, visible = causal(length=256)
-    assert float(sparsity(weights, visible)[..., 1:].max()) == 0
-    assert float(head_diversity(weights, visible)[..., 1:].max()) == pytest.approx(0, abs=1e-6)
+    count = visible.sum(-1)
+    assert float(attention.sparsity(weights, count)[..., 1:].max()) == 0
+    assert float(attention.head_diversity(weights, nats(weights), count)[..., 1:].max()) == pytest.approx(0, abs=1e-6)
 
 
 def test_attention_to_one_key_is_certain() -> None:
     """Golden A2: one-hot rows have entropy 0 and all but one key are sparse."""
     weights = torch.eye(8).expand(1, 2, 8, 8)
-    visible = torch.ones_like(weights, dtype=torch.bool)
-    assert float(normalized_entropy(weights, visible).abs().max()) == pytest.approx(0, abs=1e-6)
-    assert float(sparsity(weights, visible).mean()) == pytest.approx(7 / 8)
+    count = torch.full((1, 2, 8), 8)
+    assert float(attention.normalized_entropy(nats(weights), count).abs().max()) == pytest.approx(0, abs=1e-6)
+    assert float(attention.sparsity(weights, count).mean()) == pytest.approx(7 / 8)
 
 
 def test_heads_that_share_no_key_are_fully_diverse() -> None:
     """Golden A3: four heads on four different keys have diversity 1."""
     weights = torch.stack([torch.eye(4)[head].expand(4, 4) for head in range(4)])[None]
-    diversity = head_diversity(weights, torch.ones_like(weights, dtype=torch.bool))
+    diversity = attention.head_diversity(weights, nats(weights), torch.full((1, 4, 4), 4))
     assert torch.allclose(diversity, torch.ones(()), atol=1e-6)
 
 
 @pytest.mark.parametrize("size", [4, 16, 64])
 def test_rank_residual_of_known_tokens(size: int) -> None:
     """Golden A4: equal tokens have residual 0, those of an identity matrix sqrt(1 - 1/n)."""
-    assert rank_residual(torch.ones(size, 5)) == pytest.approx(0, abs=1e-6)
-    assert rank_residual(torch.eye(size)) == pytest.approx(math.sqrt(1 - 1 / size), abs=1e-6)
+    assert residual(torch.ones(size, 5)) == pytest.approx(0, abs=1e-6)
+    assert residual(torch.eye(size)) == pytest.approx(math.sqrt(1 - 1 / size), abs=1e-6)
 
 
 def test_attention_without_skips_makes_tokens_equal() -> None:
     """Golden A4: five layers of attention alone take the residual below a hundredth of its start."""
     torch.manual_seed(0)
     tokens = torch.randn(32, 16, dtype=torch.float64)
-    start = rank_residual(tokens)
+    start = residual(tokens)
     for _ in range(5):
         query, key = tokens @ torch.randn(16, 16).double() / 4, tokens @ torch.randn(16, 16).double() / 4
         tokens = torch.softmax(query @ key.T / 4, dim=-1) @ tokens
-    assert rank_residual(tokens) < 1e-2 * start
+    assert residual(tokens) < 1e-2 * start
 
 
 @pytest.mark.parametrize("count", [4, 16, 64])
@@ -164,7 +167,7 @@ def test_likeness_of_tokens() -> None:
     assert mean_cosine(torch.eye(6)) == pytest.approx(0, abs=1e-9)
     assert mean_cosine(torch.ones(6, 3)) == pytest.approx(1)
     assert math.isnan(mean_cosine(torch.ones(1, 3)))
-    assert token_rank(torch.eye(6)) == pytest.approx(5, abs=1e-6)
+    assert residual_and_rank(torch.eye(6))[1] == pytest.approx(5, abs=1e-6)
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
@@ -172,24 +175,24 @@ def test_likeness_has_no_scale(scale: float) -> None:
     """Equal tokens have cosine 1 and no rank at any size, others what they have at size 1."""
     same = torch.full((5, 3), 0.1, dtype=torch.float64) * scale
     assert mean_cosine(same) == pytest.approx(1, abs=1e-12)
-    assert (rank_residual(same), token_rank(same)) == (0.0, 0.0)
+    assert residual_and_rank(same) == (0.0, 0.0)
     tokens = torch.randn(6, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    for measure in (rank_residual, mean_cosine, token_rank):
-        assert measure(tokens * scale) == pytest.approx(measure(tokens), rel=1e-9)
+    assert mean_cosine(tokens * scale) == pytest.approx(mean_cosine(tokens), rel=1e-9)
+    assert residual_and_rank(tokens * scale) == pytest.approx(residual_and_rank(tokens), rel=1e-9)
 
 
 def test_tokens_of_zero_have_no_direction() -> None:
     """The cosine is over the tokens that have one."""
     assert mean_cosine(torch.tensor([[1.0, 0.0], [0.0, 0.0], [2.0, 0.0]])) == pytest.approx(1)
     assert math.isnan(mean_cosine(torch.tensor([[1.0, 0.0], [0.0, 0.0]])))
-    assert rank_residual(torch.zeros(3, 2)) == 0.0
+    assert residual(torch.zeros(3, 2)) == 0.0
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_what_is_not_finite_has_no_number(value: float) -> None:
     """A broken token or logit gives NaN instead of the number of a collapse; heads that are whole keep theirs."""
     tokens = torch.tensor([[value, 1.0], [2.0, 3.0], [1.0, 0.0]])
-    assert all(math.isnan(measure(tokens)) for measure in (rank_residual, mean_cosine, token_rank))
+    assert all(map(math.isnan, (mean_cosine(tokens), *residual_and_rank(tokens))))
     logits = torch.tensor([[[value, 1.0, 0.0]], [[0.0, 1.0, 0.0]]])
     found, whole = measure_heads(rows(logits)), measure_heads(rows(logits[1:]))
     assert found is not None

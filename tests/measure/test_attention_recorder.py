@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from gradtrack.measure import attention_recorder
-from gradtrack.measure.attention import AttentionRows, measure_heads
+from gradtrack.measure.attention import AttentionRows, measure_heads, weights_of
 from gradtrack.measure.attention_calls import Limits, rows_of_attention
 from gradtrack.measure.attention_recorder import AttentionRecorder
 from tests.analyzers.attention_models import Bare, HandWrittenAttention, ImportedAttention, SmallGPT, ids
@@ -73,7 +73,7 @@ def test_weights_equal_those_that_torch_returns(monkeypatch: pytest.MonkeyPatch,
     with rows_seen(monkeypatch) as seen:
         found = heard(attention, lambda: attention(tokens, tokens, tokens, need_weights=need_weights))
     assert found.num_calls == 1
-    assert torch.allclose(seen[0].weights, expected, atol=1e-6)
+    assert torch.allclose(weights_of(seen[0].masked), expected, atol=1e-6)
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -159,7 +159,7 @@ def test_rows_equal_an_oracle_for_every_mask(name: str, groups: int) -> None:
     rows = rows_of_attention(query, key, value, **options, limits=ALL)
     assert rows is not None
     repeated = value.repeat_interleave(4 // groups, dim=1)
-    assert torch.allclose(rows.weights @ repeated, expected, atol=1e-5)
+    assert torch.allclose(weights_of(rows.masked) @ repeated, expected, atol=1e-5)
     causal = name not in ("none", "bias")
     assert rows.visible.sum(-1)[0, 0].tolist() == ([1, 2, 3, 4, 5] if causal else [5] * 5)
 
@@ -174,7 +174,7 @@ def test_few_rows_are_the_same_rows() -> None:
     chosen = Limits(2, 7).chosen_rows(40)
     assert chosen[-1] == 39
     assert some.logits.shape == (2, 2, 7, 40)
-    assert torch.allclose(some.weights, every.weights[:2, :, chosen])
+    assert torch.allclose(weights_of(some.masked), weights_of(every.masked)[:2, :, chosen])
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -400,7 +400,7 @@ def test_dropout_is_left_out_of_the_weights(monkeypatch: pytest.MonkeyPatch) -> 
     attention, tokens = nn.MultiheadAttention(16, 4, dropout=0.5, batch_first=True), torch.randn(2, 7, 16)
     with rows_seen(monkeypatch) as seen:
         heard(attention, lambda: attention(tokens, tokens, tokens))
-    assert torch.allclose(seen[0].weights.sum(-1), torch.ones(()), atol=1e-6)
+    assert torch.allclose(weights_of(seen[0].masked).sum(-1), torch.ones(()), atol=1e-6)
 
 
 def test_per_sample_gradients_are_passed_by() -> None:
