@@ -109,7 +109,7 @@ class FlowSampler:
         self.samples.append(sample)
         if len(self.samples) > _KEPT:
             del self.samples[1]
-        self._standing.add(self.case)
+        self._standing.add(Case(self.series, self.samples))
 
     def _follow(self, snapshot: Snapshot) -> None:
         """Complete the last sample with what the optimizer step made of it."""

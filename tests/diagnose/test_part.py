@@ -107,15 +107,16 @@ def test_a_group_whose_first_step_made_it_worse_is_named() -> None:
 
 
 def test_what_is_ruined_later_is_not_laid_on_the_first_step() -> None:
-    """A first step that moved one weight far, and did no harm, has not silenced the units that are lost fifty steps on."""
+    """A first step that moved one weight far, and did no harm, has not silenced what is lost fifty steps on."""
     model = body()
+    weight, bias = model.get_parameter("2.weight"), model.get_parameter("2.bias")
 
     def disturb(step: int) -> None:
         with torch.no_grad():
             if step == 2:  # between the first step and the second
-                model[2].weight.add_(0.3 * model[2].weight.std() * torch.randn_like(model[2].weight))
+                weight.add_(0.3 * weight.std() * torch.randn_like(weight))
             if step == 48:
-                model[2].bias.fill_(-50.0)
+                bias.fill_(-50.0)
 
     assert keys(model, torch.optim.SGD(model.parameters(), 0.02), before=disturb, steps=80) == ["SATURATION:2"]
 
