@@ -232,7 +232,7 @@ class LiveAnalyzers:
         """Return the analyzers that are due at a step; nearly every step of a training asks this twice."""
         alerted, close = step in self._alerts, step in self.close_steps
         found, faulty = [], []
-        for name, one in self._analyzers.items():
+        for name, one in list(self._analyzers.items()):  # a hook in another thread may leave one out
             if name in self._idle:
                 continue
             try:

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 import gradtrack
 from gradtrack import GradientManager, Issue, StepReport, create_gradient_manager, safe_backward
+from gradtrack import manager as manager_module
 from gradtrack.errors import ClosedError, InputTypeError, RunDirectoryError, UsageError
+from gradtrack.outcome import to_record
 from tests.training import batch_loss, layer, look, optimizer_of, small_model, train, with_gradients
 
 
@@ -684,3 +686,28 @@ def test_create_gradient_manager_names() -> None:
     ).config
     assert (config.max_grad_norm, config.enable_gradient_monitoring, config.verbose_logging) == (2.0, False, True)
     assert (config.enable_nan_inf_check, config.clip_type) == (False, "value")
+
+
+def test_rows_are_made_only_where_they_go_somewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Without a backend and a directory a recorded step makes no row; with either it makes one."""
+    made: list[int] = []
+
+    def counted(outcome: Any, *rest: Any) -> Any:
+        made.append(outcome.report.step)
+        return to_record(outcome, *rest)
+
+    monkeypatch.setattr(manager_module, "to_record", counted)
+    cases: list[tuple[dict[str, Any], list[int]]] = [
+        ({}, []),
+        ({"backends": ["memory"]}, [1, 2]),
+        ({"run_dir": tmp_path / "run"}, [1, 2]),
+    ]
+    for settings, expected in cases:
+        made.clear()
+        model = small_model()
+        optimizer = optimizer_of(model)
+        with GradientManager(grad_log_every_n_steps=1, **settings) as manager:
+            for step in range(2):
+                model.zero_grad()
+                manager.step(model, optimizer, batch_loss(model, step))
+        assert made == expected, settings

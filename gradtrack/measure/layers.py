@@ -28,7 +28,8 @@ def own_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
 
 def owns_parameters(module: nn.Module) -> bool:
     """Say whether a module itself has parameters, parametrized ones too."""
-    return any(param is not None for param in module._parameters.values()) or _is_parametrized(module)
+    own = any(param is not None for param in module._parameters.values())
+    return own or (_is_parametrized(module) and next(own_parameters(module), None) is not None)
 
 
 def layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

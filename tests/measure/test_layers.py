@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import parametrizations
+from torch.nn.utils import parametrizations, parametrize
 
 from gradtrack import GradientManager
 from gradtrack.errors import UsageError
 from gradtrack.measure.chains import find_chain
-from gradtrack.measure.layers import has_parts, kind_of, layers, own_parameters
+from gradtrack.measure.layers import has_parts, kind_of, layers, own_parameters, owns_parameters
 from gradtrack.measure.units import DormantUnits
 
 
@@ -74,3 +74,13 @@ def test_a_script_takes_no_hook() -> None:
     assert find_chain(model) == {}
     with pytest.raises(UsageError, match="block '0' is a script"):
         find_chain(model, ["0", "1"])
+
+
+def test_a_parametrized_buffer_is_no_parameter() -> None:
+    """What a module computes from a buffer alone is not learned."""
+    module = nn.Module()
+    module.register_buffer("table", torch.ones(3))
+    parametrize.register_parametrization(module, "table", nn.Identity())
+    assert not list(own_parameters(module))
+    assert not owns_parameters(module)
+    assert owns_parameters(parametrizations.weight_norm(nn.Linear(2, 3, bias=False)))

@@ -107,6 +107,20 @@ def test_it_knows_whether_a_gradient_lies_on_one_side_of_zero(grads: list[torch.
     assert ENGINE.measure(grads, np.zeros(len(grads), np.int64), 1)[3] == expected
 
 
+def test_a_line_that_is_known_to_be_long_is_measured_and_scaled_the_same(two_threads: None) -> None:
+    """The first look lays the line out, the next ones take it in one call, where torch has a team and where not."""
+    grads = [torch.randn(native.kernels.SHORT_LINE), torch.randn(3)]
+    plan, groups = ENGINE.plan(grads, ENGINE.tabulate(grads)), np.zeros(2, np.int64)
+    first = ENGINE.measure(grads, groups, 1, table=plan.tabulate(grads))
+    again = ENGINE.measure(grads, groups, 1, table=plan.tabulate(grads))
+    np.testing.assert_array_equal(first[0], again[0])
+    assert first[2] == again[2]
+    assert_same(again[0][0], grads[0])
+    expected = [grad * 0.5 for grad in grads]
+    ENGINE.scale(grads, 0.5, table=plan.tabulate(grads))
+    assert all(map(torch.equal, grads, expected))
+
+
 @settings(max_examples=150, deadline=None)
 @given(st.lists(gradients(), max_size=5))
 @example([])
