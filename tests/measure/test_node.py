@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from gradtrack.measure import loops, squares
 from gradtrack.measure import node as module
-from gradtrack.measure import squares
 from gradtrack.measure.node import SIGMOID_LIMIT, TANH, TANH_LIMIT, Node, take_gradient, take_output
 from gradtrack.measure.samples import MOST
 
@@ -94,7 +94,20 @@ def test_other_types_are_looked_at_by_other_means(dtype: torch.dtype) -> None:
 
 def test_the_compiler_is_not_loaded_for_a_look(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half a second is too much for a training whose engine is torch's."""
-    from gradtrack.measure import loops
-
     monkeypatch.setattr(loops, "_ENGINE", "nowhere")
     assert loops.loops_over(torch.ones(3, 3)) is None
+
+
+def test_a_compiler_that_fails_is_told_of_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Looks go on without it."""
+    monkeypatch.setattr(loops, "_LOOPS", "gradtrack.measure.nowhere")
+    loops._loops.cache_clear()
+    try:
+        assert loops.loops_over(torch.ones(3, 3)) is loops.loops_over(torch.ones(3, 3)) is None
+    finally:
+        loops._loops.cache_clear()
+    assert [record.message for record in caplog.records] == [
+        "the loops for looks could not be compiled: looks take longer"
+    ]
