@@ -5,21 +5,20 @@ into items of equal length. Threads take items until none is left; what an item 
 item, so the result is the same for any number of threads. The threads are the team of OpenMP that
 torch computes with, where there is one, since it is awake during a training; else those that the caller brings.
 
-All compiled code is in this file, since the compiler's cache on disk asks only whether this file has changed.
+All that is compiled into these loops is in this file, since the compiler's cache asks only whether it has changed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 from llvmlite import ir
-from numba import carray, cfunc, config, njit, types
+from numba import carray, cfunc, types
 from numba.extending import intrinsic, overload
 
-if config.DISABLE_JIT:
-    raise ImportError("NUMBA_DISABLE_JIT is set: expected a compiler. Unset it to use the native engine.")
+from gradtrack.measure.compiling import Value, compiled, compiled_freely, compiled_now
 
 FLOAT32, FLOAT64, BFLOAT16, FLOAT16 = range(4)
 ADDRESS, SIZE, CODE, GROUP, START = range(5)
@@ -57,36 +56,11 @@ _MAGNITUDE_64 = 0x7FFFFFFFFFFFFFFF
 _HALF_BITS = 0x3F000000
 
 
-Value: TypeAlias = Any
-"""A number or an array whose type only the compiler knows."""
 Integers: TypeAlias = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 Floats: TypeAlias = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
-_Function = TypeVar("_Function", bound=Callable[..., Value])
 
 
-def _compiled(function: _Function) -> _Function:
-    """Compile a function into those that call it."""
-    return cast("_Function", njit(nogil=True)(function))
-
-
-def _compiled_freely(function: _Function) -> _Function:
-    """Compile a function whose sums may be taken in any order, so that they run on vectors."""
-    return cast("_Function", njit(nogil=True, fastmath={"reassoc", "contract", "nsz"})(function))
-
-
-def _compiled_now(signature: str) -> Callable[[_Function], _Function]:
-    """Compile a function at import, or load it from the cache on disk."""
-
-    def compile_or_load(function: _Function) -> _Function:
-        try:
-            return cast("_Function", njit(signature, nogil=True, cache=True)(function))
-        except Exception:  # no directory can be written, or what is in it is damaged
-            return cast("_Function", njit(signature, nogil=True)(function))
-
-    return compile_or_load
-
-
-def _compiled_for_a_team(function: _Function) -> Any:
+def _compiled_for_a_team(function: Callable[..., Value]) -> Any:
     """Compile a function that a team of OpenMP runs: it is given the address of the progress."""
     try:
         return cfunc(types.void(types.voidptr), cache=True)(function)
@@ -94,14 +68,14 @@ def _compiled_for_a_team(function: _Function) -> Any:
         return cfunc(types.void(types.voidptr))(function)
 
 
-def _emitted(function: _Function) -> Callable[..., Value]:
+def _emitted(function: Callable[..., Value]) -> Callable[..., Value]:
     """Let a function write its own instructions."""
     return cast("Callable[..., Value]", intrinsic(function))
 
 
-def _chosen_for(function: _Function) -> Callable[[_Function], _Function]:
+def _chosen_for(function: Callable[..., Value]) -> Callable[[Callable[..., Value]], Callable[..., Value]]:
     """Let a function choose the code of another by the types of its arguments."""
-    return cast("Callable[[_Function], _Function]", overload(function))
+    return cast("Callable[[Callable[..., Value]], Callable[..., Value]]", overload(function))
 
 
 @_emitted
@@ -204,19 +178,19 @@ def _widen_half(word: Value) -> Value:
     return np.int32(bits | (np.int32(word) & np.int32(-0x80000000)))
 
 
-@_compiled
+@compiled
 def _key(bits: Value) -> Value:
     """Map the bits of a float32 to an integer that sorts like the number (and back)."""
     return np.int32(bits ^ ((bits >> 31) & 0x7FFFFFFF))
 
 
-@_compiled
+@compiled
 def _key_64(bits: Value) -> Value:
     """Map the bits of a float64 to an integer that sorts like the number (and back)."""
     return bits ^ ((bits >> 63) & _MAGNITUDE_64)
 
 
-@_compiled_freely
+@compiled_freely
 def _scan(words: Value) -> Value:
     """Sum a block in float32, right when every element is finite and of ordinary size."""
     total, squares = np.float32(0), np.float32(0)
@@ -233,7 +207,7 @@ def _scan(words: Value) -> Value:
     return total, squares, low, high, zeros
 
 
-@_compiled_freely
+@compiled_freely
 def _scan_carefully(words: Value) -> Value:
     """Sum the finite elements of a block in float64 and count the others."""
     total, squares = 0.0, 0.0
@@ -255,7 +229,7 @@ def _scan_carefully(words: Value) -> Value:
     return total, squares, low, high, nans, positive, negative
 
 
-@_compiled
+@compiled
 def _add_block(words: Value, row: Value) -> Value:
     """Measure one block of float32, bfloat16 or float16 and add it to a row."""
     total, squares, low, high, zeros = _scan(words)
@@ -270,7 +244,7 @@ def _add_block(words: Value, row: Value) -> Value:
         _add_carefully(words, row)
 
 
-@_compiled
+@compiled
 def _add_carefully(words: Value, row: Value) -> Value:
     """Measure one difficult block again, in float64, and add it to a row."""
     total, squares, low, high, nans, positive, negative = _scan_carefully(words)
@@ -281,7 +255,7 @@ def _add_carefully(words: Value, row: Value) -> Value:
     row[7] += negative
 
 
-@_compiled
+@compiled
 def _add(row: Value, total: Value, squares: Value, low: Value, high: Value) -> Value:
     row[0] += total
     row[1] += squares
@@ -289,7 +263,7 @@ def _add(row: Value, total: Value, squares: Value, low: Value, high: Value) -> V
     row[3] = max(row[3], np.float64(high))
 
 
-@_compiled_freely
+@compiled_freely
 def _scan_double(words: Value) -> Value:
     """Sum a block of float64, right when every element is finite."""
     total, squares = 0.0, 0.0
@@ -306,7 +280,7 @@ def _scan_double(words: Value) -> Value:
     return total, squares, low, high, zeros
 
 
-@_compiled  # freely, the factors could be joined into an infinity
+@compiled  # freely, the factors could be joined into an infinity
 def _scan_double_carefully(words: Value, first: Value, second: Value) -> Value:
     """Sum the finite elements of a block of float64, times both factors, and count the others."""
     total, squares = 0.0, 0.0
@@ -328,7 +302,7 @@ def _scan_double_carefully(words: Value, first: Value, second: Value) -> Value:
     return total, squares, low, high, nans, positive, negative
 
 
-@_compiled
+@compiled
 def _add_double_block(words: Value, row: Value, first: Value, second: Value) -> Value:
     """Measure one block of float64, times both factors, and add it to a row."""
     total, squares, low, high, zeros = _scan_double(words)
@@ -345,21 +319,21 @@ def _add_double_block(words: Value, row: Value, first: Value, second: Value) -> 
         _add(row, total, squares, smallest * first * second, largest * first * second)
 
 
-@_compiled
+@compiled
 def _clear(row: Value) -> Value:
     row[:] = 0.0
     row[2] = np.inf
     row[3] = -np.inf
 
 
-@_compiled
+@compiled
 def _merge(row: Value, other: Value) -> Value:
     _add(row, other[0], other[1], other[2], other[3])
     for column in range(4, COLUMNS):
         row[column] += other[column]
 
 
-@_compiled
+@compiled
 def _width(code: Value) -> Value:
     """Return the bytes of an element."""
     if code == FLOAT32:
@@ -367,7 +341,7 @@ def _width(code: Value) -> Value:
     return 8 if code == FLOAT64 else 2
 
 
-@_compiled
+@compiled
 def _measure_part(
     table: Value, tensor: Value, begin: Value, end: Value, row: Value, first: Value, second: Value
 ) -> Value:
@@ -390,7 +364,7 @@ def _measure_part(
             row[column] = row[column] * first * second
 
 
-@_compiled
+@compiled
 def _lay_out(table: Value) -> Value:
     """Place the tensors on the line and return its length, or -1 when one of them has no memory."""
     num_tensors = table.shape[1] - 1
@@ -404,7 +378,7 @@ def _lay_out(table: Value) -> Value:
     return position
 
 
-@_compiled
+@compiled
 def _take(table: Value, progress: Value, seat: Value, seats: Value) -> Value:
     """Return the first and the last (exclusive) of the items that no thread has taken; none when they are equal.
 
@@ -431,7 +405,7 @@ def _take(table: Value, progress: Value, seat: Value, seats: Value) -> Value:
     return first, min(first + 1, num_items)
 
 
-@_compiled
+@compiled
 def _owner(table: Value, item: Value, seats: Value) -> Value:
     """Return the seat of the thread whose share of a tensor the middle of an item is."""
     middle = min(item * ITEM_ELEMENTS + ITEM_ELEMENTS // 2, table[START, -1] - 1)
@@ -440,13 +414,13 @@ def _owner(table: Value, item: Value, seats: Value) -> Value:
     return (middle - start) * seats // (table[START, tensor + 1] - start)
 
 
-@_compiled
+@compiled
 def _finish(progress: Value, num_items: Value) -> Value:
     """Note that items are done."""
     _fetch_add(progress.ctypes.data + 8 * DONE, num_items)
 
 
-@_compiled
+@compiled
 def _wait(progress: Value, length: Value) -> Value:
     """Wait awake, and not for long, until the items of other threads are done.
 
@@ -457,19 +431,19 @@ def _wait(progress: Value, length: Value) -> Value:
             return
 
 
-@_compiled
+@compiled
 def _run_team(progress: Value) -> Value:
     """Let the crew that the progress names do its work."""
     _run(progress[_TEAM], progress[_WORK], progress.ctypes.data, progress[_SEATS])
 
 
-@_compiled
+@compiled
 def _tensor_at(table: Value, position: Value) -> Value:
     """Return the tensor that covers a position of the line."""
     return np.searchsorted(table[START], position, side="right") - 1
 
 
-@_compiled
+@compiled
 def _measure_item(table: Value, item: Value, results: Value, head: Value, first: Value, second: Value) -> Value:
     """Measure one item: a tensor that began in an earlier one goes to the head, the others to their rows."""
     begin, end = item * ITEM_ELEMENTS, (item + 1) * ITEM_ELEMENTS
@@ -484,7 +458,7 @@ def _measure_item(table: Value, item: Value, results: Value, head: Value, first:
         tensor += 1
 
 
-@_compiled
+@compiled
 def _merge_all(table: Value, results: Value, heads: Value) -> Value:
     """Merge heads into the rows of tensors, those into the rows of groups, and those into the last row.
 
@@ -505,7 +479,7 @@ def _merge_all(table: Value, results: Value, heads: Value) -> Value:
     return num_one_sided
 
 
-@_compiled
+@compiled
 def _measure_items(
     table: Value, results: Value, heads: Value, progress: Value, first: Value, second: Value, seat: Value, seats: Value
 ) -> Value:
@@ -532,7 +506,7 @@ MEASURE_IN_TEAM: int = _measure_in_team.address
 """What `measure` is told so that a team can measure."""
 
 
-@_compiled_now("int64(int64, int64[:, ::1], f8[:, ::1], f8[:, ::1], int64[::1], f8, f8)")
+@compiled_now("int64(int64, int64[:, ::1], f8[:, ::1], f8[:, ::1], int64[::1], f8, f8)")
 def measure(
     phases: int,
     table: Integers,
@@ -570,7 +544,7 @@ def measure(
     return length
 
 
-@_compiled
+@compiled
 def _round_to_bfloat16(value: Value) -> Value:
     """Round a float32 to the nearest bfloat16, ties to even; return 32 bits of which the upper half are its own.
 
@@ -580,7 +554,7 @@ def _round_to_bfloat16(value: Value) -> Value:
     return np.uint32(bits + np.uint32(0x7FFF) + np.uint32(np.uint32(bits >> np.uint32(16)) & np.uint32(1)))
 
 
-@_compiled
+@compiled
 def _round_to_float16(value: Value) -> Value:
     """Round a float32 to the nearest float16, ties to even, and return its bits."""
     bits = _reinterpret(value)
@@ -593,19 +567,19 @@ def _round_to_float16(value: Value) -> Value:
     return np.int16(half | ((bits >> 16) & 0x8000))
 
 
-@_compiled
+@compiled
 def _scale_words(words: Value, factor: Value) -> Value:
     for i in range(words.size):
         words[i] *= factor
 
 
-@_compiled
+@compiled
 def _scale_brains(words: Value, factor: Value) -> Value:
     for i in range(words.size):
         words[i] = _round_to_bfloat16(_reinterpret(_single_bits(words[i])) * factor) >> np.uint32(16)
 
 
-@_compiled
+@compiled
 def _scale_pairs_of_brains(pairs: Value, factor: Value) -> Value:
     """Scale two bfloat16 at a time, which spares the vectors from being widened and narrowed."""
     for i in range(pairs.size):
@@ -615,13 +589,13 @@ def _scale_pairs_of_brains(pairs: Value, factor: Value) -> Value:
         pairs[i] = np.uint32(np.uint32(low >> np.uint32(16)) | np.uint32(high & upper))
 
 
-@_compiled
+@compiled
 def _scale_halves(words: Value, factor: Value) -> Value:
     for i in range(words.size):
         words[i] = _round_to_float16(_reinterpret(_single_bits(words[i])) * factor)
 
 
-@_compiled
+@compiled
 def _scale_part(table: Value, tensor: Value, begin: Value, end: Value, coefficient: Value) -> Value:
     """Multiply the elements from begin to end of a tensor."""
     code, size = table[CODE, tensor], end - begin
@@ -640,7 +614,7 @@ def _scale_part(table: Value, tensor: Value, begin: Value, end: Value, coefficie
         _scale_halves(carray(address, size, np.int16), np.float32(coefficient))
 
 
-@_compiled
+@compiled
 def _scale_item(table: Value, item: Value, coefficient: Value) -> Value:
     """Multiply the elements of one item."""
     begin, end = item * ITEM_ELEMENTS, (item + 1) * ITEM_ELEMENTS
@@ -652,7 +626,7 @@ def _scale_item(table: Value, item: Value, coefficient: Value) -> Value:
         tensor += 1
 
 
-@_compiled
+@compiled
 def _scale_items(table: Value, progress: Value, coefficient: Value, seat: Value, seats: Value) -> Value:
     """Scale items until none is left to take."""
     begin, end = _take(table, progress, seat, seats)
@@ -674,7 +648,7 @@ SCALE_IN_TEAM: int = _scale_in_team.address
 """What `scale` is told so that a team can scale."""
 
 
-@_compiled_now("int64(int64, int64[:, ::1], int64[::1], float64)")
+@compiled_now("int64(int64, int64[:, ::1], int64[::1], float64)")
 def scale(phases: int, table: Integers, progress: Integers, coefficient: float) -> int:
     """Run the phases that are asked for (there is nothing to merge), as `measure` does."""
     length: int = _lay_out(table) if phases & PREPARE else table[START, -1]

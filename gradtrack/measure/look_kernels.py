@@ -6,16 +6,12 @@ is compiled here is in this file, since the compiler's cache on disk asks only w
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Final, TypeAlias, TypeVar, cast
+from typing import Final
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
-Value: TypeAlias = Any
-"""A number or an array whose type only the compiler knows."""
-_Function = TypeVar("_Function", bound=Callable[..., Value])
+from gradtrack.measure.compiling import Value, compiled, compiled_for_numbers, compiled_freely, compiled_now
 
 _LARGEST: Final = np.float32(np.finfo(np.float32).max)
 _BLOCK: Final = 1024
@@ -25,33 +21,7 @@ _LOWEST_SUM, _HIGHEST_SUM = 1e-24, 1e36
 """Between them the squares that matter to a sum are ordinary float32 numbers."""
 
 
-def _compiled(function: _Function) -> _Function:
-    return cast("_Function", njit(nogil=True)(function))
-
-
-def _compiled_freely(function: _Function) -> _Function:
-    """Compile a function whose sums may be taken in any order, so that they run on vectors."""
-    return cast("_Function", njit(nogil=True, fastmath={"reassoc", "contract", "nsz"})(function))
-
-
-def _compiled_for_numbers(function: _Function) -> _Function:
-    """Compile a function that sees no NaN, so that the least and the largest are found on vectors."""
-    return cast("_Function", njit(nogil=True, fastmath={"reassoc", "nsz", "nnan"})(function))
-
-
-def _compiled_now(signature: str) -> Callable[[_Function], _Function]:
-    """Compile a function at import, or load it from the cache on disk."""
-
-    def compile_or_load(function: _Function) -> _Function:
-        try:
-            return cast("_Function", njit(signature, nogil=True, cache=True)(function))
-        except Exception:  # no directory can be written, or what is in it is damaged
-            return cast("_Function", njit(signature, nogil=True)(function))
-
-    return compile_or_load
-
-
-@_compiled
+@compiled
 def _count(run: Value, first: Value, second: Value, counts: Value) -> Value:
     """Count the elements that are beyond two limits and those that are not finite; return whether there are any."""
     beyond_first = beyond_second = broken = np.int32(0)
@@ -65,14 +35,14 @@ def _count(run: Value, first: Value, second: Value, counts: Value) -> Value:
     return broken > 0
 
 
-@_compiled_for_numbers
+@compiled_for_numbers
 def _widen(row: Value, low: Value, high: Value) -> Value:
     for i in range(row.size):
         low[i] = min(low[i], row[i])
         high[i] = max(high[i], row[i])
 
 
-@_compiled_for_numbers
+@compiled_for_numbers
 def _ends(run: Value, low: Value, high: Value, lows: Value, highs: Value) -> Value:
     """Return the least and the largest of a run and two numbers; one loop for both would not run on vectors."""
     if run.size < 4 * lows.size:
@@ -89,7 +59,7 @@ def _ends(run: Value, low: Value, high: Value, lows: Value, highs: Value) -> Val
     return low, high
 
 
-@_compiled_now("boolean(f4[:, :, ::1], f4[::1], f4[::1], f4, f4, i8[::1])")
+@compiled_now("boolean(f4[:, :, ::1], f4[::1], f4[::1], f4, f4, i8[::1])")
 def survey(
     values: NDArray[np.float32],
     low: NDArray[np.float32],
@@ -119,7 +89,7 @@ def survey(
     return True
 
 
-@_compiled_freely
+@compiled_freely
 def _add(run: Value) -> Value:
     total = np.float32(0)
     for i in range(run.size):
@@ -127,7 +97,7 @@ def _add(run: Value) -> Value:
     return total
 
 
-@_compiled_freely
+@compiled_freely
 def _add_carefully(run: Value) -> Value:
     total = 0.0
     for i in range(run.size):
@@ -136,7 +106,7 @@ def _add_carefully(run: Value) -> Value:
     return total
 
 
-@_compiled_now("void(f4[:, ::1], f8[::1])")
+@compiled_now("void(f4[:, ::1], f8[::1])")
 def add_squares(rows: NDArray[np.float32], found: NDArray[np.float64]) -> None:
     """Write the sum of squares of each row, whatever its magnitude: to six digits, of few elements to all of them."""
     few = rows.size <= _FEW
