@@ -106,7 +106,7 @@ def compare(
         watching.attach(model, optimizer)
         plain, watched = Turns(alone), Turns(watching)
         for number in range(steps // TURN):
-            for one in (plain, watched) if number % 2 else (watched, plain):
+            for one in (watched, plain) if number % 2 else (plain, watched):  # the first step warms torch up
                 one.take(model, optimizer, loss)
         chosen = sorted({name for report in watching.reports for name in report.analyzers or {}})
     usual = statistics.median(plain.seconds)

@@ -82,8 +82,8 @@ class UpdatesAnalyzer(Analyzer):
     """A measurement of the optimizer's step from the weights before and after it.
 
     The ratio ‖Δw‖/‖w‖ comes from the values, so it is right for momentum, adaptive rates, weight decay and clipping
-    alike. At most 65,536 elements of a tensor are looked at, always the same ones: fewer where many tensors are large,
-    down to 4,096 of each, or `max_elements`. Since the step comes after the report of its gradients, it is reported
+    alike. Of all tensors together 65,536 elements are looked at, always the same ones, but no fewer than 4,096 of each,
+    or `max_elements` of each. Since the step comes after the report of its gradients, it is reported
     with the next one and recorded under its own step. Ranks that share the parameters each look at the parts that they
     hold and add up what they have found: the report is that of the whole, with two numbers for each group. Reference:
     the update ratio of Karpathy's CS231n notes.

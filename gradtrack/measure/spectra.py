@@ -73,20 +73,22 @@ def arnoldi_spectrum(matvec: Callable[[Tensor], Tensor], start: Tensor, *, num_v
     count = min(num_vectors, start.numel())
     basis = start.new_zeros(count, start.numel())
     basis[0] = start / norm(start)
-    hessenberg = torch.zeros(count, count, dtype=torch.float64)
+    above, lengths = start.new_zeros(count, count), []
     for column in range(count):
-        image = matvec(basis[column])
-        scale = norm(image)
+        image, known = matvec(basis[column]), basis[: column + 1]
+        scale, shares = norm(image), above[column, : column + 1]
         for _ in range(2):
-            shares = basis[: column + 1] @ image
-            image = image - shares @ basis[: column + 1]
-            hessenberg[: column + 1, column] += shares.double().cpu()
+            share = known @ image
+            image = image - share @ known
+            shares += share
         left = norm(image)
         if column + 1 == count or left <= 1e3 * torch.finfo(start.dtype).eps * scale:
             break
-        hessenberg[column + 1, column] = left
+        lengths.append(left)
         basis[column + 1] = image / left
-    return _outermost(hessenberg[: column + 1, : column + 1], left)
+    small = above[: column + 1, : column + 1].double().cpu().T
+    below = torch.tensor(lengths[:column], dtype=torch.float64)
+    return _outermost(small + torch.diag(below, -1), left)
 
 
 def _relative(singular_values: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from gradtrack.measure.shards import local_part
 _FIRST: Final = ("exp_avg", "momentum_buffer")
 NUM_SUMS, NUM_SHORT = 14, 6
 _SECOND: Final = ("exp_avg_sq", "square_avg")
-_MOST_OF_ALL: Final = 1 << 17
+_MOST_OF_ALL: Final = MOST
 _ENOUGH: Final = 4096
 _AT_ONCE: Final = 1 << 18
 
@@ -100,8 +100,8 @@ class SampledMoments(NamedTuple):
 class WeightSample:
     """Sampled weights and gradients of a model before an optimizer's step: of what this process holds of them.
 
-    At most `most` elements of a tensor are taken; where nothing is said, 65,536 of them, and fewer where many tensors
-    are large, down to 4,096 of each.
+    At most `most` elements of a tensor are taken; where nothing is said, 65,536 of all together, but no fewer than
+    4,096 of each.
     """
 
     def __init__(

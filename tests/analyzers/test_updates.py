@@ -286,9 +286,9 @@ def test_a_sampled_tensor_counts_as_the_whole_of_it(every_step: None) -> None:
 
 
 def test_many_large_tensors_share_the_elements_that_are_looked_at(every_step: None) -> None:
-    """Where 4,096 of each are not more, a look takes 131,072 elements at most, and tells the ratio of the whole."""
+    """Where 4,096 of each are not more, a look takes 65,536 elements at most, and tells the ratio of the whole."""
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(12)))
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(6)))
     before = torch.cat([param.detach().flatten() for param in model.parameters()])
     manager = GradientManager(analyzers=["updates"])
     optimizer = optimizer_of(model, lr=0.1)
@@ -299,7 +299,7 @@ def test_many_large_tensors_share_the_elements_that_are_looked_at(every_step: No
             optimizer.step()
     after = torch.cat([param.detach().flatten() for param in model.parameters()])
     found = report.analyzers["updates"]
-    assert found["num_sampled"] <= 1 << 17 < found["num_elements"] == len(after)
+    assert found["num_sampled"] <= 1 << 16 < found["num_elements"] == len(after)
     assert found["ratio"] == pytest.approx(float((after - before).norm() / before.norm()), rel=0.03)
 
 
