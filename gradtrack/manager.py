@@ -305,7 +305,7 @@ class GradientManager:
             self._history.add_issue(issue.issue_type.value)
         if not healthy and not self._flight:
             self._flight = pair.flight.read()
-        if self._sink.takes_rows:
+        if (outcome.event or outcome.late) and self._sink.takes_rows:
             self._record(pair, outcome)
         if outcome.event:
             talk(outcome, self.config)
@@ -315,7 +315,7 @@ class GradientManager:
 
     def _record(self, pair: Pair, outcome: Outcome) -> None:
         """Send what a step leaves to where rows go."""
-        for record in late_records(outcome) if outcome.late else ():
+        for record in late_records(outcome):
             self._sink.write(record)
         if outcome.event:
             panels = self._dashboard.take(pair.name, pair.analyzers.panels)

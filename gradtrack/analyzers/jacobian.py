@@ -152,7 +152,7 @@ class JacobianAnalyzer(Analyzer):
                 continue
             try:
                 found[name] = self._block(block, calls[name])
-            except (UsageError, NotImplementedError, RuntimeError) as fault:
+            except (UsageError, RuntimeError) as fault:
                 skipped[name] = str(fault).splitlines()[0]
         return sum_up(found, skipped)
 

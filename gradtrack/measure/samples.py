@@ -34,15 +34,11 @@ def dot(first: NDArray[np.float64], second: NDArray[np.float64]) -> float:
     return float(first.dot(second) if len(first) <= _ALONE else np.einsum("i,i->", first, second))
 
 
-def sample(tensor: Tensor, most: int = MOST) -> Tensor:
-    """Copy at most so many elements that are held here, at equal distances; all of them where there are no more."""
-    return sampled(tensor, most).clone()
-
-
 def sampled(tensor: Tensor, most: int = MOST) -> Tensor:
-    """Return these elements without a copy of their own, if that can be.
+    """Return at most so many elements that are held here, at equal distances; all of them where there are no more.
 
-    The distance shares no factor with the size of the last dimension, so that no column is left out.
+    They are not copied where that can be done without. The distance shares no factor with the size of the last
+    dimension, so that no column is left out.
     """
     values = as_real(local_part(tensor))
     count = values.numel()
@@ -56,7 +52,7 @@ def sampled(tensor: Tensor, most: int = MOST) -> Tensor:
 
 def weighed_sample(tensor: Tensor, most: int) -> Tensor:
     """Return such a sample in float64, as long as the whole: products of two of them estimate those of the tensors."""
-    values = sample(tensor, most).double()
+    values = sampled(tensor, most).double()
     whole = as_real(local_part(tensor)).numel()
     return values * math.sqrt(whole / max(1, len(values)))
 

@@ -225,14 +225,15 @@ def _cut(params: Mapping[str, nn.Parameter], most: int) -> list[dict[str, nn.Par
 
 def _joined(parts: Sequence[Tensor]) -> Values:
     """Copy some tensors into one vector, each device being waited for once."""
-    together: dict[torch.device, list[Tensor]] = {}
-    for part in parts:
-        together.setdefault(part.device, []).append(part)
-    wholes = {device: torch.cat(found).cpu() for device, found in together.items()}
-    pieces = {device: iter(torch.split(wholes[device], [*map(len, found)])) for device, found in together.items()}
-    several = len(wholes) > 1
-    whole = torch.cat([next(pieces[part.device]) for part in parts]) if several else wholes.popitem()[1]
+    devices = {part.device for part in parts}
+    whole = torch.cat(list(parts)).cpu() if len(devices) == 1 else _joined_from(devices, parts)
     return (whole if whole.dtype in (torch.float32, torch.float64) else whole.float()).numpy()
+
+
+def _joined_from(devices: Iterable[torch.device], parts: Sequence[Tensor]) -> Tensor:
+    there = {device: [part for part in parts if part.device == device] for device in devices}
+    pieces = {device: iter(torch.split(torch.cat(own).cpu(), [*map(len, own)])) for device, own in there.items()}
+    return torch.cat([next(pieces[part.device]) for part in parts])
 
 
 def _exact(values: Values) -> Values:
