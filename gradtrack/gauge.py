@@ -98,13 +98,16 @@ class Gauge:
 
     def collect(self, only: Container[int] | None = None) -> Gradients:
         """Return the gradients that are there now; with `only`, those of the parameters with these ids."""
-        if self.table.stale() or self.table.patterns is not self._config.groups:
+        table, config = self.table, self._config
+        if table.stale() or table.patterns is not config.groups:
             self.share(self._process_group)
-        self.divide()
-        if self._measurer.engine != self._config.engine:
-            self._measurer.use(self._config.engine)
-        grads = self.table.gradients(only)
-        if not grads.tensors or self.table.ranks is not None:
+        if self.elsewhere is not frozenset:
+            self.divide()
+        if self._measurer.engine != config.engine:
+            self._measurer.use(config.engine)
+        table = self.table
+        grads = table.gradients(only)
+        if not grads.tensors or table.ranks is not None:
             if self._passing is not None and all(param.grad is None for param in self.table.params):
                 return self._passing.take(self.table)
             if self._passing is None and may_step_in_backward(self.table.params):
@@ -156,12 +159,14 @@ class Gauge:
 
     def read(self, grads: Gradients, facts: StepFacts, loss: Tensor | float | None, *, row_due: bool) -> Moments:
         """Measure gradients and the loss, and where a row is due what only a row shows."""
-        self.fit(grads, facts)
-        grads.prepare(self._measurer)
-        moments = grads.measure(self._measurer)
+        moments = grads.measure_as_planned(self._measurer)
+        if moments is None:
+            self.fit(grads, facts)
+            grads.prepare(self._measurer)
+            moments = grads.measure(self._measurer)
         facts.loss = _number(loss)
         facts.take(moments)
-        if facts.full:
+        if facts.full and (moments.one_sided or not moments.finite):
             facts.deviations = find_deviations(grads, moments)
         if row_due:
             self._tally(grads, facts)

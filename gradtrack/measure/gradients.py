@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
 from itertools import compress
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -67,7 +67,10 @@ class Gradients:
     changes how an optimizer rounds, so whoever changes the tensors calls `install`; and `own` before that.
     """
 
-    __slots__ = ("batch", "layout", "stand_ins", "tensors", "touched_rows")
+    __slots__ = ("_as_planned", "_batch", "layout", "stand_ins", "tensors", "touched_rows")
+
+    passed: ClassVar = False
+    """Whether the optimizers have used them up by now."""
 
     def __init__(
         self,
@@ -79,12 +82,30 @@ class Gradients:
         self.tensors, self.layout, self.touched_rows = tensors, layout, touched_rows
         self.stand_ins: Mapping[int, Tensor] = stand_ins or {}
         """Sparse gradients coalesced and conjugate ones resolved, by their position; their values are measured."""
-        self.batch: Batch | Sequence[Tensor] = tensors
-        """The tensors as the measurer has prepared them, or as they are."""
+        self._batch: Batch | None = None
+        self._as_planned = False
+
+    @property
+    def batch(self) -> Batch | Sequence[Tensor]:
+        """Return the tensors as the measurer has prepared them, or as they are."""
+        if self._as_planned:
+            plan, self._as_planned = self.layout.plan, False
+            self._batch = Batch(self.tensors, range(len(self.tensors)), (), plan.table, plan)
+        return self.tensors if self._batch is None else self._batch
+
+    def measure_as_planned(self, measurer: Measurer) -> Moments | None:
+        """Return the sums of the gradients in one call, if they are of the sizes of the last ones, and as plain."""
+        layout = self.layout
+        plan = layout.plan
+        if plan is None or plan.engine is not measurer.native:
+            return None
+        moments: Moments | None = plan.measure(self.tensors, layout.group_of, len(layout.group_names))
+        self._as_planned = moments is not None
+        return moments
 
     def prepare(self, measurer: Measurer) -> None:
         """Let the measurer sort the tensors once for all that is done with them; the layout has their sizes."""
-        self.batch = batch = measurer.prepare(self.tensors, self.layout.plan)
+        self._batch = batch = measurer.prepare(self.tensors, self.layout.plan)
         self.layout.plan = batch.plan
 
     def measure(self, measurer: Measurer) -> Moments:
@@ -111,7 +132,7 @@ class Gradients:
             assert param.grad is not None
             grad = param.grad = param.grad.detach().clone(memory_format=torch.contiguous_format)
             self.tensors[index] = torch.view_as_real(grad) if grad.is_complex() else grad
-        self.batch = self.tensors
+        self._batch = None
 
     def install(self) -> None:
         """Put what was measured in the place of the gradients that it stands for, since its values have changed."""
@@ -222,7 +243,7 @@ class SharedGradients(Gradients):
 
     def prepare(self, measurer: Measurer) -> None:
         """Let the measurer sort the parts that are here, whose sizes are not those of the layout."""
-        self.batch = measurer.prepare(self.tensors)
+        self._batch = measurer.prepare(self.tensors)
 
     def _look(self, measurer: Measurer) -> tuple[Moments, NDArray[np.int64]]:
         """Return the sums and the element counts of what is here."""
@@ -265,7 +286,7 @@ class SharedGradients(Gradients):
     def _narrow(self, kept: NDArray[np.int64]) -> None:
         """Leave out the parameters that have a gradient on no rank."""
         if self.tensors:
-            self.batch = self.tensors = [self.tensors[index] for index in kept]
+            self._batch, self.tensors = None, [self.tensors[index] for index in kept]
         self._positions = self._positions[kept]
         self.layout = self._lay_out(self._positions.tolist())
 

@@ -524,6 +524,7 @@ def measure(
     """
     length: int = _lay_out(table) if phases & PREPARE else table[START, -1]
     if phases & PREPARE:
+        progress[TAKEN], progress[DONE] = 0, 0
         for row in range(results.shape[0]):
             _clear(results[row])
         if length < 0 or (length > SHORT_LINE and not phases & TEAM_WORK):
@@ -652,8 +653,10 @@ SCALE_IN_TEAM: int = _scale_in_team.address
 def scale(phases: int, table: Integers, progress: Integers, coefficient: float) -> int:
     """Run the phases that are asked for (there is nothing to merge), as `measure` does."""
     length: int = _lay_out(table) if phases & PREPARE else table[START, -1]
-    if phases & PREPARE and (length < 0 or (length > SHORT_LINE and not phases & TEAM_WORK)):
-        return length
+    if phases & PREPARE:
+        progress[TAKEN], progress[DONE] = 0, 0
+        if length < 0 or (length > SHORT_LINE and not phases & TEAM_WORK):
+            return length
     if phases & WORK:
         _scale_items(table, progress, coefficient, 0, 1)
     if phases & TEAM_WORK:

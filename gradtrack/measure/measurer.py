@@ -50,23 +50,24 @@ class Measurer:
 
     def use(self, engine: EngineName) -> None:
         """Measure with another engine from now on."""
-        self._native: Any = None if engine == "torch" else _native(required=engine == "native")
+        self.native: Any = None if engine == "torch" else _native(required=engine == "native")
+        """The engine of plans that may be used; None where there is none."""
         self.engine = engine
 
     def prepare(self, tensors: Sequence[Tensor], plan: Any = None) -> Batch:
         """Sort tensors by engine once, for the several calls of a step; `plan` is that of a batch of the same sizes."""
         everything = range(len(tensors))
-        if self._native is None:
+        if self.native is None:
             return Batch(tensors, (), everything, None)
         if plan is not None and plan.fits(tensors):
             return Batch(tensors, everything, (), plan.tabulate(tensors), plan)
-        if self._native.covers_all(tensors):
-            table = self._native.tabulate(tensors)
-            return Batch(tensors, everything, (), table, self._native.plan(tensors, table))
-        covered = [self._native.covers(tensor) for tensor in tensors]
+        if self.native.covers_all(tensors):
+            table = self.native.tabulate(tensors)
+            return Batch(tensors, everything, (), table, self.native.plan(tensors, table))
+        covered = [self.native.covers(tensor) for tensor in tensors]
         native = [index for index, fits in enumerate(covered) if fits]
         others = [index for index, fits in enumerate(covered) if not fits]
-        table = self._native.tabulate([tensors[index] for index in native]) if native else None
+        table = self.native.tabulate([tensors[index] for index in native]) if native else None
         return Batch(tensors, native, others, table)
 
     def measure(self, tensors: Sequence[Tensor] | Batch, group_of: NDArray[np.int64], num_groups: int) -> Moments:
@@ -86,14 +87,14 @@ class Measurer:
             self.scale(batch, _SMALLEST_FACTOR)
             coefficient /= _SMALLEST_FACTOR
         if batch.native:
-            self._native.scale(batch.native_tensors, coefficient, table=batch.table)
+            self.native.scale(batch.native_tensors, coefficient, table=batch.table)
         if batch.others:
             self._torch.scale(batch.other_tensors, coefficient)
 
     def _once(self, batch: Batch, group_of: NDArray[np.int64], num_groups: int, exponent: int) -> Moments:
         if not batch.native:
             return Moments(*self._torch.measure(batch.tensors, group_of, num_groups, exponent=exponent), exponent)
-        measure, table = self._native.measure, batch.table
+        measure, table = self.native.measure, batch.table
         if not batch.others:
             found = measure(batch.tensors, group_of, num_groups, exponent=exponent, table=table)
             rows, group_rows, total, one_sided = found

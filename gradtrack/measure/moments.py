@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 SUM, SQUARES, MIN, MAX, ZEROS, NAN, POSINF, NEGINF = range(8)
 WIDTH: Final = 8
 _LARGEST_POWER: Final = 400
+_SMALLEST_SQUARES: Final = 1e-280
 Rows = NDArray[np.float64]
 
 
@@ -39,9 +40,10 @@ class Moments:
         self.group_rows = group_rows
         self.total = total
         self.exponent = exponent
-        self.finite = total[NAN] + total[POSINF] + total[NEGINF] == 0
+        self.finite = not (total[NAN] or total[POSINF] or total[NEGINF])
         """Whether every element is finite."""
-        self.norm = true_norm(total, exponent)
+        plain = self.finite and not exponent
+        self.norm = math.sqrt(total[SQUARES]) if plain else true_norm(total, exponent)
         """The true L2 norm of all gradients: NaN or Inf where an element is."""
         self.has_ends = has_ends
         """Whether the smallest and largest elements are known; between reports ranks do not exchange them."""
@@ -63,7 +65,7 @@ class Moments:
 
     def out_of_range(self) -> bool:
         """Whether the squares have overflowed, or underflowed so far that they lost precision."""
-        if in_range(self.total[SQUARES]):
+        if _SMALLEST_SQUARES < self.total[SQUARES] < math.inf:
             return False
         low, high = self.total[MIN], self.total[MAX]
         return low <= high and max(abs(low), abs(high)) > 0
@@ -90,11 +92,6 @@ def replaced(moments: Moments, nan: Rows, infinity: Rows, group_of: NDArray[np.i
             rows[there, MIN] = np.minimum(rows[there, MIN], scaled[there])
             rows[there, MAX] = np.maximum(rows[there, MAX], scaled[there])
     return Moments(rows, *merge(rows, group_of, num_groups), exponent, has_ends=moments.has_ends)
-
-
-def in_range(squares: float) -> bool:
-    """Say whether a sum of squares has neither overflowed, nor underflowed so far that it lost precision."""
-    return 1e-280 < squares < math.inf
 
 
 def empty_row() -> list[float]:

@@ -15,6 +15,7 @@ from gradtrack.errors import UsageError
 from gradtrack.measure import kernels
 from gradtrack.measure.helpers import helpers
 from gradtrack.measure.kernels import Floats, Integers
+from gradtrack.measure.moments import Moments
 from gradtrack.measure.threads import team
 
 _CODES = {
@@ -28,6 +29,7 @@ _STRIDED = frozenset({torch.strided})
 _layout = attrgetter("layout")
 _dtype = attrgetter("dtype")
 _is_cpu = attrgetter("is_cpu")
+_is_contiguous, _numel, _data_ptr = torch.Tensor.is_contiguous, torch.Tensor.numel, torch.Tensor.data_ptr
 _ALL_PHASES = kernels.PREPARE | kernels.WORK | kernels.MERGE
 _ALL_IN_TEAM = kernels.PREPARE | kernels.TEAM_WORK | kernels.MERGE
 _NUM_SHORT_ITEMS = kernels.SHORT_LINE // kernels.ITEM_ELEMENTS
@@ -37,22 +39,64 @@ _UNKNOWN = 0
 
 @final
 class Plan:
-    """What the kernels are told of gradients of the same sizes at every step, all but where they lie."""
+    """What the kernels are told of gradients of the same sizes at every step, all but where they lie.
 
-    __slots__ = ("_dtypes", "_table")
+    It is filled in anew with every look, so it serves one training, in one thread.
+    """
 
-    def __init__(self, grads: Sequence[torch.Tensor], table: Integers) -> None:
-        self._dtypes, self._table = list(map(_dtype, grads)), table.copy()
+    __slots__ = ("_addresses", "_dtypes", "_group_of", "_heads", "_is_long", "_progress", "_sizes", "engine", "table")
+
+    def __init__(self, engine: NativeEngine, grads: Sequence[torch.Tensor], table: Integers) -> None:
+        self.engine = engine
+        self._dtypes, self._sizes = list(map(_dtype, grads)), list(map(_numel, grads))
+        self.table = table.copy()
+        self._addresses = self.table[kernels.ADDRESS, : len(grads)]
+        self._group_of: Integers | None = None
+        length = sum(-(-size // kernels.LINE_ELEMENTS) * kernels.LINE_ELEMENTS for size in self._sizes)
+        self._is_long = length > kernels.SHORT_LINE
+        self._heads = np.empty((_count_items(length), kernels.COLUMNS))
+        self._progress = np.zeros(kernels.PROGRESS, np.int64)
 
     def fits(self, grads: Sequence[torch.Tensor]) -> bool:
-        """Tell whether gradients of these sizes are of the same types, and as plain as those that it was made for."""
-        return list(map(_dtype, grads)) == self._dtypes and _are_plain(grads)
+        """Tell whether gradients are of the same types and sizes, and as plain as those that it was made for."""
+        return (
+            list(map(_dtype, grads)) == self._dtypes and list(map(_numel, grads)) == self._sizes and _are_plain(grads)
+        )
 
     def tabulate(self, grads: Sequence[torch.Tensor]) -> Integers:
         """Describe gradients that it fits, as the engine does, until it is asked for those of the next step."""
-        table, num_grads = self._table, len(grads)
-        table[kernels.ADDRESS, :num_grads] = np.fromiter(map(torch.Tensor.data_ptr, grads), np.int64, num_grads)
-        return table
+        self._addresses[:] = list(map(_data_ptr, grads))
+        return self.table
+
+    def measure(self, grads: Sequence[torch.Tensor], group_of: Integers, num_groups: int) -> Moments | None:
+        """Measure gradients in one call; return None where it takes more, or where they are others than planned."""
+        if (
+            list(map(_dtype, grads)) != self._dtypes
+            or list(map(_numel, grads)) != self._sizes
+            or not _PLAIN_TYPES.issuperset(map(type, grads))
+            or not all(map(_is_cpu, grads))
+            or not all(map(_is_contiguous, grads))
+        ):
+            return None
+        self._addresses[:] = list(map(_data_ptr, grads))
+        if group_of is not self._group_of:
+            self.table[kernels.GROUP, : len(grads)] = self._group_of = group_of
+        progress, phases = self._progress, _ALL_PHASES
+        if self._is_long:
+            phases = _gather_team(kernels.MEASURE_IN_TEAM, progress)
+            if phases == _ALL_PHASES:
+                return None
+        num_grads = len(grads)
+        results = np.empty((num_grads + num_groups + 1, kernels.COLUMNS))
+        if kernels.measure(phases, self.table, results, self._heads, progress, 1.0, 1.0) < 0:
+            return None
+        moments = Moments(
+            results[:num_grads],
+            results[num_grads:-1],
+            results[-1].tolist(),
+            one_sided=bool(progress[kernels.ONE_SIDED]),
+        )
+        return None if moments.out_of_range() else moments
 
 
 @final
@@ -86,10 +130,9 @@ class NativeEngine:
         quick = _CODES.keys() >= set(map(_dtype, grads)) and _are_plain(grads)
         return quick or all(map(NativeEngine.covers, grads))
 
-    @staticmethod
-    def plan(grads: Sequence[torch.Tensor], table: Integers) -> Plan:
+    def plan(self, grads: Sequence[torch.Tensor], table: Integers) -> Plan:
         """Return what the table of gradients has in common with those of later ones of the same sizes."""
-        return Plan(grads, table)
+        return Plan(self, grads, table)
 
     @staticmethod
     def tabulate(grads: Sequence[torch.Tensor]) -> Integers:
@@ -99,8 +142,8 @@ class NativeEngine:
         """
         num_grads = len(grads)
         table = np.empty((kernels.NUM_FACTS, num_grads + 1), np.int64)
-        table[kernels.ADDRESS, :num_grads] = np.fromiter(map(torch.Tensor.data_ptr, grads), np.int64, num_grads)
-        table[kernels.SIZE, :num_grads] = np.fromiter(map(torch.Tensor.numel, grads), np.int64, num_grads)
+        table[kernels.ADDRESS, :num_grads] = np.fromiter(map(_data_ptr, grads), np.int64, num_grads)
+        table[kernels.SIZE, :num_grads] = np.fromiter(map(_numel, grads), np.int64, num_grads)
         codes = list(map(_CODES.__getitem__, map(_dtype, grads)))
         table[kernels.CODE, :num_grads] = codes
         table[kernels.START, -1] = _UNKNOWN
@@ -162,7 +205,7 @@ def _are_plain(grads: Sequence[torch.Tensor]) -> bool:
         _PLAIN_TYPES.issuperset(map(type, grads))
         and all(map(_is_cpu, grads))
         and _STRIDED.issuperset(map(_layout, grads))
-        and all(map(torch.Tensor.is_contiguous, grads))
+        and all(map(_is_contiguous, grads))
     )
 
 

@@ -24,6 +24,8 @@ _POWERS = np.array([1, 2, 1, 1, 0, 0, 0, 0])
 class PassedGradients(Gradients):
     """What was measured of gradients that are gone by now: they can be reported, and no longer be changed."""
 
+    passed = True
+
     def __init__(self, gradients: Gradients, rows: Rows) -> None:
         super().__init__([], gradients.layout, {})
         self._rows = rows
@@ -45,13 +47,14 @@ class PassedShards(SharedGradients):
     """
 
     __slots__ = ("_counts", "_rows")
+    passed = True
 
     def __init__(
         self, table: ParameterTable, rows: Mapping[int, NDArray[np.float64]], counts: Mapping[int, int]
     ) -> None:
         assert table.ranks is not None
         super().__init__(table.params, table.ranks, table.lay_out)
-        self.batch = self.tensors = []
+        self.tensors = []
         self._has_gradient = np.array([id(param) in rows for param in table.params])
         self._rows = np.array([rows.get(id(param), empty_row()) for param in table.params])
         self._counts = np.array([counts.get(id(param), 0) for param in table.params])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from itertools import chain, repeat
 from operator import attrgetter, is_, is_not
 from typing import Any, Final
@@ -23,6 +23,7 @@ _layout = attrgetter("layout")
 _values = dict.values
 _DENSE: Final = frozenset({torch.strided})
 _LAST: Final = (object(),)
+"""What comes after the modules and parameters that there are."""
 
 
 class ParameterTable:
@@ -46,7 +47,7 @@ class ParameterTable:
         plain = [module for module in self._modules if not isinstance(module, torch.jit.ScriptModule)]
         self._dicts: list[dict[str, Any]] = [module._modules for module in plain]
         self._dicts += [module._parameters for module in plain]
-        self._parts = list(self._find_parts())
+        self._parts = [*chain.from_iterable(map(_values, self._dicts)), *_LAST]
         by_id: dict[int, str] = {}
         self.aliases: dict[str, list[str]] = {}
         everything: list[nn.Parameter] = []
@@ -83,7 +84,7 @@ class ParameterTable:
 
     def stale(self) -> bool:
         """Whether a parameter was added, removed, replaced, frozen or set free since the table was made."""
-        if not all(map(is_, self._find_parts(), self._parts)):
+        if not all(map(is_, chain(chain.from_iterable(map(_values, self._dicts)), _LAST), self._parts)):
             return True
         return list(map(_requires_grad, self.everything)) != self._trainable
 
@@ -97,9 +98,9 @@ class ParameterTable:
             present = [index for index, grad in enumerate(found) if grad is not None]
             if only is not None:
                 present = [index for index in present if id(self.params[index]) in only]
-        layout = self.lay_out(present)
+        layout = self._layout if self._layout is not None and present is self._present else self.lay_out(present)
         tensors = found if len(present) == len(found) else [found[index] for index in present]
-        if not self._has_complex and set(map(_layout, tensors)) <= _DENSE:
+        if not self._has_complex and _DENSE.issuperset(map(_layout, tensors)):
             return Gradients(tensors, layout, {})
         return self._unusual(tensors, layout)
 
@@ -145,10 +146,6 @@ class ParameterTable:
         if counts != layout.counts:
             layout = Layout(layout.names, layout.params, counts, layout.group_of, layout.group_names, layout.missing)
         return Gradients(dense, layout, touched, stand_ins)
-
-    def _find_parts(self) -> Iterator[object]:
-        """Return the modules and parameters that there are now, and what comes after the last one."""
-        return chain(chain.from_iterable(map(_values, self._dicts)), _LAST)
 
 
 def _count(param: Tensor) -> int:

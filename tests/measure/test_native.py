@@ -121,6 +121,36 @@ def test_a_line_that_is_known_to_be_long_is_measured_and_scaled_the_same(two_thr
     assert all(map(torch.equal, grads, expected))
 
 
+@settings(max_examples=100, deadline=None)
+@given(st.lists(gradients(), max_size=4), st.integers(0, 3))
+def test_a_plan_measures_later_gradients_as_the_engine_does(grads: list[torch.Tensor], turn: int) -> None:
+    """To the bit, or it says that it does not: where squares leave the range, or the gradients are others."""
+    later, group_of = grads[turn:] + grads[:turn], np.arange(len(grads)) % 2
+    plan = ENGINE.plan(grads, ENGINE.tabulate(grads))
+    for _ in range(2):
+        found = plan.measure(later, group_of, 2)
+        if [(one.dtype, one.numel()) for one in later] != [(one.dtype, one.numel()) for one in grads]:
+            assert found is None
+            return
+        expected = ENGINE.measure(later, group_of, 2)
+        if found is None:
+            assert not 1e-280 < expected[2][1] < np.inf
+            return
+        np.testing.assert_array_equal(found.rows, expected[0])
+        np.testing.assert_array_equal(found.group_rows, expected[1])
+        assert (found.total, found.one_sided) == expected[2:]
+
+
+@pytest.mark.parametrize(
+    "other", [torch.Tensor.double, lambda one: one.t(), lambda one: one[:2], torch.Tensor.to_sparse]
+)
+def test_a_plan_leaves_other_gradients_alone(other: Any) -> None:
+    """It never reads memory of which it does not know how it is filled."""
+    grads = [torch.randn(4, 3), torch.randn(5)]
+    plan = ENGINE.plan(grads, ENGINE.tabulate(grads))
+    assert plan.measure([other(grads[0]), grads[1]], np.zeros(2, np.int64), 1) is None
+
+
 @settings(max_examples=150, deadline=None)
 @given(st.lists(gradients(), max_size=5))
 @example([])
