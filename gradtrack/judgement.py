@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from gradtrack.analyzers.base import Series
 from gradtrack.config import GradientConfig
@@ -12,10 +13,12 @@ from gradtrack.diagnose.evidence import Evidence
 from gradtrack.diagnose.jump import Jump
 from gradtrack.diagnose.ledger import Ledger, unmuted
 from gradtrack.facts import StepFacts
-from gradtrack.measure.moments import Moments
+from gradtrack.measure.moments import Moments, log_norm
 from gradtrack.monitor import GradientMonitor
 from gradtrack.outcome import Outcome
 from gradtrack.reports import HEALTHY, HealthReport, Issue
+
+_MOSTLY_CLIPPED: Final = 0.01
 
 
 class Judgement:
@@ -39,16 +42,21 @@ class Judgement:
 
         Only where somebody looks more closely then (`watched`) is it asked whether the step is a reason to.
         """
-        facts = outcome.facts
-        first_nonfinite = not moments.finite and not self.nonfinite_before
-        self.nonfinite_before = not moments.finite
-        outcome.event = outcome.event or first_nonfinite
+        facts, finite = outcome.facts, moments.finite
+        if not finite and not self.nonfinite_before:
+            outcome.event = True
+        self.nonfinite_before = not finite
         if not self._config.enable_gradient_monitoring:
             facts.health, self.startled = HEALTHY, False
             return
+        norm_then = log_norm(moments.norm)
+        self.startled = watched and self._jump.take(norm_then, facts.loss)
+        self.series.append(norm_then, facts.loss, facts.layout.missing, finite=finite)
+        if self._is_calm(norm_then, facts):
+            facts.health = HEALTHY
+            self._monitor.health.postpone(norm_then, facts.loss, facts.clipping, self._config)
+            return
         evidence = _evidence(moments, outcome.report.step, facts, critical=critical)
-        self.startled = watched and self._jump.take(evidence.log_norm, facts.loss)
-        self.series.append(evidence.log_norm, facts.loss, facts.layout.missing, finite=moments.finite)
         outcome.issues = self._of_rules = self._monitor.judge(evidence)
         self._ledger.remember(self._of_rules)
         if self._of_analyzers:
@@ -57,6 +65,19 @@ class Judgement:
         outcome.opened, changed = self._ledger.update(outcome.issues)
         outcome.event = outcome.event or changed
         facts.health = self.health = HealthReport.of(outcome.issues)
+
+    def _is_calm(self, norm: float, facts: StepFacts) -> bool:
+        """Say whether nothing is open, and no rule can open at a step of this ln of the norm."""
+        health, config = self._monitor.health, self._config
+        return (
+            health.low < norm < health.high
+            and self.health is HEALTHY
+            and not self._of_analyzers
+            and facts.clipping.get("coefficient", 1.0) > _MOSTLY_CLIPPED
+            and (facts.loss is None or math.isfinite(facts.loss))
+            and health.limits == (config.vanishing_threshold, config.exploding_threshold)
+            and bool(facts.layout.names)
+        )
 
     def hear(self, issues: Sequence[Issue]) -> None:
         """Take the issues of the analyzers, which stay open from the next step on until they are heard again."""

@@ -68,7 +68,7 @@ def test_without_monitoring_nothing_is_judged() -> None:
     made.hear([issue("loud")])
     outcome = judge(made, 1, 1.0)
     assert outcome.facts.health == HealthReport()
-    assert outcome.issues == []
+    assert not outcome.issues
 
 
 def test_state_comes_back() -> None:

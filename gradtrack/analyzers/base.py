@@ -65,20 +65,21 @@ class Series:
 
     def append(self, log_norm: float, loss: float | None, missing: Sequence[str], *, finite: bool) -> None:
         """Take in one step."""
-        self.num_steps += 1
+        step = self.num_steps = self.num_steps + 1
         if loss is not None:
             self.losses.append(loss)
-            if len(self.first_losses) < self.FIRST:
+            if step <= self.FIRST or len(self.first_losses) < self.FIRST:
                 self.first_losses.append(loss)
         self.log_norms.append(log_norm)
-        if len(self.first_log_norms) < self.FIRST:
+        if step <= self.FIRST:
             self.first_log_norms.append(log_norm)
-        self.nonfinite_steps += not finite
+        if not finite:
+            self.nonfinite_steps += 1
         if missing:
             self.missing.update(missing)
         if missing or self.missing_since:
-            self.missing_since = {name: self.missing_since.get(name, self.num_steps) for name in missing}
-        if often(self.num_steps):
+            self.missing_since = {name: self.missing_since.get(name, step) for name in missing}
+        if not step % OFTEN_EVERY and often(step):
             self._keep_level()
 
     @property

@@ -8,6 +8,18 @@ from gradtrack.measure.gradients import Layout
 from gradtrack.measure.moments import Moments, log_norm
 
 
+class CalmSteps:
+    """Steps on which nothing can open, for the rules to take in together: of each its numbers that a rule remembers."""
+
+    __slots__ = ("clipped", "limits", "log_norms", "losses")
+
+    def __init__(self) -> None:
+        self.log_norms: list[float] = []
+        self.losses: list[float | None] = []
+        self.limits: list[float | None] = []
+        self.clipped: list[bool] = []
+
+
 @dataclass(slots=True, kw_only=True)
 class Evidence:
     """One step as the rules see it: its norm, its loss, its clipping, and the sums of every tensor."""

@@ -5,19 +5,27 @@ from __future__ import annotations
 import importlib
 import inspect
 import logging
+import math
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
-from typing import Any
+from operator import attrgetter
+from typing import Any, Final, TypeVar
 
 from gradtrack.config import GradientConfig
 from gradtrack.diagnose import rules
-from gradtrack.diagnose.evidence import Evidence
+from gradtrack.diagnose.evidence import CalmSteps, Evidence
 from gradtrack.diagnose.ledger import unmuted
-from gradtrack.diagnose.rule import Rule
+from gradtrack.diagnose.rule import MOST_WAITING, SLACK, TENFOLD, Band, Rule
 from gradtrack.reports import Issue
 from gradtrack.signals import pass_on
 
+NEVER: Final[Band] = (math.inf, -math.inf)
+_STEP: Final = TENFOLD - SLACK
+_severity = attrgetter("severity")
+_FEW: Final = 3
+Limits = tuple[float | None, float | None]
+Answer = TypeVar("Answer")
 _logger = logging.getLogger("gradtrack")
 
 
@@ -34,31 +42,88 @@ def rule_types() -> dict[str, type[Rule]]:
 
 
 class Health:
-    """The rules of one (model, optimizer) pair, each with its own window."""
+    """The rules of one (model, optimizer) pair, each with its own window.
+
+    Where none of them can open at the step to come, it may wait for being judged, until there are several or somebody
+    asks: between `low` and `high`, which are bounds of ln of its norm.
+    """
 
     def __init__(self) -> None:
         self._rules = {name: rule() for name, rule in rule_types().items()}
+        self._waiting = CalmSteps()
+        self._watchful = 0
+        self._band, (self.low, self.high) = NEVER, NEVER
+        self.limits: Limits = (None, None)
+        """The absolute limits of the norm that the bounds keep to."""
 
     def judge(self, evidence: Evidence, config: GradientConfig) -> list[Issue]:
         """Take in the evidence of one step and return the issues that are open, the most severe first."""
-        found: list[Issue] = []
+        if self.low < self.high:
+            self._watchful = MOST_WAITING if len(self._waiting.losses) < _FEW else 0
+        self.catch_up(config)
+        found = self._judge(evidence, config)
+        self._foresee(evidence.log_norm, config, open_issues=bool(found))
+        return sorted(unmuted(found, config.mute), key=_severity, reverse=True) if found else found
+
+    def postpone(
+        self, log_norm: float, loss: float | None, clipping: Mapping[str, Any], config: GradientConfig
+    ) -> None:
+        """Let a step wait that is between the bounds."""
+        waiting = self._waiting
+        waiting.log_norms.append(log_norm)
+        waiting.losses.append(loss)
+        waiting.limits.append(clipping.get("threshold"))
+        waiting.clipped.append(clipping.get("clipped", False))
+        if len(waiting.losses) == MOST_WAITING:
+            self.catch_up(config)
+            self._foresee(log_norm, config)
+        else:
+            low, high = self._band
+            self.low = low if low > log_norm - _STEP else log_norm - _STEP
+            self.high = high if high < log_norm + _STEP else log_norm + _STEP
+
+    def catch_up(self, config: GradientConfig) -> None:
+        """Let the rules take in the steps that wait."""
+        if self._waiting.losses:
+            waiting, self._waiting = self._waiting, CalmSteps()
+            self._ask(lambda rule: rule.take_in(waiting, config))
+
+    def _judge(self, evidence: Evidence, config: GradientConfig) -> list[Issue]:
+        return [issue for issues in self._ask(lambda rule: rule.judge(evidence, config)) for issue in issues]
+
+    def _ask(self, question: Callable[[Rule], Answer]) -> list[Answer]:
+        """Return what every rule says; one that fails must not stop the training, and is left out from now on."""
+        answers: list[Answer] = []
         for name, rule in list(self._rules.items()):
             try:
-                found += rule.judge(evidence, config)
-            except Exception as fault:  # a rule that fails must not stop the training
+                answers.append(question(rule))
+            except Exception as fault:
                 pass_on(fault)
                 _logger.warning("rule %s failed and is left out from now on", name, exc_info=True)
                 del self._rules[name]
-        if not found:
-            return found
-        return sorted(unmuted(found, config.mute), key=lambda issue: issue.severity, reverse=True)
+        return answers
+
+    def _foresee(self, log_norm: float, config: GradientConfig, *, open_issues: bool = False) -> None:
+        """Find between which norms no rule opens; for a while not, where hardly a step has stayed there."""
+        self._band, (self.low, self.high) = NEVER, NEVER
+        if self._watchful:
+            self._watchful -= 1
+        elif not open_issues and math.isfinite(log_norm):
+            bands = self._ask(lambda rule: rule.calm(config))
+            found = [band for band in bands if band is not None]
+            if len(found) == len(bands):
+                low, high = self._band = max(low for low, _ in found), min(high for _, high in found)
+                self.low, self.high = max(low, log_norm - _STEP), min(high, log_norm + _STEP)
+                self.limits = config.vanishing_threshold, config.exploding_threshold
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the windows of all rules."""
+        """Return the windows of all rules, which have judged every step by now."""
         return {name: rule.state_dict() for name, rule in self._rules.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back the windows of the rules that were saved; a rule that is new starts empty."""
+        self._waiting, self._watchful = CalmSteps(), 0
+        self._band, (self.low, self.high) = NEVER, NEVER
         for name, rule in self._rules.items():
             if name in state:
                 rule.load_state_dict(state[name])

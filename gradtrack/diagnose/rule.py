@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 from gradtrack.config import GradientConfig
-from gradtrack.diagnose.evidence import Evidence
+from gradtrack.diagnose.evidence import CalmSteps, Evidence
 from gradtrack.diagnose.window import RollingMedian
 from gradtrack.reports import Issue
+
+Band = tuple[float, float]
+"""What lies above its first and below its second number."""
+ANY: Final[Band] = (-math.inf, math.inf)
+TENFOLD: Final = math.log(10.0)
+MOST_WAITING: Final = 16
+"""How many steps are judged together at most."""
+SLACK: Final = 1e-6
+"""By how much a band is narrower than the rule has it, so that no rounding decides."""
 
 
 class Rule(ABC):
@@ -23,6 +33,18 @@ class Rule(ABC):
     @abstractmethod
     def judge(self, evidence: Evidence, config: GradientConfig) -> list[Issue]:
         """Take in the evidence of one step and return the issues that are open now."""
+
+    def calm(self, config: GradientConfig) -> Band | None:
+        """Return between which ln of the norm a step opens nothing, nor do those after it, `MOST_WAITING` in all.
+
+        That is of steps with gradients, whose numbers are finite, of which clipping leaves more than a hundredth, and
+        whose norm is neither ten times that of the step before nor a tenth. Return None where every step has to be
+        judged at once.
+        """
+        return None
+
+    def take_in(self, steps: CalmSteps, config: GradientConfig) -> None:
+        """Remember of steps what `judge` would have remembered; they were within what `calm` returned."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the window, as plain data."""

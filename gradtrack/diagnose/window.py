@@ -30,6 +30,10 @@ class RollingMedian:
         """Return the middle value; for an even number of values the mean of the two middle ones."""
         return _middle(self._ordered)
 
+    def __getitem__(self, index: int) -> float:
+        """Return the value above which so many are smaller."""
+        return self._ordered[index]
+
     @property
     def deviation(self) -> float:
         """Return the median absolute deviation, scaled to be the standard deviation of normal values."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Final, final
 
 from gradtrack.config import GradientConfig
-from gradtrack.diagnose.evidence import Evidence
-from gradtrack.diagnose.rule import Rule
+from gradtrack.diagnose.evidence import CalmSteps, Evidence
+from gradtrack.diagnose.rule import ANY, Band, Rule
 from gradtrack.reports import Issue, IssueSeverity, IssueType
 
 _PATIENCE: Final = 3
@@ -18,6 +18,12 @@ class NoGradientsRule(Rule):
     """Opens when no parameter has a gradient on three steps in a row, and closes with the first gradient."""
 
     def __init__(self) -> None:
+        self.streak = 0
+
+    def calm(self, config: GradientConfig) -> Band | None:
+        return ANY
+
+    def take_in(self, steps: CalmSteps, config: GradientConfig) -> None:
         self.streak = 0
 
     def judge(self, evidence: Evidence, config: GradientConfig) -> list[Issue]:

@@ -6,8 +6,8 @@ import math
 from typing import Final, final
 
 from gradtrack.config import GradientConfig
-from gradtrack.diagnose.evidence import Evidence
-from gradtrack.diagnose.rule import Rule
+from gradtrack.diagnose.evidence import CalmSteps, Evidence
+from gradtrack.diagnose.rule import ANY, Band, Rule
 from gradtrack.reports import Issue, IssueSeverity, IssueType
 
 _SCALER_PATIENCE: Final = 5
@@ -19,6 +19,12 @@ class NumericalRule(Rule):
     """Opens when an element is NaN or infinite and closes with the first finite step."""
 
     def __init__(self) -> None:
+        self.streak = 0
+
+    def calm(self, config: GradientConfig) -> Band | None:
+        return ANY
+
+    def take_in(self, steps: CalmSteps, config: GradientConfig) -> None:
         self.streak = 0
 
     def judge(self, evidence: Evidence, config: GradientConfig) -> list[Issue]:

@@ -7,16 +7,16 @@ import statistics
 from typing import Final, final
 
 from gradtrack.config import GradientConfig
-from gradtrack.diagnose.evidence import Evidence
+from gradtrack.diagnose.evidence import CalmSteps, Evidence
 from gradtrack.diagnose.limits import beyond_limit
-from gradtrack.diagnose.rule import Rule
+from gradtrack.diagnose.rule import MOST_WAITING, SLACK, TENFOLD, Band, Rule
 from gradtrack.diagnose.window import RollingMedian
 from gradtrack.reports import Issue, IssueSeverity, IssueType
 
 _WINDOW: Final = 50
 _WARMUP: Final = 8
 _DEVIATIONS: Final = 6.0
-_JUMP: Final = math.log(10.0)
+_JUMP: Final = TENFOLD
 _HARMFUL: Final = math.log(30.0)
 _BEYOND: Final = math.log(3.0)
 _TWICE: Final = math.log(2.0)
@@ -48,6 +48,21 @@ class SpikeRule(Rule):
         self.largest = -math.inf
         self.first_norms: list[float] = []
         self.first_losses: list[float] = []
+
+    def calm(self, config: GradientConfig) -> Band | None:
+        # However low the steps to come are, at most all of them join what is below this one, and it is still below
+        # the median.
+        surely_below_median = (len(self.window) - 2 * (MOST_WAITING + 1)) // 2
+        if self.streak or surely_below_median < 0 or len(self.first_norms) < _FIRST:
+            return None
+        limit = math.inf if config.exploding_threshold is None else math.log(config.exploding_threshold)
+        return (-math.inf, min(self.window[surely_below_median] + _JUMP, limit) - SLACK)
+
+    def take_in(self, steps: CalmSteps, config: GradientConfig) -> None:
+        for log_norm in steps.log_norms:
+            self.window.push(log_norm)
+        self.last = steps.log_norms[-1]
+        self.largest = max(self.largest, *steps.log_norms)
 
     def judge(self, evidence: Evidence, config: GradientConfig) -> list[Issue]:
         found = beyond_limit(evidence, IssueType.EXPLODING, config.exploding_threshold)

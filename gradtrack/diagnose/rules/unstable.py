@@ -8,12 +8,12 @@ from collections import deque
 from typing import Final, final
 
 from gradtrack.config import GradientConfig
-from gradtrack.diagnose.evidence import Evidence
-from gradtrack.diagnose.rule import Rule
+from gradtrack.diagnose.evidence import CalmSteps, Evidence
+from gradtrack.diagnose.rule import ANY, TENFOLD, Band, Rule
 from gradtrack.reports import Issue, IssueSeverity, IssueType
 
 _WINDOW: Final = 20
-_CHANGE: Final = math.log(10.0)
+_CHANGE: Final = TENFOLD
 _LARGE: Final = math.log(1e3)
 _SHARED: Final = 0.5
 _FIRST: Final = 8
@@ -37,6 +37,16 @@ class UnstableRule(Rule):
         self.first_losses: list[float] = []
         self.losses: deque[float] = deque(maxlen=_WINDOW)
         self.opened = False
+
+    def calm(self, config: GradientConfig) -> Band | None:
+        return None if self.opened or self._is_jumping() or math.isnan(self.last) else ANY
+
+    def take_in(self, steps: CalmSteps, config: GradientConfig) -> None:
+        for loss in steps.losses:
+            self._follow(loss)
+        self.jumps.extend([0] * len(steps.log_norms))
+        self.last, loss = steps.log_norms[-1], steps.losses[-1]
+        self.last_loss = math.nan if loss is None else loss
 
     def judge(self, evidence: Evidence, config: GradientConfig) -> list[Issue]:
         log_norm = evidence.log_norm

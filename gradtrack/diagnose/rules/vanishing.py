@@ -6,9 +6,9 @@ import math
 from typing import Final, final
 
 from gradtrack.config import GradientConfig
-from gradtrack.diagnose.evidence import Evidence
+from gradtrack.diagnose.evidence import CalmSteps, Evidence
 from gradtrack.diagnose.limits import beyond_limit
-from gradtrack.diagnose.rule import Rule
+from gradtrack.diagnose.rule import SLACK, Band, Rule
 from gradtrack.diagnose.sample import module_of
 from gradtrack.reports import Issue, IssueSeverity, IssueType
 
@@ -29,6 +29,15 @@ class VanishingRule(Rule):
     def __init__(self) -> None:
         self.first_norms: list[float] = []
         self.first_losses: list[float] = []
+        self.streak = 0
+
+    def calm(self, config: GradientConfig) -> Band | None:
+        if len(self.first_norms) < _REFERENCE_STEPS:
+            return None
+        limit = config.vanishing_threshold
+        return (max(max(self.first_norms) + _FALL, -math.inf if limit is None else math.log(limit)) + SLACK, math.inf)
+
+    def take_in(self, steps: CalmSteps, config: GradientConfig) -> None:
         self.streak = 0
 
     def judge(self, evidence: Evidence, config: GradientConfig) -> list[Issue]:
