@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from gradtrack.measure.centres import Deviations
@@ -10,59 +11,36 @@ from gradtrack.measure.gradients import Layout
 from gradtrack.measure.moments import Moments, Rows, describe, finite_norm
 from gradtrack.records import Histogram
 from gradtrack.reports import HealthReport, Report
+from gradtrack.reports.flat import flat_metrics
 
 
 class StepFacts:
     """The raw numbers of one step. They are small, but for the rows of the single parameters, which can be dropped."""
 
-    __slots__ = (
-        "aliases",
-        "analyzers",
-        "clipping",
-        "deviations",
-        "exponent",
-        "full",
-        "group_rows",
-        "health",
-        "histograms",
-        "layout",
-        "loss",
-        "lr",
-        "nan_inf",
-        "notes",
-        "ranks",
-        "rows",
-        "scaler",
-        "skipped",
-        "total",
-        "touched_rows",
-        "weight_norms",
-        "with_groups",
-        "with_parameters",
-    )
+    # Of the class, since nearly all of them stay as they are on nearly every step.
+    rows: Rows | None = None
+    exponent = 0
+    deviations: Deviations | None = None
+    aliases: Mapping[str, list[str]] = MappingProxyType({})
+    full = with_groups = True
+    with_parameters = skipped = False
+    loss: float | None = None
+    lr: Sequence[Sequence[tuple[Any, Any]]] = ()
+    weight_norms: Mapping[str, float] = MappingProxyType({})
+    histograms: Mapping[str, Histogram] = MappingProxyType({})
+    """By group, the empty name being that of the whole; for the trackers only."""
+    ranks: Mapping[str, Any] | None = None
+    scaler: Mapping[str, Any] | None = None
+    analyzers: Mapping[str, Report] = MappingProxyType({})
+    notes: Sequence[str] = ()
+    group_rows: Rows
+    total: list[float]
+    clipping: Mapping[str, Any] = MappingProxyType({})
+    nan_inf: Mapping[str, Any]
+    health: HealthReport
 
     def __init__(self, layout: Layout, touched_rows: Mapping[str, int]) -> None:
-        self.rows: Rows | None = None
-        self.group_rows: Rows
-        self.total: list[float]
-        self.exponent = 0
-        self.deviations: Deviations | None = None
         self.layout, self.touched_rows = layout, touched_rows
-        self.aliases: Mapping[str, list[str]] = {}
-        self.full = self.with_groups = True
-        self.with_parameters = self.skipped = False
-        self.loss: float | None = None
-        self.lr: Sequence[Sequence[tuple[Any, Any]]] = ()
-        self.weight_norms: Mapping[str, float] = {}
-        self.clipping: Mapping[str, Any] = {}
-        self.nan_inf: Mapping[str, Any] = {}
-        self.health: HealthReport
-        self.histograms: Mapping[str, Histogram] = {}
-        """By group, the empty name being that of the whole; for the trackers only."""
-        self.ranks: Mapping[str, Any] | None = None
-        self.scaler: Mapping[str, Any] | None = None
-        self.analyzers: Mapping[str, Report] = {}
-        self.notes: list[str] = []
 
     def take(self, moments: Moments) -> None:
         """Take in the sums of the step."""
@@ -81,8 +59,8 @@ class StepFacts:
             "nan_inf": self.nan_inf,
             "ranks": self.ranks,
             "scaler": self._scaler(),
-            "analyzers": self.analyzers,
-            "notes": self.notes,
+            "analyzers": dict(self.analyzers),
+            "notes": list(self.notes),
         }
         if self.full:
             fields["statistics"] = self._statistics()
@@ -91,6 +69,24 @@ class StepFacts:
         if self.full and self.with_parameters and self.rows is not None:
             fields["parameters"] = self.parameters()
         return fields
+
+    def metrics(self, step: int, source: str, *, with_statistics: bool = True) -> dict[str, float]:
+        """Return what `report.metrics()` does, without the report; without statistics only health and clipping."""
+        full = self.full and with_statistics
+        return flat_metrics(
+            step=step,
+            source=source,
+            skipped=self.skipped,
+            health=self.health,
+            clipping=self.clipping,
+            nan_inf=self.nan_inf,
+            statistics=self._statistics() if full else None,
+            groups=dict(self._described_groups()) if full and self.with_groups else {},
+            parameters=self.parameters() if full and self.with_parameters and self.rows is not None else {},
+            ranks=self.ranks,
+            scaler=self.scaler,
+            analyzers=self.analyzers,
+        )
 
     def shrink(self) -> None:
         """Forget the rows of the single parameters, unless the report is to show them."""

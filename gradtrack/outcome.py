@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from typing import Final
+from collections.abc import Sequence
 
 from gradtrack.config import GradientConfig
 from gradtrack.errors import NonFiniteGradientError
@@ -14,56 +14,39 @@ from gradtrack.records import Panel, Record, tail_of
 from gradtrack.reports import Issue, LateReport, StepReport
 from gradtrack.scaling import Scale
 
-_NO_STATISTICS: Final[dict[str, object]] = {"statistics": None, "groups": {}, "parameters": {}}
 _logger = logging.getLogger("gradtrack")
 
 
 class Outcome:
     """A step's report with what the manager needs to know of it without resolving it."""
 
-    __slots__ = (
-        "clipped",
-        "error",
-        "event",
-        "facts",
-        "issues",
-        "late",
-        "norm",
-        "opened",
-        "pending",
-        "repeated",
-        "report",
-        "scale",
-    )
+    report: StepReport
+    pending: LateStep | None = None
+    scale: Scale | None = None
+    norm: float | None = None
+    clipped = event = False
+    issues: Sequence[Issue] = ()
+    opened: Sequence[Issue] = ()
+    late: Sequence[LateReport] = ()
+    error: NonFiniteGradientError | None = None
 
     def __init__(self, facts: StepFacts, *, repeated: bool = False) -> None:
         self.facts, self.repeated = facts, repeated
-        self.report: StepReport
-        self.pending: LateStep | None = None
-        self.scale: Scale | None = None
-        self.norm: float | None = None
-        self.clipped = self.event = False
-        self.issues: list[Issue] = []
-        self.opened: list[Issue] = []
-        self.late: list[LateReport] = []
-        self.error: NonFiniteGradientError | None = None
 
 
 def to_record(outcome: Outcome, config: GradientConfig, panels: tuple[Panel, ...] = ()) -> Record:
     """Return the row that goes to the backends; without `log_gradient_stats` it has health and clipping only."""
-    report = outcome.report
-    shown = report if config.log_gradient_stats else report.model_copy(update=dict(_NO_STATISTICS))
-    tail = tail_of(report.source)
-    histograms = outcome.facts.histograms if config.log_gradient_stats else {}
+    report, facts = outcome.report, outcome.facts
+    tail, histograms = tail_of(report.source), facts.histograms if config.log_gradient_stats else {}
     return Record(
         step=report.step,
         time=report.time,
-        metrics=shown.metrics(),
+        metrics=facts.metrics(report.step, report.source, with_statistics=config.log_gradient_stats),
         epoch=report.epoch,
-        loss=report.loss,
+        loss=facts.loss,
         source=report.source,
         panels=panels,
-        issues=tuple(issue.model_dump(mode="json") for issue in outcome.issues),
+        issues=tuple(issue.model_dump(mode="json") for issue in outcome.issues) if outcome.issues else (),
         histograms={
             f"train/grad_histogram{tail}{f'/{group}' if group else ''}": found for group, found in histograms.items()
         },

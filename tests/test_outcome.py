@@ -16,6 +16,37 @@ from gradtrack.reports import LateReport, Report, StepReport
 from tests.training import look, optimizer_of, small_model, train, with_gradients
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"track_parameters": True, "log_gradient_stats": False},
+        {"track_parameters": True, "grad_track_per_weight_matrix": False},
+        {"enable_gradient_clipping": False, "enable_nan_inf_check": False},
+        {"enable_gradient_monitoring": False},
+        {"clip_type": "value", "max_grad_norm": 1e-3},
+        {"nonfinite_action": "replace"},
+        {"analyzers": ["flow"]},
+    ],
+)
+@pytest.mark.parametrize("name", ["", "second"])
+def test_a_row_has_the_metrics_of_the_report(settings: dict[str, Any], name: str) -> None:
+    """It is made without the report, and has the same names and numbers in the same order, NaN steps and issues too."""
+    manager, model = GradientManager(backends=["memory"], grad_log_every_n_steps=1, **settings), small_model()
+    optimizer = optimizer_of(model)
+    manager.attach(model, optimizer, name=name)
+    train(manager, 14, model=model, optimizer=optimizer, change=lambda step, loss: loss * _FACTORS.get(step, 1.0))
+    rows = manager.backend("memory").records  # type: ignore[attr-defined]
+    for row, report in zip(rows, manager.reports, strict=True):
+        full = report if manager.config.log_gradient_stats else report.model_copy(update=_WITHOUT_STATISTICS)
+        assert repr(list(row.metrics.items())) == repr(list(full.metrics().items()))
+        assert repr((row.step, row.loss, row.source)) == repr((report.step, report.loss, name))
+
+
+_FACTORS = {5: math.nan, 9: math.inf, 13: 1e6}
+_WITHOUT_STATISTICS: dict[str, Any] = {"statistics": None, "groups": {}, "parameters": {}}
+
+
 class WeightReport(LateReport):
     """The first weight after the step."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Final
 
 from gradtrack.records import Panel, tail_of
@@ -53,12 +53,12 @@ class Dashboard:
     def __init__(self) -> None:
         self._shown: set[str] = set()
 
-    def take(self, source: str, more: Iterable[Panel] = ()) -> tuple[Panel, ...]:
+    def take(self, source: str, more: Callable[[], Iterable[Panel]] = tuple) -> tuple[Panel, ...]:
         """Return the panels of a pair and those of its analyzers, the first time only."""
         if source in self._shown:
             return ()
         self._shown.add(source)
-        return panels_of((*CORE_PANELS, *more), source)
+        return panels_of((*CORE_PANELS, *more()), source)
 
 
 def panels_of(panels: Iterable[Panel], source: str) -> tuple[Panel, ...]:

@@ -11,8 +11,9 @@ from pydantic import Field, SerializationInfo, SerializeAsAny, field_serializer,
 from pydantic import SerializerFunctionWrapHandler as Handler
 
 from gradtrack import markup, registry
-from gradtrack.records import Metric, tail_of
-from gradtrack.reports.base import LateReport, Report
+from gradtrack.records import Metric
+from gradtrack.reports.base import Report
+from gradtrack.reports.flat import flat_metrics
 from gradtrack.reports.issues import HEALTHY, HealthReport
 from gradtrack.reports.parts import (
     ClippingReport,
@@ -25,7 +26,6 @@ from gradtrack.reports.parts import (
     has_finite,
 )
 
-_EXTREMES: Final = 3
 _NONE_SET: Final[set[str]] = set()
 
 
@@ -212,64 +212,20 @@ class StepReport(Report):
 
     def metrics(self) -> dict[str, float]:
         """Return the flat metrics of the step, `train/grad_*` first and then those of every analyzer."""
-        tail, values = tail_of(self.source), self._global_metrics()
-        if tail:
-            values = {f"{name}{tail}": value for name, value in values.items()}
-        for group, found in self.groups.items():
-            values[f"train/grad_norm{tail}/{group}"] = found.norm
-            values[f"train/grad_variance{tail}/{group}"] = found.variance
-            values[f"train/grad_mean{tail}/{group}"] = found.mean
-        by_norm = sorted(self.parameters, key=lambda name: self.parameters[name].norm)
-        for name in dict.fromkeys((*by_norm[-_EXTREMES:], *by_norm[:_EXTREMES])):
-            values[f"train/grad_extreme{tail}/{name}"] = self.parameters[name].norm
-        for report in self.analyzers.values():
-            if isinstance(report, Report) and not (isinstance(report, LateReport) and report.step != self.step):
-                values.update((f"{name}{tail}", value) for name, value in report.metrics().items())
-        return values
-
-    def _global_metrics(self) -> dict[str, float]:
-        clipping, found = self.clipping, self.statistics
-        values: dict[str, float] = {}
-        if clipping.norm_before is not None:
-            values["train/grad_norm"] = clipping.norm_before
-        if clipping.enabled and clipping.norm_after is not None:
-            values["train/grad_norm_clipped"] = clipping.norm_after
-        if found is not None:
-            values |= {
-                "train/grad_variance": found.variance,
-                "train/grad_mean": found.mean,
-                "train/grad_std": found.std,
-            }
-            values |= {
-                "train/grad_max": found.max,
-                "train/grad_min": found.min,
-                "train/grad_zero_fraction": found.zero_fraction,
-            }
-        if self.nan_inf.action not in ("off", "unchecked"):
-            values |= {
-                "train/grad_nan_count": float(self.nan_inf.nan_count),
-                "train/grad_inf_count": float(self.nan_inf.inf_count),
-            }
-        if clipping.enabled:
-            values |= {"train/grad_clip_coef": clipping.coefficient, "train/grad_clip_rate": clipping.clip_rate}
-            if clipping.threshold is not None:
-                values["train/grad_clip_threshold"] = clipping.threshold
-        if self.ranks is not None:
-            ranks = self.ranks
-            values |= {
-                "train/grad_rank_norm_min": ranks.norm_min,
-                "train/grad_rank_norm_max": ranks.norm_max,
-                "train/grad_rank_norm_std": ranks.norm_std,
-            }
-        if self.scaler is not None:
-            values["train/grad_scaler_skips"] = float(self.scaler.skips)
-            if self.scaler.scale is not None:
-                values["train/grad_loss_scale"] = self.scaler.scale
-        values |= {"train/grad_skipped": float(self.skipped), "train/grad_healthy": float(self.health.healthy)}
-        for issue in self.health.issues:
-            name = f"train/grad_issues/{issue.issue_type.value.lower()}"
-            values[name] = values.get(name, 0.0) + 1.0
-        return values
+        return flat_metrics(
+            step=self.step,
+            source=self.source,
+            skipped=self.skipped,
+            health=self.health,
+            clipping=vars(self.clipping),
+            nan_inf=vars(self.nan_inf),
+            statistics=None if self.statistics is None else vars(self.statistics),
+            groups={name: vars(found) for name, found in self.groups.items()},
+            parameters={name: vars(found) for name, found in self.parameters.items()},
+            ranks=None if self.ranks is None else vars(self.ranks),
+            scaler=None if self.scaler is None else vars(self.scaler),
+            analyzers=self.analyzers,
+        )
 
 
 def _typed(name: str, report: object) -> object:
