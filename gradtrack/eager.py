@@ -19,6 +19,11 @@ class EagerSteps:
     def __init__(self) -> None:
         self._stance: Any = None
 
+    @property
+    def active(self) -> bool:
+        """Whether steps run eagerly now."""
+        return self._stance is not None
+
     def begin(self) -> None:
         """Run eagerly from now on."""
         if self._stance is None:

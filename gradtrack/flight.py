@@ -19,9 +19,10 @@ class FlightRecorder:
 
     def push(self, report: StepReport, facts: StepFacts) -> None:
         """Take in a step."""
-        if len(self._steps) == _STEPS:
-            self._steps[0][1].shrink()
-        self._steps.append((report, facts))
+        steps = self._steps
+        if len(steps) == _STEPS:
+            steps[0][1].shrink()
+        steps.append((report, facts))
 
     def read(self) -> list[StepReport]:
         """Return the last steps with the statistics of every parameter, the newest last."""

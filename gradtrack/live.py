@@ -189,6 +189,11 @@ class LiveAnalyzers:
                 self._told_eager = True
                 self.chosen.append(_EAGER)
 
+    @property
+    def run_eagerly(self) -> bool:
+        """Whether the step at hand runs eagerly, its backward pass too."""
+        return self._eager.active
+
     def backward(self) -> AbstractContextManager[Any]:
         """Return the context in which the backward pass of a step runs, eagerly where an analyzer looks inside."""
         return self._eager.backward()

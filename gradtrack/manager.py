@@ -95,8 +95,12 @@ class GradientManager:
         pair = self._roster.find(model, optimizer)
         if backward:
             assert isinstance(loss, Tensor)
-            with pair.analyzers.backward():
-                run_backward(loss if scaler is None else scaler.scale(loss))
+            scaled = loss if scaler is None else scaler.scale(loss)
+            if pair.analyzers.run_eagerly:
+                with pair.analyzers.backward():
+                    run_backward(scaled)
+            else:
+                run_backward(scaled)
         pair.add_loss(loss)
         if accumulate:
             return pair.unmeasured(epoch)
@@ -106,7 +110,8 @@ class GradientManager:
 
     def _look(self, pair: Pair, scale: Scale | None, *, epoch: int | None = None, batch: object = None) -> StepReport:
         """Measure, protect and report the unscaled gradients that a pair has now."""
-        self._catch_up(pair)
+        if pair.is_waited_for:
+            self._catch_up(pair)
         outcome = pair.step(scale=scale, epoch=epoch, batch=batch)
         if not outcome.repeated and outcome.pending is None:
             self._conclude(pair, outcome)
@@ -295,8 +300,14 @@ class GradientManager:
         """Keep and record a step, then tell the callbacks, who may stop the training."""
         report, facts = outcome.report, outcome.facts
         healthy = facts.health.healthy
-        self._history.resize(self.config.max_gradient_history)
-        self._history.append(report, norm=outcome.norm, clipped=outcome.clipped, skipped=facts.skipped, healthy=healthy)
+        self._history.append(
+            report,
+            size=self.config.max_gradient_history,
+            norm=outcome.norm,
+            clipped=outcome.clipped,
+            skipped=facts.skipped,
+            healthy=healthy,
+        )
         if "nan_count" in facts.nan_inf:
             self._history.add_nonfinite(facts.nan_inf)
         if self._idle.waits:
@@ -315,10 +326,10 @@ class GradientManager:
 
     def _record(self, pair: Pair, outcome: Outcome) -> None:
         """Send what a step leaves to where rows go."""
-        for record in late_records(outcome):
+        for record in late_records(outcome) if outcome.late else ():
             self._sink.write(record)
         if outcome.event:
-            panels = self._dashboard.take(pair.name, pair.analyzers.panels)
+            panels = self._dashboard.take(pair.name, lambda: pair.analyzers.panels)
             self._sink.write(to_record(outcome, self.config, panels))
 
     def _leave_files(self, *, failed: bool) -> None:

@@ -128,19 +128,23 @@ class Pair:
 
     def step(self, *, scale: Scale | None, epoch: int | None, batch: object) -> Outcome:
         """Measure, protect and judge the gradients that are there now; with a scale a loss scaler steps by them."""
-        scaled = scale is not None
         repeated = self._stepping.calls_again()
         if not repeated:
             self.step_count += 1
-        grads = self.gauge.collect({id(param) for param in self.owned()} if scaled else None)
+        grads = self.gauge.collect(None if scale is None else {id(param) for param in self.owned()})
         outcome = self._open(grads, epoch=epoch, batch=batch, repeated=repeated)
         outcome.scale = scale
         loss, self._loss = self._loss, None
-        if self._may_be_late(grads, outcome, scaled=scaled):
+        if on_device(grads.tensors) and self._may_be_late(outcome, scaled=scale is not None):
             self._leave_on_device(grads, outcome, loss)
         else:
             self._finish(grads, outcome, loss)
         return outcome
+
+    @property
+    def is_waited_for(self) -> bool:
+        """Whether the numbers of the last step may still be on their way."""
+        return self._waiting.holds
 
     def take_late(self) -> Outcome | None:
         """Return the last step with its numbers, where nobody has waited for them so far."""
@@ -150,22 +154,22 @@ class Pair:
         """Begin the report of a step with what is known before its numbers."""
         config, step = self.config, self.step_count
         facts = StepFacts(grads.layout, grads.touched_rows)
-        facts.aliases = self.table.aliases
-        due = step % config.grad_log_every_n_steps == 0
-        facts.full = config.enable_gradient_monitoring and not repeated and (due or step % config.check_frequency == 0)
+        facts.aliases = self.gauge.table.aliases
+        due = not (repeated or step % config.grad_log_every_n_steps)
+        facts.full = config.enable_gradient_monitoring and (due or not (repeated or step % config.check_frequency))
         facts.with_groups, facts.with_parameters = config.grad_track_per_weight_matrix, config.track_parameters
         facts.lr = self._stepping.rates()
         outcome = Outcome(facts, repeated=repeated)
-        outcome.event = due and not repeated
-        known = {"step": step, "epoch": epoch, "source": self.name, "time": time.time(), "batch": batch}
-        outcome.report = StepReport.deferred(facts.fields, **known)
+        outcome.event = due
+        outcome.report = StepReport.deferred(
+            facts.fields, step=step, epoch=epoch, source=self.name, time=time.time(), batch=batch
+        )
         return outcome
 
-    def _may_be_late(self, grads: Gradients, outcome: Outcome, *, scaled: bool) -> bool:
-        """Whether nobody needs the numbers of this step before the next one."""
+    def _may_be_late(self, outcome: Outcome, *, scaled: bool) -> bool:
+        """Whether nobody needs the numbers of this step, which are on a device, before the next one."""
         return (
             self.table.ranks is None
-            and on_device(grads.tensors)
             and not (outcome.event or outcome.repeated or self.analyzers.due(self.step_count))
             and can_wait(self.config, self.optimizers, scaled=scaled)
         )
@@ -187,7 +191,8 @@ class Pair:
     def _finish(self, grads: Gradients, outcome: Outcome, loss: Tensor | float | None) -> None:
         """Measure, protect, judge and keep a step here and now."""
         facts = outcome.facts
-        self._stepping.forget_found_inf()
+        if self._stepping.may_hold_found_inf:
+            self._stepping.forget_found_inf()
         scaled = outcome.scale is not None
         row_due = outcome.event and facts.full
         if isinstance(grads, SharedGradients):
@@ -206,13 +211,17 @@ class Pair:
         self._judge(moments, outcome)
         if outcome.event and facts.full:
             self.gauge.weigh(facts)
-        self._look(grads, outcome)
+        if self.coming_notes or self.analyzers.chosen or self.gauge.may_tell:
+            self._note(facts)
+        if self.analyzers:
+            self._look(grads, outcome)
         self._keep(moments, outcome)
 
     def _keep(self, moments: Moments, outcome: Outcome) -> None:
         facts = outcome.facts
-        outcome.norm, outcome.clipped = moments.norm, bool(facts.clipping.get("clipped"))
-        facts.full = self.config.enable_gradient_monitoring and (facts.full or (outcome.event and moments.has_ends))
+        outcome.norm, outcome.clipped = moments.norm, facts.clipping.get("clipped", False)
+        if outcome.event and moments.has_ends:
+            facts.full = self.config.enable_gradient_monitoring
         self.flight.push(outcome.report, facts)
         self.monitor.keep(outcome.report)
 
@@ -220,26 +229,26 @@ class Pair:
         facts, scale = outcome.facts, outcome.scale
         if scale is not None:
             facts.scaler = self.scaler_log.take(scale, skipped=facts.skipped)
-        critical = self.handler.is_critical(moments, outcome.facts.layout.total_count)
+        critical = not moments.finite and self.handler.is_critical(moments, facts.layout.total_count)
         self.judgement.judge(moments, outcome, critical=critical, watched=bool(self.analyzers))
         if outcome.opened or self.judgement.startled:
             self.analyzers.alert(outcome.report.step + 1)
 
+    def _note(self, facts: StepFacts) -> None:
+        """Let the report tell what is good to know."""
+        of_gauge = self.gauge.notes(analyzed=self.analyzers.local)
+        facts.notes = [*self.coming_notes, *self.analyzers.chosen, *of_gauge]
+        self.coming_notes, self.analyzers.chosen = [], []
+
     def _look(self, grads: Gradients, outcome: Outcome) -> None:
         """Let the analyzers that are due look at the step, and arm those that are due at the next one."""
         facts, step = outcome.facts, self.step_count
-        if self.coming_notes or self.analyzers.chosen or self.gauge.may_tell:
-            of_gauge = self.gauge.notes(analyzed=self.analyzers.local)
-            facts.notes = [*self.coming_notes, *self.analyzers.chosen, *of_gauge]
-            self.coming_notes, self.analyzers.chosen = [], []
-        if not self.analyzers:
-            return
         if self.gauge.has_shards:
-            facts.notes += self.analyzers.rest()
+            facts.notes = [*facts.notes, *self.analyzers.rest()]
         if self.analyzers.due(step):
             reports, notes = self.analyzers.inspect(self._snapshot(grads, outcome))
             facts.analyzers = reports
-            facts.notes = facts.notes + notes
+            facts.notes = [*facts.notes, *notes]
             # Judging a window costs more than looking at a step; what one rank sees of its part is one voice of many.
             heard = rarely(step) or step in self.analyzers.close_steps
             if heard and not self.gauge.has_shards:

@@ -22,6 +22,11 @@ class WaitingStep:
         self._held: Outcome | None = None
         self._settling = threading.RLock()
 
+    @property
+    def holds(self) -> bool:
+        """Whether there is a step to take."""
+        return self._held is not None
+
     def hold(self, outcome: Outcome) -> None:
         """Keep a step whose numbers nobody needs yet."""
         outcome.report.defer_to(lambda: self._fields(outcome))

@@ -24,6 +24,7 @@ from gradtrack.reports import ClippingReport
 
 _RATE_WINDOW: Final = 100
 _TORCH_EPSILON: Final = 1e-6
+_MOST_UNOBSERVED: Final = 32
 _ELEMENTWISE: Final = frozenset({"value", "agc"})
 
 
@@ -43,6 +44,7 @@ class GradientClipper:
             "adaptive": AdaptiveStrategy(),
             "zscore": ZScoreStrategy(),
         }
+        self._unobserved: list[tuple[float, float]] = []
         self._engaged: deque[bool] = deque(maxlen=_RATE_WINDOW)
         self._engaged_count = 0
         self._cut: tuple[Ranks, ClipType, CutUnits] | None = None
@@ -63,26 +65,36 @@ class GradientClipper:
 
     def clip(self, grads: Gradients, moments: Moments, *, remember: bool = True) -> dict[str, Any]:
         """Clip gradients that were measured, and return the fields of a `ClippingReport`."""
-        clip_type, norm = self.config.effective_clip_type, moments.norm
-        if not self.config.enable_gradient_clipping:
+        config, norm = self.config, moments.norm
+        clip_type: ClipType = "adaptive" if config.adaptive_clipping else config.clip_type
+        if not config.enable_gradient_clipping:
             return {"enabled": False, "clip_type": clip_type, "norm_before": norm, "norm_after": norm}
         if not math.isfinite(norm):
             return self._left_alone(clip_type, norm)
         if clip_type in _ELEMENTWISE:
             found = self._clip_elements(grads, moments, norm)
         else:
-            found = self._clip_norm(grads, norm, clip_type)
+            limit = config.max_grad_norm if clip_type == "norm" else self._current_limit(clip_type)
+            found = coefficient_for(norm, limit, _epsilon_of(clip_type))
+            if found["clipped"]:
+                grads.own()
+                self._measurer.scale(grads.batch, found["coefficient"])
+                grads.install()
         if remember:
             self.remember(norm, found)
-        return {"clip_type": clip_type, "norm_before": norm, **found, "clip_rate": self.clip_rate}
+        found["clip_type"], found["norm_before"] = clip_type, norm
+        found["clip_rate"] = self._engaged_count / len(self._engaged) if self._engaged else 0.0
+        return found
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that rolls, as plain data."""
+        self._catch_up()
         strategies = {name: strategy.state_dict() for name, strategy in self._strategies.items()}
         return {"strategies": strategies, "engaged": list(self._engaged)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` returned."""
+        self._unobserved = []
         for name, strategy in self._strategies.items():
             strategy.load_state_dict(state["strategies"][name])
         self._engaged = deque(state["engaged"], maxlen=_RATE_WINDOW)
@@ -94,7 +106,7 @@ class GradientClipper:
 
     def limit(self) -> float:
         """Return the limit of the norm for the coming step, for the strategies that have one."""
-        return self._strategies[self.config.effective_clip_type].threshold(self.config)
+        return self._current_limit(self.config.effective_clip_type)
 
     @property
     def epsilon(self) -> float:
@@ -102,21 +114,27 @@ class GradientClipper:
         return _epsilon_of(self.config.effective_clip_type)
 
     def remember(self, norm: float, found: Mapping[str, Any]) -> None:
-        """Let the strategies and the clip rate know of a step."""
-        for strategy in self._strategies.values():
-            strategy.observe(norm, found["norm_after"], self.config)
-        if len(self._engaged) == _RATE_WINDOW:
-            self._engaged_count -= self._engaged[0]
-        self._engaged.append(found["clipped"])
-        self._engaged_count += found["clipped"]
+        """Let the clip rate know of a step, and the strategies as soon as they are asked."""
+        self._unobserved.append((norm, found["norm_after"]))
+        if len(self._unobserved) == _MOST_UNOBSERVED:
+            self._catch_up()
+        engaged, clipped = self._engaged, found["clipped"]
+        if len(engaged) == _RATE_WINDOW and engaged[0]:
+            self._engaged_count -= 1
+        engaged.append(clipped)
+        if clipped:
+            self._engaged_count += 1
 
-    def _clip_norm(self, grads: Gradients, norm: float, clip_type: ClipType) -> dict[str, Any]:
-        found = coefficient_for(norm, self._strategies[clip_type].threshold(self.config), _epsilon_of(clip_type))
-        if found["clipped"]:
-            grads.own()
-            self._measurer.scale(grads.batch, found["coefficient"])
-            grads.install()
-        return found
+    def _catch_up(self) -> None:
+        """Let the strategies know of the steps since they were asked last."""
+        unobserved, self._unobserved = self._unobserved, []
+        for norm, clipped_norm in unobserved:
+            for strategy in self._strategies.values():
+                strategy.observe(norm, clipped_norm, self.config)
+
+    def _current_limit(self, clip_type: ClipType) -> float:
+        self._catch_up()
+        return self._strategies[clip_type].threshold(self.config)
 
     @property
     def is_elementwise(self) -> bool:

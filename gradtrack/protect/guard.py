@@ -12,7 +12,6 @@ from torch import Tensor
 from gradtrack.errors import NonFiniteGradientError
 from gradtrack.measure.gradients import Foresight, Gradients
 from gradtrack.measure.moments import Moments, true_norm
-from gradtrack.measure.passing import PassedGradients, PassedShards
 from gradtrack.protect.clipping import GradientClipper
 from gradtrack.protect.nonfinite import NaNInfHandler, count_nonfinite
 
@@ -49,12 +48,14 @@ class Guard:
         Where a loss scaler decides (`scaled`), non-finite gradients are counted and left to it. Without `remember` the
         clipping windows stay as they are.
         """
-        if isinstance(grads, (PassedGradients, PassedShards)):
+        if grads.passed:
             return self._too_late(grads, moments)
-        if moments.finite or not self._handler.config.enable_nan_inf_check:
-            action = "none" if self._handler.config.enable_nan_inf_check else "off"
+        checks = self._handler.config.enable_nan_inf_check
+        if moments.finite or not checks:
             clipping = self.clipper.clip(grads, moments, remember=remember)
-            return Protection({"action": action}, clipping if moments.finite else _with_true_norm(clipping, moments))
+            if not moments.finite:
+                clipping = _with_true_norm(clipping, moments)
+            return Protection({"action": "none" if checks else "off"}, clipping)
         found = self._handle(grads, moments, owned, scaled=scaled)
         action = found["action"]
         error = self._handler.error(found) if action == "raise" else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 from gradtrack.reports import (
     ClippingSummary,
@@ -17,6 +17,7 @@ from gradtrack.reports import (
     TrainingSummary,
 )
 
+_MOST_NOT_SUMMED: Final = 32
 _COUNTERS = ("steps", "norms", "unhealthy", "nan", "inf", "nonfinite", "replaced", "skipped", "clipped")
 
 
@@ -25,6 +26,8 @@ class History:
 
     def __init__(self, size: int) -> None:
         self.reports: deque[StepReport] = deque(maxlen=size)
+        self._not_summed: list[tuple[float | None, bool, bool, bool]] = []
+        """The norms of the last steps, and whether they were clipped, skipped and healthy."""
         self._count: Counter[str] = Counter()
         self._issues: Counter[str] = Counter()
         self._mean = self._squares = self._last = 0.0
@@ -33,29 +36,25 @@ class History:
     @property
     def num_steps(self) -> int:
         """Return how many steps were taken in."""
-        return self._count["steps"]
+        return self._count["steps"] + len(self._not_summed)
 
     def append(
         self,
         report: StepReport,
         *,
+        size: int,
         norm: float | None,
         clipped: bool,
         skipped: bool,
         healthy: bool,
     ) -> None:
-        """Take in the report of a step, and what of it is known without resolving it."""
+        """Take in the report of a step, of which so many are kept, and what of it is known without resolving it."""
+        if self.reports.maxlen != size:
+            self.reports = deque(self.reports, maxlen=size)
         self.reports.append(report)
-        count = self._count
-        count["steps"] += 1
-        if clipped:
-            count["clipped"] += 1
-        if skipped:
-            count["skipped"] += 1
-        if not healthy:
-            count["unhealthy"] += 1
-        if norm is not None and math.isfinite(norm):
-            self._add_norm(norm)
+        self._not_summed.append((norm, clipped, skipped, healthy))
+        if len(self._not_summed) == _MOST_NOT_SUMMED:
+            self._sum_up()
 
     def add_nonfinite(self, nan_inf: Mapping[str, Any]) -> None:
         """Count the non-finite elements of a step that had some."""
@@ -68,13 +67,9 @@ class History:
         """Count a step on which an issue of this type was open."""
         self._issues[kind] += 1
 
-    def resize(self, size: int) -> None:
-        """Keep another number of reports from now on."""
-        if self.reports.maxlen != size:
-            self.reports = deque(self.reports, maxlen=size)
-
     def summary(self) -> TrainingSummary:
         """Sum up the training so far."""
+        self._sum_up()
         count = self._count
         known = count["norms"]
         norms = NormSummary(
@@ -104,6 +99,7 @@ class History:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the sums, as plain data; reports are not part of a checkpoint."""
+        self._sum_up()
         return {
             "count": {name: self._count[name] for name in _COUNTERS},
             "issues": dict(self._issues),
@@ -112,9 +108,21 @@ class History:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` returned."""
+        self._not_summed = []
         self._count = Counter(state["count"])
         self._issues = Counter(state["issues"])
         self._mean, self._squares, self._last, self._min, self._max = (float(value) for value in state["norms"])
+
+    def _sum_up(self) -> None:
+        """Add the last steps to the sums."""
+        found, self._not_summed, count = self._not_summed, [], self._count
+        for norm, clipped, skipped, healthy in found:
+            count["steps"] += 1
+            count["clipped"] += clipped
+            count["skipped"] += skipped
+            count["unhealthy"] += not healthy
+            if norm is not None and math.isfinite(norm):
+                self._add_norm(norm)
 
     def _add_norm(self, norm: float) -> None:
         count = self._count["norms"] = self._count["norms"] + 1

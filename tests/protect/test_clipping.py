@@ -248,6 +248,21 @@ def test_repeated_tokens_are_made_finite() -> None:
     assert not model.weight.grad.to_dense().any()
 
 
+@pytest.mark.parametrize("clip_type", ["adaptive", "zscore"])
+@pytest.mark.parametrize("after", [5, 31, 32, 33, 80])
+def test_a_strategy_that_is_chosen_later_knows_the_norms_before(clip_type: Any, after: int) -> None:
+    """Its limit is what it would be if it had been in force from the start, as long as nothing was clipped."""
+    limits = []
+    for first in ("norm", clip_type):
+        config = GradientConfig(clip_type=first, max_grad_norm=1e9, adaptive_percentile=100, zscore_threshold=1e6)
+        manager, model = GradientManager(config), small_model()
+        optimizer = optimizer_of(model)
+        train(manager, after, model=model, optimizer=optimizer)
+        config.clip_type = clip_type
+        limits.append(train(manager, 1, model=model, optimizer=optimizer)[-1].clipping.threshold)
+    assert limits[0] == limits[1]
+
+
 def test_zscore_clips_a_spike() -> None:
     """A sudden norm is brought down to a few standard deviations above the mean."""
     manager = GradientManager(clip_type="zscore", max_grad_norm=1e9)
