@@ -148,8 +148,9 @@ class StepFacts:
     def _statistics(self) -> dict[str, Any]:
         known = None if self.deviations is None else self.deviations.total
         found = describe(self.total, self.layout.total_count, self.exponent, squared_deviations=known)
-        norm, variance = found.pop("norm"), found["variance"]
-        return {"total_norm": norm, **found, "std": variance**0.5, "missing": self.layout.missing}
+        found["total_norm"], found["std"] = found.pop("norm"), found["variance"] ** 0.5
+        found["missing"] = self.layout.missing
+        return found
 
     def _described_groups(self) -> Iterator[tuple[str, dict[str, Any]]]:
         layout, known = self.layout, self.deviations

@@ -164,8 +164,10 @@ class Gauge:
             self.fit(grads, facts)
             grads.prepare(self._measurer)
             moments = grads.measure(self._measurer)
-        facts.loss = _number(loss)
-        facts.take(moments)
+        facts.loss = loss if loss is None or type(loss) is float else float(loss)
+        facts.rows, facts.group_rows, facts.total = moments.rows, moments.group_rows, moments.total
+        if moments.exponent:
+            facts.exponent = moments.exponent
         if facts.full and (moments.one_sided or not moments.finite):
             facts.deviations = find_deviations(grads, moments)
         if row_due:
@@ -236,11 +238,6 @@ class Gauge:
     def has_shards(self) -> bool:
         """Whether this rank holds only parts of any parameter."""
         return self.table.ranks is not None and bool(self.table.ranks.sharded.any())
-
-    @property
-    def may_tell(self) -> bool:
-        """Whether there may be anything to note."""
-        return bool(self.coming_notes) or self.table.ranks is not None or self._config.per_rank
 
     def notes(self, *, analyzed: bool) -> list[str]:
         """Tell what to know of the numbers where parameters are spread over ranks, or are not; each thing once."""

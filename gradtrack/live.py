@@ -37,7 +37,8 @@ class LiveAnalyzers:
     """
 
     def __init__(self, analyzers: Mapping[str, Analyzer], *, open_to_more: bool = False) -> None:
-        self._analyzers = dict(analyzers)
+        self.running = dict(analyzers)
+        """The analyzers by name."""
         self.open = open_to_more
         self._faults: dict[str, int] = {}
         self._armed: set[str] = set()
@@ -54,30 +55,25 @@ class LiveAnalyzers:
         self.chosen: list[str] = []
 
     def __getitem__(self, name: str) -> Analyzer:
-        if name not in self._analyzers and self.open and name in registry.analyzers.builtin():
-            self._analyzers[name] = registry.analyzers.load(name)()
-        if name not in self._analyzers:
-            there = ", ".join(self._analyzers) or "none"
+        if name not in self.running and self.open and name in registry.analyzers.builtin():
+            self.running[name] = registry.analyzers.load(name)()
+        if name not in self.running:
+            there = ", ".join(self.running) or "none"
             raise UsageError(f"analyzer {name!r}: expected one of those configured ({there}).{_add(name)}")
-        return self._analyzers[name]
+        return self.running[name]
 
     def __bool__(self) -> bool:
-        return bool(self._analyzers)
+        return bool(self.running)
 
     @property
     def names(self) -> list[str]:
         """Name the analyzers that are running."""
-        return list(self._analyzers)
-
-    @property
-    def running(self) -> Mapping[str, Analyzer]:
-        """Return the analyzers by name."""
-        return self._analyzers
+        return list(self.running)
 
     @property
     def panels(self) -> list[Panel]:
         """Return what the analyzers want to be drawn."""
-        found = (self._guard(name, lambda one=one: list(one.panels)) for name, one in list(self._analyzers.items()))
+        found = (self._guard(name, lambda one=one: list(one.panels)) for name, one in list(self.running.items()))
         return [panel for panels in found for panel in panels or ()]
 
     def choose(self, model: nn.Module) -> None:
@@ -86,8 +82,8 @@ class LiveAnalyzers:
         for name in registry.analyzers.builtin():
             found = registry.analyzers.load(name)
             reason = found.suits(model)
-            if reason is not None and name not in self._analyzers:
-                self._analyzers[name] = found()
+            if reason is not None and name not in self.running:
+                self.running[name] = found()
                 self.chosen.append(f"analyzer {name} was chosen: {reason}.")
 
     def alert(self, step: int) -> None:
@@ -102,19 +98,19 @@ class LiveAnalyzers:
     @property
     def local(self) -> bool:
         """Whether any of them tells what it finds on this rank alone."""
-        return any(not one.adds_up for name, one in self._analyzers.items() if name not in self._idle)
+        return any(not one.adds_up for name, one in self.running.items() if name not in self._idle)
 
     @property
     def offers(self) -> list[str]:
         """Name what can be added up over ranks: the numbers of some, and the verdicts of all."""
-        return [*(name for name, one in self._analyzers.items() if one.adds_up), *([_VERDICTS] if self else [])]
+        return [*(name for name, one in self.running.items() if one.adds_up), *([_VERDICTS] if self else [])]
 
     def share(self, names: Iterable[str]) -> None:
         """Add up what all ranks offer from now on, also where an analyzer fails here later."""
         wanted = sorted(names)
         self._judges = _VERDICTS in wanted
         wanted = [name for name in wanted if name != _VERDICTS]
-        self._sharing = {name: self._analyzers.get(name) or self._sharing[name] for name in wanted}
+        self._sharing = {name: self.running.get(name) or self._sharing[name] for name in wanted}
         self._idle.difference_update(wanted)
 
     def contribute(
@@ -138,7 +134,7 @@ class LiveAnalyzers:
 
     def _numbers(self, name: str, size: int, snapshot: Any, groups: Sequence[str]) -> list[float]:
         """Return a one and the numbers of an analyzer, only zeros where there are none."""
-        analyzer = self._analyzers.get(name)
+        analyzer = self.running.get(name)
         numbers = None if analyzer is None else self._guard(name, lambda: list(analyzer.sums(snapshot, groups)))
         return [1.0, *numbers] if numbers and len(numbers) == size else [0.0] * (size + 1)
 
@@ -156,8 +152,8 @@ class LiveAnalyzers:
         Where parameters are spread over ranks they would have to be gathered, and a rank whose analyzer has failed
         would leave the others waiting.
         """
-        alone = [name for name, one in self._analyzers.items() if one.adds_up and name not in self._sharing]
-        split = [name for name, one in self._analyzers.items() if one.needs_whole_parameters]
+        alone = [name for name, one in self.running.items() if one.adds_up and name not in self._sharing]
+        split = [name for name, one in self.running.items() if one.needs_whole_parameters]
         notes = []
         for names, text in ((split, _NOT_WHOLE), (alone, _NOT_EVERYWHERE)):
             new = [name for name in names if name not in self._idle]
@@ -179,7 +175,7 @@ class LiveAnalyzers:
         for name, analyzer in due:
             self._armed.add(name)
             self._guard(name, lambda analyzer=analyzer: analyzer.arm(inner))
-        if any(_looks_inside(one) for name, one in self._analyzers.items() if name in self._armed):
+        if any(_looks_inside(one) for name, one in self.running.items() if name in self._armed):
             self._run_eagerly(model)
 
     def _run_eagerly(self, model: nn.Module) -> None:
@@ -225,7 +221,7 @@ class LiveAnalyzers:
     def issues(self) -> list[Issue]:
         """Return the faults that the analyzers know of."""
         found: list[Issue] = []
-        for name, analyzer in list(self._analyzers.items()):
+        for name, analyzer in list(self.running.items()):
             found += self._guard(name, analyzer.issues) or []
         return found
 
@@ -237,7 +233,7 @@ class LiveAnalyzers:
         """Return the analyzers that are due at a step; nearly every step of a training asks this twice."""
         alerted, close = step in self._alerts, step in self.close_steps
         found, faulty = [], []
-        for name, one in list(self._analyzers.items()):  # a hook in another thread may leave one out
+        for name, one in list(self.running.items()):  # a hook in another thread may leave one out
             if name in self._idle:
                 continue
             try:
@@ -253,23 +249,23 @@ class LiveAnalyzers:
     def close(self) -> None:
         """Remove every hook."""
         self._eager.end()
-        for name in list(self._analyzers):
+        for name in list(self.running):
             self._disarm(name)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the analyzers remember."""
-        return {name: self._guard(name, one.state_dict) or {} for name, one in list(self._analyzers.items())}
+        return {name: self._guard(name, one.state_dict) or {} for name, one in list(self.running.items())}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` returned."""
-        for name, analyzer in list(self._analyzers.items()):
+        for name, analyzer in list(self.running.items()):
             if state.get(name):
                 self._guard(name, lambda analyzer=analyzer, own=state[name]: analyzer.load_state_dict(own))
 
     def _disarm(self, name: str) -> None:
         self._armed.discard(name)
-        if name in self._analyzers:
-            self._guard(name, self._analyzers[name].disarm)
+        if name in self.running:
+            self._guard(name, self.running[name].disarm)
 
     def _guard(self, name: str, call: Any) -> Any:
         try:
@@ -286,7 +282,7 @@ class LiveAnalyzers:
             _logger.warning("analyzer %s failed; training goes on", name, exc_info=fault)
         if self._faults[name] >= _PATIENCE:
             _logger.warning("analyzer %s failed %d times and is left out from now on", name, _PATIENCE)
-            analyzer = self._analyzers.pop(name, None)
+            analyzer = self.running.pop(name, None)
             if analyzer is not None:
                 analyzer.disarm()
 

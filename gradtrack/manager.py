@@ -110,7 +110,7 @@ class GradientManager:
 
     def _look(self, pair: Pair, scale: Scale | None, *, epoch: int | None = None, batch: object = None) -> StepReport:
         """Measure, protect and report the unscaled gradients that a pair has now."""
-        if pair.is_waited_for:
+        if pair.waiting.held is not None:
             self._catch_up(pair)
         outcome = pair.step(scale=scale, epoch=epoch, batch=batch)
         if not outcome.repeated and outcome.pending is None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from gradtrack.config import GradientConfig
 from gradtrack.errors import NonFiniteGradientError
 from gradtrack.facts import StepFacts
 from gradtrack.late import LateStep
-from gradtrack.records import Panel, Record, tail_of
+from gradtrack.records import Histogram, Panel, Record, tail_of
 from gradtrack.reports import Issue, LateReport, StepReport
 from gradtrack.scaling import Scale
 
@@ -37,19 +37,21 @@ class Outcome:
 def to_record(outcome: Outcome, config: GradientConfig, panels: tuple[Panel, ...] = ()) -> Record:
     """Return the row that goes to the backends; without `log_gradient_stats` it has health and clipping only."""
     report, facts = outcome.report, outcome.facts
-    tail, histograms = tail_of(report.source), facts.histograms if config.log_gradient_stats else {}
+    step, source, with_statistics = report.step, report.source, config.log_gradient_stats
+    histograms: Mapping[str, Histogram] = {}
+    if facts.histograms and with_statistics:
+        name = f"train/grad_histogram{tail_of(source)}"
+        histograms = {f"{name}/{group}" if group else name: found for group, found in facts.histograms.items()}
     return Record(
-        step=report.step,
+        step=step,
         time=report.time,
-        metrics=facts.metrics(report.step, report.source, with_statistics=config.log_gradient_stats),
+        metrics=facts.metrics(step, source, with_statistics=with_statistics),
         epoch=report.epoch,
         loss=facts.loss,
-        source=report.source,
+        source=source,
         panels=panels,
         issues=tuple(issue.model_dump(mode="json") for issue in outcome.issues) if outcome.issues else (),
-        histograms={
-            f"train/grad_histogram{tail}{f'/{group}' if group else ''}": found for group, found in histograms.items()
-        },
+        histograms=histograms,
     )
 
 

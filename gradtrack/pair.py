@@ -67,7 +67,7 @@ class Pair:
         self.seen_before_step = False
         """Whether the loop itself has shown the gradients for the optimizer's coming step."""
         self._loss: Tensor | float | None = None
-        self._waiting = WaitingStep(self._conclude_late)
+        self.waiting = WaitingStep(self._conclude_late)
         self._stepping = Stepping()
         self.bind(optimizers)
 
@@ -128,7 +128,7 @@ class Pair:
 
     def step(self, *, scale: Scale | None, epoch: int | None, batch: object) -> Outcome:
         """Measure, protect and judge the gradients that are there now; with a scale a loss scaler steps by them."""
-        repeated = self._stepping.calls_again()
+        repeated = self._stepping.has_closures and self._stepping.calls_again()
         if not repeated:
             self.step_count += 1
         grads = self.gauge.collect(None if scale is None else {id(param) for param in self.owned()})
@@ -141,14 +141,9 @@ class Pair:
             self._finish(grads, outcome, loss)
         return outcome
 
-    @property
-    def is_waited_for(self) -> bool:
-        """Whether the numbers of the last step may still be on their way."""
-        return self._waiting.holds
-
     def take_late(self) -> Outcome | None:
         """Return the last step with its numbers, where nobody has waited for them so far."""
-        return self._waiting.take()
+        return self.waiting.take()
 
     def _open(self, grads: Gradients, *, epoch: int | None, batch: object, repeated: bool) -> Outcome:
         """Begin the report of a step with what is known before its numbers."""
@@ -179,7 +174,7 @@ class Pair:
         outcome.pending = LateStep(grads, loss, self.clipper, self.handler, variances=outcome.facts.full)
         outcome.pending.protect(grads, self.optimizers, scaled=outcome.scale is not None)
         self._stepping.may_hold_found_inf = True
-        self._waiting.hold(outcome)
+        self.waiting.hold(outcome)
         self.analyzers.arm(self.model, self.step_count + 1)
 
     def _conclude_late(self, moments: Moments, outcome: Outcome) -> None:
@@ -201,19 +196,21 @@ class Pair:
         else:
             moments = self.gauge.read(grads, facts, loss, row_due=row_due)
         made = self.guard.protect(grads, moments, self._stepped, scaled=scaled, remember=not outcome.repeated)
-        facts.nan_inf, facts.clipping, facts.skipped = made.nan_inf, made.clipping, made.skipped
-        outcome.error = made.error
-        if outcome.scale is not None and made.skipped:
-            outcome.scale.leave_out()
+        facts.nan_inf, facts.clipping = made.nan_inf, made.clipping
+        if made.skipped or made.error is not None:
+            facts.skipped, outcome.error = made.skipped, made.error
+            if outcome.scale is not None and made.skipped:
+                outcome.scale.leave_out()
         if outcome.repeated:
             facts.health = self.judgement.health
             return
         self._judge(moments, outcome)
         if outcome.event and facts.full:
             self.gauge.weigh(facts)
-        if self.coming_notes or self.analyzers.chosen or self.gauge.may_tell:
+        gauge, several = self.gauge, self.gauge.table.ranks is not None or self.config.per_rank
+        if several or self.coming_notes or gauge.coming_notes or self.analyzers.chosen:
             self._note(facts)
-        if self.analyzers:
+        if self.analyzers.running:
             self._look(grads, outcome)
         self._keep(moments, outcome)
 
@@ -230,7 +227,7 @@ class Pair:
         if scale is not None:
             facts.scaler = self.scaler_log.take(scale, skipped=facts.skipped)
         critical = not moments.finite and self.handler.is_critical(moments, facts.layout.total_count)
-        self.judgement.judge(moments, outcome, critical=critical, watched=bool(self.analyzers))
+        self.judgement.judge(moments, outcome, critical=critical, watched=bool(self.analyzers.running))
         if outcome.opened or self.judgement.startled:
             self.analyzers.alert(outcome.report.step + 1)
 

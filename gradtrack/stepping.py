@@ -22,8 +22,9 @@ class Stepping:
 
     def __init__(self) -> None:
         self.optimizers: tuple[Any, ...] = ()
-        self.may_hold_found_inf = False
+        self.may_hold_found_inf = self.has_closures = False
         self._closure_calls: int | None = None
+        self._rates: list[list[tuple[Any, Any]]] = []
         self._watch = StepWatch()
 
     def bind(self, optimizers: Sequence[Any], table: ParameterTable) -> None:
@@ -53,11 +54,23 @@ class Stepping:
                 yield from group["params"]
 
     def rates(self) -> list[list[tuple[Any, Any]]]:
-        """Take down the rates now, since they may change before the report is read; their names are found then."""
-        return [
-            [(group.get("name", index), _rate(group.get("lr", 0.0))) for index, group in enumerate(one.param_groups)]
-            for one in self.optimizers
-        ]
+        """Take down the rates now, since they may change before the report is read; their names are found then.
+
+        While they stay as they were the same list is returned.
+        """
+        found, plain = list[list[tuple[Any, Any]]](), True
+        for optimizer in self.optimizers:
+            rates = []
+            for index, group in enumerate(optimizer.param_groups):
+                rate = group.get("lr", 0.0)
+                if type(rate) is not float:
+                    rate, plain = _rate(rate), False
+                rates.append((group.get("name", index), rate))
+            found.append(rates)
+        if not plain or found != self._rates:
+            self._rates = found if plain else []
+            return found
+        return self._rates
 
     def calls_again(self) -> bool:
         """Count a look at the gradients; say whether it comes from a further closure call of the same step."""
@@ -83,6 +96,7 @@ class Stepping:
         found = [one for one in self.optimizers if isinstance(one, torch.optim.Optimizer) and needs_closure(one)]
         # The first step() of a pair may come from within the closure.
         self._closure_calls = 0 if found else None
+        self.has_closures = bool(found)
         if found:
             self._watch = StepWatch(partial(self._count_calls, 0), partial(self._count_calls, None))
             for optimizer in found:

@@ -19,22 +19,17 @@ class WaitingStep:
 
     def __init__(self, conclude: Callable[[Moments, Outcome], None]) -> None:
         self._conclude = conclude
-        self._held: Outcome | None = None
+        self.held: Outcome | None = None
         self._settling = threading.RLock()
-
-    @property
-    def holds(self) -> bool:
-        """Whether there is a step to take."""
-        return self._held is not None
 
     def hold(self, outcome: Outcome) -> None:
         """Keep a step whose numbers nobody needs yet."""
         outcome.report.defer_to(lambda: self._fields(outcome))
-        self._held = outcome
+        self.held = outcome
 
     def take(self) -> Outcome | None:
         """Let go of the step, with its numbers; None where there is none, or where it can be read no more."""
-        outcome, self._held = self._held, None
+        outcome, self.held = self.held, None
         if outcome is None or (outcome.pending is not None and not outcome.pending.readable):
             return None
         self._settle(outcome)

@@ -12,7 +12,10 @@ from numpy.typing import NDArray
 SUM, SQUARES, MIN, MAX, ZEROS, NAN, POSINF, NEGINF = range(8)
 WIDTH: Final = 8
 _LARGEST_POWER: Final = 400
-_SMALLEST_SQUARES: Final = 1e-280
+SMALLEST_SQUARES: Final = 1e-280
+"""The smallest sum of squares that has surely not lost precision by underflow."""
+_POWERS: Final = {"norm": 1, "mean": 1, "variance": 2, "min": 1, "max": 1}
+"""By which power of a scale each statistic grows that depends on one."""
 Rows = NDArray[np.float64]
 
 
@@ -65,7 +68,7 @@ class Moments:
 
     def out_of_range(self) -> bool:
         """Whether the squares have overflowed, or underflowed so far that they lost precision."""
-        if _SMALLEST_SQUARES < self.total[SQUARES] < math.inf:
+        if SMALLEST_SQUARES < self.total[SQUARES] < math.inf:
             return False
         low, high = self.total[MIN], self.total[MAX]
         return low <= high and max(abs(low), abs(high)) > 0
@@ -140,21 +143,27 @@ def describe(
     Pass the sum of the squared deviations from their mean where it is known better than from the row.
     """
     total, squares, low, high, zeros, nan, positive, negative = row
-    finite = count - int(nan + positive + negative)
-    if finite > 1 and squared_deviations is None:
+    infinite = int(positive + negative)
+    finite = count - int(nan) - infinite
+    if finite < 2:
+        squared_deviations = 0.0
+    elif squared_deviations is None:
         squared_deviations = max(0.0, squares - total * total / finite)
-    variance = (squared_deviations or 0.0) / (finite - 1) if finite > 1 else 0.0
-    return {
-        "norm": _scaled(math.sqrt(squares), exponent),
-        "mean": _scaled(total / finite, exponent) if finite else math.nan,
-        "variance": _scaled(variance, 2 * exponent),
-        "min": _scaled(low, exponent) if low <= high else math.nan,
-        "max": _scaled(high, exponent) if low <= high else math.nan,
+    found = {
+        "norm": math.sqrt(squares),
+        "mean": total / finite if finite else math.nan,
+        "variance": squared_deviations / (finite - 1) if finite > 1 else 0.0,
+        "min": low if low <= high else math.nan,
+        "max": high if low <= high else math.nan,
         "zero_fraction": zeros / count if count else 0.0,
         "element_count": count,
         "nan_count": int(nan),
-        "inf_count": int(positive + negative),
+        "inf_count": infinite,
     }
+    if exponent:
+        for name, power in _POWERS.items():
+            found[name] = _scaled(found[name], power * exponent)
+    return found
 
 
 def _scaled(value: float, exponent: int) -> float:

@@ -15,7 +15,7 @@ from gradtrack.errors import UsageError
 from gradtrack.measure import kernels
 from gradtrack.measure.helpers import helpers
 from gradtrack.measure.kernels import Floats, Integers
-from gradtrack.measure.moments import Moments
+from gradtrack.measure.moments import SMALLEST_SQUARES, SQUARES, Moments
 from gradtrack.measure.threads import team
 
 _CODES = {
@@ -96,7 +96,7 @@ class Plan:
             results[-1].tolist(),
             one_sided=bool(progress[kernels.ONE_SIDED]),
         )
-        return None if moments.out_of_range() else moments
+        return moments if SMALLEST_SQUARES < moments.total[SQUARES] < math.inf or not moments.out_of_range() else None
 
 
 @final

@@ -18,7 +18,7 @@ from gradtrack.measure.moments import MAX, MIN, SQUARES, Moments
 from gradtrack.measure.ranks import Ranks
 from gradtrack.measure.table import ParameterTable
 from gradtrack.protect.cut_units import CutUnits
-from gradtrack.protect.strategies import AdaptiveStrategy, FixedStrategy, Strategy, ZScoreStrategy
+from gradtrack.protect.strategies import AdaptiveStrategy, ClippedNorm, FixedStrategy, Strategy, ZScoreStrategy
 from gradtrack.protect.units import limit_units, num_units
 from gradtrack.reports import ClippingReport
 
@@ -44,7 +44,7 @@ class GradientClipper:
             "adaptive": AdaptiveStrategy(),
             "zscore": ZScoreStrategy(),
         }
-        self._unobserved: list[tuple[float, float]] = []
+        self._unobserved: list[ClippedNorm] = []
         self._engaged: deque[bool] = deque(maxlen=_RATE_WINDOW)
         self._engaged_count = 0
         self._cut: tuple[Ranks, ClipType, CutUnits] | None = None
@@ -75,7 +75,7 @@ class GradientClipper:
             found = self._clip_elements(grads, moments, norm)
         else:
             limit = config.max_grad_norm if clip_type == "norm" else self._current_limit(clip_type)
-            found = coefficient_for(norm, limit, _epsilon_of(clip_type))
+            found = coefficient_for(norm, limit, _TORCH_EPSILON if clip_type == "norm" else 0.0)
             if found["clipped"]:
                 grads.own()
                 self._measurer.scale(grads.batch, found["coefficient"])
@@ -111,7 +111,7 @@ class GradientClipper:
     @property
     def epsilon(self) -> float:
         """Return what torch adds to the norm; a limit that follows the norms is kept free of absolute numbers."""
-        return _epsilon_of(self.config.effective_clip_type)
+        return _TORCH_EPSILON if self.config.effective_clip_type == "norm" else 0.0
 
     def remember(self, norm: float, found: Mapping[str, Any]) -> None:
         """Let the clip rate know of a step, and the strategies as soon as they are asked."""
@@ -127,10 +127,10 @@ class GradientClipper:
 
     def _catch_up(self) -> None:
         """Let the strategies know of the steps since they were asked last."""
-        unobserved, self._unobserved = self._unobserved, []
-        for norm, clipped_norm in unobserved:
+        if self._unobserved:
+            unobserved, self._unobserved = self._unobserved, []
             for strategy in self._strategies.values():
-                strategy.observe(norm, clipped_norm, self.config)
+                strategy.observe(unobserved, self.config)
 
     def _current_limit(self, clip_type: ClipType) -> float:
         self._catch_up()
@@ -228,10 +228,6 @@ class GradientClipper:
         if self.config.effective_clip_type == "value":
             return _clamp(tensor, self.config.max_grad_norm)
         return limit_units(tensor, grads.layout.params[index], self.config.agc_clip_factor, grads.stand_ins.get(index))
-
-
-def _epsilon_of(clip_type: ClipType) -> float:
-    return _TORCH_EPSILON if clip_type == "norm" else 0.0
 
 
 def coefficient_for(norm: float, threshold: float, epsilon: float) -> dict[str, Any]:

@@ -6,13 +6,16 @@ import math
 from abc import ABC, abstractmethod
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from gradtrack.config import GradientConfig
 
 WARMUP: Final = 10
 """How many norms must be known before a strategy judges by them; `max_grad_norm` applies until then."""
+
+ClippedNorm = tuple[float, float]
+"""The norm of a step before and after clipping."""
 
 
 class Strategy(ABC):
@@ -22,8 +25,8 @@ class Strategy(ABC):
     def threshold(self, config: GradientConfig) -> float:
         """Return the limit that applies to the step at hand."""
 
-    def observe(self, norm: float, clipped_norm: float, config: GradientConfig) -> None:
-        """Remember a finite pre-clip norm and what it was clipped to."""
+    def observe(self, norms: Sequence[ClippedNorm], config: GradientConfig) -> None:
+        """Remember finite pre-clip norms and what each was clipped to."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return what is remembered, as plain data."""
@@ -61,14 +64,15 @@ class AdaptiveStrategy(Strategy):
             self._sorted = sorted(self._recent)
         return percentile(self._sorted, config.adaptive_percentile) or config.max_grad_norm
 
-    def observe(self, norm: float, clipped_norm: float, config: GradientConfig) -> None:
+    def observe(self, norms: Sequence[ClippedNorm], config: GradientConfig) -> None:
         if not self._asked:
             self._sorted = None
         elif self._sorted is not None:
-            insort(self._sorted, norm)
+            for norm, _ in norms:
+                insort(self._sorted, norm)
         self._asked = False
-        self._recent.append(norm)
-        self._seen += 1
+        self._recent.extend([norm for norm, _ in norms])
+        self._seen += len(norms)
         if len(self._recent) > config.adaptive_window_size:
             self._shrink(config.adaptive_window_size)
 
@@ -103,14 +107,15 @@ class ZScoreStrategy(Strategy):
             return config.max_grad_norm
         return self._mean + config.zscore_threshold * math.sqrt(self._variance) or config.max_grad_norm
 
-    def observe(self, norm: float, clipped_norm: float, config: GradientConfig) -> None:
-        value = norm if self._seen < WARMUP else clipped_norm
-        self._seen += 1
-        # While few norms are known the weight of each is 1/n, so that the first one does not own the average.
-        weight = max(1.0 - config.zscore_alpha, 1.0 / self._seen)
-        change = value - self._mean
-        self._mean += weight * change
-        self._variance = (1.0 - weight) * (self._variance + weight * change * change)
+    def observe(self, norms: Sequence[ClippedNorm], config: GradientConfig) -> None:
+        for norm, clipped_norm in norms:
+            value = norm if self._seen < WARMUP else clipped_norm
+            self._seen += 1
+            # While few norms are known the weight of each is 1/n, so that the first one does not own the average.
+            weight = max(1.0 - config.zscore_alpha, 1.0 / self._seen)
+            change = value - self._mean
+            self._mean += weight * change
+            self._variance = (1.0 - weight) * (self._variance + weight * change * change)
 
     def state_dict(self) -> dict[str, Any]:
         return {"mean": self._mean, "variance": self._variance, "seen": self._seen}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 from collections.abc import Mapping
@@ -76,10 +75,12 @@ def decode_run(values: Mapping[str, Any], directory: Path) -> RunInfo:
 
 def to_line(values: Mapping[str, Any]) -> bytes:
     """Write plain data as one line; what is no plain data is written as its text."""
-    with contextlib.suppress(ValueError):  # a text that is not Unicode, as names of files can be
+    try:
         line = to_json(values, inf_nan_mode="constants", fallback=str)  # nine times as fast as Python's own
-        if line.isascii():
-            return line + b"\n"
+    except ValueError:  # a text that is not Unicode, as names of files can be
+        line = b""
+    if line and line.isascii():
+        return line + b"\n"
     return f"{_encode_any(dict(values))}\n".encode("ascii")
 
 

@@ -73,12 +73,12 @@ class Delivery:
             self._guard.silent()
             return
         record, bad = validate(record)
-        for name, reason in bad.items():
+        for name, reason in bad.items() if bad else ():
             self._invalid.note(f"{name!r} at step {record.step}: {reason}", "it is left out of the row")
         with self._lock:
             number, self._accepted = self._accepted, self._accepted + 1
-            kept = self._keep(number, record)
-            for inline in self._inline.values():
+            kept = self._journal is not None and self._keep(self._journal, number, record)
+            for inline in self._inline.values() if self._inline else ():
                 inline.write(record if number else dataclasses.replace(record, run=self._run))
             for worker in self._workers.values():
                 worker.feed.offer(number, record, kept=kept)
@@ -166,10 +166,7 @@ class Delivery:
             "fault": None if journal.fault is None else describe(journal.fault),
         }
 
-    def _keep(self, number: int, record: Record) -> bool:
-        journal = self._journal
-        if journal is None:
-            return False
+    def _keep(self, journal: Journal, number: int, record: Record) -> bool:
         known = journal.fault
         kept = journal.append(number, record, urgent=_is_urgent(record))
         if journal.fault is not None and journal.fault is not known:

@@ -27,6 +27,8 @@ class Feed:
         # An interrupt from the keyboard may leave a condition locked as it is entered, but no plain lock.
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
+        self._waits = False
+        """Whether the worker waits for rows, and so is to be told of one."""
         self._next = 0
         self._known_lost: set[int] = set()
         self._reading: Iterator[Row] | None = None
@@ -50,13 +52,16 @@ class Feed:
             elif not kept:
                 self._known_lost.add(number)
                 self.lost += 1
-            self._changed.notify()
+            if self._waits:
+                self._changed.notify()
 
     def take(self, limit: int, timeout_seconds: float) -> list[Row]:
         """Give the next rows out, or none when the time is over or `wake` was called."""
         with self._lock:
             if self._next >= self.accepted:
+                self._waits = True
                 self._changed.wait(timeout_seconds)
+                self._waits = False
             stop = self._queue[0][0] if self._queue else self.accepted
             if stop == self._next:
                 return self._pop(limit)

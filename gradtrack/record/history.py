@@ -116,11 +116,14 @@ class History:
     def _sum_up(self) -> None:
         """Add the last steps to the sums."""
         found, self._not_summed, count = self._not_summed, [], self._count
-        for norm, clipped, skipped, healthy in found:
-            count["steps"] += 1
-            count["clipped"] += clipped
-            count["skipped"] += skipped
-            count["unhealthy"] += not healthy
+        if not found:
+            return
+        norms, clipped, skipped, healthy = zip(*found, strict=True)
+        count["steps"] += len(found)
+        count["clipped"] += sum(clipped)
+        count["skipped"] += sum(skipped)
+        count["unhealthy"] += len(found) - sum(healthy)
+        for norm in norms:
             if norm is not None and math.isfinite(norm):
                 self._add_norm(norm)
 

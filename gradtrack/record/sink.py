@@ -92,10 +92,9 @@ class Sink:
 
     def write(self, record: Record) -> None:
         """Send a record on its way."""
-        if self._guard.forked:
-            self._guard.silent()
-            return
         if self._delivery is None:
+            if self._guard.silent():
+                return
             self._delivery = self._open()
         self._delivery.write(record)
 

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 from gradtrack.records import Record
+
+_FLOAT: Final = frozenset({float})
+_TEXT: Final = frozenset({str})
 
 
 def validate(record: Record) -> tuple[Record, dict[str, str]]:
     """Return the record with its good metrics as plain floats, and why the others were left out, by name."""
-    for name, value in record.metrics.items():
-        if type(value) is not float or type(name) is not str or not name:
-            break
-    else:
+    metrics = record.metrics
+    if _FLOAT.issuperset(map(type, metrics.values())) and _TEXT.issuperset(map(type, metrics)) and "" not in metrics:
         return record, {}
     good, bad = _sort(record.metrics)
     return dataclasses.replace(record, metrics=good), bad

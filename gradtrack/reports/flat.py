@@ -33,11 +33,23 @@ def flat_metrics(
 
     A part is what its report holds; what is missing of it has its default.
     """
-    values = _of_norms(clipping, statistics)
+    values: dict[str, float] = {}
+    before, after, clips = clipping.get("norm_before"), clipping.get("norm_after"), clipping.get("enabled", True)
+    if before is not None:
+        values["train/grad_norm"] = before
+    if clips and after is not None:
+        values["train/grad_norm_clipped"] = after
+    if statistics is not None:
+        values["train/grad_variance"] = statistics["variance"]
+        values["train/grad_mean"] = statistics["mean"]
+        values["train/grad_std"] = statistics["std"]
+        values["train/grad_max"] = statistics["max"]
+        values["train/grad_min"] = statistics["min"]
+        values["train/grad_zero_fraction"] = statistics["zero_fraction"]
     if nan_inf.get("action", "none") not in _NOBODY_LOOKED:
         values["train/grad_nan_count"] = float(nan_inf.get("nan_count", 0))
         values["train/grad_inf_count"] = float(nan_inf.get("inf_count", 0))
-    if clipping.get("enabled", True):
+    if clips:
         values["train/grad_clip_coef"] = clipping.get("coefficient", 1.0)
         values["train/grad_clip_rate"] = clipping.get("clip_rate", 0.0)
         threshold = clipping.get("threshold")
@@ -59,31 +71,15 @@ def flat_metrics(
     tail = tail_of(source)
     if tail:
         values = {f"{name}{tail}": value for name, value in values.items()}
-    _add_groups(values, tail, groups, parameters)
+    if groups or parameters:
+        _add_parts(values, tail, groups, parameters)
     for report in analyzers.values():
         if isinstance(report, Report) and not (isinstance(report, LateReport) and report.step != step):
             values.update((f"{name}{tail}", value) for name, value in report.metrics().items())
     return values
 
 
-def _of_norms(clipping: Values, statistics: Values | None) -> dict[str, float]:
-    values: dict[str, float] = {}
-    before, after = clipping.get("norm_before"), clipping.get("norm_after")
-    if before is not None:
-        values["train/grad_norm"] = before
-    if after is not None and clipping.get("enabled", True):
-        values["train/grad_norm_clipped"] = after
-    if statistics is not None:
-        values["train/grad_variance"] = statistics["variance"]
-        values["train/grad_mean"] = statistics["mean"]
-        values["train/grad_std"] = statistics["std"]
-        values["train/grad_max"] = statistics["max"]
-        values["train/grad_min"] = statistics["min"]
-        values["train/grad_zero_fraction"] = statistics["zero_fraction"]
-    return values
-
-
-def _add_groups(
+def _add_parts(
     values: dict[str, float], tail: str, groups: Mapping[str, Values], parameters: Mapping[str, Values]
 ) -> None:
     """Add what is known of each group, and the norms of the parameters that have the largest and the smallest."""
