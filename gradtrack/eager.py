@@ -18,16 +18,14 @@ class EagerSteps:
 
     def __init__(self) -> None:
         self._stance: Any = None
-
-    @property
-    def active(self) -> bool:
+        self.active = False
         """Whether steps run eagerly now."""
-        return self._stance is not None
 
     def begin(self) -> None:
         """Run eagerly from now on."""
         if self._stance is None:
             self._stance = torch.compiler.set_stance("force_eager")
+            self.active = True
 
     def backward(self) -> AbstractContextManager[Any]:
         """Return the context for a backward pass: one that is captured looks at no stance that came after its begin.
@@ -45,6 +43,7 @@ class EagerSteps:
         if self._stance is not None:
             self._stance.__exit__(None, None, None)
             self._stance = None
+            self.active = False
 
 
 def is_compiled(model: nn.Module) -> bool:

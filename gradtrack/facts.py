@@ -47,7 +47,7 @@ class StepFacts:
         self.rows, self.group_rows = moments.rows, moments.group_rows
         self.total, self.exponent = moments.total, moments.exponent
 
-    def fields(self) -> dict[str, Any]:
+    def __call__(self) -> dict[str, Any]:
         """Return the fields of the report, but for those that are known from the start."""
         fields: dict[str, Any] = {
             "loss": self.loss,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -51,7 +50,7 @@ class LiveAnalyzers:
         self._judges = False
         self.verdicts: list[Issue] | None = None
         """The issues on which all ranks have just agreed; None at most steps."""
-        self._eager, self._told_eager = EagerSteps(), False
+        self.eager, self._told_eager = EagerSteps(), False
         self.chosen: list[str] = []
 
     def __getitem__(self, name: str) -> Analyzer:
@@ -165,7 +164,7 @@ class LiveAnalyzers:
 
     def arm(self, model: nn.Module, step: int) -> None:
         """Let those analyzers place their hooks that are due at the coming step, which then runs eagerly."""
-        self._eager.end()
+        self.eager.end()
         for name in list(self._armed):  # for a step that is not the next one after all
             self._disarm(name)
         due = self._due(step)
@@ -180,23 +179,14 @@ class LiveAnalyzers:
 
     def _run_eagerly(self, model: nn.Module) -> None:
         if is_compiled(model):
-            self._eager.begin()
+            self.eager.begin()
             if not self._told_eager:
                 self._told_eager = True
                 self.chosen.append(_EAGER)
 
-    @property
-    def run_eagerly(self) -> bool:
-        """Whether the step at hand runs eagerly, its backward pass too."""
-        return self._eager.active
-
-    def backward(self) -> AbstractContextManager[Any]:
-        """Return the context in which the backward pass of a step runs, eagerly where an analyzer looks inside."""
-        return self._eager.backward()
-
     def inspect(self, snapshot: Snapshot) -> tuple[dict[str, Report], list[str]]:
         """Let the due analyzers look at a step; return their reports and their notes."""
-        self._eager.end()
+        self.eager.end()
         reports: dict[str, Report] = {}
         notes: list[str] = []
         for name, analyzer in self._due(snapshot.step):
@@ -248,7 +238,7 @@ class LiveAnalyzers:
 
     def close(self) -> None:
         """Remove every hook."""
-        self._eager.end()
+        self.eager.end()
         for name in list(self.running):
             self._disarm(name)
 

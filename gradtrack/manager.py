@@ -96,8 +96,8 @@ class GradientManager:
         if backward:
             assert isinstance(loss, Tensor)
             scaled = loss if scaler is None else scaler.scale(loss)
-            if pair.analyzers.run_eagerly:
-                with pair.analyzers.backward():
+            if pair.analyzers.eager.active:
+                with pair.analyzers.eager.backward():
                     run_backward(scaled)
             else:
                 run_backward(scaled)
@@ -329,7 +329,8 @@ class GradientManager:
         for record in late_records(outcome) if outcome.late else ():
             self._sink.write(record)
         if outcome.event:
-            panels = self._dashboard.take(pair.name, lambda: pair.analyzers.panels)
+            new = pair.name not in self._dashboard.shown
+            panels = self._dashboard.take(pair.name, pair.analyzers.panels) if new else ()
             self._sink.write(to_record(outcome, self.config, panels))
 
     def _leave_files(self, *, failed: bool) -> None:

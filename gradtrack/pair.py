@@ -157,7 +157,7 @@ class Pair:
         outcome = Outcome(facts, repeated=repeated)
         outcome.event = due
         outcome.report = StepReport.deferred(
-            facts.fields, step=step, epoch=epoch, source=self.name, time=time.time(), batch=batch
+            facts, step=step, epoch=epoch, source=self.name, time=time.time(), batch=batch
         )
         return outcome
 
@@ -180,7 +180,7 @@ class Pair:
     def _conclude_late(self, moments: Moments, outcome: Outcome) -> None:
         """Judge and keep a step whose numbers have come."""
         self._judge(moments, outcome)
-        outcome.report.defer_to(outcome.facts.fields)  # so that a report that nobody reads keeps no model alive
+        outcome.report.defer_to(outcome.facts)  # so that a report that nobody reads keeps no model alive
         self._keep(moments, outcome)
 
     def _finish(self, grads: Gradients, outcome: Outcome, loss: Tensor | float | None) -> None:

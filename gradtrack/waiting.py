@@ -37,7 +37,7 @@ class WaitingStep:
 
     def _fields(self, outcome: Outcome) -> dict[str, Any]:
         self._settle(outcome)
-        return outcome.facts.fields()
+        return outcome.facts()
 
     def _settle(self, outcome: Outcome) -> None:
         """Wait for the numbers, unless somebody has done so."""

@@ -44,18 +44,25 @@ class Plan:
     It is filled in anew with every look, so it serves one training, in one thread.
     """
 
-    __slots__ = ("_addresses", "_dtypes", "_group_of", "_heads", "_is_long", "_progress", "_sizes", "engine", "table")
-
     def __init__(self, engine: NativeEngine, grads: Sequence[torch.Tensor], table: Integers) -> None:
         self.engine = engine
         self._dtypes, self._sizes = list(map(_dtype, grads)), list(map(_numel, grads))
         self.table = table.copy()
         self._addresses = self.table[kernels.ADDRESS, : len(grads)]
-        self._group_of: Integers | None = None
         length = sum(-(-size // kernels.LINE_ELEMENTS) * kernels.LINE_ELEMENTS for size in self._sizes)
         self._is_long = length > kernels.SHORT_LINE
         self._heads = np.empty((_count_items(length), kernels.COLUMNS))
         self._progress = np.zeros(kernels.PROGRESS, np.int64)
+        self._group(np.zeros(len(grads), np.int64), 1)
+
+    def _group(self, group_of: Integers, num_groups: int) -> None:
+        """Make room for the results of these groups."""
+        self._group_of, num_grads = group_of, len(self._sizes)
+        self.table[kernels.GROUP, :num_grads] = group_of
+        self._results = np.empty((num_grads + num_groups + 1, kernels.COLUMNS))
+        self._orders = kernels.orders(self.table, self._results, self._heads, self._progress)
+        self._orders[kernels.PHASES] = _ALL_PHASES
+        self._place = self._orders.ctypes.data
 
     def fits(self, grads: Sequence[torch.Tensor]) -> bool:
         """Tell whether gradients are of the same types and sizes, and as plain as those that it was made for."""
@@ -80,21 +87,19 @@ class Plan:
             return None
         self._addresses[:] = list(map(_data_ptr, grads))
         if group_of is not self._group_of:
-            self.table[kernels.GROUP, : len(grads)] = self._group_of = group_of
-        progress, phases = self._progress, _ALL_PHASES
+            self._group(group_of, num_groups)
         if self._is_long:
-            phases = _gather_team(kernels.MEASURE_IN_TEAM, progress)
+            self._orders[kernels.PHASES] = phases = _gather_team(kernels.MEASURE_IN_TEAM, self._progress)
             if phases == _ALL_PHASES:
                 return None
-        num_grads = len(grads)
-        results = np.empty((num_grads + num_groups + 1, kernels.COLUMNS))
-        if kernels.measure(phases, self.table, results, self._heads, progress, 1.0, 1.0) < 0:
+        if kernels.measure_as_ordered(self._place) < 0:
             return None
+        num_grads, results = len(grads), self._results.copy()
         moments = Moments(
             results[:num_grads],
             results[num_grads:-1],
             results[-1].tolist(),
-            one_sided=bool(progress[kernels.ONE_SIDED]),
+            one_sided=bool(self._progress[kernels.ONE_SIDED]),
         )
         return moments if SMALLEST_SQUARES < moments.total[SQUARES] < math.inf or not moments.out_of_range() else None
 

@@ -17,7 +17,7 @@ from gradtrack.record.forks import ForkGuard
 from gradtrack.record.journal import Journal
 from gradtrack.record.offsets import Offsets, offsets_path
 from gradtrack.record.summary import log_summary
-from gradtrack.record.validation import validate
+from gradtrack.record.validation import is_valid, validate
 from gradtrack.record.worker import Worker
 from gradtrack.records import Record, RunInfo
 from gradtrack.signals import pass_on
@@ -50,6 +50,7 @@ class Delivery:
         self._accepted = 0
         self._summed_up = False
         self._invalid = Faults("metrics")
+        self._journal_fault: Exception | None = None
         self._journal_faults = Faults("journal")
         talking = self.backends if rank == 0 else {}
         self._inline = {name: _Inline(name, backend) for name, backend in talking.items() if backend.inline}
@@ -72,12 +73,14 @@ class Delivery:
         if self._guard.forked:
             self._guard.silent()
             return
-        record, bad = validate(record)
-        for name, reason in bad.items() if bad else ():
-            self._invalid.note(f"{name!r} at step {record.step}: {reason}", "it is left out of the row")
+        if not is_valid(record.metrics):
+            record = self._mend(record)
         with self._lock:
             number, self._accepted = self._accepted, self._accepted + 1
-            kept = self._journal is not None and self._keep(self._journal, number, record)
+            journal = self._journal
+            kept = journal is not None and journal.append(number, record, urgent=_is_urgent(record.metrics))
+            if journal is not None and (journal.fault is not None or self._offsets.path is None):
+                self._note(journal)
             for inline in self._inline.values() if self._inline else ():
                 inline.write(record if number else dataclasses.replace(record, run=self._run))
             for worker in self._workers.values():
@@ -166,14 +169,20 @@ class Delivery:
             "fault": None if journal.fault is None else describe(journal.fault),
         }
 
-    def _keep(self, journal: Journal, number: int, record: Record) -> bool:
-        known = journal.fault
-        kept = journal.append(number, record, urgent=_is_urgent(record))
-        if journal.fault is not None and journal.fault is not known:
+    def _mend(self, record: Record) -> Record:
+        """Leave out the metrics that are none, and say so."""
+        record, bad = validate(record)
+        for name, reason in bad.items():
+            self._invalid.note(f"{name!r} at step {record.step}: {reason}", "it is left out of the row")
+        return record
+
+    def _note(self, journal: Journal) -> None:
+        """Tell of a new fault of the journal, and find out where its offsets belong."""
+        if journal.fault is not None and journal.fault is not self._journal_fault:
+            self._journal_fault = journal.fault
             self._journal_faults.note(journal.fault, "rows stay in memory for the trackers")
         if self._offsets.path is None and journal.parts:
             self._offsets.path = offsets_path(journal.parts[0])
-        return kept
 
 
 class _Inline:
@@ -235,7 +244,6 @@ def idle_status() -> dict[str, Any]:
     return _status(0, 0)
 
 
-def _is_urgent(record: Record) -> bool:
+def _is_urgent(metrics: Mapping[str, float]) -> bool:
     """Say whether a row tells of a gradient that is not finite."""
-    norm = record.metrics.get("train/grad_norm", 0.0)
-    return not math.isfinite(norm) or record.metrics.get("train/grad_nan_count", 0.0) > 0
+    return not math.isfinite(metrics.get("train/grad_norm", 0.0)) or metrics.get("train/grad_nan_count", 0.0) > 0

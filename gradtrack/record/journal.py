@@ -58,7 +58,8 @@ class Journal:
         self._handle: int | None = None
         self._size = 0
         self._marks: list[tuple[int, Path, int]] = []
-        self._counts: dict[Path, int] = {}
+        self._count, self._counts = 0, dict[Path, int]()
+        """The rows of the part that is written to, and of those before it."""
         self._syncer = Syncer(self._limits.sync_seconds)
 
     @property
@@ -73,18 +74,25 @@ class Journal:
         try:
             line = encode_row(number, record, self.directory)
             if self._handle is None or self._size + len(line) > self._limits.part_bytes:
-                self._rotate(number)
+                self._handle = self._rotate(number)
             if self.rows % _MARK_EVERY == 0:
                 self._marks.append((number, self.parts[-1], self._size))
-            self._write(line)
+            try:
+                _write_whole(self._handle, line, self._size)
+                self._size += len(line)
+            except BaseException:  # also what a signal raises, which may come between the two
+                self._size = os.lseek(self._handle, 0, os.SEEK_END)
+                raise
         except Exception as fault:  # also a row that holds what cannot be written down
             pass_on(fault)
             self.failed += 1
             self.fault = fault
             return False
         self.rows += 1
-        self._counts[self.parts[-1]] += 1
-        self._syncer.touch(urgent=urgent)
+        self._count += 1
+        self._syncer.dirty = True
+        if urgent:
+            self._syncer.hurry()
         return True
 
     def reread(self, start: int) -> Iterator[tuple[int, Record]]:
@@ -119,8 +127,8 @@ class Journal:
             with contextlib.suppress(OSError):
                 os.close(handle)
 
-    def _rotate(self, number: int) -> None:
-        """Begin a new part; the old one is closed only when the new one has its header."""
+    def _rotate(self, number: int) -> int:
+        """Begin a new part and return its handle; the old one is closed only when the new one has its header."""
         path, handle = self._create()
         header = {
             "gradtrack_journal": FORMAT,
@@ -139,7 +147,9 @@ class Journal:
             os.close(handle)
             path.unlink(missing_ok=True)
             raise
-        self._counts[path] = 0
+        if self.parts:
+            self._counts[self.parts[-1]] = self._count
+        self._count = 0
         self.parts.append(path)
         self._marks.append((number, path, len(line)))
         self._syncer.follow(handle)
@@ -147,6 +157,7 @@ class Journal:
         if before is not None:
             self._syncer.retire(before)
         self._forget_oldest()
+        return handle
 
     def _create(self) -> tuple[Path, int]:
         """Make a file that nobody else writes to, locked for as long as this process has it open."""
@@ -165,15 +176,6 @@ class Journal:
                 _lock(handle)
             return path, handle
 
-    def _write(self, line: bytes) -> None:
-        assert self._handle is not None
-        try:
-            _write_whole(self._handle, line, self._size)
-            self._size += len(line)
-        except BaseException:  # also what a signal raises, which may come between the two
-            self._size = os.lseek(self._handle, 0, os.SEEK_END)
-            raise
-
     def _forget_removed(self) -> None:
         """Count the rows of files that were removed, and begin a new one with the next row."""
         if self._handle is not None:
@@ -182,8 +184,9 @@ class Journal:
         for part in [part for part in self.parts if not part.exists()]:
             self.fault = FileNotFoundError(errno.ENOENT, "the journal was removed", str(part))
             self._forget(part)
-            self.rows -= self._counts[part]
-            self.failed += self._counts[part]
+            count = self._counts.get(part, self._count)
+            self.rows -= count
+            self.failed += count
         self._syncer.unlinked = False
 
     def _forget_oldest(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Final
 
 from gradtrack.records import Panel, tail_of
@@ -51,14 +51,15 @@ class Dashboard:
     """The panels of every (model, optimizer) pair, handed out once: with the first record of the pair."""
 
     def __init__(self) -> None:
-        self._shown: set[str] = set()
+        self.shown: set[str] = set()
+        """Those whose panels were handed out."""
 
-    def take(self, source: str, more: Callable[[], Iterable[Panel]] = tuple) -> tuple[Panel, ...]:
+    def take(self, source: str, more: Iterable[Panel] = ()) -> tuple[Panel, ...]:
         """Return the panels of a pair and those of its analyzers, the first time only."""
-        if source in self._shown:
+        if source in self.shown:
             return ()
-        self._shown.add(source)
-        return panels_of((*CORE_PANELS, *more()), source)
+        self.shown.add(source)
+        return panels_of((*CORE_PANELS, *more), source)
 
 
 def panels_of(panels: Iterable[Panel], source: str) -> tuple[Panel, ...]:

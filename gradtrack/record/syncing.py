@@ -14,14 +14,15 @@ _POLL_SECONDS: Final = 0.02
 class Syncer:
     """Makes an open file durable every few seconds, and at once when asked, without its writer waiting.
 
-    `unlinked` says that the file has no name any more, so that whatever is written to it is lost.
+    Whoever writes to the file sets `dirty`. `unlinked` says that the file has no name any more, so that whatever is
+    written to it is lost.
     """
 
     def __init__(self, interval_seconds: float) -> None:
         self._interval = interval_seconds
         self._handle: int | None = None
         self._retired: list[int] = []
-        self._dirty = self._closing = self.unlinked = False
+        self.dirty = self._closing = self.unlinked = False
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -33,23 +34,21 @@ class Syncer:
             with contextlib.suppress(RuntimeError):  # no thread can start while the interpreter exits
                 self._thread.start()
 
-    def touch(self, *, urgent: bool) -> None:
-        """Note that the file has new rows."""
-        self._dirty = True
-        if urgent:
-            self._wake.set()
+    def hurry(self) -> None:
+        """Make what is there durable at once."""
+        self._wake.set()
 
     def retire(self, handle: int) -> None:
         """Make an earlier file durable and close it."""
         self._retired.append(handle)
-        self._dirty = True
+        self.dirty = True
         self._wake.set()
 
     def sync(self, timeout_seconds: float) -> None:
         """Wait until nothing is left to be made durable."""
         end = time.monotonic() + timeout_seconds
         self._wake.set()
-        while self._dirty and self._alive() and time.monotonic() < end:
+        while self.dirty and self._alive() and time.monotonic() < end:
             time.sleep(_POLL_SECONDS)
 
     def close(self, handle: int, timeout_seconds: float) -> None:
@@ -68,12 +67,12 @@ class Syncer:
         while not (self._closing and not self._retired):
             self._wake.wait(self._interval)
             self._wake.clear()
-            if self._dirty:
+            if self.dirty:
                 self._settle()
 
     def _settle(self) -> None:
         """Clear the mark first: a row that comes in between sets it again."""
-        self._dirty = False
+        self.dirty = False
         with contextlib.suppress(OSError):
             if (handle := self._handle) is not None:
                 os.fsync(handle)

@@ -12,11 +12,13 @@ _FLOAT: Final = frozenset({float})
 _TEXT: Final = frozenset({str})
 
 
+def is_valid(metrics: Mapping[str, float]) -> bool:
+    """Say whether all metrics are plain floats under text names."""
+    return _FLOAT.issuperset(map(type, metrics.values())) and _TEXT.issuperset(map(type, metrics)) and "" not in metrics
+
+
 def validate(record: Record) -> tuple[Record, dict[str, str]]:
     """Return the record with its good metrics as plain floats, and why the others were left out, by name."""
-    metrics = record.metrics
-    if _FLOAT.issuperset(map(type, metrics.values())) and _TEXT.issuperset(map(type, metrics)) and "" not in metrics:
-        return record, {}
     good, bad = _sort(record.metrics)
     return dataclasses.replace(record, metrics=good), bad
 

@@ -48,8 +48,8 @@ def test_analyzer_panels_follow_the_core_panels() -> None:
     """What an analyzer wants drawn comes with the pair's own panels."""
     extra = Panel(title="spectrum", section="rnn", metrics=("rnn/radius",))
     dashboard = Dashboard()
-    assert dashboard.take("", lambda: [extra]) == (*CORE_PANELS, extra)
-    assert dashboard.take("", lambda: [extra]) == ()
+    assert dashboard.take("", [extra]) == (*CORE_PANELS, extra)
+    assert dashboard.take("", [extra]) == ()
 
 
 @given(NAMES, st.from_regex(r"[a-c](/[a-c]){0,2}(/\*)?", fullmatch=True))
