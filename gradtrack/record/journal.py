@@ -59,7 +59,7 @@ class Journal:
         self._size = 0
         self._marks: list[tuple[int, Path, int]] = []
         self._count, self._counts = 0, dict[Path, int]()
-        """The rows of the part that is written to, and of those before it."""
+        """The rows of the last part, and those of the others."""
         self._syncer = Syncer(self._limits.sync_seconds)
 
     @property
@@ -129,6 +129,8 @@ class Journal:
 
     def _rotate(self, number: int) -> int:
         """Begin a new part and return its handle; the old one is closed only when the new one has its header."""
+        if self._handle is not None and is_unlinked(self._handle):  # or the new one would get its name
+            self._forget_removed()
         path, handle = self._create()
         header = {
             "gradtrack_journal": FORMAT,
@@ -147,8 +149,7 @@ class Journal:
             os.close(handle)
             path.unlink(missing_ok=True)
             raise
-        if self.parts:
-            self._counts[self.parts[-1]] = self._count
+        self._note_count()
         self._count = 0
         self.parts.append(path)
         self._marks.append((number, path, len(line)))
@@ -181,12 +182,13 @@ class Journal:
         if self._handle is not None:
             self._syncer.retire(self._handle)
             self._handle = None
+        self._note_count()
         for part in [part for part in self.parts if not part.exists()]:
             self.fault = FileNotFoundError(errno.ENOENT, "the journal was removed", str(part))
+            self.rows -= self._counts[part]
+            self.failed += self._counts[part]
             self._forget(part)
-            count = self._counts.get(part, self._count)
-            self.rows -= count
-            self.failed += count
+        self._count = self._counts[self.parts[-1]] if self.parts else 0
         self._syncer.unlinked = False
 
     def _forget_oldest(self) -> None:
@@ -198,8 +200,13 @@ class Journal:
             with contextlib.suppress(OSError):
                 oldest.unlink()
 
+    def _note_count(self) -> None:
+        if self.parts:
+            self._counts[self.parts[-1]] = self._count
+
     def _forget(self, part: Path) -> None:
         self.parts.remove(part)
+        del self._counts[part]
         self.removed += 1
         self._marks = [mark for mark in self._marks if mark[1] != part]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import json
 import os
 import re
@@ -325,6 +326,24 @@ def test_removed_journal_is_told_and_begun_again(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "run")
     journal.close(10.0)
     assert (journal.rows, journal.failed) == (0, 4)
+
+
+@pytest.mark.parametrize("gone", [[-1], [0], [1, -1], [0, 1]])
+def test_rows_of_removed_parts_are_counted_once(tmp_path: Path, gone: list[int]) -> None:
+    """Whichever parts somebody removes, and whatever comes after, each row is in the journal or counted as failed."""
+    journal = Journal(tmp_path, RUN, limits=Limits(part_bytes=1000, total_bytes=10**9, sync_seconds=3600.0))
+    numbers = iter(range(100))
+    for _ in range(2):
+        for number in itertools.islice(numbers, 30):
+            journal.append(number, row(number))
+        for part in [journal.parts[index] for index in (*gone, -1)]:
+            part.unlink(missing_ok=True)
+        journal.append(next(numbers), row(0))
+        journal.sync(30.0)
+    journal.append(next(numbers), row(0))
+    assert journal.rows == len(read(tmp_path))
+    assert journal.rows + journal.failed == next(numbers)
+    journal.close()
 
 
 def test_rows_of_a_part_that_is_gone_are_left_out(tmp_path: Path) -> None:
