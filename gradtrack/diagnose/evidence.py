@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from gradtrack.config import GradientConfig
 from gradtrack.measure.gradients import Layout
 from gradtrack.measure.moments import Moments, log_norm
 
@@ -17,6 +18,7 @@ class CalmSteps:
         self.log_norms: list[float] = []
         self.losses: list[float | None] = []
         self.limits: list[float | None] = []
+        """The limit that the norm was clipped to, where somebody chose it."""
         self.clipped: list[bool] = []
 
 
@@ -38,3 +40,8 @@ class Evidence:
 
     def __post_init__(self) -> None:
         self.log_norm = log_norm(self.norm)
+
+
+def has_chosen_limit(config: GradientConfig) -> bool:
+    """Say whether norms are limited, and by a limit that somebody chose."""
+    return "max_grad_norm" in config.model_fields_set and config.effective_clip_type not in ("value", "agc")

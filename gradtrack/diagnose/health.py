@@ -14,7 +14,7 @@ from typing import Any, Final, TypeVar
 
 from gradtrack.config import GradientConfig
 from gradtrack.diagnose import rules
-from gradtrack.diagnose.evidence import CalmSteps, Evidence
+from gradtrack.diagnose.evidence import CalmSteps, Evidence, has_chosen_limit
 from gradtrack.diagnose.ledger import unmuted
 from gradtrack.diagnose.rule import MOST_WAITING, SLACK, TENFOLD, Band, Rule
 from gradtrack.reports import Issue
@@ -72,7 +72,7 @@ class Health:
         waiting = self._waiting
         waiting.log_norms.append(log_norm)
         waiting.losses.append(loss)
-        waiting.limits.append(clipping.get("threshold"))
+        waiting.limits.append(clipping.get("threshold") if has_chosen_limit(config) else None)
         waiting.clipped.append(clipping.get("clipped", False))
         if len(waiting.losses) == MOST_WAITING:
             self.catch_up(config)
@@ -83,7 +83,8 @@ class Health:
             self.high = high if high < log_norm + _STEP else log_norm + _STEP
 
     def catch_up(self, config: GradientConfig) -> None:
-        """Let the rules take in the steps that wait."""
+        """Let the rules take in the steps that wait, after which their bounds hold no longer."""
+        self._band, (self.low, self.high) = NEVER, NEVER
         if self._waiting.losses:
             waiting, self._waiting = self._waiting, CalmSteps()
             self._ask(lambda rule: rule.take_in(waiting, config))
@@ -105,7 +106,6 @@ class Health:
 
     def _foresee(self, log_norm: float, config: GradientConfig, *, open_issues: bool = False) -> None:
         """Find between which norms no rule opens; for a while not, where hardly a step has stayed there."""
-        self._band, (self.low, self.high) = NEVER, NEVER
         if self._watchful:
             self._watchful -= 1
         elif not open_issues and math.isfinite(log_norm):

@@ -59,7 +59,7 @@ class Measurer:
         everything = range(len(tensors))
         if self.native is None:
             return Batch(tensors, (), everything, None)
-        if plan is not None and plan.fits(tensors):
+        if plan is not None and plan.engine is self.native and plan.fits(tensors):
             return Batch(tensors, everything, (), plan.tabulate(tensors), plan)
         if self.native.covers_all(tensors):
             table = self.native.tabulate(tensors)

@@ -51,18 +51,20 @@ class Plan:
         self._addresses = self.table[kernels.ADDRESS, : len(grads)]
         length = sum(-(-size // kernels.LINE_ELEMENTS) * kernels.LINE_ELEMENTS for size in self._sizes)
         self._is_long = length > kernels.SHORT_LINE
-        self._heads = np.empty((_count_items(length), kernels.COLUMNS))
-        self._progress = np.zeros(kernels.PROGRESS, np.int64)
-        self._group(np.zeros(len(grads), np.int64), 1)
+        self._num_items = _count_items(length)
+        self._group_of: Integers | None = None
 
     def _group(self, group_of: Integers, num_groups: int) -> None:
-        """Make room for the results of these groups."""
-        self._group_of, num_grads = group_of, len(self._sizes)
+        """Make room for the results of these groups; who is interrupted here begins anew the next time."""
+        self._group_of, num_grads = None, len(self._sizes)
         self.table[kernels.GROUP, :num_grads] = group_of
+        self._heads = np.empty((self._num_items, kernels.COLUMNS))
+        self._progress = np.zeros(kernels.PROGRESS, np.int64)
         self._results = np.empty((num_grads + num_groups + 1, kernels.COLUMNS))
         self._orders = kernels.orders(self.table, self._results, self._heads, self._progress)
         self._orders[kernels.PHASES] = _ALL_PHASES
         self._place = self._orders.ctypes.data
+        self._group_of = group_of
 
     def fits(self, grads: Sequence[torch.Tensor]) -> bool:
         """Tell whether gradients are of the same types and sizes, and as plain as those that it was made for."""

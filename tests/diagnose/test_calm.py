@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,7 @@ SETTINGS: list[dict[str, Any]] = [
     {"max_grad_norm": 1.0},
     {"max_grad_norm": 0.02},
     {"max_grad_norm": 1e-4, "clip_type": "value"},
+    {"max_grad_norm": 0.02, "clip_type": "agc"},
     {"vanishing_threshold": 1e-2},
     {"exploding_threshold": 30.0},
     {"mute": ["EXPLODING"]},
@@ -72,35 +74,61 @@ def outcome_of(step: int, norm: float, loss: float | None, config: GradientConfi
     rows = np.array([row])
     moments, facts = Moments(rows, rows, list(row)), StepFacts(LAYOUT, {})
     facts.loss, facts.nan_inf = loss, {"action": "none" if moments.finite else "skip"}
-    facts.clipping = coefficient_for(moments.norm, config.max_grad_norm, 1e-6) if moments.finite else {}
+    if moments.finite:  # of single elements far less is clipped
+        limit = config.max_grad_norm * (1.0 if config.clip_type == "norm" else 200.0)
+        facts.clipping = {**coefficient_for(moments.norm, limit, 1e-6), "threshold": config.max_grad_norm}
     outcome = Outcome(facts)
     outcome.report = StepReport.deferred(dict, step=step)
     return moments, outcome
 
 
-def verdicts(kind: type[Judgement], run: Run, config: GradientConfig) -> tuple[list[Any], dict[str, Any]]:
-    """Return what each step was found to be, and what is remembered in the end."""
+def verdicts(
+    kind: type[Judgement], run: Run, chosen: dict[str, Any], changes: Mapping[int, tuple[str, Any]]
+) -> tuple[list[Any], dict[str, Any]]:
+    """Return what each step was found to be, and what is remembered in the end.
+
+    After some steps a setting is changed, or a checkpoint is made.
+    """
+    config = GradientConfig(**chosen)
     made, found = kind(config, GradientMonitor(config)), []
     for step, (norm, loss) in enumerate(run, 1):
         moments, outcome = outcome_of(step, norm, loss, config)
         made.judge(moments, outcome, critical=False)
         found.append((outcome.event, list(outcome.issues), list(outcome.opened), outcome.facts.health))
+        if step in changes and changes[step][0]:
+            setattr(config, *changes[step])
+        elif step in changes:
+            made.state_dict()
     return found, made.state_dict()
 
 
+CHANGES = [
+    ("", None),
+    ("max_grad_norm", 0.05),
+    ("clip_type", "agc"),
+    ("clip_type", "norm"),
+    ("exploding_threshold", 2.0),
+    ("vanishing_threshold", 1e-3),
+]
+QUIET: Run = [(1.0, 1.0)] * 50
+
+
 @settings(max_examples=150, deadline=None)
-@given(runs(), st.sampled_from(SETTINGS))
-@example([(1.0, 1.0)] * 60 + [(11.0, 1.0)] + [(1.0, 1.0)] * 20, {})
-@example([(2.0, 1.0)] * 80, {"max_grad_norm": 0.02})
-@example([(1.0, 1.0)] * 50 + [(4.0, 1.0)] * 20, {"max_grad_norm": 0.02})
-@example([(1.0, 1.0)] * 40 + [(1.0, 0.05), (2e-4, 0.05)] * 8 + [(1.0, 1.0)] * 14, {})
-@example([(1.0, 1.0)] * 60 + [(5.0, 1.0), (22.0, 1.0), (90.0, 1.0)], {})
-@example([(1.0, 1.0)] * 40 + [(0.15**step, 1.0) for step in range(1, 8)] + [(0.15**7, 1.0)] * 9, {})
-@example([(3.0 if step % 2 else 0.31, None) for step in range(120)], {})
-def test_a_step_that_waits_is_judged_as_if_it_had_not(run: Run, chosen: dict[str, Any]) -> None:
+@given(runs(), st.sampled_from(SETTINGS), st.dictionaries(st.integers(30, 120), st.sampled_from(CHANGES), max_size=3))
+@example([*QUIET, (1.0, 1.0), (11.0, 1.0), *QUIET], {}, {})
+@example([(2.0, 1.0)] * 80, {"max_grad_norm": 0.02}, {})
+@example([*QUIET, *[(4.0, 1.0)] * 20], {"max_grad_norm": 0.02}, {})
+@example([*QUIET[10:], *[(1.0, 0.05), (2e-4, 0.05)] * 8, *QUIET[:14]], {}, {})
+@example([*QUIET, (5.0, 1.0), (22.0, 1.0), (90.0, 1.0)], {}, {})
+@example([*QUIET, *[(0.15**step, 1.0) for step in range(1, 8)], *[(0.15**7, 1.0)] * 9], {}, {})
+@example([(3.0 if step % 2 else 0.31, None) for step in range(120)], {}, {})
+@example([*QUIET, *[(0.15, 1.0)] * 29, (0.6, 1.0), (3.4, 1.0), (3.4, 1.0)], {}, {65: ("", None)})
+@example([(5.0, 1.0)] * 140, {"max_grad_norm": 0.01, "clip_type": "agc"}, {60: ("clip_type", "norm")})
+def test_a_step_that_waits_is_judged_as_if_it_had_not(
+    run: Run, chosen: dict[str, Any], changes: dict[int, tuple[str, Any]]
+) -> None:
     """Every step has the same issues, events and health, and what the rules remember in the end is the same."""
-    config = GradientConfig(**chosen)
-    waiting, at_once = verdicts(Judgement, run, config), verdicts(EachAtOnce, run, config)
+    waiting, at_once = (verdicts(kind, run, chosen, changes) for kind in (Judgement, EachAtOnce))
     np.testing.assert_equal(waiting[0], at_once[0])
     np.testing.assert_equal(waiting[1], at_once[1])
 

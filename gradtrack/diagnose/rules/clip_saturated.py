@@ -8,7 +8,7 @@ from collections import deque
 from typing import Final, final
 
 from gradtrack.config import GradientConfig
-from gradtrack.diagnose.evidence import CalmSteps, Evidence
+from gradtrack.diagnose.evidence import CalmSteps, Evidence, has_chosen_limit
 from gradtrack.diagnose.rule import ANY, Band, Rule
 from gradtrack.reports import Issue, IssueSeverity, IssueType
 
@@ -32,15 +32,13 @@ class ClipSaturatedRule(Rule):
         return ANY if max(self.excess, default=0.0) < _EXCESS else None
 
     def take_in(self, steps: CalmSteps, config: GradientConfig) -> None:
-        if _is_idle(config):
-            return
         for log_norm, limit, clipped in zip(steps.log_norms, steps.limits, steps.clipped, strict=True):
             if limit is not None:
                 self.excess.append(log_norm - math.log(limit) if clipped else _NOT_CLIPPED)
 
     def judge(self, evidence: Evidence, config: GradientConfig) -> list[Issue]:
         log_norm, limit = evidence.log_norm, evidence.clip_threshold
-        if limit is None or not math.isfinite(log_norm) or _is_idle(config):
+        if limit is None or not math.isfinite(log_norm) or not has_chosen_limit(config):
             return []
         self.excess.append(log_norm - math.log(limit) if evidence.clipped else _NOT_CLIPPED)
         if len(self.excess) < _WINDOW or max(self.excess) < _EXCESS:
@@ -67,8 +65,3 @@ class ClipSaturatedRule(Rule):
                 recommendation=(f"Set max_grad_norm near {math.exp(median) * limit:.2g}, or scale the loss down."),
             )
         ]
-
-
-def _is_idle(config: GradientConfig) -> bool:
-    """Say whether no norm is limited, or by a limit that nobody chose."""
-    return config.effective_clip_type in ("value", "agc") or "max_grad_norm" not in config.model_fields_set
