@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Container, Sequence
 from typing import Any
 
@@ -206,7 +207,8 @@ class Gauge:
             more=more,
         )
         merged = grads.merged
-        facts.layout, facts.ranks, facts.loss = grads.layout, merged.spread, merged.loss
+        # A layout takes other sizes when they change, and this report may be read after that.
+        facts.layout, facts.ranks, facts.loss = copy.copy(grads.layout), merged.spread, merged.loss
         facts.deviations = grads.deviations
         self._weight_squares = merged.extra if weigh else None
         facts.take(moments)

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from torch import nn
+from torch import distributed, nn
 
-from gradtrack import GradientConfig
+from gradtrack import GradientConfig, GradientManager
 from gradtrack.errors import UsageError
 from gradtrack.facts import StepFacts
 from gradtrack.gauge import Gauge
@@ -61,3 +61,22 @@ def test_nothing_to_read(model: nn.Module, hint: str) -> None:
     """A model without trainable parameters is refused, with the reason where it is known."""
     with pytest.raises(UsageError, match=hint):
         Gauge(model.requires_grad_(False), GradientConfig(), Measurer("torch"))
+
+
+def test_a_report_that_is_read_later_has_the_sizes_of_its_step() -> None:
+    """Also where the ranks of a group have told each other of other sizes since."""
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    try:
+        model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        manager, reports = GradientManager(process_group=distributed.group.WORLD), []
+        for outputs in (3, 4, 3):
+            model.zero_grad()
+            layer = model.get_submodule("1")
+            layer.get_parameter("weight").data = torch.randn(outputs, 7)
+            layer.get_parameter("bias").data = torch.zeros(outputs)
+            reports.append(manager.step(model, optimizer, model(torch.randn(8, 5)).square().mean()))
+        counts = [report.statistics.element_count for report in reports if report.statistics is not None]
+        assert counts == [42 + 8 * outputs for outputs in (3, 4, 3)]
+    finally:
+        distributed.destroy_process_group()
