@@ -89,7 +89,9 @@ class StepFacts:
         )
 
     def shrink(self) -> None:
-        """Forget the rows of the single parameters, unless the report is to show them."""
+        """Forget what only trackers get, and the rows of the single parameters, unless the report is to show them."""
+        if self.histograms:
+            self.histograms = {}
         if not self.with_parameters:
             self.rows = None
             self.group_rows = self.group_rows.copy()  # which would keep all rows, being a part of their memory

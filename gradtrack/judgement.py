@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
 from gradtrack.analyzers.base import Series
 from gradtrack.config import GradientConfig
@@ -17,8 +16,6 @@ from gradtrack.measure.moments import Moments, log_norm
 from gradtrack.monitor import GradientMonitor
 from gradtrack.outcome import Outcome
 from gradtrack.reports import HEALTHY, HealthReport, Issue
-
-_MOSTLY_CLIPPED: Final = 0.01
 
 
 class Judgement:
@@ -68,14 +65,10 @@ class Judgement:
 
     def _is_calm(self, norm: float, facts: StepFacts) -> bool:
         """Say whether nothing is open, and no rule can open at a step of this ln of the norm."""
-        health, config = self._monitor.health, self._config
         return (
-            health.low < norm < health.high
+            self._monitor.health.may_wait(norm, facts.loss, facts.clipping, self._config)
             and self.health is HEALTHY
             and not self._of_analyzers
-            and facts.clipping.get("coefficient", 1.0) > _MOSTLY_CLIPPED
-            and (facts.loss is None or math.isfinite(facts.loss))
-            and health.limits == (config.vanishing_threshold, config.exploding_threshold)
             and bool(facts.layout.names)
         )
 

@@ -42,7 +42,7 @@ class GradientMonitor:
     def check_gradient_health(self, gradients: Sequence[Tensor | None]) -> HealthReport:
         """Judge gradients as those of the coming step."""
         grads, moments = self._measure(gradients)
-        self.health.catch_up(self.config)
+        self.health.catch_up()
         issues = copy.deepcopy(self.health).judge(self._evidence(moments, grads.layout), self.config)
         return HealthReport.of(issues)
 
@@ -88,7 +88,6 @@ class GradientMonitor:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the windows of the rules, as plain data."""
-        self.health.catch_up(self.config)
         return {"health": self.health.state_dict(), "step": self._step}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

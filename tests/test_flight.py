@@ -1,12 +1,15 @@
 """What of the last steps is kept, and for how long."""
 
+import gc
 import tracemalloc
+import weakref
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from gradtrack import GradientManager
+from gradtrack import GradientManager, StepReport
 
 NUM_PARAMS = 500
 ROW_BYTES = 64
@@ -32,3 +35,26 @@ def test_an_older_step_keeps_the_numbers_of_no_single_parameter(engine: str) -> 
             tracemalloc.stop()
     assert grown < 50 * NUM_PARAMS * ROW_BYTES / 4
     assert manager.reports[0].groups["weights"].element_count == 2 * NUM_PARAMS
+
+
+def test_a_report_that_is_kept_keeps_no_model_alive() -> None:
+    """Nor its gradients, whether or not a row was made of it, and no histogram for long."""
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    manager = GradientManager(backends=["memory"], grad_log_every_n_steps=2, log_histograms=True)
+    for _ in range(20):
+        model.zero_grad()
+        manager.step(model, optimizer, model(torch.ones(4, 3)).sum())
+    reports, weight = manager.reports, weakref.ref(model.weight)
+    with_histograms = [one for one in reports if _facts(one) is not None and _facts(one).histograms]
+    assert len(with_histograms) <= 8
+    manager.close()
+    del model, optimizer, manager
+    gc.collect()
+    assert weight() is None
+    assert [report.groups["weight"].element_count for report in reports] == [6] * 20
+
+
+def _facts(report: StepReport) -> Any:
+    private = report.__pydantic_private__
+    return private.get("resolve") if private else None

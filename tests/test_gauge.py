@@ -1,5 +1,7 @@
 """What is read of a model."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import distributed, nn
@@ -80,3 +82,35 @@ def test_a_report_that_is_read_later_has_the_sizes_of_its_step() -> None:
         assert counts == [42 + 8 * outputs for outputs in (3, 4, 3)]
     finally:
         distributed.destroy_process_group()
+
+
+def test_a_usual_step_is_measured_as_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the second step on, and again after parameters have got other sizes or another engine was used."""
+    native = pytest.importorskip("gradtrack.measure.native", reason="numba is not installed")
+    planned: list[bool] = []
+    measure = native.Plan.measure
+
+    def counted(plan: Any, *given: Any) -> Any:
+        found = measure(plan, *given)
+        planned.append(found is not None)
+        return found
+
+    monkeypatch.setattr(native.Plan, "measure", counted)
+    manager, model = GradientManager(), small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def steps(count: int) -> list[bool]:
+        planned.clear()
+        for step in range(count):
+            model.zero_grad()
+            manager.step(model, optimizer, batch_loss(model, step))
+        return list(planned)
+
+    assert steps(4) == [True] * 3
+    manager.config.engine = "torch"
+    assert steps(2) == []
+    manager.config.engine = "native"
+    assert steps(4) == [True] * 3
+    bias = model.get_parameter("2.bias")
+    bias.data, model.get_parameter("2.weight").data = torch.zeros(4), torch.ones(4, 5)
+    assert steps(4) == [False, True, True, True]

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import gradtrack
+from gradtrack import GradientManager
 from gradtrack.errors import UsageError
 from gradtrack.measure.table import ParameterTable
 from gradtrack.stepping import Stepping
@@ -29,6 +30,18 @@ def test_a_rate_that_changes_in_place_is_copied() -> None:
     rate.fill_(0.125)
     [[(name, value)]] = rates
     assert (name, float(value)) == ("all", 0.5)
+
+
+def test_a_report_has_the_rate_of_its_step() -> None:
+    """With a schedule, whenever it is read."""
+    manager, model = GradientManager(), small_model()
+    optimizer = optimizer_of(model)
+    reports = []
+    for step, rate in enumerate([0.1, 0.1, 0.05, 0.1]):
+        optimizer.param_groups[0]["lr"] = rate
+        model.zero_grad()
+        reports.append(manager.step(model, optimizer, batch_loss(model, step)))
+    assert [report.lr["0"] for report in reports] == [0.1, 0.1, 0.05, 0.1]
 
 
 def test_a_closure_is_one_step() -> None:

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Final, NamedTuple
 
 from gradtrack.config import GradientConfig
 from gradtrack.measure.gradients import Layout
 from gradtrack.measure.moments import Moments, log_norm
 
+LEAST_LEFT: Final = 0.01
+"""What clipping leaves of a norm that is judged at once, since it may decide too many steps."""
 
-class CalmSteps:
-    """Steps on which nothing can open, for the rules to take in together: of each its numbers that a rule remembers."""
 
-    __slots__ = ("clipped", "limits", "log_norms", "losses")
+class CalmStep(NamedTuple):
+    """What rules remember of a step on which nothing can open."""
 
-    def __init__(self) -> None:
-        self.log_norms: list[float] = []
-        self.losses: list[float | None] = []
-        self.limits: list[float | None] = []
-        """The limit that the norm was clipped to, where somebody chose it."""
-        self.clipped: list[bool] = []
+    log_norm: float
+    loss: float | None
+    limit: float | None
+    """The limit of the norm, where somebody chose it."""
+    clipped: bool
 
 
 @dataclass(slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from typing import Any, Final, TypeVar
 
 from gradtrack.config import GradientConfig
 from gradtrack.diagnose import rules
-from gradtrack.diagnose.evidence import CalmSteps, Evidence, has_chosen_limit
+from gradtrack.diagnose.evidence import LEAST_LEFT, CalmStep, Evidence, has_chosen_limit
 from gradtrack.diagnose.ledger import unmuted
 from gradtrack.diagnose.rule import MOST_WAITING, SLACK, TENFOLD, Band, Rule
 from gradtrack.reports import Issue
@@ -50,44 +50,52 @@ class Health:
 
     def __init__(self) -> None:
         self._rules = {name: rule() for name, rule in rule_types().items()}
-        self._waiting = CalmSteps()
+        self._waiting: list[CalmStep] = []
         self._watchful = 0
         self._band, (self.low, self.high) = NEVER, NEVER
-        self.limits: Limits = (None, None)
+        self._limits: Limits = (None, None)
         """The absolute limits of the norm that the bounds keep to."""
 
     def judge(self, evidence: Evidence, config: GradientConfig) -> list[Issue]:
         """Take in the evidence of one step and return the issues that are open, the most severe first."""
         if self.low < self.high:
-            self._watchful = MOST_WAITING if len(self._waiting.losses) < _FEW else 0
-        self.catch_up(config)
+            self._watchful = MOST_WAITING if len(self._waiting) < _FEW else 0
+        self.catch_up()
         found = self._judge(evidence, config)
         self._foresee(evidence.log_norm, config, open_issues=bool(found))
         return sorted(unmuted(found, config.mute), key=_severity, reverse=True) if found else found
 
+    def may_wait(
+        self, log_norm: float, loss: float | None, clipping: Mapping[str, Any], config: GradientConfig
+    ) -> bool:
+        """Say whether no rule can open at a step with gradients."""
+        return (
+            self.low < log_norm < self.high
+            and clipping.get("coefficient", 1.0) > LEAST_LEFT
+            and (loss is None or math.isfinite(loss))
+            and self._limits == (config.vanishing_threshold, config.exploding_threshold)
+        )
+
     def postpone(
         self, log_norm: float, loss: float | None, clipping: Mapping[str, Any], config: GradientConfig
     ) -> None:
-        """Let a step wait that is between the bounds."""
-        waiting = self._waiting
-        waiting.log_norms.append(log_norm)
-        waiting.losses.append(loss)
-        waiting.limits.append(clipping.get("threshold") if has_chosen_limit(config) else None)
-        waiting.clipped.append(clipping.get("clipped", False))
-        if len(waiting.losses) == MOST_WAITING:
-            self.catch_up(config)
+        """Let a step wait that may."""
+        limit = clipping.get("threshold") if has_chosen_limit(config) else None
+        self._waiting.append(CalmStep(log_norm, loss, limit, clipping.get("clipped", False)))
+        if len(self._waiting) >= MOST_WAITING:
+            self.catch_up()
             self._foresee(log_norm, config)
         else:
             low, high = self._band
             self.low = low if low > log_norm - _STEP else log_norm - _STEP
             self.high = high if high < log_norm + _STEP else log_norm + _STEP
 
-    def catch_up(self, config: GradientConfig) -> None:
+    def catch_up(self) -> None:
         """Let the rules take in the steps that wait, after which their bounds hold no longer."""
         self._band, (self.low, self.high) = NEVER, NEVER
-        if self._waiting.losses:
-            waiting, self._waiting = self._waiting, CalmSteps()
-            self._ask(lambda rule: rule.take_in(waiting, config))
+        if self._waiting:
+            waiting, self._waiting = self._waiting, []
+            self._ask(lambda rule: rule.take_in(waiting))
 
     def _judge(self, evidence: Evidence, config: GradientConfig) -> list[Issue]:
         return [issue for issues in self._ask(lambda rule: rule.judge(evidence, config)) for issue in issues]
@@ -114,15 +122,16 @@ class Health:
             if len(found) == len(bands):
                 low, high = self._band = max(low for low, _ in found), min(high for _, high in found)
                 self.low, self.high = max(low, log_norm - _STEP), min(high, log_norm + _STEP)
-                self.limits = config.vanishing_threshold, config.exploding_threshold
+                self._limits = config.vanishing_threshold, config.exploding_threshold
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the windows of all rules, which have judged every step by now."""
+        """Return the windows of all rules, which have judged every step by then."""
+        self.catch_up()
         return {name: rule.state_dict() for name, rule in self._rules.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back the windows of the rules that were saved; a rule that is new starts empty."""
-        self._waiting, self._watchful = CalmSteps(), 0
+        self._waiting, self._watchful = [], 0
         self._band, (self.low, self.high) = NEVER, NEVER
         for name, rule in self._rules.items():
             if name in state:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from gradtrack.config import GradientConfig
-from gradtrack.diagnose.evidence import CalmSteps, Evidence
+from gradtrack.diagnose.evidence import CalmStep, Evidence
 from gradtrack.diagnose.window import RollingMedian
 from gradtrack.reports import Issue
 
@@ -37,13 +37,13 @@ class Rule(ABC):
     def calm(self, config: GradientConfig) -> Band | None:
         """Return between which ln of the norm a step opens nothing, nor do those after it, `MOST_WAITING` in all.
 
-        That is of steps with gradients, whose numbers are finite, of which clipping leaves more than a hundredth, and
+        That is of steps with gradients, whose numbers are finite, of which clipping leaves more than `LEAST_LEFT`, and
         whose norm is neither ten times that of the step before nor a tenth. Return None where every step has to be
         judged at once.
         """
         return None
 
-    def take_in(self, steps: CalmSteps, config: GradientConfig) -> None:
+    def take_in(self, steps: Sequence[CalmStep]) -> None:
         """Remember of steps what `judge` would have remembered; they were within what `calm` returned."""
 
     def state_dict(self) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Container, Mapping, Sequence
 from itertools import compress
 from typing import Any, ClassVar, NamedTuple
@@ -30,7 +31,7 @@ class Layout:
         "group_of",
         "missing",
         "names",
-        "params",
+        "param_refs",
         "plan",
         "sizes",
         "total_count",
@@ -45,9 +46,15 @@ class Layout:
         group_names: list[str],
         missing: list[str],
     ) -> None:
-        self.names, self.params, self.missing = names, params, missing
+        self.names, self.missing = names, missing
+        self.param_refs = [weakref.ref(param) for param in params]
         self.group_of, self.group_names = group_of, group_names
         self.recount(counts)
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """Return the parameters, of which a report that is kept keeps none alive."""
+        return [param for ref in self.param_refs if (param := ref()) is not None]
 
     def recount(self, counts: Sequence[int]) -> None:
         """Take new sizes, as those of sparse gradients are on every step."""

@@ -549,7 +549,7 @@ PHASES, _NUM_ORDERS = 0, 8
 """What `measure_as_ordered` is told first; the other orders are addresses and sizes."""
 
 
-def orders(table: Integers, results: Floats, heads: Floats, progress: Integers) -> Integers:
+def write_orders(table: Integers, results: Floats, heads: Floats, progress: Integers) -> Integers:
     """Return the orders to measure into the same memory again and again, which has to outlive them."""
     found = np.zeros(_NUM_ORDERS, np.int64)
     found[1:] = (

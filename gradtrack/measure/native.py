@@ -61,7 +61,7 @@ class Plan:
         self._heads = np.empty((self._num_items, kernels.COLUMNS))
         self._progress = np.zeros(kernels.PROGRESS, np.int64)
         self._results = np.empty((num_grads + num_groups + 1, kernels.COLUMNS))
-        self._orders = kernels.orders(self.table, self._results, self._heads, self._progress)
+        self._orders = kernels.write_orders(self.table, self._results, self._heads, self._progress)
         self._orders[kernels.PHASES] = _ALL_PHASES
         self._place = self._orders.ctypes.data
         self._group_of = group_of

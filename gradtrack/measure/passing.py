@@ -30,6 +30,12 @@ class PassedGradients(Gradients):
         super().__init__([], gradients.layout, {})
         self._rows = rows
 
+    def measure_as_planned(self, measurer: Measurer) -> None:
+        """Leave it to `measure`, since there is nothing to look at."""
+
+    def prepare(self, measurer: Measurer) -> None:
+        """Prepare nothing, since there is nothing to look at."""
+
     def measure(self, measurer: Measurer) -> Moments:
         """Return the sums of the gradients as they passed."""
         layout = self.layout

@@ -18,7 +18,7 @@ from gradtrack.measure.moments import MAX, MIN, SQUARES, Moments
 from gradtrack.measure.ranks import Ranks
 from gradtrack.measure.table import ParameterTable
 from gradtrack.protect.cut_units import CutUnits
-from gradtrack.protect.strategies import AdaptiveStrategy, ClippedNorm, FixedStrategy, Strategy, ZScoreStrategy
+from gradtrack.protect.strategies import AdaptiveStrategy, ClippedNorm, FixedStrategy, Memory, Strategy, ZScoreStrategy
 from gradtrack.protect.units import limit_units, num_units
 from gradtrack.reports import ClippingReport
 
@@ -45,6 +45,8 @@ class GradientClipper:
             "zscore": ZScoreStrategy(),
         }
         self._unobserved: list[ClippedNorm] = []
+        self._memory = Memory.of(self.config)
+        """What the settings were when these norms came."""
         self._engaged: deque[bool] = deque(maxlen=_RATE_WINDOW)
         self._engaged_count = 0
         self._cut: tuple[Ranks, ClipType, CutUnits] | None = None
@@ -115,8 +117,12 @@ class GradientClipper:
 
     def remember(self, norm: float, found: Mapping[str, Any]) -> None:
         """Let the clip rate know of a step, and the strategies as soon as they are asked."""
+        config, memory = self.config, self._memory
+        if memory.window_size != config.adaptive_window_size or memory.alpha != config.zscore_alpha:
+            self._catch_up()
+            self._memory = Memory.of(config)
         self._unobserved.append((norm, found["norm_after"]))
-        if len(self._unobserved) == _MOST_UNOBSERVED:
+        if len(self._unobserved) >= _MOST_UNOBSERVED:
             self._catch_up()
         engaged, clipped = self._engaged, found["clipped"]
         if len(engaged) == _RATE_WINDOW and engaged[0]:
@@ -130,7 +136,7 @@ class GradientClipper:
         if self._unobserved:
             unobserved, self._unobserved = self._unobserved, []
             for strategy in self._strategies.values():
-                strategy.observe(unobserved, self.config)
+                strategy.observe(unobserved, self._memory)
 
     def _current_limit(self, clip_type: ClipType) -> float:
         self._catch_up()

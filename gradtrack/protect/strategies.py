@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from gradtrack.config import GradientConfig
 
@@ -18,6 +18,18 @@ ClippedNorm = tuple[float, float]
 """The norm of a step before and after clipping."""
 
 
+class Memory(NamedTuple):
+    """What the settings of a step say of how long its norm is remembered."""
+
+    window_size: int
+    alpha: float
+
+    @classmethod
+    def of(cls, config: GradientConfig) -> Memory:
+        """Return what is said now."""
+        return cls(config.adaptive_window_size, config.zscore_alpha)
+
+
 class Strategy(ABC):
     """The limit of the next step's norm. A non-finite norm never enters what it remembers."""
 
@@ -25,7 +37,7 @@ class Strategy(ABC):
     def threshold(self, config: GradientConfig) -> float:
         """Return the limit that applies to the step at hand."""
 
-    def observe(self, norms: Sequence[ClippedNorm], config: GradientConfig) -> None:
+    def observe(self, norms: Sequence[ClippedNorm], memory: Memory) -> None:
         """Remember finite pre-clip norms and what each was clipped to."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -64,7 +76,7 @@ class AdaptiveStrategy(Strategy):
             self._sorted = sorted(self._recent)
         return percentile(self._sorted, config.adaptive_percentile) or config.max_grad_norm
 
-    def observe(self, norms: Sequence[ClippedNorm], config: GradientConfig) -> None:
+    def observe(self, norms: Sequence[ClippedNorm], memory: Memory) -> None:
         if not self._asked:
             self._sorted = None
         elif self._sorted is not None:
@@ -73,8 +85,8 @@ class AdaptiveStrategy(Strategy):
         self._asked = False
         self._recent.extend([norm for norm, _ in norms])
         self._seen += len(norms)
-        if len(self._recent) > config.adaptive_window_size:
-            self._shrink(config.adaptive_window_size)
+        if len(self._recent) > memory.window_size:
+            self._shrink(memory.window_size)
 
     def _shrink(self, size: int) -> None:
         while len(self._recent) > size:
@@ -107,12 +119,12 @@ class ZScoreStrategy(Strategy):
             return config.max_grad_norm
         return self._mean + config.zscore_threshold * math.sqrt(self._variance) or config.max_grad_norm
 
-    def observe(self, norms: Sequence[ClippedNorm], config: GradientConfig) -> None:
+    def observe(self, norms: Sequence[ClippedNorm], memory: Memory) -> None:
         for norm, clipped_norm in norms:
             value = norm if self._seen < WARMUP else clipped_norm
             self._seen += 1
             # While few norms are known the weight of each is 1/n, so that the first one does not own the average.
-            weight = max(1.0 - config.zscore_alpha, 1.0 / self._seen)
+            weight = max(1.0 - memory.alpha, 1.0 / self._seen)
             change = value - self._mean
             self._mean += weight * change
             self._variance = (1.0 - weight) * (self._variance + weight * change * change)

@@ -53,7 +53,7 @@ class History:
             self.reports = deque(self.reports, maxlen=size)
         self.reports.append(report)
         self._not_summed.append((norm, clipped, skipped, healthy))
-        if len(self._not_summed) == _MOST_NOT_SUMMED:
+        if len(self._not_summed) >= _MOST_NOT_SUMMED:
             self._sum_up()
 
     def add_nonfinite(self, nan_inf: Mapping[str, Any]) -> None:

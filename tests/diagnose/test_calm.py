@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from gradtrack import GradientConfig, GradientMonitor
-from gradtrack.diagnose.evidence import CalmSteps, Evidence
+from gradtrack.diagnose.evidence import CalmStep, Evidence
 from gradtrack.diagnose.health import Health, rule_types
 from gradtrack.diagnose.rule import MOST_WAITING, TENFOLD, Band, Rule
 from gradtrack.diagnose.rules.spike import SpikeRule
@@ -193,15 +193,32 @@ def test_a_limit_that_is_set_on_the_way_counts_at_once() -> None:
 
 
 def test_a_monitor_that_is_asked_has_seen_every_step() -> None:
-    """Gradients are judged against the steps that wait, too, and these stay as they are."""
+    """Gradients are judged against the steps that wait, too, which wait no more after that."""
     config = GradientConfig()
     monitor = GradientMonitor(config)
     made = Judgement(config, monitor)
     for step in range(1, 45):
         made.judge(*outcome_of(step, 1.0, 1.0, config), critical=False)
-    before = copy.deepcopy(monitor.state_dict())
-    assert len(before["health"]["spike"]["window"]) == 44
-    assert monitor.state_dict() == before
+    monitor.check_gradient_health([torch.ones(2)])
+    rule = monitor.health._rules["spike"]
+    assert isinstance(rule, SpikeRule)
+    assert len(rule.window) == 44
+    assert monitor.state_dict()["health"]["spike"]["window"] == [0.0] * 44
+
+
+def test_steps_that_wait_are_gone_with_a_state_that_is_loaded() -> None:
+    """What a rule remembers is what was saved, and the bounds are found anew."""
+    config = GradientConfig()
+    saved, made = (Judgement(config, GradientMonitor(config)) for _ in range(2))
+    for step in range(1, 45):
+        saved.judge(*outcome_of(step, 7.0, 1.0, config), critical=False)
+        made.judge(*outcome_of(step, 1.0, 1.0, config), critical=False)
+    state = saved.state_dict()
+    made.load_state_dict(state)
+    np.testing.assert_equal(made.state_dict(), state)
+    moments, outcome = outcome_of(45, 70.1, 1.0, config)
+    made.judge(moments, outcome, critical=False)
+    assert [issue.issue_type for issue in outcome.opened] == [IssueType.EXPLODING]
 
 
 class Broken(Rule):
@@ -241,11 +258,5 @@ def test_every_rule_says_which_steps_may_wait(name: str) -> None:
     band = rule.calm(config)
     assert band is not None
     assert band[0] < 0.0 < band[1]
-    steps = CalmSteps()
-    for _ in range(MOST_WAITING):
-        steps.log_norms.append(0.0)
-        steps.losses.append(1.0)
-        steps.limits.append(None)
-        steps.clipped.append(False)
-    rule.take_in(steps, config)
+    rule.take_in([CalmStep(0.0, 1.0, None, False)] * MOST_WAITING)
     assert rule.calm(config) is not None

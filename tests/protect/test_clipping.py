@@ -263,6 +263,37 @@ def test_a_strategy_that_is_chosen_later_knows_the_norms_before(clip_type: Any, 
     assert limits[0] == limits[1]
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "clip_type"), [("zscore_alpha", 0.5, "zscore"), ("adaptive_window_size", 100, "adaptive")]
+)
+def test_a_norm_is_remembered_as_the_settings_of_its_step_say(name: str, value: Any, clip_type: Any) -> None:
+    """Whether or not a checkpoint made the clipper catch up before they were changed."""
+    limits = []
+    for asks in (False, True):
+        config = GradientConfig(max_grad_norm=1e9, adaptive_window_size=5, adaptive_percentile=0, zscore_threshold=1.0)
+        clipper = GradientClipper(config)
+        for norm in range(1, 90):
+            if norm == 60:
+                setattr(config, name, value)
+                config.clip_type = clip_type
+            if asks:
+                clipper.state_dict()
+            clipper.clip_gradients(with_gradients([torch.tensor([float(norm)])]))
+        limits.append(clipper.limit())
+    assert limits[0] == limits[1]
+
+
+def test_norms_that_wait_are_gone_with_a_state_that_is_loaded() -> None:
+    """What a clipper remembers is what was saved."""
+    saved, clipper = GradientClipper(), GradientClipper()
+    for norm in range(1, 50):
+        saved.clip_gradients(with_gradients([torch.tensor([float(norm)])]))
+        clipper.clip_gradients(with_gradients([torch.tensor([9.0])]))
+    state = saved.state_dict()
+    clipper.load_state_dict(state)
+    assert clipper.state_dict() == state
+
+
 def test_zscore_clips_a_spike() -> None:
     """A sudden norm is brought down to a few standard deviations above the mean."""
     manager = GradientManager(clip_type="zscore", max_grad_norm=1e9)

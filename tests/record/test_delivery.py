@@ -549,3 +549,15 @@ def test_workers_never_keep_the_interpreter(tmp_path: Path) -> None:
     assert all(thread.daemon for thread in set(threading.enumerate()) - before)
     delivery.close()
     assert [thread.name for thread in set(threading.enumerate()) - before] == []
+
+
+def test_a_worker_that_waits_is_told_of_a_row_at_once() -> None:
+    """It does not sleep until its patience ends."""
+    feed, taken = Feed(None), list[int]()
+    waiting = threading.Thread(target=lambda: taken.extend(number for number, _ in feed.take(8, 600.0)), daemon=True)
+    waiting.start()
+    while not feed._waits:
+        waiting.join(0.001)
+    feed.offer(0, Record(step=1, time=0.0), kept=True)
+    waiting.join(60.0)
+    assert taken == [0]

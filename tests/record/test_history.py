@@ -31,6 +31,15 @@ def test_summary_agrees_with_the_reports() -> None:
     assert summary.clipping_summary.clipped_steps == clipped
 
 
+def test_steps_that_wait_are_gone_with_a_state_that_is_loaded() -> None:
+    """A summary that is continued is that of the run that was saved."""
+    saved, manager = GradientManager(), GradientManager()
+    train(saved, 40)
+    train(manager, 45)
+    manager.load_state_dict(saved.state_dict())
+    assert manager.get_training_summary() == saved.get_training_summary()
+
+
 def test_replacements_are_counted_by_element() -> None:
     """The total of replacements is that of elements."""
     manager = GradientManager(nonfinite_action="replace")

@@ -5,16 +5,17 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
+from collections.abc import Sequence
 from typing import Final, final
 
 from gradtrack.config import GradientConfig
-from gradtrack.diagnose.evidence import CalmSteps, Evidence, has_chosen_limit
+from gradtrack.diagnose.evidence import LEAST_LEFT, CalmStep, Evidence, has_chosen_limit
 from gradtrack.diagnose.rule import ANY, Band, Rule
 from gradtrack.reports import Issue, IssueSeverity, IssueType
 
 _WINDOW: Final = 20
 _SHARE: Final = 0.95
-_EXCESS: Final = math.log(100.0)
+_EXCESS: Final = -math.log(LEAST_LEFT)
 _NOT_CLIPPED: Final = -1.0
 
 
@@ -31,10 +32,10 @@ class ClipSaturatedRule(Rule):
     def calm(self, config: GradientConfig) -> Band | None:
         return ANY if max(self.excess, default=0.0) < _EXCESS else None
 
-    def take_in(self, steps: CalmSteps, config: GradientConfig) -> None:
-        for log_norm, limit, clipped in zip(steps.log_norms, steps.limits, steps.clipped, strict=True):
-            if limit is not None:
-                self.excess.append(log_norm - math.log(limit) if clipped else _NOT_CLIPPED)
+    def take_in(self, steps: Sequence[CalmStep]) -> None:
+        for step in steps:
+            if step.limit is not None:
+                self.excess.append(step.log_norm - math.log(step.limit) if step.clipped else _NOT_CLIPPED)
 
     def judge(self, evidence: Evidence, config: GradientConfig) -> list[Issue]:
         log_norm, limit = evidence.log_norm, evidence.clip_threshold

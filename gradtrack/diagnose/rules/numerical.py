@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Final, final
 
 from gradtrack.config import GradientConfig
-from gradtrack.diagnose.evidence import CalmSteps, Evidence
+from gradtrack.diagnose.evidence import CalmStep, Evidence
 from gradtrack.diagnose.rule import ANY, Band, Rule
 from gradtrack.reports import Issue, IssueSeverity, IssueType
 
@@ -24,7 +25,7 @@ class NumericalRule(Rule):
     def calm(self, config: GradientConfig) -> Band | None:
         return ANY
 
-    def take_in(self, steps: CalmSteps, config: GradientConfig) -> None:
+    def take_in(self, steps: Sequence[CalmStep]) -> None:
         self.streak = 0
 
     def judge(self, evidence: Evidence, config: GradientConfig) -> list[Issue]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Sequence
 from typing import Final, final
 
 from gradtrack.config import GradientConfig
-from gradtrack.diagnose.evidence import CalmSteps, Evidence
+from gradtrack.diagnose.evidence import CalmStep, Evidence
 from gradtrack.diagnose.limits import beyond_limit
 from gradtrack.diagnose.rule import MOST_WAITING, SLACK, TENFOLD, Band, Rule
 from gradtrack.diagnose.window import RollingMedian
@@ -58,11 +59,11 @@ class SpikeRule(Rule):
         limit = math.inf if config.exploding_threshold is None else math.log(config.exploding_threshold)
         return (-math.inf, min(self.window[surely_below_median] + _JUMP, limit) - SLACK)
 
-    def take_in(self, steps: CalmSteps, config: GradientConfig) -> None:
-        for log_norm in steps.log_norms:
-            self.window.push(log_norm)
-        self.last = steps.log_norms[-1]
-        self.largest = max(self.largest, *steps.log_norms)
+    def take_in(self, steps: Sequence[CalmStep]) -> None:
+        for step in steps:
+            self.window.push(step.log_norm)
+        self.last = steps[-1].log_norm
+        self.largest = max(self.largest, *(step.log_norm for step in steps))
 
     def judge(self, evidence: Evidence, config: GradientConfig) -> list[Issue]:
         found = beyond_limit(evidence, IssueType.EXPLODING, config.exploding_threshold)

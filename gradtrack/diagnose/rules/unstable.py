@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
+from collections.abc import Sequence
 from typing import Final, final
 
 from gradtrack.config import GradientConfig
-from gradtrack.diagnose.evidence import CalmSteps, Evidence
+from gradtrack.diagnose.evidence import CalmStep, Evidence
 from gradtrack.diagnose.rule import ANY, TENFOLD, Band, Rule
 from gradtrack.reports import Issue, IssueSeverity, IssueType
 
@@ -41,11 +42,11 @@ class UnstableRule(Rule):
     def calm(self, config: GradientConfig) -> Band | None:
         return None if self.opened or self._is_jumping() or math.isnan(self.last) else ANY
 
-    def take_in(self, steps: CalmSteps, config: GradientConfig) -> None:
-        for loss in steps.losses:
-            self._follow(loss)
-        self.jumps.extend([0] * len(steps.log_norms))
-        self.last, loss = steps.log_norms[-1], steps.losses[-1]
+    def take_in(self, steps: Sequence[CalmStep]) -> None:
+        for step in steps:
+            self._follow(step.loss)
+        self.jumps.extend([0] * len(steps))
+        self.last, loss = steps[-1].log_norm, steps[-1].loss
         self.last_loss = math.nan if loss is None else loss
 
     def judge(self, evidence: Evidence, config: GradientConfig) -> list[Issue]:

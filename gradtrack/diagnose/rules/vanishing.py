@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Final, final
 
 from gradtrack.config import GradientConfig
-from gradtrack.diagnose.evidence import CalmSteps, Evidence
+from gradtrack.diagnose.evidence import CalmStep, Evidence
 from gradtrack.diagnose.limits import beyond_limit
 from gradtrack.diagnose.rule import SLACK, Band, Rule
 from gradtrack.diagnose.sample import module_of
@@ -37,7 +38,7 @@ class VanishingRule(Rule):
         limit = config.vanishing_threshold
         return (max(max(self.first_norms) + _FALL, -math.inf if limit is None else math.log(limit)) + SLACK, math.inf)
 
-    def take_in(self, steps: CalmSteps, config: GradientConfig) -> None:
+    def take_in(self, steps: Sequence[CalmStep]) -> None:
         self.streak = 0
 
     def judge(self, evidence: Evidence, config: GradientConfig) -> list[Issue]:
