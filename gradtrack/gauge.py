@@ -171,7 +171,7 @@ class Gauge:
             facts.exponent = moments.exponent
         if facts.full and (moments.one_sided or not moments.finite):
             facts.deviations = find_deviations(grads, moments)
-        if row_due:
+        if row_due and self._config.log_histograms:
             self._tally(grads, facts)
         return moments
 
@@ -212,14 +212,13 @@ class Gauge:
         facts.deviations = grads.deviations
         self._weight_squares = merged.extra if weigh else None
         facts.take(moments)
-        if row_due:
+        if row_due and self._config.log_histograms:
             self._tally(grads, facts)
         return moments
 
     def _tally(self, grads: Gradients, facts: StepFacts) -> None:
-        """Count the elements for histograms, where they are asked for."""
-        if self._config.log_histograms:
-            facts.histograms = histograms_of(grads.count(), grads.layout.group_names if facts.with_groups else ())
+        """Count the elements for histograms."""
+        facts.histograms = histograms_of(grads.count(), grads.layout.group_names if facts.with_groups else ())
 
     def fit(self, grads: Gradients, facts: StepFacts) -> None:
         """Take the sizes that the gradients have, where a parameter was given data of another shape."""
@@ -228,9 +227,7 @@ class Gauge:
             facts.layout = grads.layout
 
     def weigh(self, facts: StepFacts) -> None:
-        """Measure the weights of the groups, unless nobody asked for groups or they were sent with the gradients."""
-        if not facts.with_groups:
-            return
+        """Measure the weights of the groups, unless they were sent with the gradients."""
         if self.table.ranks is None:
             facts.weight_norms = weight_norms(self.table, self._measurer)
         elif self._weight_squares is not None:

@@ -316,9 +316,9 @@ class GradientManager:
             self._history.add_issue(issue.issue_type.value)
         if not healthy and not self._flight:
             self._flight = pair.flight.read()
-        if (outcome.event or outcome.late) and self._sink.takes_rows:
+        if (outcome.event or outcome.late) and (self._sink.backends or self._sink.keeps_files):
             self._record(pair, outcome)
-        if outcome.event:
+        if outcome.event and (self.config.verbose_logging or self.config.debug_mode):
             talk(outcome, self.config)
         for issue in outcome.opened:
             for callback in self._callbacks:

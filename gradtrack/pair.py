@@ -205,7 +205,7 @@ class Pair:
             facts.health = self.judgement.health
             return
         self._judge(moments, outcome)
-        if outcome.event and facts.full:
+        if outcome.event and facts.full and facts.with_groups:
             self.gauge.weigh(facts)
         gauge, several = self.gauge, self.gauge.table.ranks is not None or self.config.per_rank
         if several or self.coming_notes or gauge.coming_notes or self.analyzers.chosen:

@@ -78,7 +78,8 @@ class Delivery:
         with self._lock:
             number, self._accepted = self._accepted, self._accepted + 1
             journal = self._journal
-            kept = journal is not None and journal.append(number, record, urgent=_is_urgent(record.metrics))
+            urgent = not math.isfinite(record.metrics.get("train/grad_norm", 0.0))
+            kept = journal is not None and journal.append(number, record, urgent=urgent)
             if journal is not None and (journal.fault is not None or self._offsets.path is None):
                 self._note(journal)
             for inline in self._inline.values() if self._inline else ():
@@ -242,8 +243,3 @@ def _status(
 def idle_status() -> dict[str, Any]:
     """Tell of a backend that was not used yet."""
     return _status(0, 0)
-
-
-def _is_urgent(metrics: Mapping[str, float]) -> bool:
-    """Say whether a row tells of a gradient that is not finite."""
-    return not math.isfinite(metrics.get("train/grad_norm", 0.0)) or metrics.get("train/grad_nan_count", 0.0) > 0

@@ -65,11 +65,6 @@ class Sink:
         return self._config.run_dir is not None or any(not backend.inline for backend in self.backends.values())
 
     @property
-    def takes_rows(self) -> bool:
-        """Whether rows go anywhere: a run with neither a directory nor a backend keeps its reports alone."""
-        return bool(self.backends) or self.keeps_files
-
-    @property
     def directory(self) -> Path | None:
         """Return the run's directory, or None where nothing is written."""
         if self._directory is None and self.keeps_files:
