@@ -95,9 +95,6 @@ class Gradients:
     @property
     def batch(self) -> Batch | Sequence[Tensor]:
         """Return the tensors as the measurer has prepared them, or as they are."""
-        if self._as_planned:
-            plan, self._as_planned = self.layout.plan, False
-            self._batch = Batch(self.tensors, range(len(self.tensors)), (), plan.table, plan)
         return self.tensors if self._batch is None else self._batch
 
     def measure_as_planned(self, measurer: Measurer) -> Moments | None:
@@ -119,12 +116,20 @@ class Gradients:
         """Return the sums of the gradients as they are now."""
         return measurer.measure(self.batch, self.layout.group_of, len(self.layout.group_names))
 
+    def scale(self, measurer: Measurer, coefficient: float) -> None:
+        """Multiply the gradients in place."""
+        self.own()
+        if not (self._as_planned and self.layout.plan.scale(coefficient)):
+            measurer.scale(self.batch, coefficient)
+        self.install()
+
     def own(self) -> None:
         """Give each parameter a gradient of its own, where a loop has given one to several or to many elements.
 
         Whatever is about to change the gradients would otherwise change some of them twice.
         """
-        others = self.batch.others if isinstance(self.batch, Batch) else range(len(self.tensors))
+        batch = self.batch
+        others = () if self._as_planned else batch.others if isinstance(batch, Batch) else range(len(self.tensors))
         given_twice = len(set(map(id, self.tensors))) < len(self.tensors)
         if not (others or given_twice):
             return
@@ -139,7 +144,7 @@ class Gradients:
             assert param.grad is not None
             grad = param.grad = param.grad.detach().clone(memory_format=torch.contiguous_format)
             self.tensors[index] = torch.view_as_real(grad) if grad.is_complex() else grad
-        self._batch = None
+        self._batch, self._as_planned = None, False
 
     def install(self) -> None:
         """Put what was measured in the place of the gradients that it stands for, since its values have changed."""

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
 from gradtrack.errors import MissingExtraError
-from gradtrack.measure.moments import MAX, MIN, WIDTH, Moments, merge
+from gradtrack.measure.moments import MAX, MIN, SMALLEST_FACTOR, WIDTH, Moments, merge
 from gradtrack.measure.torch_engine import TorchEngine
 
 EngineName = Literal["auto", "torch", "native"]
-_SMALLEST_FACTOR: Final = 2.0**-100
 
 
 class Batch:
@@ -83,9 +82,9 @@ class Measurer:
     def scale(self, tensors: Sequence[Tensor] | Batch, coefficient: float) -> None:
         """Multiply every gradient in place."""
         batch = tensors if isinstance(tensors, Batch) else self.prepare(tensors)
-        if 0 < coefficient < _SMALLEST_FACTOR:  # as a float32 it would keep only a few of its digits
-            self.scale(batch, _SMALLEST_FACTOR)
-            coefficient /= _SMALLEST_FACTOR
+        if 0 < coefficient < SMALLEST_FACTOR:
+            self.scale(batch, SMALLEST_FACTOR)
+            coefficient /= SMALLEST_FACTOR
         if batch.native:
             self.native.scale(batch.native_tensors, coefficient, table=batch.table)
         if batch.others:

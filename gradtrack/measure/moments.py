@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 SUM, SQUARES, MIN, MAX, ZEROS, NAN, POSINF, NEGINF = range(8)
 WIDTH: Final = 8
 _LARGEST_POWER: Final = 400
+SMALLEST_FACTOR: Final = 2.0**-100
+"""The smallest factor that keeps its digits as a float32."""
 SMALLEST_SQUARES: Final = 1e-280
 """The smallest sum of squares that has surely not lost precision by underflow."""
 _POWERS: Final = {"norm": 1, "mean": 1, "variance": 2, "min": 1, "max": 1}

@@ -15,7 +15,7 @@ from gradtrack.errors import UsageError
 from gradtrack.measure import kernels
 from gradtrack.measure.helpers import helpers
 from gradtrack.measure.kernels import Floats, Integers
-from gradtrack.measure.moments import SMALLEST_SQUARES, SQUARES, Moments
+from gradtrack.measure.moments import SMALLEST_FACTOR, SMALLEST_SQUARES, SQUARES, Moments
 from gradtrack.measure.threads import team
 
 _CODES = {
@@ -104,6 +104,13 @@ class Plan:
             one_sided=bool(self._progress[kernels.ONE_SIDED]),
         )
         return moments if SMALLEST_SQUARES < moments.total[SQUARES] < math.inf or not moments.out_of_range() else None
+
+    def scale(self, coefficient: float) -> bool:
+        """Multiply the gradients that were measured last in one call; say whether it was done."""
+        phases = _gather_team(kernels.SCALE_IN_TEAM, self._progress) if self._is_long else _ALL_PHASES
+        if coefficient < SMALLEST_FACTOR or (self._is_long and phases == _ALL_PHASES):
+            return False
+        return kernels.scale(phases, self.table, self._progress, coefficient) >= 0
 
 
 @final

@@ -79,9 +79,7 @@ class GradientClipper:
             limit = config.max_grad_norm if clip_type == "norm" else self._current_limit(clip_type)
             found = coefficient_for(norm, limit, _TORCH_EPSILON if clip_type == "norm" else 0.0)
             if found["clipped"]:
-                grads.own()
-                self._measurer.scale(grads.batch, found["coefficient"])
-                grads.install()
+                grads.scale(self._measurer, found["coefficient"])
         if remember:
             self.remember(norm, found)
         found["clip_type"], found["norm_before"] = clip_type, norm

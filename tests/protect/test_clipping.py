@@ -23,6 +23,41 @@ def copies(grads: list[Tensor]) -> list[Tensor]:
     return [grad.clone() for grad in grads]
 
 
+@given(grads=gradients(special=False), share=st.sampled_from((0.01, 0.5, 0.999, 1e-42)))
+def test_a_later_step_is_clipped_as_the_first(grads: list[Tensor], share: float) -> None:
+    """To the bit, though it is scaled as planned from the second step on."""
+    norm = float(np.linalg.norm(as_one_vector(grads)))
+    limit = share * norm if share * norm > 0 else 1.0
+    clipped = []
+    manager, model = GradientManager(max_grad_norm=limit), with_gradients(copies(grads))
+    optimizer = optimizer_of(model)
+    for _ in range(3):
+        for param, grad in zip(model.parameters(), copies(grads), strict=True):
+            param.grad = grad
+        manager.step(model, optimizer, None, backward=False)
+        clipped.append([param.grad for param in model.parameters()])
+    for later in clipped[1:]:
+        for one, other in zip(clipped[0], later, strict=True):
+            assert one is not None
+            assert other is not None
+            assert torch.equal(one, other)
+
+
+def test_a_gradient_that_is_given_twice_later_is_clipped_once() -> None:
+    """As it is on the first step, though later ones are scaled as planned."""
+    model = with_gradients([torch.ones(4), torch.ones(4)])
+    manager, optimizer = GradientManager(max_grad_norm=1.0), optimizer_of(model)
+    for _ in range(3):
+        manager.step(model, optimizer, None, backward=False)
+        shared = torch.ones(4)
+        for param in model.parameters():
+            param.grad = shared
+    manager.step(model, optimizer, None, backward=False)
+    for param in model.parameters():
+        assert param.grad is not None
+        assert torch.allclose(param.grad, torch.full((4,), 8**-0.5), rtol=1e-5)
+
+
 @ENGINES
 @given(grads=gradients(special=False), share=st.floats(0.01, 3.0))
 def test_norm_leaves_what_torch_leaves(engine: Any, grads: list[Tensor], share: float) -> None:
