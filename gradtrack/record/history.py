@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from gradtrack.reports import (
@@ -26,8 +27,9 @@ class History:
 
     def __init__(self, size: int) -> None:
         self.reports: deque[StepReport] = deque(maxlen=size)
-        self._not_summed: list[tuple[float | None, bool, bool, bool]] = []
+        self._not_summed: deque[tuple[float | None, bool, bool, bool]] = deque()
         """The norms of the last steps, and whether they were clipped, skipped and healthy."""
+        self._summing = threading.RLock()  # a handler of a signal may ask for the summary
         self._count: Counter[str] = Counter()
         self._issues: Counter[str] = Counter()
         self._mean = self._squares = self._last = 0.0
@@ -108,16 +110,20 @@ class History:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` returned."""
-        self._not_summed = []
+        self._not_summed.clear()
         self._count = Counter(state["count"])
         self._issues = Counter(state["issues"])
         self._mean, self._squares, self._last, self._min, self._max = (float(value) for value in state["norms"])
 
     def _sum_up(self) -> None:
-        """Add the last steps to the sums."""
-        found, self._not_summed, count = self._not_summed, [], self._count
+        """Add the last steps to the sums; a thread that trains may take in more of them meanwhile."""
+        with self._summing:
+            self._add([self._not_summed.popleft() for _ in range(len(self._not_summed))])
+
+    def _add(self, found: Sequence[tuple[float | None, bool, bool, bool]]) -> None:
         if not found:
             return
+        count = self._count
         norms, clipped, skipped, healthy = zip(*found, strict=True)
         count["steps"] += len(found)
         count["clipped"] += sum(clipped)
