@@ -2,13 +2,16 @@
 
 import json
 import math
+import sys
+import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from gradtrack import GradientManager
+from gradtrack import GradientManager, StepReport
 from gradtrack.record.files import new_run_id, write_atomically
+from gradtrack.record.history import History
 from tests.training import train
 
 
@@ -38,6 +41,27 @@ def test_steps_that_wait_are_gone_with_a_state_that_is_loaded() -> None:
     train(manager, 45)
     manager.load_state_dict(saved.state_dict())
     assert manager.get_training_summary() == saved.get_training_summary()
+
+
+def test_a_summary_may_be_asked_for_in_other_threads() -> None:
+    """Every step is in the sums once, however often they are asked for while it comes."""
+    history, training = History(5), threading.Event()
+    before = sys.getswitchinterval()
+    readers = [threading.Thread(target=lambda: [history.summary() for _ in iter(training.is_set, True)]) for _ in "ab"]
+    sys.setswitchinterval(1e-6)
+    try:
+        for reader in readers:
+            reader.start()
+        for step in range(5_000):
+            history.append(StepReport(step=step), size=5, norm=1.0, clipped=True, skipped=False, healthy=True)
+    finally:
+        training.set()
+        for reader in readers:
+            reader.join()
+        sys.setswitchinterval(before)
+    found = history.summary()
+    assert found.total_steps == found.clipping_summary.clipped_steps == 5_000
+    assert found.gradient_statistics.gradient_norms.count == 5_000
 
 
 def test_replacements_are_counted_by_element() -> None:
