@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from gradtrack.measure.centres import Deviations
-from gradtrack.measure.gradients import Layout
+from gradtrack.measure.layout import Layout
 from gradtrack.measure.moments import Moments, Rows, describe, finite_norm
 from gradtrack.records import Histogram
 from gradtrack.reports import HealthReport, Report

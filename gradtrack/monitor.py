@@ -17,7 +17,8 @@ from gradtrack.config import GradientConfig
 from gradtrack.diagnose.evidence import Evidence
 from gradtrack.diagnose.health import Health
 from gradtrack.measure.deviations import find_deviations
-from gradtrack.measure.gradients import Gradients, Layout
+from gradtrack.measure.gradients import Gradients
+from gradtrack.measure.layout import Layout
 from gradtrack.measure.measurer import Measurer
 from gradtrack.measure.moments import Moments, describe
 from gradtrack.measure.shards import local_numbers

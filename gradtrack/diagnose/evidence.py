@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from gradtrack.config import GradientConfig
-from gradtrack.measure.gradients import Layout
+from gradtrack.measure.layout import Layout
 from gradtrack.measure.moments import Moments, log_norm
 
 LEAST_LEFT: Final = 0.01

@@ -14,7 +14,8 @@ from gradtrack.measure.centres import (
     is_hidden,
     merge_deviations,
 )
-from gradtrack.measure.gradients import Gradients, Layout
+from gradtrack.measure.gradients import Gradients
+from gradtrack.measure.layout import Layout
 from gradtrack.measure.moments import MAX, MIN, NAN, SQUARES, SUM, Moments
 
 

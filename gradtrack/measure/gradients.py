@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Container, Mapping, Sequence
 from itertools import compress
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -14,57 +13,12 @@ from torch import Tensor, nn
 
 from gradtrack.measure.centres import Deviations, sums_around
 from gradtrack.measure.histograms import count_elements
+from gradtrack.measure.layout import Layout
 from gradtrack.measure.measurer import Batch, Measurer
 from gradtrack.measure.moments import Moments, Rows, merge
 from gradtrack.measure.pending import add_up
 from gradtrack.measure.ranks import Merged, Ranks, Share
 from gradtrack.measure.shards import local_gradient
-
-
-class Layout:
-    """The names, groups and sizes of the gradients that are there, which stay the same from step to step."""
-
-    __slots__ = (
-        "counts",
-        "group_counts",
-        "group_names",
-        "group_of",
-        "missing",
-        "names",
-        "param_refs",
-        "plan",
-        "sizes",
-        "total_count",
-    )
-
-    def __init__(
-        self,
-        names: list[str],
-        params: list[nn.Parameter],
-        counts: Sequence[int],
-        group_of: NDArray[np.int64],
-        group_names: list[str],
-        missing: list[str],
-    ) -> None:
-        self.names, self.missing = names, missing
-        self.param_refs = [weakref.ref(param) for param in params]
-        self.group_of, self.group_names = group_of, group_names
-        self.recount(counts)
-
-    @property
-    def params(self) -> list[nn.Parameter]:
-        """Return the parameters, of which a report that is kept keeps none alive."""
-        return [param for ref in self.param_refs if (param := ref()) is not None]
-
-    def recount(self, counts: Sequence[int]) -> None:
-        """Take new sizes, as those of sparse gradients are on every step."""
-        self.counts = list(counts)
-        self.sizes = np.array(self.counts, dtype=np.int64)
-        self.plan: Any = None
-        """What the measurer has found of gradients of these sizes, to be given to it with the next ones."""
-        sums = np.bincount(self.group_of, weights=self.counts, minlength=len(self.group_names))
-        self.group_counts = [int(count) for count in sums]
-        self.total_count = sum(self.counts)
 
 
 class Gradients:

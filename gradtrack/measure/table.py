@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from gradtrack.errors import UsageError
 from gradtrack.measure import grouping
-from gradtrack.measure.gradients import Gradients, Layout, SharedGradients
+from gradtrack.measure.gradients import Gradients, SharedGradients
+from gradtrack.measure.layout import Layout
 from gradtrack.measure.ranks import Ranks
 from gradtrack.measure.shards import group_of_modules, is_distributed, replicated_params, unwrapped
 

@@ -19,7 +19,7 @@ from gradtrack.diagnose.rule import MOST_WAITING, TENFOLD, Band, Rule
 from gradtrack.diagnose.rules.spike import SpikeRule
 from gradtrack.facts import StepFacts
 from gradtrack.judgement import Judgement
-from gradtrack.measure.gradients import Layout
+from gradtrack.measure.layout import Layout
 from gradtrack.measure.moments import Moments, empty_row
 from gradtrack.outcome import Outcome
 from gradtrack.protect.clipping import coefficient_for

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from gradtrack import GradientConfig, Issue
 from gradtrack.diagnose.evidence import Evidence
 from gradtrack.diagnose.health import Health, rule_types
-from gradtrack.measure.gradients import Layout
+from gradtrack.measure.layout import Layout
 from gradtrack.measure.moments import Moments, empty_row
 
 LAYOUT = Layout(["a"], [], [4], np.zeros(1, dtype=np.int64), ["all"], [])
