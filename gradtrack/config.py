@@ -58,6 +58,15 @@ _PATH = ("Input is not a valid path for <class 'pathlib.Path'>", "expected a pat
 _WORD = re.compile(r"[A-Za-z_]+")
 
 
+class Assignments:
+    """Counts the settings that were assigned, of all configurations, so that whoever relies on some can tell."""
+
+    count = 0
+
+
+assignments = Assignments()
+
+
 class GradientConfig(BaseModel):
     """Every setting of a manager; assigning to one during training takes effect on the next step."""
 
@@ -124,6 +133,7 @@ class GradientConfig(BaseModel):
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in type(self).model_fields:
             raise ConfigError(_unknown(name))
+        assignments.count += 1
         try:
             super().__setattr__(name, value)
         except ValidationError as fault:

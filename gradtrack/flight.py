@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from gradtrack.facts import StepFacts
@@ -15,18 +16,25 @@ class FlightRecorder:
     """Keeps the last steps in full; of a step that falls out only the sums stay in its report."""
 
     def __init__(self) -> None:
-        self._steps: deque[tuple[StepReport, StepFacts]] = deque(maxlen=_STEPS)
+        self._kept: deque[tuple[Sequence[StepReport], Callable[[int], StepFacts], Callable[[], object]]] = deque()
+        self._num_steps = 0
 
-    def push(self, report: StepReport, facts: StepFacts) -> None:
-        """Take in a step."""
-        steps = self._steps
-        if len(steps) == _STEPS:
-            steps[0][1].shrink()
-        steps.append((report, facts))
+    def push(
+        self, reports: Sequence[StepReport], facts: Callable[[int], StepFacts], shrink: Callable[[], object]
+    ) -> None:
+        """Take in steps, with what returns the facts of each; `shrink` is called when all of them have fallen out."""
+        kept = self._kept
+        kept.append((reports, facts, shrink))
+        self._num_steps += len(reports)
+        while self._num_steps - len(kept[0][0]) >= _STEPS:
+            fallen, _, forget = kept.popleft()
+            self._num_steps -= len(fallen)
+            forget()
 
     def read(self) -> list[StepReport]:
         """Return the last steps with the statistics of every parameter, the newest last."""
-        return [_in_full(report, facts) for report, facts in self._steps]
+        steps = [(report, facts(index)) for reports, facts, _ in self._kept for index, report in enumerate(reports)]
+        return [_in_full(report, found) for report, found in steps[-_STEPS:]]
 
 
 def _in_full(report: StepReport, facts: StepFacts) -> StepReport:

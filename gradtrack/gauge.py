@@ -235,6 +235,11 @@ class Gauge:
             facts.weight_norms = norms_from_squares(self.table, self._weight_squares)
 
     @property
+    def is_plain(self) -> bool:
+        """Whether the gradients are all here, are those of no other pair, and are measured once they are complete."""
+        return self.table.ranks is None and self.elsewhere is frozenset and self._passing is None
+
+    @property
     def has_shards(self) -> bool:
         """Whether this rank holds only parts of any parameter."""
         return self.table.ranks is not None and bool(self.table.ranks.sharded.any())

@@ -8,7 +8,7 @@ from typing import Any
 from gradtrack.analyzers.base import Series
 from gradtrack.config import GradientConfig
 from gradtrack.diagnose.causes import order
-from gradtrack.diagnose.evidence import Evidence
+from gradtrack.diagnose.evidence import CalmStep, Evidence, has_chosen_limit
 from gradtrack.diagnose.jump import Jump
 from gradtrack.diagnose.ledger import Ledger, unmuted
 from gradtrack.facts import StepFacts
@@ -51,7 +51,9 @@ class Judgement:
         self.series.append(norm_then, facts.loss, facts.layout.missing, finite=finite)
         if self._is_calm(norm_then, facts):
             facts.health = HEALTHY
-            self._monitor.health.postpone(norm_then, facts.loss, facts.clipping, self._config)
+            limit, clipped = facts.clipping.get("threshold"), facts.clipping.get("clipped", False)
+            limit = limit if has_chosen_limit(self._config) else None
+            self._monitor.health.postpone([CalmStep(norm_then, facts.loss, limit, clipped)], self._config)
             return
         evidence = _evidence(moments, outcome.report.step, facts, critical=critical)
         outcome.issues = self._of_rules = self._monitor.judge(evidence)
@@ -71,6 +73,22 @@ class Judgement:
             and not self._of_analyzers
             and bool(facts.layout.names)
         )
+
+    @property
+    def is_calm(self) -> bool:
+        """Say whether nothing is open, and no analyzer keeps anything open."""
+        return self.health is HEALTHY and not (self._of_analyzers or self.nonfinite_before)
+
+    def startles(self, log_norm: float, loss: float | None) -> bool:
+        """Say whether a calm step is a reason to look more closely."""
+        self.startled = self._jump.take(log_norm, loss)
+        return self.startled
+
+    def take_in(self, steps: Sequence[CalmStep], missing: Sequence[str]) -> None:
+        """Take in steps on which nothing can open, of each of which it was asked whether it startles."""
+        for step in steps:
+            self.series.append(step.log_norm, step.loss, missing, finite=True)
+        self._monitor.health.postpone(steps, self._config)
 
     def hear(self, issues: Sequence[Issue]) -> None:
         """Take the issues of the analyzers, which stay open from the next step on until they are heard again."""

@@ -219,6 +219,13 @@ class LiveAnalyzers:
         """Say whether any analyzer is due at a step, which may depend on what it was shown since it was last asked."""
         return bool(self._due(step))
 
+    def quiet_until(self, step: int, most: int) -> int:
+        """Return the first step from `step` on, or the one after `most` steps, at which any analyzer may be due."""
+        running = [one for name, one in list(self.running.items()) if name not in self._idle]
+        if not all(one.foresees or type(one).due is Analyzer.due for one in running):
+            return step
+        return next((coming for coming in range(step, step + most) if self._due(coming)), step + most)
+
     def _due(self, step: int) -> list[tuple[str, Analyzer]]:
         """Return the analyzers that are due at a step; nearly every step of a training asks this twice."""
         alerted, close = step in self._alerts, step in self.close_steps

@@ -59,10 +59,10 @@ class GradientManager:
         self.config = GradientConfig.load(config, **overrides)
         self._idle = IdleSettings(self.config)
         self._sink = Sink(self.config)
-        self._roster = Roster(self.config, process_group, on_first=self._sink.prepare)
+        self._history = History(self.config.max_gradient_history)
+        self._roster = Roster(self.config, process_group, history=self._history, on_first=self._sink.prepare)
         self.monitor, self.clipper, self.nan_inf_handler = self._roster.first_components
         self._dashboard = Dashboard()
-        self._history = History(self.config.max_gradient_history)
         self._callbacks: list[IssueCallback] = []
         self._flight: list[StepReport] = []
         self._hooks: list[Any] = []
@@ -87,8 +87,7 @@ class GradientManager:
         """
         if torch.compiler.is_dynamo_compiling():  # a loop that is compiled as a whole goes on after a break here
             options = {"scaler": scaler, "accumulate": accumulate, "epoch": epoch, "batch": batch}
-            report: StepReport = uncompiled(self.step)(model, optimizer, loss, backward, **options)
-            return report
+            return uncompiled(self.step)(model, optimizer, loss, backward, **options)  # type: ignore[no-any-return]
         if self._closed:
             raise ClosedError(_CLOSED)
         check_loss(loss, backward)
@@ -101,6 +100,11 @@ class GradientManager:
                     run_backward(scaled)
             else:
                 run_backward(scaled)
+        if scaler is None and not accumulate:
+            report = pair.usual.take(loss, epoch, batch)
+            if report is not None:
+                pair.seen_before_step = True
+                return report
         pair.add_loss(loss)
         if accumulate:
             return pair.unmeasured(epoch)
@@ -146,6 +150,7 @@ class GradientManager:
 
     def note(self, text: str, *, name: str = "") -> None:
         """Put something that is good to know into the next report of a pair."""
+        self._roster.interrupt()
         self._roster.named(name).coming_notes.append(text)
 
     def knows(self, model: nn.Module, optimizer: Any) -> bool:
@@ -154,6 +159,7 @@ class GradientManager:
 
     def analyzer(self, name: str) -> Analyzer:
         """Return a running analyzer, for those that take observations from the training loop."""
+        self._roster.interrupt()
         return self._roster.first_analyzers[name]
 
     def backend(self, name: str) -> Backend:
@@ -166,6 +172,7 @@ class GradientManager:
     @property
     def reports(self) -> list[StepReport]:
         """Return the last reports, at most `max_gradient_history`, the newest last."""
+        self._roster.settle()
         return list(self._history.reports)
 
     @property
@@ -227,6 +234,7 @@ class GradientManager:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` returned; pairs that are not there yet get theirs when they are attached."""
         check_state(state)
+        self._roster.interrupt()
         self._history.load_state_dict(state["history"])
         self._roster.load_state_dict(state["pairs"])
 
@@ -243,7 +251,7 @@ class GradientManager:
             pair = self._roster.find(model, optimizers)
             if pair.seen_before_step:
                 pair.seen_before_step = False
-            elif not self._closed:
+            elif not self._closed and (scale is not None or pair.usual.take(loss, None, None) is None):
                 pair.add_loss(loss)
                 self._look(pair, scale)
 
@@ -290,7 +298,8 @@ class GradientManager:
         self.close(failed=kind is not None and not left_on_purpose)
 
     def _catch_up(self, *pairs: Pair) -> None:
-        """Keep and record the last step of pairs whose numbers nobody has waited for so far."""
+        """Keep and record the last steps of pairs that nobody has asked about so far."""
+        self._roster.settle()
         for pair in pairs or self._roster:
             outcome = pair.take_late()
             if outcome is not None:

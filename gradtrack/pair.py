@@ -28,10 +28,12 @@ from gradtrack.outcome import Outcome
 from gradtrack.protect.clipping import GradientClipper
 from gradtrack.protect.guard import Guard
 from gradtrack.protect.nonfinite import NaNInfHandler
+from gradtrack.record.history import History
 from gradtrack.reports import Issue, LateReport, StepReport
 from gradtrack.scaling import Scale, ScalerLog
 from gradtrack.shared_reading import SharedReading
 from gradtrack.stepping import Stepping
+from gradtrack.usual import UsualSteps
 from gradtrack.waiting import WaitingStep
 
 Components = tuple[GradientMonitor, GradientClipper, NaNInfHandler]
@@ -52,6 +54,7 @@ class Pair:
         name: str = "",
         horizon: int | None = None,
         process_group: Any = None,
+        history: History | None = None,
     ) -> None:
         self.model, self.name, self.horizon = model, name, horizon
         self.config, self.analyzers = config, analyzers
@@ -66,9 +69,13 @@ class Pair:
         self.coming_notes: list[str] = []
         self.seen_before_step = False
         """Whether the loop itself has shown the gradients for the optimizer's coming step."""
-        self._loss: Tensor | float | None = None
+        self.coming_loss: Tensor | float | None = None
+        """The sum over the micro-batches of the coming step."""
         self.waiting = WaitingStep(self._conclude_late)
-        self._stepping = Stepping()
+        self.stepping = Stepping()
+        self.usual = UsualSteps(self, history if history is not None else History(config.max_gradient_history))
+        self.monitor.settle, self.monitor.interrupt = self.usual.settle, self.usual.close
+        self.clipper.settle = self.usual.settle
         self.bind(optimizers)
 
     @property
@@ -79,21 +86,22 @@ class Pair:
     @property
     def optimizers(self) -> tuple[Any, ...]:
         """Return what steps the model."""
-        return self._stepping.optimizers
+        return self.stepping.optimizers
 
     def owned(self) -> Iterator[nn.Parameter]:
         """Yield the parameters that the optimizers own."""
-        return self._stepping.params()
+        return self.stepping.params()
 
     def bind(self, optimizers: Sequence[Any]) -> None:
         """Take the optimizers that step the model; each must own at least one of its parameters."""
-        self._stepping.bind(optimizers, self.table)
+        self.usual.close()
+        self.stepping.bind(optimizers, self.table)
         self.watch()
 
     def watch(self, *, running: bool = True) -> None:
         """Watch what the optimizers take where an analyzer may ask; one of them may be `running` a step now."""
         if self.analyzers:
-            self._stepping.watch(running=running)
+            self.stepping.watch(running=running)
 
     def arm(self) -> None:
         """Arm the analyzers for the coming step, and watch what the optimizers take."""
@@ -102,6 +110,7 @@ class Pair:
 
     def continue_from(self, step: int) -> None:
         """Count the next step as the one after `step`, and arm what is due there."""
+        self.usual.close()
         if step != self.step_count:
             self.step_count = step
             self.analyzers.arm(self.model, step + 1)
@@ -110,11 +119,11 @@ class Pair:
         """Add the loss of a micro-batch to that of the coming step."""
         if loss is not None:
             value = _summable(loss)
-            self._loss = value if self._loss is None else self._loss + value
+            self.coming_loss = value if self.coming_loss is None else self.coming_loss + value
 
     def unmeasured(self, epoch: int | None) -> StepReport:
         """Report a micro-batch whose gradients are not complete yet."""
-        loss = self._loss
+        loss = self.coming_loss
         fields = {
             "health": self.judgement.health,
             "clipping": {
@@ -126,15 +135,22 @@ class Pair:
         known = {"step": self.step_count, "epoch": epoch, "source": self.name, "measured": False, "time": time.time()}
         return StepReport.deferred(lambda: {**fields, "loss": None if loss is None else float(loss)}, **known)
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing makes its steps other than those of one optimizer over parameters of its own."""
+        told = self.coming_notes or self.gauge.coming_notes or self.analyzers.chosen
+        return self.gauge.is_plain and self.judgement.is_calm and not (self.stepping.has_closures or told)
+
     def step(self, *, scale: Scale | None, epoch: int | None, batch: object) -> Outcome:
         """Measure, protect and judge the gradients that are there now; with a scale a loss scaler steps by them."""
-        repeated = self._stepping.has_closures and self._stepping.calls_again()
+        self.usual.close()
+        repeated = self.stepping.has_closures and self.stepping.calls_again()
         if not repeated:
             self.step_count += 1
         grads = self.gauge.collect(None if scale is None else {id(param) for param in self.owned()})
         outcome = self._open(grads, epoch=epoch, batch=batch, repeated=repeated)
         outcome.scale = scale
-        loss, self._loss = self._loss, None
+        loss, self.coming_loss = self.coming_loss, None
         if on_device(grads.tensors) and self._may_be_late(outcome, scaled=scale is not None):
             self._leave_on_device(grads, outcome, loss)
         else:
@@ -153,7 +169,7 @@ class Pair:
         due = not (repeated or step % config.grad_log_every_n_steps)
         facts.full = config.enable_gradient_monitoring and (due or not (repeated or step % config.check_frequency))
         facts.with_groups, facts.with_parameters = config.grad_track_per_weight_matrix, config.track_parameters
-        facts.lr = self._stepping.rates()
+        facts.lr = self.stepping.rates()
         outcome = Outcome(facts, repeated=repeated)
         outcome.event = due
         outcome.report = StepReport.deferred(
@@ -173,7 +189,7 @@ class Pair:
         self.gauge.fit(grads, outcome.facts)
         outcome.pending = LateStep(grads, loss, self.clipper, self.handler, variances=outcome.facts.full)
         outcome.pending.protect(grads, self.optimizers, scaled=outcome.scale is not None)
-        self._stepping.may_hold_found_inf = True
+        self.stepping.may_hold_found_inf = True
         self.waiting.hold(outcome)
         self.analyzers.arm(self.model, self.step_count + 1)
 
@@ -186,8 +202,8 @@ class Pair:
     def _finish(self, grads: Gradients, outcome: Outcome, loss: Tensor | float | None) -> None:
         """Measure, protect, judge and keep a step here and now."""
         facts = outcome.facts
-        if self._stepping.may_hold_found_inf:
-            self._stepping.forget_found_inf()
+        if self.stepping.may_hold_found_inf:
+            self.stepping.forget_found_inf()
         scaled = outcome.scale is not None
         row_due = outcome.event and facts.full
         if isinstance(grads, SharedGradients):
@@ -213,13 +229,15 @@ class Pair:
         if self.analyzers.running:
             self._look(grads, outcome)
         self._keep(moments, outcome)
+        if self.monitor.health.room:
+            self.usual.open(grads, outcome)
 
     def _keep(self, moments: Moments, outcome: Outcome) -> None:
         facts = outcome.facts
         outcome.norm, outcome.clipped = moments.norm, facts.clipping.get("clipped", False)
         if outcome.event and moments.has_ends:
             facts.full = self.config.enable_gradient_monitoring
-        self.flight.push(outcome.report, facts)
+        self.flight.push((outcome.report,), lambda _: facts, facts.shrink)
         self.monitor.keep(outcome.report)
 
     def _judge(self, moments: Moments, outcome: Outcome) -> None:
@@ -281,7 +299,7 @@ class Pair:
             skipped=facts.skipped,
             scaled=outcome.scale is not None,
             series=self.judgement.series,
-            call_before_step=self._stepping.call_before_step,
+            call_before_step=self.stepping.call_before_step,
             elsewhere=self.gauge.left_out,
             counts_as=self.gauge.counts_as() if self.gauge.has_shards else None,
         )
@@ -296,12 +314,14 @@ class Pair:
 
     def close(self) -> None:
         """Remove what was hooked to the model and the optimizers."""
-        self._stepping.close()
+        self.usual.close()
+        self.stepping.close()
         self.gauge.close()
         self.analyzers.close()
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that rolls, as plain data."""
+        self.usual.settle()
         return {
             "step": self.step_count,
             **self.judgement.state_dict(),
@@ -313,6 +333,7 @@ class Pair:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` returned."""
+        self.usual.close()
         self.step_count = int(state["step"])
         self.judgement.load_state_dict(state)
         self.clipper.load_state_dict(state["clipper"])

@@ -18,6 +18,7 @@ from gradtrack.monitor import GradientMonitor
 from gradtrack.pair import Components, Pair
 from gradtrack.protect.clipping import GradientClipper
 from gradtrack.protect.nonfinite import NaNInfHandler
+from gradtrack.record.history import History
 from gradtrack.shares import Shares
 
 
@@ -31,9 +32,15 @@ class Roster:
     """
 
     def __init__(
-        self, config: GradientConfig, process_group: Any = None, *, on_first: Callable[[], object] = lambda: None
+        self,
+        config: GradientConfig,
+        process_group: Any = None,
+        *,
+        history: History | None = None,
+        on_first: Callable[[], object] = lambda: None,
     ) -> None:
         self._config, self._process_group, self._on_first = config, process_group, on_first
+        self._history = history
         self._measurer = Measurer(config.engine)
         self.first_components = self._components()
         self.first_analyzers = self._analyzers(config.analyzers)
@@ -54,6 +61,16 @@ class Roster:
         pair = self._pairs.get((id(model), *map(id, optimizers)))
         return pair if pair is not None else self._meet(model, optimizers)
 
+    def settle(self) -> None:
+        """Let all be known of the steps so far."""
+        for pair in self:
+            pair.usual.settle()
+
+    def interrupt(self) -> None:
+        """Let all be known of the steps so far, and look at the next one of every pair closely."""
+        for pair in self:
+            pair.usual.close()
+
     def has(self, model: nn.Module, optimizer: Any) -> bool:
         """Whether there is a pair of a model and what steps it."""
         return (id(model), *map(id, as_sequence(optimizer))) in self._pairs
@@ -62,6 +79,7 @@ class Roster:
         self, model: nn.Module, optimizer: Any, *, horizon: int | None, name: str, process_group: Any = None
     ) -> Pair:
         """Add a pair under a name, or give one that is there already its optimizers or its horizon."""
+        self.interrupt()
         check_model(model)
         optimizers = as_sequence(optimizer)
         for pair in self:
@@ -104,6 +122,7 @@ class Roster:
         return partial(_close_all, self._on_models)
 
     def _meet(self, model: nn.Module, optimizers: Sequence[Any]) -> Pair:
+        self.interrupt()
         check_model(model)
         waiting = [pair for pair in self if pair.model is model and not pair.optimizers]
         if waiting:
@@ -137,6 +156,7 @@ class Roster:
             name=name,
             horizon=horizon,
             process_group=process_group if process_group is not None else self._process_group,
+            history=self._history,
         )
         if self._config.analyzers == "auto":
             analyzers.choose(model)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from gradtrack.measure.step_watch import StepWatch, take_off, uncompiled
 from gradtrack.measure.table import ParameterTable
 from gradtrack.scaling import UnseenSkips, unscale_together
 
+_lr = itemgetter("lr")
+
 
 class Stepping:
     """The optimizers that step one model, watched only for closures and for who asks."""
@@ -25,6 +28,8 @@ class Stepping:
         self.may_hold_found_inf = self.has_closures = False
         self._closure_calls: int | None = None
         self._rates: list[list[tuple[Any, Any]]] = []
+        self._last_rates: list[Any] = []
+        """The same of a single optimizer, where all of its groups have a rate."""
         self._watch = StepWatch()
 
     def bind(self, optimizers: Sequence[Any], table: ParameterTable) -> None:
@@ -58,6 +63,8 @@ class Stepping:
 
         While they stay as they were the same list is returned.
         """
+        if self._last_rates and list(map(_lr, self.optimizers[0].param_groups)) == self._last_rates:
+            return self._rates
         found, plain = list[list[tuple[Any, Any]]](), True
         for optimizer in self.optimizers:
             rates = []
@@ -67,6 +74,8 @@ class Stepping:
                     rate, plain = _rate(rate), False
                 rates.append((group.get("name", index), rate))
             found.append(rates)
+        alone = plain and len(found) == 1 and all("lr" in group for group in self.optimizers[0].param_groups)
+        self._last_rates = [rate for _, rate in found[0]] if alone else []
         if not plain or found != self._rates:
             self._rates = found if plain else []
             return found

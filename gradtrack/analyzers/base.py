@@ -213,6 +213,9 @@ class Analyzer(ABC):
     schedule: ClassVar[Schedule] = staticmethod(rarely)
     needs_whole_parameters: ClassVar[bool] = False
     """Whether a look computes with the parameters themselves, which then must not be spread over ranks."""
+    foresees: ClassVar[bool] = False
+    """Whether a `due` of its own tells ahead of steps what it will say then, until the next look or placing of hooks.
+    The schedule alone always does."""
     adds_up: ClassVar[bool] = False
     """Whether what it has to say follows from sums, which ranks that share the parameters then add up for it."""
 

@@ -89,6 +89,7 @@ class GradientFlowAnalyzer(Analyzer):
 
     report_type: ClassVar[type[Report]] = FlowReport
     schedule: ClassVar[Schedule] = staticmethod(often)
+    foresees: ClassVar[bool] = True
     panels: ClassVar[tuple[Panel, ...]] = (
         Panel(
             title="Gradient gain",

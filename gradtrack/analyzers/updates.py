@@ -108,6 +108,7 @@ class UpdatesAnalyzer(Analyzer):
     report_type: ClassVar[type[Report]] = UpdatesReport
     adds_up: ClassVar[bool] = True
     schedule: ClassVar[Schedule] = staticmethod(often)
+    foresees: ClassVar[bool] = True
     panels: ClassVar[tuple[Panel, ...]] = (
         Panel(title="Update to weight", section="updates", metrics=("updates/ratio",), log_scale=True),
         Panel(

@@ -115,6 +115,7 @@ class VectorAnalyzer(Analyzer):
 
     report_type: ClassVar[type[Report]] = VectorReport
     schedule: ClassVar[Schedule] = staticmethod(rarely)
+    foresees: ClassVar[bool] = True
     panels: ClassVar[tuple[Panel, ...]] = (
         Panel(title="Rotation of the field", section="vector", metrics=("vector/rotation",)),
         Panel(title="Divergence of the field", section="vector", metrics=("vector/divergence",)),

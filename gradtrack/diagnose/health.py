@@ -7,14 +7,14 @@ import inspect
 import logging
 import math
 import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from operator import attrgetter
 from typing import Any, Final, TypeVar
 
 from gradtrack.config import GradientConfig
 from gradtrack.diagnose import rules
-from gradtrack.diagnose.evidence import LEAST_LEFT, CalmStep, Evidence, has_chosen_limit
+from gradtrack.diagnose.evidence import LEAST_LEFT, CalmStep, Evidence
 from gradtrack.diagnose.ledger import unmuted
 from gradtrack.diagnose.rule import MOST_WAITING, SLACK, TENFOLD, Band, Rule
 from gradtrack.reports import Issue
@@ -45,14 +45,14 @@ class Health:
     """The rules of one (model, optimizer) pair, each with its own window.
 
     Where none of them can open at the step to come, it may wait for being judged, until there are several or somebody
-    asks: between `low` and `high`, which are bounds of ln of its norm.
+    asks: between `low` and `high`, which are bounds of ln of its norm. Those of the steps after it are within `band`.
     """
 
     def __init__(self) -> None:
         self._rules = {name: rule() for name, rule in rule_types().items()}
         self._waiting: list[CalmStep] = []
         self._watchful = 0
-        self._band, (self.low, self.high) = NEVER, NEVER
+        self.band, (self.low, self.high) = NEVER, NEVER
         self._limits: Limits = (None, None)
         """The absolute limits of the norm that the bounds keep to."""
 
@@ -76,23 +76,26 @@ class Health:
             and self._limits == (config.vanishing_threshold, config.exploding_threshold)
         )
 
-    def postpone(
-        self, log_norm: float, loss: float | None, clipping: Mapping[str, Any], config: GradientConfig
-    ) -> None:
-        """Let a step wait that may."""
-        limit = clipping.get("threshold") if has_chosen_limit(config) else None
-        self._waiting.append(CalmStep(log_norm, loss, limit, clipping.get("clipped", False)))
+    def postpone(self, steps: Sequence[CalmStep], config: GradientConfig) -> None:
+        """Let steps wait that may, of which there is room for all."""
+        self._waiting += steps
+        log_norm = steps[-1].log_norm
         if len(self._waiting) >= MOST_WAITING:
             self.catch_up()
             self._foresee(log_norm, config)
         else:
-            low, high = self._band
+            low, high = self.band
             self.low = low if low > log_norm - _STEP else log_norm - _STEP
             self.high = high if high < log_norm + _STEP else log_norm + _STEP
 
+    @property
+    def room(self) -> int:
+        """Return how many more steps may wait before they are judged; none where the next one may not."""
+        return MOST_WAITING - len(self._waiting) if self.low < self.high else 0
+
     def catch_up(self) -> None:
         """Let the rules take in the steps that wait, after which their bounds hold no longer."""
-        self._band, (self.low, self.high) = NEVER, NEVER
+        self.band, (self.low, self.high) = NEVER, NEVER
         if self._waiting:
             waiting, self._waiting = self._waiting, []
             self._ask(lambda rule: rule.take_in(waiting))
@@ -120,7 +123,7 @@ class Health:
             bands = self._ask(lambda rule: rule.calm(config))
             found = [band for band in bands if band is not None]
             if len(found) == len(bands):
-                low, high = self._band = max(low for low, _ in found), min(high for _, high in found)
+                low, high = self.band = max(low for low, _ in found), min(high for _, high in found)
                 self.low, self.high = max(low, log_norm - _STEP), min(high, log_norm + _STEP)
                 self._limits = config.vanishing_threshold, config.exploding_threshold
 
@@ -132,7 +135,7 @@ class Health:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back the windows of the rules that were saved; a rule that is new starts empty."""
         self._waiting, self._watchful = [], 0
-        self._band, (self.low, self.high) = NEVER, NEVER
+        self.band, (self.low, self.high) = NEVER, NEVER
         for name, rule in self._rules.items():
             if name in state:
                 rule.load_state_dict(state[name])

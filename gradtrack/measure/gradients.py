@@ -28,7 +28,7 @@ class Gradients:
     changes how an optimizer rounds, so whoever changes the tensors calls `install`; and `own` before that.
     """
 
-    __slots__ = ("_as_planned", "_batch", "layout", "stand_ins", "tensors", "touched_rows")
+    __slots__ = ("_batch", "as_planned", "layout", "stand_ins", "tensors", "touched_rows")
 
     passed: ClassVar = False
     """Whether the optimizers have used them up by now."""
@@ -44,7 +44,8 @@ class Gradients:
         self.stand_ins: Mapping[int, Tensor] = stand_ins or {}
         """Sparse gradients coalesced and conjugate ones resolved, by their position; their values are measured."""
         self._batch: Batch | None = None
-        self._as_planned = False
+        self.as_planned = False
+        """Whether they were measured by the plan of their layout."""
 
     @property
     def batch(self) -> Batch | Sequence[Tensor]:
@@ -58,7 +59,7 @@ class Gradients:
         if plan is None or plan.engine is not measurer.native:
             return None
         moments: Moments | None = plan.measure(self.tensors, layout.group_of, len(layout.group_names))
-        self._as_planned = moments is not None
+        self.as_planned = moments is not None
         return moments
 
     def prepare(self, measurer: Measurer) -> None:
@@ -73,7 +74,7 @@ class Gradients:
     def scale(self, measurer: Measurer, coefficient: float) -> None:
         """Multiply the gradients in place."""
         self.own()
-        if not (self._as_planned and self.layout.plan.scale(coefficient)):
+        if not (self.as_planned and self.layout.plan.scale(coefficient)):
             measurer.scale(self.batch, coefficient)
         self.install()
 
@@ -83,7 +84,7 @@ class Gradients:
         Whatever is about to change the gradients would otherwise change some of them twice.
         """
         batch = self.batch
-        others = () if self._as_planned else batch.others if isinstance(batch, Batch) else range(len(self.tensors))
+        others = () if self.as_planned else batch.others if isinstance(batch, Batch) else range(len(self.tensors))
         given_twice = len(set(map(id, self.tensors))) < len(self.tensors)
         if not (others or given_twice):
             return
@@ -98,7 +99,7 @@ class Gradients:
             assert param.grad is not None
             grad = param.grad = param.grad.detach().clone(memory_format=torch.contiguous_format)
             self.tensors[index] = torch.view_as_real(grad) if grad.is_complex() else grad
-        self._batch, self._as_planned = None, False
+        self._batch, self.as_planned = None, False
 
     def install(self) -> None:
         """Put what was measured in the place of the gradients that it stands for, since its values have changed."""

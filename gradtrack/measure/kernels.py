@@ -42,6 +42,8 @@ SHORT_LINE = 4 * ITEM_ELEMENTS
 """The longest line that one call measures or scales alone; a longer one is worth calling a team for, asleep or not."""
 CACHED_LINE = 16 * ITEM_ELEMENTS
 """The longest line that caches may hold; where torch has no team, only a longer one is worth waking other threads."""
+HIDDEN = 1e-6
+"""A variance below this share of the mean square has lost more than six of its sixteen digits."""
 BLOCK_ELEMENTS = 4096
 LINE_ELEMENTS = 64
 PREPARE, WORK, TEAM_WORK, WAIT, MERGE = 1, 2, 4, 8, 16
@@ -545,32 +547,6 @@ def measure(
     return length
 
 
-PHASES, _NUM_ORDERS = 0, 8
-"""What `measure_as_ordered` is told first; the other orders are addresses and sizes."""
-
-
-def write_orders(table: Integers, results: Floats, heads: Floats, progress: Integers) -> Integers:
-    """Return the orders to measure into the same memory again and again, which has to outlive them."""
-    found = np.zeros(_NUM_ORDERS, np.int64)
-    found[1:] = (
-        *(table.ctypes.data, table.shape[1]),
-        *(results.ctypes.data, results.shape[0]),
-        *(heads.ctypes.data, heads.shape[0]),
-        progress.ctypes.data,
-    )
-    return found
-
-
-@compiled_now("int64(int64)")
-def measure_as_ordered(place: int) -> Value:
-    """Measure as the orders at an address say: an array is taken apart by its caller, a number is not."""
-    told = carray(_pointer(place), _NUM_ORDERS, np.int64)
-    table = carray(_pointer(told[1]), (NUM_FACTS, told[2]), np.int64)
-    results = carray(_pointer(told[3]), (told[4], COLUMNS), np.float64)
-    heads = carray(_pointer(told[5]), (told[6], COLUMNS), np.float64)
-    return measure(told[PHASES], table, results, heads, carray(_pointer(told[7]), PROGRESS, np.int64), 1.0, 1.0)
-
-
 @compiled
 def _round_to_bfloat16(value: Value) -> Value:
     """Round a float32 to the nearest bfloat16, ties to even; return 32 bits of which the upper half are its own.
@@ -692,3 +668,82 @@ def scale(phases: int, table: Integers, progress: Integers, coefficient: float) 
     if phases & WAIT:
         _wait(progress, length)
     return length
+
+
+PHASES, LIMIT, EPSILON, _SCALING, _COUNTS, _NUM_ORDERS = 0, 8, 9, 10, 11, 12
+"""What `look` is told: the phases, and the bits of what limits the norm and of what is added to it. The other orders
+are addresses and sizes."""
+
+
+def write_orders(table: Integers, results: Floats, heads: Floats, progress: Integers, counts: Integers) -> Integers:
+    """Return the orders to look again and again, with memory that has to outlive them: several slots of results.
+
+    The counts are the elements of each group and of all.
+    """
+    found = np.zeros(_NUM_ORDERS, np.int64)
+    found[1:LIMIT] = (
+        *(table.ctypes.data, table.shape[1]),
+        *(results.ctypes.data, results.shape[1]),
+        *(heads.ctypes.data, heads.shape[0]),
+        progress.ctypes.data,
+    )
+    found[_SCALING], found[_COUNTS] = SCALE_IN_TEAM, counts.ctypes.data
+    return found
+
+
+@compiled
+def _is_hidden(row: Value, count: Value) -> Value:
+    """Say whether elements lie so close together that their sums do not tell their variance."""
+    return row[0] * row[0] > (1.0 - HIDDEN) * count * row[1]
+
+
+@compiled
+def _hides_any(table: Value, results: Value, counts: Value) -> Value:
+    """Say whether the variance of a tensor is hidden, or that of a group by tensors of one element."""
+    num_tensors = table.shape[1] - 1
+    total = results.shape[0] - 1
+    for tensor in range(num_tensors):
+        row = results[tensor]
+        on_one_side = row[_LOW] <= row[_HIGH] and (row[_LOW] > 0.0 or row[_HIGH] < 0.0)
+        if not on_one_side or not _is_hidden(row, table[SIZE, tensor]):
+            continue
+        group = num_tensors + table[GROUP, tensor]
+        for whole in (group, total):
+            count = counts[whole - num_tensors]
+            if table[SIZE, tensor] > 1 or (count > 1 and _is_hidden(results[whole], count)):
+                return True
+    return False
+
+
+@compiled
+def _norm_between(total: Value, low: Value, high: Value) -> Value:
+    """Return the norm that a row has, NaN where an element is not finite or ln of the norm not between two bounds."""
+    norm = np.sqrt(total[1])
+    return norm if total[5] + total[6] + total[7] == 0.0 and low < np.log(norm) < high else np.nan
+
+
+@compiled_now("float64(int64, int64, float64, float64)")
+def look(place: int, slot: int, low: float, high: float) -> Value:
+    """Measure into a slot as the orders at an address say, and clip where ln of the norm is between two bounds.
+
+    Return the norm; NaN where it is not, or where what was measured does not tell all, such as the variance: then the
+    gradients stay as they are. Return -1 where they could not be measured. An array is taken apart by its caller, a
+    number is not: hence the address.
+    """
+    told = carray(_pointer(place), _NUM_ORDERS, np.int64)
+    phases, num_rows = told[PHASES], told[4]
+    table = carray(_pointer(told[1]), (NUM_FACTS, told[2]), np.int64)
+    results = carray(_pointer(told[3] + 8 * COLUMNS * num_rows * slot), (num_rows, COLUMNS), np.float64)
+    heads = carray(_pointer(told[5]), (told[6], COLUMNS), np.float64)
+    progress = carray(_pointer(told[7]), PROGRESS, np.int64)
+    if measure(phases, table, results, heads, progress, 1.0, 1.0) < 0:
+        return -1.0
+    norm = _norm_between(results[num_rows - 1], low, high)
+    if progress[ONE_SIDED] and norm > 0.0:
+        counts = carray(_pointer(told[_COUNTS]), num_rows - told[2] + 1, np.int64)
+        norm = np.nan if _hides_any(table, results, counts) else norm
+    coefficient = _reinterpret(told[LIMIT]) / (norm + _reinterpret(told[EPSILON]))
+    if coefficient < 1.0:
+        progress[_WORK] = told[_SCALING]
+        scale(phases, table, progress, coefficient)
+    return norm

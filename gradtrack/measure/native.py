@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from operator import attrgetter
-from typing import final
+from struct import Struct
+from typing import Any, final
 
 import numpy as np
 import torch
@@ -35,35 +36,55 @@ _ALL_IN_TEAM = kernels.PREPARE | kernels.TEAM_WORK | kernels.MERGE
 _NUM_SHORT_ITEMS = kernels.SHORT_LINE // kernels.ITEM_ELEMENTS
 _UNKNOWN = 0
 """The length of a line that nobody has laid out yet."""
+MOST_SLOTS = 16
+_SLOT_BYTES = 1 << 18
+"""How many looks a plan has room for, and what their results may take in memory."""
 
 
 @final
 class Plan:
     """What the kernels are told of gradients of the same sizes at every step, all but where they lie.
 
-    It is filled in anew with every look, so it serves one training, in one thread.
+    It has room for the results of several looks, so it serves one training, in one thread.
     """
 
     def __init__(self, engine: NativeEngine, grads: Sequence[torch.Tensor], table: Integers) -> None:
         self.engine = engine
         self._dtypes, self._sizes = list(map(_dtype, grads)), list(map(_numel, grads))
         self.table = table.copy()
-        self._addresses = self.table[kernels.ADDRESS, : len(grads)]
+        self._put_addresses: Any = Struct(f"{len(grads)}q").pack_into
+        self._place_of_addresses: Any = self.table[kernels.ADDRESS]
         length = sum(-(-size // kernels.LINE_ELEMENTS) * kernels.LINE_ELEMENTS for size in self._sizes)
         self._is_long = length > kernels.SHORT_LINE
         self._num_items = _count_items(length)
         self._group_of: Integers | None = None
+        self._limited = False
+
+    @property
+    def num_slots(self) -> int:
+        """Return for how many looks there is room."""
+        return self._spare
+
+    @property
+    def results(self) -> Floats:
+        """Return what was measured: for each slot a row for every gradient, for every group, and for all."""
+        return self._results[: self._spare]
 
     def _group(self, group_of: Integers, num_groups: int) -> None:
         """Make room for the results of these groups; who is interrupted here begins anew the next time."""
         self._group_of, num_grads = None, len(self._sizes)
         self.table[kernels.GROUP, :num_grads] = group_of
+        num_rows = num_grads + num_groups + 1
+        self._spare = max(1, min(MOST_SLOTS, _SLOT_BYTES // (8 * kernels.COLUMNS * num_rows)))
         self._heads = np.empty((self._num_items, kernels.COLUMNS))
         self._progress = np.zeros(kernels.PROGRESS, np.int64)
-        self._results = np.empty((num_grads + num_groups + 1, kernels.COLUMNS))
-        self._orders = kernels.write_orders(self.table, self._results, self._heads, self._progress)
+        self._results = np.empty((self._spare + 1, num_rows, kernels.COLUMNS))
+        of_groups = np.bincount(group_of, self._sizes, num_groups).astype(np.int64)
+        self._counts = np.array([*of_groups, sum(self._sizes)], np.int64)
+        self._orders = kernels.write_orders(self.table, self._results, self._heads, self._progress, self._counts)
         self._orders[kernels.PHASES] = _ALL_PHASES
         self._place = self._orders.ctypes.data
+        self.limit(math.inf, 0.0)
         self._group_of = group_of
 
     def fits(self, grads: Sequence[torch.Tensor]) -> bool:
@@ -74,29 +95,48 @@ class Plan:
 
     def tabulate(self, grads: Sequence[torch.Tensor]) -> Integers:
         """Describe gradients that it fits, as the engine does, until it is asked for those of the next step."""
-        self._addresses[:] = list(map(_data_ptr, grads))
+        self._put_addresses(self._place_of_addresses, 0, *map(_data_ptr, grads))
         return self.table
 
-    def measure(self, grads: Sequence[torch.Tensor], group_of: Integers, num_groups: int) -> Moments | None:
-        """Measure gradients in one call; return None where it takes more, or where they are others than planned."""
-        if (
-            list(map(_dtype, grads)) != self._dtypes
-            or list(map(_numel, grads)) != self._sizes
-            or not _PLAIN_TYPES.issuperset(map(type, grads))
-            or not all(map(_is_cpu, grads))
-            or not all(map(_is_contiguous, grads))
-        ):
-            return None
-        self._addresses[:] = list(map(_data_ptr, grads))
-        if group_of is not self._group_of:
-            self._group(group_of, num_groups)
+    def limit(self, norm: float, epsilon: float) -> None:
+        """Let `look` clip to a norm, which is what `epsilon` is added to."""
+        self._limited = norm < math.inf
+        self._orders.view(np.float64)[[kernels.LIMIT, kernels.EPSILON]] = norm, epsilon
+
+    def look(self, grads: Sequence[torch.Tensor], slot: int, low: float, high: float) -> float:
+        """Measure gradients into a slot and clip them in one call; return their norm.
+
+        It is NaN where ln of the norm is not between the bounds or not all can be told from this look: then the
+        gradients stay as they are. It is negative where they are others than planned, or this call cannot measure them.
+        """
+        try:
+            if (
+                list(map(_dtype, grads)) != self._dtypes
+                or list(map(_numel, grads)) != self._sizes
+                or not _PLAIN_TYPES.issuperset(map(type, grads))
+                or not all(map(_is_cpu, grads))
+                or not all(map(_is_contiguous, grads))
+            ):
+                return -1.0
+            addresses = list(map(_data_ptr, grads))
+        except (AttributeError, RuntimeError):  # there is none, or a sparse one
+            return -1.0
+        if self._limited and len(set(addresses)) < len(addresses):  # it would be clipped twice
+            return -1.0
+        self._put_addresses(self._place_of_addresses, 0, *addresses)
         if self._is_long:
             self._orders[kernels.PHASES] = phases = _gather_team(kernels.MEASURE_IN_TEAM, self._progress)
             if phases == _ALL_PHASES:
-                return None
-        if kernels.measure_as_ordered(self._place) < 0:
+                return -1.0
+        return kernels.look(self._place, slot, low, high)  # type: ignore[no-any-return]
+
+    def measure(self, grads: Sequence[torch.Tensor], group_of: Integers, num_groups: int) -> Moments | None:
+        """Measure gradients in one call; return None where it takes more, or where they are others than planned."""
+        if group_of is not self._group_of:
+            self._group(group_of, num_groups)
+        if self.look(grads, self._spare, math.inf, -math.inf) < 0:
             return None
-        num_grads, results = len(grads), self._results.copy()
+        num_grads, results = len(grads), self._results[self._spare].copy()
         moments = Moments(
             results[:num_grads],
             results[num_grads:-1],

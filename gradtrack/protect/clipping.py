@@ -47,6 +47,8 @@ class GradientClipper:
         self._unobserved: list[ClippedNorm] = []
         self._memory = Memory.of(self.config)
         """What the settings were when these norms came."""
+        self.settle: Callable[[], object] = _nothing
+        """Lets it know of the steps that it has not been told of yet."""
         self._engaged: deque[bool] = deque(maxlen=_RATE_WINDOW)
         self._engaged_count = 0
         self._cut: tuple[Ranks, ClipType, CutUnits] | None = None
@@ -58,6 +60,7 @@ class GradientClipper:
 
     def clip_gradients(self, model: nn.Module) -> ClippingReport:
         """Measure and clip the gradients that a model has now."""
+        self.settle()
         grads = ParameterTable(model).gradients()
         if isinstance(grads, SharedGradients) and self.is_elementwise:
             moments = grads.measure(self._measurer, limited=partial(self.foresee, replace=None))
@@ -88,12 +91,14 @@ class GradientClipper:
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that rolls, as plain data."""
+        self.settle()
         self._catch_up()
         strategies = {name: strategy.state_dict() for name, strategy in self._strategies.items()}
         return {"strategies": strategies, "engaged": list(self._engaged)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` returned."""
+        self.settle()
         self._unobserved = []
         for name, strategy in self._strategies.items():
             strategy.load_state_dict(state["strategies"][name])
@@ -119,15 +124,24 @@ class GradientClipper:
         if memory.window_size != config.adaptive_window_size or memory.alpha != config.zscore_alpha:
             self._catch_up()
             self._memory = Memory.of(config)
-        self._unobserved.append((norm, found["norm_after"]))
+        self.observe([(norm, found["norm_after"])])
+        self.engage(found["clipped"])
+
+    def observe(self, norms: Sequence[ClippedNorm]) -> None:
+        """Let the strategies know of steps, as soon as they are asked."""
+        self._unobserved += norms
         if len(self._unobserved) >= _MOST_UNOBSERVED:
             self._catch_up()
-        engaged, clipped = self._engaged, found["clipped"]
+
+    def engage(self, clipped: bool) -> float:
+        """Return the clip rate with a further step."""
+        engaged = self._engaged
         if len(engaged) == _RATE_WINDOW and engaged[0]:
             self._engaged_count -= 1
         engaged.append(clipped)
         if clipped:
             self._engaged_count += 1
+        return self._engaged_count / len(engaged)
 
     def _catch_up(self) -> None:
         """Let the strategies know of the steps since they were asked last."""
@@ -240,6 +254,10 @@ def coefficient_for(norm: float, threshold: float, epsilon: float) -> dict[str, 
     if coefficient >= 1.0:
         return {"clipped": False, "threshold": threshold, "coefficient": 1.0, "norm_after": norm}
     return {"clipped": True, "threshold": threshold, "coefficient": coefficient, "norm_after": norm * coefficient}
+
+
+def _nothing() -> None:
+    """Know of every step."""
 
 
 def _clamp(grad: Tensor, limit: float) -> int:

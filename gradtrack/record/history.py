@@ -22,12 +22,16 @@ _MOST_NOT_SUMMED: Final = 32
 _COUNTERS = ("steps", "norms", "unhealthy", "nan", "inf", "nonfinite", "replaced", "skipped", "clipped")
 
 
+Known = tuple[float | None, bool, bool, bool]
+"""The norm of a step, and whether it was clipped, skipped and healthy."""
+
+
 class History:
     """The last reports of a training, and running sums over all of it."""
 
     def __init__(self, size: int) -> None:
         self.reports: deque[StepReport] = deque(maxlen=size)
-        self._not_summed: deque[tuple[float | None, bool, bool, bool]] = deque()
+        self._not_summed: deque[Known] = deque()
         """The norms of the last steps, and whether they were clipped, skipped and healthy."""
         self._summing = threading.RLock()  # a handler of a signal may ask for the summary
         self._count: Counter[str] = Counter()
@@ -51,10 +55,14 @@ class History:
         healthy: bool,
     ) -> None:
         """Take in the report of a step, of which so many are kept, and what of it is known without resolving it."""
+        self.extend([report], [(norm, clipped, skipped, healthy)], size=size)
+
+    def extend(self, reports: Sequence[StepReport], known: Sequence[Known], *, size: int) -> None:
+        """Take in the reports of steps, and what is known of each."""
         if self.reports.maxlen != size:
             self.reports = deque(self.reports, maxlen=size)
-        self.reports.append(report)
-        self._not_summed.append((norm, clipped, skipped, healthy))
+        self.reports.extend(reports)
+        self._not_summed.extend(known)
         if len(self._not_summed) >= _MOST_NOT_SUMMED:
             self._sum_up()
 
@@ -120,7 +128,7 @@ class History:
         with self._summing:
             self._add([self._not_summed.popleft() for _ in range(len(self._not_summed))])
 
-    def _add(self, found: Sequence[tuple[float | None, bool, bool, bool]]) -> None:
+    def _add(self, found: Sequence[Known]) -> None:
         if not found:
             return
         count = self._count

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import subprocess
@@ -16,8 +17,13 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from gradtrack.measure import threads
+from gradtrack.measure.deviations import find_deviations
+from gradtrack.measure.gradients import Gradients
+from gradtrack.measure.layout import Layout
+from gradtrack.measure.measurer import Measurer
 
 native = pytest.importorskip("gradtrack.measure.native", reason="numba is not installed")
 
@@ -471,3 +477,96 @@ def test_without_a_compiler_the_engine_is_missing() -> None:
     """Where numba is told not to compile, the import fails as if numba were not there."""
     done = _run("import gradtrack.measure.native", NUMBA_DISABLE_JIT="1")
     assert "ImportError: NUMBA_DISABLE_JIT is set" in done.stderr
+
+
+class TestLook:
+    """A look measures and clips in one call, what can be told from one call."""
+
+    @staticmethod
+    def plan(grads: list[torch.Tensor], group_of: np.ndarray[Any, np.dtype[np.int64]]) -> Any:
+        """Return a plan that has measured gradients of these sizes."""
+        plan = ENGINE.plan(grads, ENGINE.tabulate(grads))
+        assert plan.measure(grads, group_of, int(group_of.max()) + 1) is not None
+        return plan
+
+    @settings(max_examples=60, deadline=None)
+    @given(st.lists(gradients(torch.float32), min_size=1, max_size=5), st.floats(1e-3, 2.0), st.integers(0, 2**32))
+    def test_it_agrees_with_the_engine(self, grads: list[torch.Tensor], share: float, seed: int) -> None:
+        """Sums, norm and clipped gradients are those of the calls one by one, or nothing is changed."""
+        group_of = np.random.default_rng(seed).integers(0, 2, len(grads))
+        group_of[0] = 1
+        plan = self.plan([torch.ones_like(grad) for grad in grads], group_of)
+        expected = ENGINE.measure(grads, group_of, 2)[2]
+        norm = math.sqrt(expected[1])
+        limit = max(share * norm, 1e-30)
+        plan.limit(limit, 1e-6)
+        before = [grad.clone() for grad in grads]
+        found = plan.look(grads, 0, -math.inf, math.inf)
+        if sum(not grad.numel() for grad in grads) > 1:  # which lie at the same place
+            assert found == -1.0
+            return
+        assert found == norm or math.isnan(found)
+        assert math.isnan(found) or not sum(expected[5:])
+        np.testing.assert_array_equal(plan.results[0][-1], expected)
+        coefficient = limit / (norm + 1e-6) if found == norm else 1.0
+        for grad, old in zip(grads, before, strict=True):
+            np.testing.assert_array_equal(grad, old * coefficient if coefficient < 1 else old)
+
+    @settings(max_examples=100, deadline=None)
+    @given(st.lists(st.sampled_from((0, 1, 2, 5, 300)), min_size=1, max_size=5), st.integers(0, 2**32))
+    def test_it_leaves_alone_what_takes_a_second_look(self, sizes: list[int], seed: int) -> None:
+        """That are gradients whose variance is lost in the mean, of tensors, groups or everything."""
+        random = np.random.default_rng(seed)
+        grads = [
+            torch.from_numpy(
+                random.choice((1.0, -1.0, 3.0)) + random.choice((0.0, 1e-5, 1.0)) * random.normal(size=size)
+            )
+            for size in sizes
+        ]
+        group_of = np.sort(random.integers(0, 3, len(sizes)))
+        names = [str(index) for index in range(len(sizes))]
+        layout = Layout(names, [], sizes, group_of, ["a", "b", "c"], [])
+        moments = Measurer("native").measure(grads, group_of, 3)
+        plan = ENGINE.plan(grads, ENGINE.tabulate(grads))
+        plan.measure(grads, group_of, 3)
+        hidden = find_deviations(Gradients(grads, layout, {}), moments) is not None
+        assert math.isnan(plan.look(grads, 0, -math.inf, math.inf)) == (hidden or not moments.total[1])
+
+    @pytest.mark.parametrize(("low", "high"), [(5.0, 9.0), (-9.0, -5.0)])
+    def test_it_keeps_to_its_bounds(self, low: float, high: float) -> None:
+        """A norm that is not between them is measured, and nothing is clipped."""
+        grads = [torch.tensor([3.0, -4.0])]
+        plan = self.plan(grads, np.zeros(1, np.int64))
+        plan.limit(1.0, 0.0)
+        assert math.isnan(plan.look(grads, 0, low, high))
+        assert grads[0].tolist() == [3.0, -4.0]
+        assert plan.look(grads, 0, math.log(4.9), math.log(5.1)) == 5.0
+        assert grads[0].tolist() == pytest.approx([0.6, -0.8])
+
+    def test_others_than_planned(self) -> None:
+        """Other sizes, types and places, missing, shared and sparse gradients are left to somebody else."""
+        plan = self.plan([torch.ones(4), -torch.ones(4)], np.zeros(2, np.int64))
+        plan.limit(1.0, 0.0)
+        one, sparse = torch.ones(4), torch.eye(2).to_sparse()
+        plain, rest = nn.Parameter(torch.randn(4)), torch.randn(4)
+        others = [one[:3], one.double(), one.view(2, 2).t(), None, sparse, one.to("meta"), plain]
+        found = [plan.look([other, rest], 0, -math.inf, math.inf) for other in others]
+        assert found[:2] + found[3:6] == [-1.0] * 5
+        assert found[6] > 0
+        assert plan.look([one, one], 0, -math.inf, math.inf) == -1.0
+
+    @pytest.mark.usefixtures("two_threads")
+    def test_lines_for_a_team(self) -> None:
+        """A line that is worth several threads is measured and clipped alike."""
+        grads = [torch.randn(size) for size in (900_000, 70_001, 1_300_000)]
+        if native.team() is None:  # one call cannot wait for others
+            plan = ENGINE.plan(grads, ENGINE.tabulate(grads))
+            assert plan.measure(grads, np.zeros(3, np.int64), 1) is None
+            return
+        plan = self.plan(grads, np.zeros(3, np.int64))
+        expected, before = plan.measure(grads, np.zeros(3, np.int64), 1), [grad.clone() for grad in grads]
+        plan.limit(7.0, 1e-6)
+        norm = plan.look(grads, 0, -math.inf, math.inf)
+        assert norm == expected.norm
+        for grad, old in zip(grads, before, strict=True):
+            assert torch.equal(grad, old * (7.0 / (norm + 1e-6)))
