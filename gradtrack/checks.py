@@ -61,10 +61,11 @@ def _shown(value: object) -> str:
 
 
 def run_backward(loss: Tensor) -> None:
-    """Run the backward pass; where the graph is used up already, say who has probably done it."""
+    """Run the backward pass; say what is wrong with the loss, or who has probably used up the graph already."""
     try:
         torch.autograd.backward(loss)
     except RuntimeError as fault:
+        check_loss(loss, backward=True)
         if "a second time" in str(fault):
             fault.add_note(
                 "gradtrack runs the backward pass of a loss itself: leave out your own loss.backward(), "

@@ -8,7 +8,7 @@ from typing import Any
 
 from gradtrack.measure.centres import Deviations
 from gradtrack.measure.layout import Layout
-from gradtrack.measure.moments import Moments, Rows, describe, finite_norm
+from gradtrack.measure.moments import Moments, Rows, describe, describe_whole, finite_norm
 from gradtrack.records import Histogram
 from gradtrack.reports import HealthReport, Report
 from gradtrack.reports.flat import flat_metrics
@@ -149,10 +149,8 @@ class StepFacts:
 
     def _statistics(self) -> dict[str, Any]:
         known = None if self.deviations is None else self.deviations.total
-        found = describe(self.total, self.layout.total_count, self.exponent, squared_deviations=known)
-        found["total_norm"], found["std"] = found.pop("norm"), found["variance"] ** 0.5
-        found["missing"] = self.layout.missing
-        return found
+        layout = self.layout
+        return describe_whole(self.total, layout.total_count, layout.missing, self.exponent, squared_deviations=known)
 
     def _described_groups(self) -> Iterator[tuple[str, dict[str, Any]]]:
         layout, known = self.layout, self.deviations

@@ -18,15 +18,15 @@ from gradtrack.errors import ClosedError, InputTypeError, UsageError
 from gradtrack.exits import CloseAtExit
 from gradtrack.idle import IdleSettings
 from gradtrack.measure.step_watch import uncompiled
-from gradtrack.outcome import Outcome, late_records, talk, to_record
+from gradtrack.outcome import Outcome
 from gradtrack.pair import Pair
 from gradtrack.record.history import History
-from gradtrack.record.panels import Dashboard
 from gradtrack.record.run_end import RunEnd
 from gradtrack.record.sink import Sink
 from gradtrack.record.training_log import save_training_log
 from gradtrack.reports import Issue, StepReport, TrainingSummary
 from gradtrack.roster import Roster
+from gradtrack.rows import Rows
 from gradtrack.scaling import Scale, unscale
 from gradtrack.stepping import BeforeSteps
 from gradtrack.view import at_close
@@ -59,10 +59,11 @@ class GradientManager:
         self.config = GradientConfig.load(config, **overrides)
         self._idle = IdleSettings(self.config)
         self._sink = Sink(self.config)
-        self._history = History(self.config.max_gradient_history)
-        self._roster = Roster(self.config, process_group, history=self._history, on_first=self._sink.prepare)
+        self._rows, self._history = Rows(self.config, self._sink), History(self.config.max_gradient_history)
+        self._roster = Roster(
+            self.config, process_group, history=self._history, rows=self._rows, on_first=self._sink.prepare
+        )
         self.monitor, self.clipper, self.nan_inf_handler = self._roster.first_components
-        self._dashboard = Dashboard()
         self._callbacks: list[IssueCallback] = []
         self._flight: list[StepReport] = []
         self._hooks: list[Any] = []
@@ -90,7 +91,8 @@ class GradientManager:
             return uncompiled(self.step)(model, optimizer, loss, backward, **options)  # type: ignore[no-any-return]
         if self._closed:
             raise ClosedError(_CLOSED)
-        check_loss(loss, backward)
+        if not (backward and type(loss) is Tensor):  # a backward pass finds out by itself
+            check_loss(loss, backward)
         pair = self._roster.find(model, optimizer)
         if backward:
             assert isinstance(loss, Tensor)
@@ -325,22 +327,12 @@ class GradientManager:
             self._history.add_issue(issue.issue_type.value)
         if not healthy and not self._flight:
             self._flight = pair.flight.read()
-        if (outcome.event or outcome.late) and (self._sink.backends or self._sink.keeps_files):
-            self._record(pair, outcome)
-        if outcome.event and (self.config.verbose_logging or self.config.debug_mode):
-            talk(outcome, self.config)
+        if outcome.event or outcome.late:
+            self._rows.send(outcome, pair.analyzers.panels if self._rows.is_new(pair.name) else ())
+            self._rows.talk(outcome)
         for issue in outcome.opened:
             for callback in self._callbacks:
                 callback(issue, report)
-
-    def _record(self, pair: Pair, outcome: Outcome) -> None:
-        """Send what a step leaves to where rows go."""
-        for record in late_records(outcome) if outcome.late else ():
-            self._sink.write(record)
-        if outcome.event:
-            new = pair.name not in self._dashboard.shown
-            panels = self._dashboard.take(pair.name, pair.analyzers.panels) if new else ()
-            self._sink.write(to_record(outcome, self.config, panels))
 
     def _leave_files(self, *, failed: bool) -> None:
         """Write how the run ended, and what the configuration asks for of pictures and a report."""

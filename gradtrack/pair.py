@@ -30,6 +30,7 @@ from gradtrack.protect.guard import Guard
 from gradtrack.protect.nonfinite import NaNInfHandler
 from gradtrack.record.history import History
 from gradtrack.reports import Issue, LateReport, StepReport
+from gradtrack.rows import Rows
 from gradtrack.scaling import Scale, ScalerLog
 from gradtrack.shared_reading import SharedReading
 from gradtrack.stepping import Stepping
@@ -55,6 +56,7 @@ class Pair:
         horizon: int | None = None,
         process_group: Any = None,
         history: History | None = None,
+        rows: Rows | None = None,
     ) -> None:
         self.model, self.name, self.horizon = model, name, horizon
         self.config, self.analyzers = config, analyzers
@@ -73,7 +75,7 @@ class Pair:
         """The sum over the micro-batches of the coming step."""
         self.waiting = WaitingStep(self._conclude_late)
         self.stepping = Stepping()
-        self.usual = UsualSteps(self, history if history is not None else History(config.max_gradient_history))
+        self.usual = UsualSteps(self, history if history is not None else History(config.max_gradient_history), rows)
         self.monitor.settle, self.monitor.interrupt = self.usual.settle, self.usual.close
         self.clipper.settle = self.usual.settle
         self.bind(optimizers)

@@ -23,10 +23,13 @@ from gradtrack.measure.layout import Layout
 from gradtrack.measure.moments import SMALLEST_SQUARES
 from gradtrack.measure.table import ParameterTable
 from gradtrack.outcome import Outcome
-from gradtrack.protect.clipping import coefficient_for
+from gradtrack.protect.clipping import clipping_fields
 from gradtrack.protect.strategies import ClippedNorm
+from gradtrack.record.delivery import Put
 from gradtrack.record.history import History, Known
+from gradtrack.record.packed import Terms
 from gradtrack.reports import HEALTHY, StepReport
+from gradtrack.rows import Rows
 
 if TYPE_CHECKING:
     from gradtrack.pair import Pair
@@ -35,6 +38,7 @@ _STEP: Final = TENFOLD - SLACK
 _LOWEST: Final = 0.5 * math.log(SMALLEST_SQUARES)
 _FIRST: Final = 2
 """Before that step there is something to be told of the settings."""
+_FAR: Final = 2**63
 _grad = attrgetter("grad")
 
 
@@ -56,11 +60,7 @@ class _Terms(NamedTuple):
 
     def clipping(self, norm: float, clip_rate: float) -> dict[str, Any]:
         """Return the fields of a `ClippingReport`."""
-        if self.limit is None:
-            return {"enabled": False, "clip_type": self.clip_type, "norm_before": norm, "norm_after": norm}
-        found = coefficient_for(norm, self.limit, self.epsilon)
-        found["clip_type"], found["norm_before"], found["clip_rate"] = self.clip_type, norm, clip_rate
-        return found
+        return clipping_fields(self.clip_type, self.limit, self.epsilon, norm, clip_rate)
 
 
 class _Stretch:
@@ -121,8 +121,10 @@ class UsualSteps:
     it watches itself, has to `close` it. Whoever reads what steps leave behind has it `settle` first.
     """
 
-    def __init__(self, pair: Pair, history: History) -> None:
-        self._pair, self._history = pair, history
+    def __init__(self, pair: Pair, history: History, rows: Rows | None = None) -> None:
+        self._pair, self._history, self._rows = pair, history, rows
+        self._every = 0
+        self._put: Put | None = None
         self._open = self._taking = self._watched = False
         self._lock = threading.RLock()  # a handler of a signal may want to read
         self._assignments = self._until = self._room = 0
@@ -162,13 +164,16 @@ class UsualSteps:
                 if not norm > 0:
                     return None
                 pair.step_count = step
+                time = now()
                 report = StepReport.deferred(
-                    partial(stretch.fields, slot), step=step, epoch=epoch, source=pair.name, time=now(), batch=batch
+                    partial(stretch.fields, slot), step=step, epoch=epoch, source=pair.name, time=time, batch=batch
                 )
                 limit, log_norm = self._limit, log(norm)
                 rate = 0.0 if limit is None else pair.clipper.engage(limit / (norm + self._epsilon) < 1.0)
                 self._reports.append(report)
                 stretch.entries.append((loss, norm, log_norm, rate, pair.stepping.rates()))
+                if not step % self._every and self._put is not None:
+                    self._put(step, time, epoch, loss, norm, rate, self._totals[slot].tobytes())
                 low, high = self._band
                 self._low = low if low > log_norm - _STEP else log_norm - _STEP
                 self._high = high if high < log_norm + _STEP else log_norm + _STEP
@@ -211,8 +216,22 @@ class UsualSteps:
             {"action": "none" if config.enable_nan_inf_check else "off"},
         )
         self._plan.limit(math.inf if limit is None else limit, self._epsilon)
-        self._assignments = assignments.count
+        self._assignments, self._totals = assignments.count, self._plan.results[:, -1]
+        self._put = None if self._rows is None or self._terms.with_groups else self._rows.packed(self._row_terms())
         self._refresh()
+
+    def _row_terms(self) -> Terms:
+        """Return what the rows to come have in common."""
+        terms = self._terms
+        return Terms(
+            source=self._pair.name,
+            num_elements=terms.layout.total_count,
+            clip_type=terms.clip_type,
+            limit=terms.limit,
+            epsilon=terms.epsilon,
+            nan_inf=terms.nan_inf["action"],
+            with_statistics=self._pair.config.log_gradient_stats,
+        )
 
     def close(self) -> None:
         """Let all know of what waits, and take no step until opened."""
@@ -255,8 +274,8 @@ class UsualSteps:
         pair, health = self._pair, self._pair.monitor.health
         self._room = min(health.room, self._plan.num_slots)
         following = pair.step_count + 1
-        every = pair.config.grad_log_every_n_steps
-        self._until = following + (every - following % every) % every
+        every = self._every = pair.config.grad_log_every_n_steps
+        self._until = following + (every - following % every) % every if self._put is None else _FAR
         self._watched = bool(pair.analyzers.running)
         if self._watched and self._room:  # what is due at a step is placed at the end of the one before
             self._until = min(self._until, pair.analyzers.quiet_until(following, self._room + 1) - 1)

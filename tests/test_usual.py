@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import math
 import threading
 import weakref
 from collections.abc import Callable, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -19,6 +22,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from gradtrack import GradientManager, StepReport
+from gradtrack.record.delivery import Delivery
+from gradtrack.record.reading import find_journals
 from gradtrack.usual import UsualSteps
 from tests.training import small_model
 
@@ -143,11 +148,7 @@ def outcome(
     torch.manual_seed(0)
     loop = a_loop(backends=["memory"], **chosen)
 
-    def before(step: int) -> None:
-        if step in actions:
-            ACTIONS[actions[step]](loop, step)
-
-    reports = train(loop, range(120), before)
+    reports = train(loop, range(120), partial(run_action, loop, actions))
     manager, model, _ = loop
     shown = [plain(report) for report in (reversed(reports) if late else reports)]
     rows = [(row.step, dict(row.metrics), row.loss, row.issues) for row in manager.backend("memory").records]  # type: ignore[attr-defined]
@@ -196,6 +197,53 @@ def test_whatever_comes_between_usual_steps(action: str) -> None:
         each = outcome({}, actions, True)
     for one, other in zip(together, each, strict=True):
         np.testing.assert_equal(one, other)
+
+
+ROWS: list[dict[str, Any]] = [
+    {},
+    {"enable_gradient_clipping": False},
+    {"max_grad_norm": 0.2, "enable_nan_inf_check": False},
+    {"log_gradient_stats": False, "grad_log_every_n_steps": 3},
+    {"track_parameters": True},
+    {"analyzers": ["flow"]},
+    {"grad_track_per_weight_matrix": True},
+]
+
+
+@pytest.mark.parametrize("chosen", ROWS)
+@pytest.mark.parametrize("action", ["clip", "note", "NaN", "ten times", "micro-batch", "count on", "freeze", "bound"])
+def test_rows_are_those_of_steps_looked_at_closely(tmp_path: Path, chosen: dict[str, Any], action: str) -> None:
+    """All that the journal has of a step is the same to the bit, but the time."""
+    found = []
+    for name in ("together", "each"):
+        every = {"grad_log_every_n_steps": 1, "grad_track_per_weight_matrix": False, "save_gradient_plots": False}
+        loop = a_loop(run_dir=tmp_path / name, **{**every, **chosen})
+        actions = dict.fromkeys((QUIET + 7, QUIET + 30), action)
+        with closely() if name == "each" else nullcontext():
+            train(loop, range(110), partial(run_action, loop, actions))
+        loop[0].close()
+        (journal,) = find_journals(tmp_path / name)
+        found.append([(number, dataclasses.replace(record, time=0.0)) for number, record in journal.rows()])
+    np.testing.assert_equal(found[0], found[1])
+
+
+def run_action(loop: Loop, actions: Mapping[int, str], step: int) -> None:
+    """Do what is to be done before a step."""
+    if step in actions:
+        ACTIONS[actions[step]](loop, step)
+
+
+def test_most_rows_of_a_quiet_training_are_packed(tmp_path: Path) -> None:
+    """They are what is reported."""
+    loop = a_loop(run_dir=tmp_path, grad_log_every_n_steps=1, grad_track_per_weight_matrix=False)
+    train(loop, range(QUIET))
+    with mock.patch.object(Delivery, "write", autospec=True) as write:
+        reports = train(loop, range(QUIET, QUIET + 32))
+    assert write.call_count == 0
+    loop[0].close()
+    (journal,) = find_journals(tmp_path)
+    norms = [record.metrics["train/grad_norm"] for _, record in journal.rows()]
+    assert norms[-32:] == [report.clipping.norm_before for report in reports]
 
 
 @pytest.mark.parametrize("limit", [0.05, 100.0])

@@ -137,6 +137,21 @@ def log_norm(norm: float) -> float:
     return math.log(norm) if norm > 0 else -math.inf
 
 
+def describe_whole(
+    row: Sequence[float],
+    count: int,
+    missing: Sequence[str],
+    exponent: int = 0,
+    *,
+    squared_deviations: float | None = None,
+) -> dict[str, Any]:
+    """Return the fields of a `GradientStatistics`, from the row of everything."""
+    found = describe(row, count, exponent, squared_deviations=squared_deviations)
+    found["total_norm"], found["std"] = found.pop("norm"), found["variance"] ** 0.5
+    found["missing"] = missing
+    return found
+
+
 def describe(
     row: Sequence[float], count: int, exponent: int = 0, *, squared_deviations: float | None = None
 ) -> dict[str, Any]:

@@ -256,6 +256,17 @@ def coefficient_for(norm: float, threshold: float, epsilon: float) -> dict[str, 
     return {"clipped": True, "threshold": threshold, "coefficient": coefficient, "norm_after": norm * coefficient}
 
 
+def clipping_fields(
+    clip_type: str, limit: float | None, epsilon: float, norm: float, clip_rate: float
+) -> dict[str, Any]:
+    """Return the fields of a `ClippingReport` of a finite norm, which is limited unless there is no limit."""
+    if limit is None:
+        return {"enabled": False, "clip_type": clip_type, "norm_before": norm, "norm_after": norm}
+    found = coefficient_for(norm, limit, epsilon)
+    found["clip_type"], found["norm_before"], found["clip_rate"] = clip_type, norm, clip_rate
+    return found
+
+
 def _nothing() -> None:
     """Know of every step."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 from gradtrack.record.journal import Journal
@@ -44,8 +44,10 @@ class Feed:
         return self._next
 
     def offer(self, number: int, record: Record, *, kept: bool) -> None:
-        """Take a row in; `kept` says that the journal has it."""
+        """Take a row in, unless it came before; `kept` says that the journal has it."""
         with self._lock:
+            if number < self.accepted:
+                return
             self.accepted = number + 1
             if len(self._queue) < self._limit:
                 self._queue.append((number, record))
@@ -54,6 +56,11 @@ class Feed:
                 self.lost += 1
             if self._waits:
                 self._changed.notify()
+
+    def offer_all(self, rows: Sequence[Row], *, kept: bool) -> None:
+        """Take rows in."""
+        for number, record in rows:
+            self.offer(number, record, kept=kept)
 
     def take(self, limit: int, timeout_seconds: float) -> list[Row]:
         """Give the next rows out, or none when the time is over or `wake` was called."""

@@ -60,7 +60,10 @@ class Journal:
         self._marks: list[tuple[int, Path, int]] = []
         self._count, self._counts = 0, dict[Path, int]()
         """The rows of the last part, and those of the others."""
-        self._syncer = Syncer(self._limits.sync_seconds)
+        self._last, self._unsure = -1, False
+        """The number of the last row that was written together with others, and whether more of them may have been."""
+        self.syncer = Syncer(self._limits.sync_seconds)
+        """What makes the file durable, of whose rows it is told by `dirty`."""
 
     @property
     def path(self) -> Path | None:
@@ -69,7 +72,7 @@ class Journal:
 
     def append(self, number: int, record: Record, *, urgent: bool = False) -> bool:
         """Write a row and say whether the journal has it; an urgent one is made durable at once, by another thread."""
-        if self._syncer.unlinked:
+        if self.syncer.unlinked:
             self._forget_removed()
         try:
             line = encode_row(number, record, self.directory)
@@ -90,10 +93,48 @@ class Journal:
             return False
         self.rows += 1
         self._count += 1
-        self._syncer.dirty = True
+        self.syncer.dirty = True
         if urgent:
-            self._syncer.hurry()
+            self.syncer.hurry()
         return True
+
+    def append_all(self, rows: Sequence[tuple[int, Record]]) -> bool:
+        """Write those of rows that it does not have by one call, and say whether it has them all then.
+
+        Who is interrupted here may come again with the same rows.
+        """
+        if self._unsure:
+            self._find_out()
+        rows = [row for row in rows if row[0] > self._last]
+        if self._handle is not None and not self.syncer.unlinked:
+            with contextlib.suppress(Exception):  # then one by one, to know which of them
+                lines = b"".join([encode_row(number, record, self.directory) for number, record in rows])
+                if self._size + len(lines) <= self._limits.part_bytes:
+                    self._unsure = True
+                    _write_whole(self._handle, lines, self._size)
+                    self._count_in(rows, len(lines))
+                    return True
+        kept = True
+        for number, record in rows:
+            kept = self.append(number, record) and kept
+            self._last = number
+        return kept
+
+    def _count_in(self, rows: Sequence[tuple[int, Record]], size: int) -> None:
+        """Count rows that were written, once."""
+        if rows:
+            self._last = rows[-1][0]
+            self._marks.append((rows[0][0], self.parts[-1], self._size))
+        self._size += size
+        self.rows += len(rows)
+        self._count += len(rows)
+        self.syncer.dirty, self._unsure = True, False
+
+    def _find_out(self) -> None:
+        """Count the rows that had been written when an interrupt came."""
+        end = self._size if self._handle is None else os.lseek(self._handle, 0, os.SEEK_END)
+        rows = list(read_rows(self.parts[-1], offset=self._size, trusted=True)) if end > self._size else []
+        self._count_in(rows, end - self._size)
 
     def reread(self, start: int) -> Iterator[tuple[int, Record]]:
         """Yield the rows from a number on, as far as the journal still has them."""
@@ -110,7 +151,7 @@ class Journal:
 
     def sync(self, timeout_seconds: float) -> None:
         """Wait until the rows are on the disk, or until the time is over."""
-        self._syncer.sync(timeout_seconds)
+        self.syncer.sync(timeout_seconds)
 
     def close(self, timeout_seconds: float = 0.0) -> None:
         """Make the rows durable and let go of the file."""
@@ -118,7 +159,7 @@ class Journal:
             self._forget_removed()
         handle, self._handle = self._handle, None
         if handle is not None:
-            self._syncer.close(handle, timeout_seconds)
+            self.syncer.close(handle, timeout_seconds)
 
     def abandon(self) -> None:
         """Let go of the file in a forked child, without touching what the parent writes."""
@@ -153,10 +194,10 @@ class Journal:
         self._count = 0
         self.parts.append(path)
         self._marks.append((number, path, len(line)))
-        self._syncer.follow(handle)
+        self.syncer.follow(handle)
         before, self._handle, self._size = self._handle, handle, len(line)
         if before is not None:
-            self._syncer.retire(before)
+            self.syncer.retire(before)
         self._forget_oldest()
         return handle
 
@@ -180,7 +221,7 @@ class Journal:
     def _forget_removed(self) -> None:
         """Count the rows of files that were removed, and begin a new one with the next row."""
         if self._handle is not None:
-            self._syncer.retire(self._handle)
+            self.syncer.retire(self._handle)
             self._handle = None
         self._note_count()
         for part in [part for part in self.parts if not part.exists()]:
@@ -189,7 +230,7 @@ class Journal:
             self.failed += self._counts[part]
             self._forget(part)
         self._count = self._counts[self.parts[-1]] if self.parts else 0
-        self._syncer.unlinked = False
+        self.syncer.unlinked = False
 
     def _forget_oldest(self) -> None:
         """Keep the journal within its bound; whoever misses a row of a removed part counts it as lost."""

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from gradtrack.errors import JournalError
 from gradtrack.record.codec import decode_row, decode_run
+from gradtrack.record.tail import read_tail
 from gradtrack.records import Record, RunInfo
 
 FORMAT: Final = 1
@@ -52,8 +53,13 @@ class SavedJournal:
         `read` is told the number of bytes of each line.
         """
         self.damaged.clear()
+        last = -1
         for part in self.parts:
-            yield from read_rows(part, note=self.damaged.append, read=read)
+            for number, record in read_rows(part, note=self.damaged.append, read=read):
+                last = max(last, number)
+                yield number, record
+        for tail in sorted(self.parts[0].parent.glob("journal-*.tail")) if self.parts else ():
+            yield from read_tail(tail, self.run.run_id, self.rank, last)
 
 
 def find_journals(run_dir: Path) -> list[SavedJournal]:

@@ -23,7 +23,7 @@ _LEAD: Final = """
 import atexit, json, logging, os, signal, sys, time
 from pathlib import Path
 from tests.faults.trackers import backends_of
-from tests.record.training import Loop
+from tests.record.training import Loop, UsualLoop
 directory, tracker = Path(sys.argv[1]), sys.argv[2]
 def user_logs(loop):
     if tracker == "attached wandb":

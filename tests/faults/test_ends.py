@@ -22,12 +22,12 @@ slow = pytest.mark.slow
 SOME = [tracker if tracker == "tensorboard" else pytest.param(tracker, marks=slow) for tracker in TRACKERS]
 
 
-def end(directory: Path, tracker: str, case: str) -> None:
+def end(directory: Path, tracker: str, case: str, loop: str = "Loop") -> None:
     """Train, end in the middle of a delivery, and hold journal and tracker to every step after a replay."""
     prepare(directory, tracker)
     how, code = ENDS[case]
     program = f"""
-        loop = Loop(directory / "run", backends_of(tracker, directory))
+        loop = {loop}(directory / "run", backends_of(tracker, directory))
         train(loop, 60)
         await_delivery(loop)
         train(loop, 60)
@@ -46,6 +46,12 @@ def end(directory: Path, tracker: str, case: str) -> None:
 def test_case_07_killed_training_is_complete_after_a_replay(tmp_path: Path, tracker: str) -> None:
     """SIGKILL in the middle of a delivery costs no row of any tracker, and doubles none."""
     end(tmp_path, tracker, "test_case_07")
+
+
+@pytest.mark.parametrize("tracker", SOME)
+def test_case_07_killed_between_usual_steps_is_complete_after_a_replay(tmp_path: Path, tracker: str) -> None:
+    """Also of rows that were no lines of the journal yet."""
+    end(tmp_path, tracker, "test_case_07", "UsualLoop")
 
 
 @slow

@@ -52,13 +52,38 @@ class Loop:
         quick["save_gradient_plots"] = False
         self.manager = GradientManager(backends=backends, run_dir=run_dir, **{**quick, **settings})
 
+    def batch(self) -> torch.Tensor:
+        """Return what goes in."""
+        return torch.ones(4, 3)
+
     def run(self, steps: int) -> None:
         """Train for some steps."""
         for _ in range(steps):
             self.optimizer.zero_grad()
-            loss = self.model(torch.ones(4, 3)).square().mean()
+            loss = self.model(self.batch()).square().mean()
             self.manager.step(self.model, self.optimizer, loss)
             self.optimizer.step()
+
+
+class UsualLoop(Loop):
+    """A training of which most steps, and their rows, are usual ones."""
+
+    def __init__(self, run_dir: str | Path, backends: Sequence[Any], **settings: Any) -> None:
+        usual = {"engine": "native", "grad_track_per_weight_matrix": False, "max_grad_norm": 10.0}
+        super().__init__(run_dir, backends, **{**usual, **settings})
+        self.inputs = torch.randn(4, 3)
+        self.optimizer.param_groups[0]["lr"] = 1e-4
+
+    def batch(self) -> torch.Tensor:
+        """Return numbers on both sides of zero."""
+        return self.inputs
+
+    def assert_packed(self) -> None:
+        """Make sure that some of the last rows are no lines of the journal yet."""
+        delivery = self.manager._sink._delivery
+        assert delivery is not None
+        self.run(1) if not delivery._packed else None
+        assert delivery._packed, "every row is a line: the test shows nothing"
 
 
 def run_script(code: str, *arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:

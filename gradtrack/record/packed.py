@@ -1,0 +1,78 @@
+"""Rows of usual steps as a few numbers, of which their metrics are made when somebody wants them."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any, Final, NamedTuple
+
+from gradtrack.measure.moments import WIDTH, describe_whole
+from gradtrack.protect.clipping import clipping_fields
+from gradtrack.records import Record
+from gradtrack.reports.flat import flat_metrics
+from gradtrack.reports.issues import HEALTHY
+
+_ROW: Final = struct.Struct(f"<qqqdddd{8 * WIDTH}sq")
+_NUMBER: Final = struct.Struct("<q")
+_TOTAL: Final = struct.Struct(f"<{WIDTH}d")
+_NO_EPOCH: Final = -(2**63)
+_NO_LOSS: Final = float("nan")
+ROW_BYTES: Final = _ROW.size
+
+
+class Terms(NamedTuple):
+    """What the rows of successive usual steps have in common."""
+
+    source: str
+    num_elements: int
+    """Those of all gradients."""
+    clip_type: str
+    limit: float | None
+    """The limit of the norm, None where nothing is clipped."""
+    epsilon: float
+    nan_inf: str
+    """What is reported of elements that are not finite: `none`, or `off`."""
+    with_statistics: bool
+
+
+def pack_row(
+    number: int, step: int, time: float, epoch: int | None, loss: float | None, norm: float, rate: float, total: bytes
+) -> bytes:
+    """Write down a row; its number stands at both ends, so that half a row is none. `total` is the last of the sums."""
+    epoch = _NO_EPOCH if epoch is None else epoch
+    return _ROW.pack(number + 1, step, epoch, time, _NO_LOSS if loss is None else loss, norm, rate, total, number + 1)
+
+
+def number_of(row: bytes) -> int:
+    """Return the number of a row, -1 where it is no whole one."""
+    first: int = _NUMBER.unpack_from(row)[0]
+    return first - 1 if first > 0 and row.endswith(row[: _NUMBER.size]) else -1
+
+
+def unpack_row(terms: Terms, row: bytes) -> tuple[int, Record]:
+    """Return the number of a row and its record: to the bit what is made of the report of its step."""
+    following, step, epoch, time, loss, norm, rate, total, _ = _ROW.unpack(row)
+    return following - 1, Record(
+        step=step,
+        time=time,
+        metrics=_metrics(terms, step, norm, rate, _TOTAL.unpack(total)),
+        epoch=None if epoch == _NO_EPOCH else epoch,
+        loss=None if loss != loss else loss,
+        source=terms.source,
+    )
+
+
+def _metrics(terms: Terms, step: int, norm: float, rate: float, total: Any) -> dict[str, float]:
+    return flat_metrics(
+        step=step,
+        source=terms.source,
+        skipped=False,
+        health=HEALTHY,
+        clipping=clipping_fields(terms.clip_type, terms.limit, terms.epsilon, norm, rate),
+        nan_inf={"action": terms.nan_inf},
+        statistics=describe_whole(total, terms.num_elements, ()) if terms.with_statistics else None,
+        groups={},
+        parameters={},
+        ranks=None,
+        scaler=None,
+        analyzers={},
+    )
