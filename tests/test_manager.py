@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import gradtrack
 from gradtrack import GradientManager, Issue, StepReport, create_gradient_manager, safe_backward
-from gradtrack import manager as manager_module
+from gradtrack import rows as rows_module
 from gradtrack.errors import ClosedError, InputTypeError, RunDirectoryError, UsageError
 from gradtrack.outcome import to_record
 from tests.training import batch_loss, layer, look, optimizer_of, small_model, train, with_gradients
@@ -696,7 +696,7 @@ def test_rows_are_made_only_where_they_go_somewhere(monkeypatch: pytest.MonkeyPa
         made.append(outcome.report.step)
         return to_record(outcome, *rest)
 
-    monkeypatch.setattr(manager_module, "to_record", counted)
+    monkeypatch.setattr(rows_module, "to_record", counted)
     cases: list[tuple[dict[str, Any], list[int]]] = [
         ({}, []),
         ({"backends": ["memory"]}, [1, 2]),

@@ -148,7 +148,7 @@ def outcome(
     torch.manual_seed(0)
     loop = a_loop(backends=["memory"], **chosen)
 
-    reports = train(loop, range(120), partial(run_action, loop, actions))
+    reports = train(loop, range(105), partial(run_action, loop, actions))
     manager, model, _ = loop
     shown = [plain(report) for report in (reversed(reports) if late else reports)]
     rows = [(row.step, dict(row.metrics), row.loss, row.issues) for row in manager.backend("memory").records]  # type: ignore[attr-defined]
@@ -173,10 +173,10 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     st.sampled_from(SETTINGS),
-    st.dictionaries(st.integers(QUIET, 119), st.sampled_from(sorted(ACTIONS)), max_size=4),
+    st.dictionaries(st.integers(QUIET, 104), st.sampled_from(sorted(ACTIONS)), max_size=4),
     st.booleans(),
 )
 def test_nobody_can_tell_usual_steps_from_others(chosen: dict[str, Any], actions: dict[int, str], late: bool) -> None:
@@ -211,7 +211,7 @@ ROWS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("chosen", ROWS)
-@pytest.mark.parametrize("action", ["clip", "note", "NaN", "ten times", "micro-batch", "count on", "freeze", "bound"])
+@pytest.mark.parametrize("action", ["clip", "NaN", "micro-batch", "count on"])
 def test_rows_are_those_of_steps_looked_at_closely(tmp_path: Path, chosen: dict[str, Any], action: str) -> None:
     """All that the journal has of a step is the same to the bit, but the time."""
     found = []
