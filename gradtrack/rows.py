@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from gradtrack.config import GradientConfig
 from gradtrack.outcome import Outcome, late_records, talk, to_record
-from gradtrack.record.delivery import Put
 from gradtrack.record.packed import Terms
+from gradtrack.record.packing import Put
 from gradtrack.record.panels import Dashboard
 from gradtrack.record.sink import Sink
 from gradtrack.records import Panel

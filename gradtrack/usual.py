@@ -25,9 +25,9 @@ from gradtrack.measure.table import ParameterTable
 from gradtrack.outcome import Outcome
 from gradtrack.protect.clipping import clipping_fields
 from gradtrack.protect.strategies import ClippedNorm
-from gradtrack.record.delivery import Put
 from gradtrack.record.history import History, Known
 from gradtrack.record.packed import Terms
+from gradtrack.record.packing import Put
 from gradtrack.reports import HEALTHY, StepReport
 from gradtrack.rows import Rows
 
@@ -157,6 +157,8 @@ class UsualSteps:
                         return None
                     loss = loss.item()
                 if loss is not None and not (type(loss) is float and isfinite(loss)):
+                    return None
+                if epoch is not None and not (type(epoch) is int and -_FAR < epoch < _FAR):
                     return None
                 stretch = self._stretch
                 slot = len(stretch.entries)

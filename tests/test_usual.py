@@ -233,6 +233,17 @@ def run_action(loop: Loop, actions: Mapping[int, str], step: int) -> None:
         ACTIONS[actions[step]](loop, step)
 
 
+@pytest.mark.parametrize("epoch", [None, 3, 2**70, 1.5, np.int64(4), "three", True])
+def test_epochs_of_every_kind(tmp_path: Path, epoch: Any) -> None:
+    """What is passed as an epoch never stops a usual step, and is what it is on others."""
+    loop = a_loop(run_dir=tmp_path, grad_log_every_n_steps=1, grad_track_per_weight_matrix=False)
+    train(loop, range(QUIET))
+    loop[2].zero_grad()
+    report = loop[0].step(loop[1], loop[2], quiet_loss(loop[1], 0), epoch=epoch)
+    loop[0].flush()
+    assert dict(report.__dict__)["epoch"] is epoch
+
+
 def test_most_rows_of_a_quiet_training_are_packed(tmp_path: Path) -> None:
     """They are what is reported."""
     loop = a_loop(run_dir=tmp_path, grad_log_every_n_steps=1, grad_track_per_weight_matrix=False)

@@ -7,26 +7,22 @@ import functools
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping
-from typing import Any, Final
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from gradtrack.backends.base import Backend
 from gradtrack.record.faults import Faults, describe
-from gradtrack.record.feed import QUEUE_ROWS, Feed
+from gradtrack.record.feed import QUEUE_ROWS, Feed, Row
 from gradtrack.record.forks import ForkGuard
 from gradtrack.record.journal import Journal
 from gradtrack.record.offsets import Offsets, offsets_path
-from gradtrack.record.packed import Terms, number_of, pack_row, unpack_row
+from gradtrack.record.packed import Terms
+from gradtrack.record.packing import Numbers, PackedRows, Put
 from gradtrack.record.summary import log_summary
-from gradtrack.record.tail import CAN_BE_KEPT, END, Tail
 from gradtrack.record.validation import is_valid, validate
 from gradtrack.record.worker import Worker
 from gradtrack.records import Record, RunInfo
 from gradtrack.signals import pass_on
-
-_MANY_PACKED: Final = 1024
-"""So many rows of usual steps become lines of the journal at once, fewer with the next sync."""
-Put = Callable[[int, float, int | None, float | None, float, float, bytes], None]
 
 
 class Delivery:
@@ -50,25 +46,29 @@ class Delivery:
         self.backends = dict(backends)
         self._run, self._journal, self._timeout = run, journal, close_timeout_seconds
         self._guard = guard or ForkGuard()
-        if journal is not None:
-            self._guard.on_fork(self._abandon)
-            journal.syncer.before = self.settle
-        self._lock = threading.RLock()  # a handler of a signal may come between
-        self._settling = threading.RLock()
+        self._guard.on_fork(self._abandon)
+        self._numbers = Numbers()
+        self._packed: PackedRows | None = None
+        self._writing = threading.RLock()
         """Held while rows go to the journal and the feeds, so that they come there in their order."""
-        self._accepted = 0
-        self._packed: list[bytes] = []
-        self._terms: Terms | None = None
-        self._tail: Tail | None = None
         self._summed_up = False
         self._invalid = Faults("metrics")
         self._journal_fault: Exception | None = None
         self._journal_faults = Faults("journal")
+        if journal is not None:
+            self._packed = PackedRows(
+                journal,
+                run.run_id,
+                numbers=self._numbers,
+                guard=self._guard,
+                settling=self._writing,
+                deliver=self._offer,
+            )
         talking = self.backends if rank == 0 else {}
         self._inline = {name: _Inline(name, backend) for name, backend in talking.items() if backend.inline}
         self._offsets = Offsets(None)
         self._workers = {
-            name: Worker(name, backend, Feed(journal, limit=queue_rows), run, self._offsets, fetch=self.settle)
+            name: Worker(name, backend, Feed(journal, limit=queue_rows), run, self._offsets, fetch=self._fetch)
             for name, backend in talking.items()
             if not backend.inline
         }
@@ -87,11 +87,9 @@ class Delivery:
             return
         if not is_valid(record.metrics):
             record = self._mend(record)
-        with self._settling:
-            self.settle()
-            with self._lock:
-                number, self._accepted = self._accepted, self._accepted + 1
-            journal = self._journal
+        with self._writing:
+            self._settle()
+            number, journal = self._numbers.take(), self._journal
             urgent = not math.isfinite(record.metrics.get("train/grad_norm", 0.0))
             kept = journal is not None and journal.append(number, record, urgent=urgent)
             if journal is not None and (journal.fault is not None or self._offsets.path is None):
@@ -102,82 +100,30 @@ class Delivery:
                 worker.feed.offer(number, record, kept=kept)
 
     def packed(self, terms: Terms) -> Put | None:
-        """Return what takes the rows of usual steps on their way, until terms change; None where `write` has to."""
-        journal = self._journal
-        if journal is None or journal.fault is not None or not journal.parts or self._guard.forked:
-            return None
-        if self._inline or not CAN_BE_KEPT:
-            return None
-        with self._settling:
-            self.settle()
-            if terms != self._terms:
-                self._terms = None
-                try:
-                    if self._tail is None:
-                        path = journal.parts[0].with_suffix(".tail")
-                        self._tail = Tail(path, self._run.run_id, journal.rank)
-                    self._tail.begin(terms)
-                except (OSError, ValueError) as fault:
-                    self._journal_faults.note(fault, "every row is written for itself")
-                    return None
-                self._terms = terms
-        return self.put
+        """Return what takes the rows of usual steps on their way, None where `write` has to."""
+        return None if self._packed is None or self._inline else self._packed.way(terms)
 
-    def put(
-        self, step: int, time: float, epoch: int | None, loss: float | None, norm: float, rate: float, total: bytes
-    ) -> None:
-        """Hand the row of a usual step to the system, which becomes a line of the journal with others."""
-        tail, journal = self._tail, self._journal
-        if self._guard.forked:
-            self._guard.silent()
-            return
-        assert tail is not None
-        assert journal is not None
-        if tail.position >= END:
-            self.settle()
-            tail.rewind()
-        with self._lock:
-            number = self._accepted
-            row = pack_row(number, step, time, epoch, loss, norm, rate, total)
-            try:
-                tail.put(row)
-            except OSError as fault:
-                self._journal_faults.note(fault, "rows stay in memory until they are lines of the journal")
-            self._accepted = number + 1
-            self._packed.append(row)
-        journal.syncer.dirty = True
-        if len(self._packed) >= _MANY_PACKED:
-            journal.syncer.hurry()
+    def _offer(self, rows: Sequence[Row], kept: bool) -> None:
+        """Bring rows that the journal has had to the workers."""
+        if self._journal is not None and self._journal.fault is not None:
+            self._note(self._journal)
+        for worker in self._workers.values():
+            worker.feed.offer_all(rows, kept=kept)
 
-    def settle(self) -> None:
-        """Make lines of the journal of the rows that are none yet, and bring them to the feeds.
+    def _fetch(self) -> None:
+        if self._packed is not None:
+            self._packed.settle_by_itself()
 
-        Who is interrupted here leaves the rest to the next call.
-        """
-        if not self._packed or self._guard.forked:
-            return
-        with self._settling:
-            journal, terms = self._journal, self._terms
-            assert journal is not None
-            assert terms is not None
-            rows = [unpack_row(terms, row) for row in list(self._packed)]
-            if not rows:  # somebody else came first
-                return
-            kept = journal.append_all(rows)
-            if journal.fault is not None:
-                self._note(journal)
-            for worker in self._workers.values():
-                worker.feed.offer_all(rows, kept=kept)
-            with self._lock:
-                self._packed = [row for row in self._packed if number_of(row) > rows[-1][0]]
-                if not self._packed and self._tail is not None:
-                    self._tail.rewind()
+    def _settle(self) -> None:
+        """Let the rows of usual steps go where the others go."""
+        if self._packed is not None:
+            self._packed.settle()
 
     def flush(self) -> None:
         """Make everything that was delivered durable, waiting for the trackers no longer than for a close."""
         if self._guard.silent():
             return
-        self.settle()
+        self._settle()
         end = time.monotonic() + self._timeout
         asked = [worker.ask_flush() for worker in self._workers.values()]
         for inline in self._inline.values():
@@ -189,7 +135,7 @@ class Delivery:
 
     def _await_flush(self, worker: Worker) -> None:
         """Let a backend have every row so far, waiting for it no longer than for a close."""
-        self.settle()
+        self._settle()
         worker.ask_flush().wait(self._timeout)
 
     def close(self, *, failed: bool = False) -> None:
@@ -197,7 +143,7 @@ class Delivery:
         if self._summed_up or self._guard.silent():
             return
         end, left = time.monotonic() + self._timeout, list(self._workers.values())
-        self.settle()
+        self._settle()
         try:
             self._let_go(left, end, failed=failed)
         except BaseException:  # an interrupt from the keyboard: whoever has no patience learns what is left as well
@@ -207,15 +153,15 @@ class Delivery:
                     worker.give_up("it was not waited for to the end")
             raise
         finally:
-            if self._tail is not None:
-                self._tail.remove()
+            if self._packed is not None:
+                self._packed.close()
             self._offsets.save()
             self._sum_up()
 
     def _let_go(self, left: list[Worker], end: float, *, failed: bool) -> None:
         """Let every backend and the journal end within the time; the workers that did are taken out of the list."""
         for worker in left:
-            worker.feed.reach(self._accepted)
+            worker.feed.reach(self._numbers.following)
             worker.ask_close(failed=failed, end=end)
         for inline in self._inline.values():
             inline.close(failed=failed)
@@ -228,13 +174,13 @@ class Delivery:
 
     def _sum_up(self) -> None:
         self._summed_up = True
-        if self._accepted:
+        if self._numbers.following:
             directory = None if self._journal is None else self._journal.directory
             log_summary(self._run.run_id, self.status(), self.journal_status(), directory)
 
     def status(self) -> dict[str, dict[str, Any]]:
         """Tell for each backend what it has taken and what it has not, and why."""
-        self.settle()
+        self._settle()
         found = {name: inline.status() for name, inline in self._inline.items()}
         for name, worker in self._workers.items():
             found[name] = _status(
@@ -254,7 +200,7 @@ class Delivery:
         journal = self._journal
         if journal is None:
             return None
-        self.settle()
+        self._settle()
         return {
             "path": None if journal.path is None else str(journal.path),
             "rows": journal.rows,
@@ -267,8 +213,8 @@ class Delivery:
         """Let go of the files in a forked child."""
         if self._journal is not None:
             self._journal.abandon()
-        if self._tail is not None:
-            self._tail.let_go()
+        if self._packed is not None:
+            self._packed.let_go()
 
     def _mend(self, record: Record) -> Record:
         """Leave out the metrics that are none, and say so."""

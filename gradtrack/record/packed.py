@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 from gradtrack.measure.moments import WIDTH, describe_whole
@@ -11,7 +12,7 @@ from gradtrack.records import Record
 from gradtrack.reports.flat import flat_metrics
 from gradtrack.reports.issues import HEALTHY
 
-_ROW: Final = struct.Struct(f"<qqqdddd{8 * WIDTH}sq")
+_ROW: Final = struct.Struct(f"<qqqqdddd{8 * WIDTH}sq")
 _NUMBER: Final = struct.Struct("<q")
 _TOTAL: Final = struct.Struct(f"<{WIDTH}d")
 _NO_EPOCH: Final = -(2**63)
@@ -35,11 +36,19 @@ class Terms(NamedTuple):
 
 
 def pack_row(
-    number: int, step: int, time: float, epoch: int | None, loss: float | None, norm: float, rate: float, total: bytes
+    number: int,
+    terms: int,
+    step: int,
+    time: float,
+    epoch: int | None,
+    loss: float | None,
+    norm: float,
+    rate: float,
+    total: bytes,
 ) -> bytes:
     """Write down a row; its number stands at both ends, so that half a row is none. `total` is the last of the sums."""
-    epoch = _NO_EPOCH if epoch is None else epoch
-    return _ROW.pack(number + 1, step, epoch, time, _NO_LOSS if loss is None else loss, norm, rate, total, number + 1)
+    epoch, loss = _NO_EPOCH if epoch is None else epoch, _NO_LOSS if loss is None else loss
+    return _ROW.pack(number + 1, terms, step, epoch, time, loss, norm, rate, total, number + 1)
 
 
 def number_of(row: bytes) -> int:
@@ -48,9 +57,10 @@ def number_of(row: bytes) -> int:
     return first - 1 if first > 0 and row.endswith(row[: _NUMBER.size]) else -1
 
 
-def unpack_row(terms: Terms, row: bytes) -> tuple[int, Record]:
+def unpack_row(known: Sequence[Terms], row: bytes) -> tuple[int, Record]:
     """Return the number of a row and its record: to the bit what is made of the report of its step."""
-    following, step, epoch, time, loss, norm, rate, total, _ = _ROW.unpack(row)
+    following, index, step, epoch, time, loss, norm, rate, total, _ = _ROW.unpack(row)
+    terms = known[index]
     return following - 1, Record(
         step=step,
         time=time,

@@ -18,12 +18,13 @@ from gradtrack.backends.base import Backend
 from gradtrack.config import GradientConfig
 from gradtrack.errors import InputTypeError, UsageError
 from gradtrack.record.claims import Claim, claim_or_own
-from gradtrack.record.delivery import Delivery, Put, idle_status
+from gradtrack.record.delivery import Delivery, idle_status
 from gradtrack.record.destinations import chosen, destinations
 from gradtrack.record.files import ensure_writable, new_run_id
 from gradtrack.record.forks import ForkGuard
 from gradtrack.record.journal import Journal
 from gradtrack.record.packed import Terms
+from gradtrack.record.packing import Put
 from gradtrack.record.process import ProcessBackend, outsourced
 from gradtrack.record.rank import process_rank
 from gradtrack.records import Record, RunInfo

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from gradtrack.record.packed import ROW_BYTES, Terms, number_of, unpack_row
 from gradtrack.records import Record
@@ -37,14 +37,14 @@ class Tail:
             self.remove()
             raise
 
-    def begin(self, terms: Terms) -> None:
-        """Take rows of these terms from now on; those before must be lines of the journal by now."""
-        values = {"gradtrack_tail": _FORMAT, "run_id": self._run_id, "rank": self._rank, "terms": terms._asdict()}
-        header = json.dumps(values).encode("ascii")
-        if len(header) >= _HEADER_BYTES:
-            raise OSError(f"the header of {self.path.name} takes {len(header)} bytes")
-        os.pwrite(self._handle, header.ljust(_HEADER_BYTES - 1) + b"\n", 0)
-        self.position = _HEADER_BYTES
+    def tell(self, terms: Sequence[Terms]) -> None:
+        """Say what rows have in common; those that are there go on to name the same."""
+        told = [found._asdict() for found in terms]
+        header = {"gradtrack_tail": _FORMAT, "run_id": self._run_id, "rank": self._rank, "terms": told}
+        line = json.dumps(header).encode("ascii")
+        if len(line) >= _HEADER_BYTES:
+            raise ValueError(f"the header of {self.path.name} takes {len(line)} bytes")
+        os.pwrite(self._handle, line.ljust(_HEADER_BYTES - 1) + b"\n", 0)
 
     def put(self, row: bytes) -> None:
         """Hand a row to the system."""
@@ -82,13 +82,13 @@ def read_tail(path: Path, run_id: str, rank: int, after: int) -> Iterator[tuple[
         header = json.loads(content[:_HEADER_BYTES])
         if header["gradtrack_tail"] != _FORMAT or (header["run_id"], header["rank"]) != (run_id, rank):
             return
-        terms = Terms(**header["terms"])
+        terms = [Terms(**found) for found in header["terms"]]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):  # nothing was put into it
         return
     yield from _rows(content, terms, after)
 
 
-def _rows(content: bytes, terms: Any, after: int) -> Iterator[tuple[int, Record]]:
+def _rows(content: bytes, terms: Sequence[Terms], after: int) -> Iterator[tuple[int, Record]]:
     before = -1
     for start in range(_HEADER_BYTES, len(content) - ROW_BYTES + 1, ROW_BYTES):
         row = content[start : start + ROW_BYTES]

@@ -6,6 +6,7 @@ import errno
 import os
 import signal
 import struct
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradtrack.record import delivery as delivery_module
+from gradtrack.record import packing as packing_module
 from gradtrack.record import tail as tail_module
 from gradtrack.record.delivery import Delivery
 from gradtrack.record.journal import Journal, Limits
@@ -25,13 +26,14 @@ from tests.record.doubles import RUN, Recorder, in_child, row
 from tests.record.training import journaled_steps, run_script
 
 TERMS = Terms("", 10, "norm", 1.0, 1e-6, "none", True)
+OTHERS = TERMS._replace(source="critic", limit=None)
 TOTAL = struct.pack("<8d", 1.0, 4.0, -1.0, 1.5, 2.0, 0.0, 0.0, 0.0)
 HEADER = tail_module._HEADER_BYTES
 
 
 def packed(number: int, step: int | None = None) -> bytes:
     """Make a row."""
-    return pack_row(number, number if step is None else step, 5.0, None, 0.5, 2.0, 0.25, TOTAL)
+    return pack_row(number, 0, number if step is None else step, 5.0, None, 0.5, 2.0, 0.25, TOTAL)
 
 
 @pytest.fixture
@@ -57,9 +59,9 @@ def put(delivery: Delivery, *steps: int, terms: Terms = TERMS) -> None:
 )
 def test_a_row_comes_back_as_it_was(number: int, step: int, epoch: int | None, loss: float | None) -> None:
     """Number, step, time, epoch and loss, with the metrics that follow from the sums."""
-    whole = pack_row(number, step, 7.5, epoch, loss, 2.0, 0.25, TOTAL)
+    whole = pack_row(number, 1, step, 7.5, epoch, loss, 2.0, 0.25, TOTAL)
     assert number_of(whole) == number
-    found, record = unpack_row(TERMS, whole)
+    found, record = unpack_row([OTHERS, TERMS], whole)
     assert (found, record.step, record.time, record.epoch, record.loss) == (number, step, 7.5, epoch, loss)
     assert record.metrics["train/grad_mean"] == 0.1
     assert record.metrics["train/grad_norm_clipped"] == pytest.approx(1.0, rel=1e-6)
@@ -70,7 +72,7 @@ def test_only_whole_new_rows_are_read(tmp_path_factory: pytest.TempPathFactory, 
     """Whatever earlier rounds have left behind them, and where the last row was cut off."""
     path = tmp_path_factory.mktemp("tail") / "journal-000.tail"
     tail, number = Tail(path, "run-1", 0), 0
-    tail.begin(TERMS)
+    tail.tell([TERMS])
     for size in rounds:
         tail.rewind()
         for _ in range(size):
@@ -142,7 +144,7 @@ def test_they_are_made_durable_by_themselves(tmp_path: Path) -> None:
 
 def test_there_are_more_than_have_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The step in which the room ends makes lines of them, and the room is used again."""
-    monkeypatch.setattr(delivery_module, "END", HEADER + 8 * ROW_BYTES)
+    monkeypatch.setattr(packing_module, "END", HEADER + 8 * ROW_BYTES)
     delivery = Delivery({}, run=RUN, journal=Journal(tmp_path, RUN))
     delivery.write(row(0))
     put(delivery, *range(1, 30))
@@ -150,6 +152,63 @@ def test_there_are_more_than_have_room(tmp_path: Path, monkeypatch: pytest.Monke
     assert journaled_steps(tmp_path) == list(range(30))
     delivery.close()
     assert journaled_steps(tmp_path) == list(range(30))
+
+
+def test_pairs_that_step_in_turns(tmp_path: Path, opened: tuple[Delivery, Recorder]) -> None:
+    """Each row is of the pair that has put it on its way, also before it is a line."""
+    delivery, recorder = opened
+    first, second = delivery.packed(TERMS), delivery.packed(OTHERS)
+    assert first is not None
+    assert second is not None
+    for step in range(1, 5):
+        for take in (first, second):
+            take(step, 5.0, None, 0.5, 2.0, 0.25, TOTAL)
+    (journal,) = find_journals(tmp_path)
+    expected = [("", 0), *((source, step) for step in range(1, 5) for source in ("", "critic"))]
+    assert [(record.source, record.step) for _, record in journal.rows()] == expected
+    delivery.flush()
+    assert [(record.source, record.step) for record in recorder.records] == expected
+    clipped = ["train/grad_clip_coef" in record.metrics for record in recorder.records[1:]]
+    assert clipped == [True, False] * 4
+
+
+def test_terms_that_change_at_every_step(tmp_path: Path, opened: tuple[Delivery, Recorder]) -> None:
+    """As those of a schedule for the limit do: older ones are forgotten, and whoever still has them goes on."""
+    delivery, recorder = opened
+    first = delivery.packed(TERMS)
+    assert first is not None
+    for step in range(1, 41):
+        put(delivery, 2 * step, terms=TERMS._replace(limit=float(step)))
+        first(2 * step + 1, 5.0, None, 0.5, 2.0, 0.25, TOTAL)
+    assert journaled_steps(tmp_path) == [0, *range(2, 82)]
+    delivery.flush()
+    limits = [record.metrics["train/grad_clip_threshold"] for record in recorder.records[1:]]
+    assert limits == [limit for step in range(1, 41) for limit in (float(step), 1.0)]
+
+
+def test_many_threads_put_rows(tmp_path: Path) -> None:
+    """Each with terms of its own, while others ask: none is lost, doubled or taken for another's."""
+    recorder = Recorder()
+    delivery = Delivery({"recorder": recorder}, run=RUN, journal=Journal(tmp_path, RUN))
+    delivery.write(row(0))
+
+    def put_some(name: str) -> None:
+        for step in range(200):
+            put(delivery, step, terms=TERMS._replace(source=f"{name}{step // 10}"))
+            if step % 50 == 0:
+                delivery.status()
+
+    threads = [threading.Thread(target=put_some, args=(name,)) for name in "abc"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    delivery.close()
+    found = [(record.source, record.step) for record in recorder.records[1:]]
+    assert sorted(found) == sorted((f"{name}{step // 10}", step) for name in "abc" for step in range(200))
+    (journal,) = find_journals(tmp_path)
+    numbers = [number for number, _ in journal.rows()]
+    assert numbers == list(range(601))
 
 
 def test_a_part_that_is_full_ends_with_them(tmp_path: Path) -> None:

@@ -81,9 +81,10 @@ class UsualLoop(Loop):
     def assert_packed(self) -> None:
         """Make sure that some of the last rows are no lines of the journal yet."""
         delivery = self.manager._sink._delivery
-        assert delivery is not None
-        self.run(1) if not delivery._packed else None
-        assert delivery._packed, "every row is a line: the test shows nothing"
+        rows = None if delivery is None else delivery._packed
+        assert rows is not None
+        self.run(1) if not rows.packed else None
+        assert rows.packed, "every row is a line: the test shows nothing"
 
 
 def run_script(code: str, *arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
