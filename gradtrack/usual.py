@@ -8,28 +8,23 @@ from functools import partial
 from math import isfinite, log
 from operator import attrgetter
 from time import time as now
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, final
+from typing import TYPE_CHECKING, Any, Final, final
 
-import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
 from gradtrack.config import assignments
 from gradtrack.diagnose.evidence import LEAST_LEFT, CalmStep, has_chosen_limit
 from gradtrack.diagnose.rule import SLACK, TENFOLD
-from gradtrack.facts import StepFacts
 from gradtrack.measure.gradients import Gradients
-from gradtrack.measure.layout import Layout
 from gradtrack.measure.moments import SMALLEST_SQUARES
 from gradtrack.measure.table import ParameterTable
 from gradtrack.outcome import Outcome
-from gradtrack.protect.clipping import clipping_fields
 from gradtrack.protect.strategies import ClippedNorm
 from gradtrack.record.history import History, Known
-from gradtrack.record.packed import Terms
 from gradtrack.record.packing import Put
-from gradtrack.reports import HEALTHY, StepReport
+from gradtrack.reports import StepReport
 from gradtrack.rows import Rows
+from gradtrack.stretch import Common, Stretch
 
 if TYPE_CHECKING:
     from gradtrack.pair import Pair
@@ -40,77 +35,6 @@ _FIRST: Final = 2
 """Before that step there is something to be told of the settings."""
 _FAR: Final = 2**63
 _grad = attrgetter("grad")
-
-
-_Entry = tuple[float | None, float, float, float, Any]
-"""What is known of a step beside its sums: loss, norm, ln of the norm, clip rate and learning rates."""
-
-
-class _Terms(NamedTuple):
-    """What usual steps have in common for as long as nothing changes."""
-
-    layout: Layout
-    aliases: dict[str, list[str]]
-    with_groups: bool
-    with_parameters: bool
-    clip_type: str
-    limit: float | None
-    epsilon: float
-    nan_inf: dict[str, Any]
-
-    def clipping(self, norm: float, clip_rate: float) -> dict[str, Any]:
-        """Return the fields of a `ClippingReport`."""
-        return clipping_fields(self.clip_type, self.limit, self.epsilon, norm, clip_rate)
-
-
-class _Stretch:
-    """Steps that wait to be taken in; their reports can be read before, and keep neither model nor gradients alive."""
-
-    __slots__ = ("_facts", "_first", "_results", "_shared", "entries", "terms")
-
-    def __init__(self, terms: _Terms, results: NDArray[np.float64]) -> None:
-        self.terms, self.entries = terms, list[_Entry]()
-        self._results, self._shared = results, True
-        self._first = len(terms.layout.names)
-        """The row of the first group; what comes before belongs to the parameters."""
-        self._facts: dict[int, StepFacts] = {}
-
-    def leave(self) -> None:
-        """Let the memory of the results be used for the next steps."""
-        self._results, self._shared = self._results[: len(self.entries)].copy(), False
-
-    def shrink(self) -> None:
-        """Forget the rows of the single parameters, unless the reports are to show them."""
-        for facts in list(self._facts.values()):
-            facts.shrink()
-        if not self.terms.with_parameters:
-            self._results, self._first = self._results[:, self._first :].copy(), 0
-
-    def fields(self, slot: int) -> dict[str, Any]:
-        """Return the fields of the report of a step."""
-        return self.facts(slot)()
-
-    def facts(self, slot: int) -> StepFacts:
-        """Return what is known of a step."""
-        facts = self._facts.get(slot)
-        if facts is None:
-            facts = self._facts[slot] = self._make(slot)
-        return facts
-
-    def _make(self, slot: int) -> StepFacts:
-        terms, results, first = self.terms, self._results[slot], self._first
-        loss, norm, _, clip_rate, rates = self.entries[slot]
-        facts = StepFacts(terms.layout, {})
-        facts.aliases = terms.aliases
-        facts.with_groups, facts.with_parameters = terms.with_groups, terms.with_parameters
-        if self._shared:
-            results = results.copy()
-        if first:
-            facts.rows = results[:first]
-        facts.group_rows, facts.total = results[first:-1], results[-1].tolist()
-        facts.loss, facts.lr = loss, rates
-        facts.nan_inf, facts.clipping, facts.health = terms.nan_inf, terms.clipping(norm, clip_rate), HEALTHY
-        return facts
 
 
 @final
@@ -131,8 +55,8 @@ class UsualSteps:
         self._band, self._low, self._high = (math.inf, -math.inf), math.inf, -math.inf
         self._table: ParameterTable
         self._plan: Any
-        self._terms: _Terms
-        self._stretch: _Stretch
+        self._common: Common
+        self._stretch: Stretch
         self._reports: list[StepReport] = []
 
     def take(self, loss: Tensor | float | None, epoch: int | None, batch: object) -> StepReport | None:
@@ -207,7 +131,7 @@ class UsualSteps:
         self._plan, self._table = layout.plan, pair.table
         self._limit, self._epsilon = limit, pair.clipper.epsilon
         self._chosen = limit if has_chosen_limit(config) else None
-        self._terms = _Terms(
+        self._common = Common(
             layout,
             pair.table.aliases,
             config.grad_track_per_weight_matrix,
@@ -219,21 +143,11 @@ class UsualSteps:
         )
         self._plan.limit(math.inf if limit is None else limit, self._epsilon)
         self._assignments, self._totals = assignments.count, self._plan.results[:, -1]
-        self._put = None if self._rows is None or self._terms.with_groups else self._rows.packed(self._row_terms())
+        self._put = None
+        if self._rows is not None and not self._common.with_groups:
+            terms = self._common.of_rows(pair.name, with_statistics=config.log_gradient_stats)
+            self._put = self._rows.packed(terms)
         self._refresh()
-
-    def _row_terms(self) -> Terms:
-        """Return what the rows to come have in common."""
-        terms = self._terms
-        return Terms(
-            source=self._pair.name,
-            num_elements=terms.layout.total_count,
-            clip_type=terms.clip_type,
-            limit=terms.limit,
-            epsilon=terms.epsilon,
-            nan_inf=terms.nan_inf["action"],
-            with_statistics=self._pair.config.log_gradient_stats,
-        )
 
     def close(self) -> None:
         """Let all know of what waits, and take no step until opened."""
@@ -251,11 +165,11 @@ class UsualSteps:
                 return
             stretch.leave()
             reports, self._reports = self._reports, []
-            self._stretch = _Stretch(self._terms, self._plan.results)
+            self._stretch = Stretch(self._common, self._plan.results)
             self._room -= len(reports)
             self._take_in(stretch, reports)
 
-    def _take_in(self, stretch: _Stretch, reports: list[StepReport]) -> None:
+    def _take_in(self, stretch: Stretch, reports: list[StepReport]) -> None:
         pair, limit, epsilon = self._pair, self._limit, self._epsilon
         calm, norms, known = list[CalmStep](), list[ClippedNorm](), list[Known]()
         for loss, norm, log_norm, _, _ in stretch.entries:
@@ -266,7 +180,7 @@ class UsualSteps:
             known.append((norm, clipped, False, True))
         if limit is not None:
             pair.clipper.observe(norms)
-        pair.judgement.take_in(calm, stretch.terms.layout.missing)
+        pair.judgement.take_in(calm, stretch.common.layout.missing)
         pair.flight.push(reports, stretch.facts, stretch.shrink)
         pair.monitor.keep(*reports)
         self._history.extend(reports, known, size=pair.config.max_gradient_history)
@@ -284,7 +198,7 @@ class UsualSteps:
         self._band = max(health.band[0], _LOWEST), min(health.band[1], self._ceiling())
         self._low, self._high = max(health.low, self._band[0]), min(health.high, self._band[1])
         self._open = self._room > 0 and following < self._until
-        self._stretch = _Stretch(self._terms, self._plan.results)
+        self._stretch = Stretch(self._common, self._plan.results)
 
     def _ceiling(self) -> float:
         """Return ln of the norm of which clipping would leave so little that it is judged at once."""

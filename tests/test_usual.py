@@ -347,3 +347,30 @@ def test_a_loss_that_cannot_be_read_is_refused_as_ever() -> None:
         loop[0].step(loop[1], loop[2], torch.ones(2, requires_grad=True))
     with pytest.raises(TypeError, match="expected a tensor"):
         loop[0].step(loop[1], loop[2], "loss", backward=False)  # type: ignore[arg-type]
+
+
+def test_another_thread_reads_reports_while_steps_are_made() -> None:
+    """Each report has the numbers of its own step, whatever is measured meanwhile."""
+    loop, done = a_loop(max_grad_norm=100.0, track_parameters=True), threading.Event()
+    reports: list[StepReport] = []
+    norms: list[float] = []
+
+    def keep_norm(step: int) -> None:
+        grads = [param.grad.flatten() for param in loop[1].parameters() if param.grad is not None]
+        norms.append(float(torch.cat(grads).norm()))
+
+    def read() -> None:
+        while not done.wait(1e-5):
+            for report in reports[-3:]:
+                report.resolve()
+
+    reading = threading.Thread(target=read)
+    reading.start()
+    for step in range(600):
+        reports += train(loop, range(step, step + 1), keep_norm)
+    done.set()
+    reading.join()
+    for report, norm in zip(reports, norms, strict=True):
+        assert report.clipping.norm_before == pytest.approx(norm, rel=1e-5)
+        parts = [found.norm for found in report.parameters.values()]
+        assert math.hypot(*parts) == pytest.approx(norm, rel=1e-5)
