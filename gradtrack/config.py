@@ -133,11 +133,12 @@ class GradientConfig(BaseModel):
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in type(self).model_fields:
             raise ConfigError(_unknown(name))
-        assignments.count += 1
         try:
             super().__setattr__(name, value)
         except ValidationError as fault:
             raise readable(fault) from None
+        finally:
+            assignments.count += 1
 
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
         for name, value in super().__repr_args__():

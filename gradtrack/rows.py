@@ -48,10 +48,11 @@ class Rows:
     def packed(self, terms: Terms) -> Put | None:
         """Return what takes the rows of usual steps of a pair, None where they have to be sent one by one."""
         config = self._config
+        if config.verbose_logging or config.log_histograms or config.track_parameters:
+            return None
         if not self.go_somewhere:
             return _nowhere
-        plain = not (config.verbose_logging or config.log_histograms or config.track_parameters)
-        return None if self.is_new(terms.source) or not plain else self._sink.packed(terms)
+        return None if self.is_new(terms.source) else self._sink.packed(terms)
 
 
 def _nowhere(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from operator import itemgetter
 from typing import Any
@@ -29,6 +30,7 @@ class Stepping:
         self._closure_calls: int | None = None
         self._rates: list[list[tuple[Any, Any]]] = []
         self._last_rates: list[Any] = []
+        self._last_groups: Any = None
         """The same of a single optimizer, where all of its groups have a rate."""
         self._watch = StepWatch()
 
@@ -63,8 +65,11 @@ class Stepping:
 
         While they stay as they were the same list is returned.
         """
-        if self._last_rates and list(map(_lr, self.optimizers[0].param_groups)) == self._last_rates:
-            return self._rates
+        groups = self.optimizers[0].param_groups if self._last_rates else None
+        if groups is not None and groups is self._last_groups:
+            with suppress(KeyError):  # a group has lost its rate
+                if list(map(_lr, groups)) == self._last_rates:
+                    return self._rates
         found, plain = list[list[tuple[Any, Any]]](), True
         for optimizer in self.optimizers:
             rates = []
@@ -75,6 +80,7 @@ class Stepping:
                 rates.append((group.get("name", index), rate))
             found.append(rates)
         alone = plain and len(found) == 1 and all("lr" in group for group in self.optimizers[0].param_groups)
+        self._last_groups = self.optimizers[0].param_groups if alone else None
         self._last_rates = [rate for _, rate in found[0]] if alone else []
         if not plain or found != self._rates:
             self._rates = found if plain else []

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 import threading
+import weakref
 from functools import partial
 from math import isfinite, log
 from operator import attrgetter
@@ -34,7 +36,13 @@ _LOWEST: Final = 0.5 * math.log(SMALLEST_SQUARES)
 _FIRST: Final = 2
 """Before that step there is something to be told of the settings."""
 _FAR: Final = 2**63
+_PATIENCE: Final = 4
+_LONGEST_PAUSE: Final = 32
+"""After so many steps that were none, it is asked less and less often whether the next may be usual."""
 _grad = attrgetter("grad")
+
+
+_everyone: weakref.WeakSet[UsualSteps] = weakref.WeakSet()
 
 
 @final
@@ -47,9 +55,9 @@ class UsualSteps:
 
     def __init__(self, pair: Pair, history: History, rows: Rows | None = None) -> None:
         self._pair, self._history, self._rows = pair, history, rows
-        self._every = 0
+        self._every = self._fruitless = self._pause = 0
         self._put: Put | None = None
-        self._open = self._taking = self._watched = False
+        self._open = self._taking = self._is_to_close = self._watched = False
         self._lock = threading.RLock()  # a handler of a signal may want to read
         self._assignments = self._until = self._room = 0
         self._band, self._low, self._high = (math.inf, -math.inf), math.inf, -math.inf
@@ -58,6 +66,7 @@ class UsualSteps:
         self._common: Common
         self._stretch: Stretch
         self._reports: list[StepReport] = []
+        _everyone.add(self)
 
     def take(self, loss: Tensor | float | None, epoch: int | None, batch: object) -> StepReport | None:
         """Look at the gradients of a step that is usual; else return None, and leave them as they are."""
@@ -84,8 +93,9 @@ class UsualSteps:
                     return None
                 if epoch is not None and not (type(epoch) is int and -_FAR < epoch < _FAR):
                     return None
-                stretch = self._stretch
-                slot = len(stretch.entries)
+                stretch, slot = self._stretch, len(self._reports)
+                if len(stretch.entries) > slot:  # one was interrupted
+                    del stretch.entries[slot:]
                 norm = self._plan.look(list(map(_grad, table.params)), slot, self._low, self._high)
                 if not norm > 0:
                     return None
@@ -96,8 +106,9 @@ class UsualSteps:
                 )
                 limit, log_norm = self._limit, log(norm)
                 rate = 0.0 if limit is None else pair.clipper.engage(limit / (norm + self._epsilon) < 1.0)
-                self._reports.append(report)
                 stretch.entries.append((loss, norm, log_norm, rate, pair.stepping.rates()))
+                self._reports.append(report)
+                self._fruitless = 0
                 if not step % self._every and self._put is not None:
                     self._put(step, time, epoch, loss, norm, rate, self._totals[slot].tobytes())
                 low, high = self._band
@@ -107,6 +118,8 @@ class UsualSteps:
                 self._taking = False
             if self._watched and pair.judgement.startles(log_norm, loss):
                 self._startle()
+            elif self._is_to_close:
+                self.close()
             elif slot + 1 >= self._room:
                 self.settle()
                 self._refresh()
@@ -114,7 +127,10 @@ class UsualSteps:
 
     def open(self, grads: Gradients, outcome: Outcome) -> None:
         """Take the next steps where they may be usual, after this one, which has set everything up for them."""
-        pair, config = self._pair, self._pair.config
+        if self._pause:  # the last ones after which it was open were all unusual
+            self._pause -= 1
+            return
+        pair, config, count = self._pair, self._pair.config, assignments.count
         clips, clip_type = config.enable_gradient_clipping, config.effective_clip_type
         if not (
             grads.as_planned
@@ -142,18 +158,24 @@ class UsualSteps:
             {"action": "none" if config.enable_nan_inf_check else "off"},
         )
         self._plan.limit(math.inf if limit is None else limit, self._epsilon)
-        self._assignments, self._totals = assignments.count, self._plan.results[:, -1]
+        self._assignments, self._totals = count, self._plan.results[:, -1]
         self._put = None
         if self._rows is not None and not self._common.with_groups:
             terms = self._common.of_rows(pair.name, with_statistics=config.log_gradient_stats)
             self._put = self._rows.packed(terms)
+        self._fruitless += 1
+        self._pause = min(self._fruitless, _LONGEST_PAUSE) if self._fruitless > _PATIENCE else 0
         self._refresh()
 
     def close(self) -> None:
         """Let all know of what waits, and take no step until opened."""
-        if self._open:
-            self.settle()
-            self._open = False
+        if not self._open:
+            return
+        with self._lock:
+            self._is_to_close = self._taking  # a handler of a signal does so: the step is taken first
+            if not self._taking:
+                self.settle()
+                self._open, self._until = False, 0
 
     def settle(self) -> None:
         """Let all know of the steps that wait."""
@@ -161,10 +183,11 @@ class UsualSteps:
             return
         with self._lock:
             stretch = self._stretch
-            if self._taking or not stretch.entries:
+            if self._taking or not self._reports:
                 return
-            stretch.leave()
             reports, self._reports = self._reports, []
+            del stretch.entries[len(reports) :]
+            stretch.leave()
             self._stretch = Stretch(self._common, self._plan.results)
             self._room -= len(reports)
             self._take_in(stretch, reports)
@@ -208,9 +231,22 @@ class UsualSteps:
         highest = limit / LEAST_LEFT - epsilon
         return math.log(highest) - SLACK if highest > 0 else -math.inf
 
+    def enter_child(self) -> None:
+        """Go on in a forked copy of the process, whose parent's threads may have held the lock."""
+        self._lock, self._taking = threading.RLock(), False
+
     def _startle(self) -> None:
         """Let the analyzers look at the next step, which then is not a usual one."""
         pair = self._pair
         self.close()
         pair.analyzers.alert(pair.step_count + 1)
         pair.analyzers.arm(pair.model, pair.step_count + 1)
+
+
+def _enter_child() -> None:
+    for one in list(_everyone):
+        one.enter_child()
+
+
+if hasattr(os, "register_at_fork"):  # which Windows has not
+    os.register_at_fork(after_in_child=_enter_child)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import gc
 import math
+import os
 import threading
 import weakref
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -19,6 +21,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import BaseModel
 from torch import Tensor, nn
 
 from gradtrack import GradientManager, StepReport
@@ -337,6 +340,127 @@ def test_a_handler_of_a_signal_may_ask_within_a_step() -> None:
     train(loop, range(QUIET, QUIET + 3))
     assert seen
     assert [report.step for report in loop[0].reports] == list(range(1, QUIET + 4))
+
+
+def hook_look(loop: Loop, hook: Callable[[], object]) -> None:
+    """Call something within the next look, as a handler of a signal does."""
+    plan = usual(loop)._plan
+
+    class Hooked:
+        """A plan in whose look a handler runs."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(plan, name)
+
+        def look(self, *args: Any) -> float:
+            usual(loop)._plan = plan
+            hook()
+            return plan.look(*args)  # type: ignore[no-any-return]
+
+    usual(loop)._plan = Hooked()
+
+
+def test_a_handler_of_a_signal_may_close_within_a_step(tmp_path: Path) -> None:
+    """Every step up to the one under way is in summary, reports and journal."""
+    loop = a_loop(run_dir=tmp_path, grad_log_every_n_steps=1, grad_track_per_weight_matrix=False)
+    train(loop, range(QUIET))
+    assert_waiting(loop)
+    hook_look(loop, loop[0].close)
+    train(loop, range(QUIET, QUIET + 1))
+    assert loop[0].get_training_summary().total_steps == len(loop[0].reports) == QUIET + 1
+    (journal,) = find_journals(tmp_path)
+    assert [record.step for _, record in journal.rows()] == list(range(1, QUIET + 2))
+
+
+def test_a_handler_of_a_signal_may_note_something_within_a_step() -> None:
+    """No step is lost, and the next report has the note."""
+    loop = a_loop()
+    train(loop, range(QUIET))
+    assert_waiting(loop)
+    hook_look(loop, lambda: loop[0].note("hello"))
+    reports = train(loop, range(QUIET, QUIET + 2))
+    assert reports[-1].notes == ["hello"]
+    assert loop[0].get_training_summary().total_steps == len(loop[0].reports) == QUIET + 2
+
+
+def test_an_interrupt_within_a_step_costs_no_other() -> None:
+    """Wherever it strikes: reports stay those of their steps, and nothing raises later."""
+    for name in ("rates", "deferred", "engage"):
+        loop = a_loop(max_grad_norm=100.0)
+        train(loop, range(QUIET))
+        assert_waiting(loop)
+        pair = next(iter(loop[0]._roster))
+        owner: Any = {"rates": pair.stepping, "deferred": StepReport, "engage": pair.clipper}[name]
+        with mock.patch.object(owner, name, side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+            train(loop, range(QUIET, QUIET + 1))
+        train(loop, range(QUIET + 1, QUIET + 5))
+        train(loop, range(QUIET + 5, QUIET + 6), partial(run_action, loop, {QUIET + 5: "NaN"}))
+        loop[0].close()
+        assert len(loop[0].flight_recorder) == 8
+        assert [report.step for report in loop[0].reports] == [*range(1, QUIET + 1), *range(QUIET + 2, QUIET + 7)]
+
+
+def test_a_group_that_has_lost_its_rate() -> None:
+    """It is reported with a rate of zero, as ever."""
+    loop = a_loop()
+    train(loop, range(QUIET))
+    rate = loop[2].param_groups[0].pop("lr")
+    loop[2].zero_grad()
+    report = loop[0].step(loop[1], loop[2], quiet_loss(loop[1], 0))
+    assert rate > 0
+    assert report.lr == {"0": 0.0}
+
+
+def test_lines_are_logged_for_usual_steps_too(caplog: pytest.LogCaptureFixture) -> None:
+    """One for every recorded step, also where rows go nowhere."""
+    caplog.set_level("INFO", "gradtrack")
+    settings = {"verbose_logging": True, "grad_log_every_n_steps": 5, "grad_track_per_weight_matrix": False}
+    train(a_loop(**settings), range(200))
+    assert sum(message.startswith("step ") for message in caplog.messages) == 40
+
+
+def test_a_setting_counts_from_the_step_after_its_assignment() -> None:
+    """Also where a step was made while it was being assigned."""
+    loop = a_loop(max_grad_norm=100.0)
+    train(loop, range(QUIET))
+    set_value = BaseModel.__setattr__
+
+    def step_first(self: BaseModel, name: str, value: Any) -> None:
+        train(loop, range(QUIET, QUIET + 2))
+        set_value(self, name, value)
+
+    with mock.patch.object(BaseModel, "__setattr__", step_first):
+        loop[0].config.max_grad_norm = 0.01
+    assert train(loop, range(QUIET + 2, QUIET + 3))[0].clipping.threshold == 0.01
+
+
+def test_where_no_step_is_usual_it_is_hardly_asked() -> None:
+    """As where the limit is assigned before every step."""
+    loop = a_loop()
+    train(loop, range(QUIET))
+
+    def assign(step: int) -> None:
+        loop[0].config.max_grad_norm = 1.0 + step
+
+    with mock.patch.object(UsualSteps, "_refresh", autospec=True, side_effect=UsualSteps._refresh) as asked:
+        train(loop, range(QUIET, QUIET + 300), assign)
+    assert asked.call_count < 40
+    train(loop, range(QUIET, QUIET + 100))
+    assert_waiting(loop)
+
+
+def test_a_forked_copy_trains_on(tmp_path: Path) -> None:
+    """Also where another thread of its parent was reading."""
+    loop = a_loop()
+    train(loop, range(QUIET))
+    with ThreadPoolExecutor(1) as other:
+        other.submit(usual(loop)._lock.acquire).result()
+        child = os.fork()
+        if not child:
+            train(loop, range(QUIET, QUIET + 3))
+            os._exit(0)
+        other.submit(usual(loop)._lock.release).result()
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_a_loss_that_cannot_be_read_is_refused_as_ever() -> None:

@@ -88,8 +88,8 @@ class Delivery:
         if not is_valid(record.metrics):
             record = self._mend(record)
         with self._writing:
-            self._settle()
-            number, journal = self._numbers.take(), self._journal
+            number = self._numbers.take() if self._packed is None else self._packed.number_alone()
+            journal = self._journal
             urgent = not math.isfinite(record.metrics.get("train/grad_norm", 0.0))
             kept = journal is not None and journal.append(number, record, urgent=urgent)
             if journal is not None and (journal.fault is not None or self._offsets.path is None):

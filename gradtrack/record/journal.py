@@ -132,8 +132,10 @@ class Journal:
 
     def _find_out(self) -> None:
         """Count the rows that had been written when an interrupt came."""
-        end = self._size if self._handle is None else os.lseek(self._handle, 0, os.SEEK_END)
-        rows = list(read_rows(self.parts[-1], offset=self._size, trusted=True)) if end > self._size else []
+        end, rows = self._size, list[tuple[int, Record]]()
+        with contextlib.suppress(OSError):  # it was removed
+            end = self._size if self._handle is None else os.lseek(self._handle, 0, os.SEEK_END)
+            rows = list(read_rows(self.parts[-1], offset=self._size, trusted=True)) if end > self._size else []
         self._count_in(rows, end - self._size)
 
     def reread(self, start: int) -> Iterator[tuple[int, Record]]:

@@ -65,7 +65,7 @@ class PackedRows:
         self.faults = Faults("journal")
         self._run_id, self._settling, self._deliver = run_id, settling, deliver
         self._terms: list[Terms] = []
-        self._failed = False
+        self._failed, self._all_kept = False, True
         journal.syncer.before = self.settle_by_itself
 
     def way(self, terms: Terms) -> Put | None:
@@ -108,6 +108,14 @@ class PackedRows:
             self.settle()
             self.close()
 
+    def number_alone(self) -> int:
+        """Settle what is there, and return the number of a row that goes its own way while `settling` is held."""
+        while True:
+            self.settle()
+            with self.numbers.lock:
+                if not self.packed or self.guard.forked:
+                    return self.numbers.take()
+
     def settle(self) -> None:
         """Make lines of the journal of the rows that are none yet, and deliver them.
 
@@ -119,11 +127,21 @@ class PackedRows:
             rows = [unpack_row(self._terms, row) for row in list(self.packed)]
             if not rows:  # somebody else came first
                 return
-            self._deliver(rows, self.journal.append_all(rows))
+            kept = self.journal.append_all(rows)
+            self._all_kept = self._all_kept and kept
+            self._deliver(rows, kept)
             with self.numbers.lock:
                 self.packed = [row for row in self.packed if number_of(row) > rows[-1][0]]
                 if not self.packed and self.tail is not None:
-                    self.tail.rewind()
+                    self._reuse(self.tail)
+
+    def _reuse(self, tail: Tail) -> None:
+        """Use the room of rows that are lines by now; a tail that somebody has removed has to be made anew."""
+        if tail.is_unlinked:
+            self.close()
+            self._tell_terms()
+        elif self._all_kept:
+            tail.rewind()
 
     def settle_by_itself(self) -> None:
         """Do the same in a thread that nobody listens to."""
@@ -134,10 +152,15 @@ class PackedRows:
             self.faults.note(fault, _IN_MEMORY)
 
     def close(self) -> None:
-        """Remove the tail, whose rows are lines by now."""
-        tail, self.tail = self.tail, None
-        if tail is not None:
-            tail.remove()
+        """Let go of the tail, and remove it unless it has rows that the journal could not take."""
+        with self.numbers.lock:
+            tail, self.tail = self.tail, None
+            if tail is None:
+                return
+            if self._all_kept:
+                tail.remove()
+            else:
+                tail.let_go()
 
     def let_go(self) -> None:
         """Leave the tail to the process that this one is a copy of."""
@@ -157,12 +180,11 @@ class _Way:
         self, step: int, time: float, epoch: int | None, loss: float | None, norm: float, rate: float, total: bytes
     ) -> None:
         """Hand a row to the system."""
-        rows, syncer = self._rows, self._rows.journal.syncer
-        tail, numbers = rows.tail, rows.numbers
+        rows, numbers, syncer = self._rows, self._rows.numbers, self._rows.journal.syncer
         if rows.guard.forked:
             rows.guard.silent()
             return
-        if len(rows.packed) >= _MOST or (tail is not None and tail.position >= END):
+        if len(rows.packed) >= _MOST:
             rows.settle()
         while True:
             if self._round != rows.round:
@@ -170,16 +192,19 @@ class _Way:
             with numbers.lock:
                 if self._round != rows.round:  # another thread came between
                     continue
-                number = numbers.following
+                number, tail = numbers.following, rows.tail
                 row = pack_row(number, self._index, step, time, epoch, loss, norm, rate, total)
+                has_room = tail is not None and tail.position < END
                 try:
-                    if tail is not None and tail.position < END:
+                    if tail is not None and has_room:
                         tail.put(row)
                 except OSError as fault:
                     rows.faults.note(fault, _IN_MEMORY)
                 numbers.following = number + 1
                 rows.packed.append(row)
                 break
+        if not has_room:  # nor anything that keeps it but the journal
+            rows.settle()
         syncer.dirty = True
         if len(rows.packed) >= _MANY:
             syncer.hurry()

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from gradtrack.record.packed import ROW_BYTES, Terms, number_of, unpack_row
+from gradtrack.record.syncing import is_unlinked
 from gradtrack.records import Record
 
 _FORMAT: Final = 1
@@ -55,10 +56,16 @@ class Tail:
         """Use the room of the rows again."""
         self.position = _HEADER_BYTES
 
+    @property
+    def is_unlinked(self) -> bool:
+        """Whether somebody has removed the file."""
+        return is_unlinked(self._handle)
+
     def let_go(self) -> None:
-        """Leave the file as it is."""
+        """Leave the file as it is, and write to it no more."""
+        handle, self._handle = self._handle, -1
         with contextlib.suppress(OSError):
-            os.close(self._handle)
+            os.close(handle)
 
     def remove(self) -> None:
         """Remove the file, whose rows are lines of the journal."""

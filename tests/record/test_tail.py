@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gradtrack.record import journal as journal_module
 from gradtrack.record import packing as packing_module
 from gradtrack.record import tail as tail_module
 from gradtrack.record.delivery import Delivery
@@ -197,6 +198,8 @@ def test_many_threads_put_rows(tmp_path: Path) -> None:
             put(delivery, step, terms=TERMS._replace(source=f"{name}{step // 10}"))
             if step % 50 == 0:
                 delivery.status()
+            if step % 7 == 0:
+                delivery.write(row(step, source=f"{name}{step // 10}", metrics={"alone": 1.0}))
 
     threads = [threading.Thread(target=put_some, args=(name,)) for name in "abc"]
     for thread in threads:
@@ -204,11 +207,12 @@ def test_many_threads_put_rows(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     delivery.close()
-    found = [(record.source, record.step) for record in recorder.records[1:]]
+    found = [(record.source, record.step) for record in recorder.records[1:] if "alone" not in record.metrics]
+    assert len(recorder.records) == 601 + 3 * 29
     assert sorted(found) == sorted((f"{name}{step // 10}", step) for name in "abc" for step in range(200))
     (journal,) = find_journals(tmp_path)
     numbers = [number for number, _ in journal.rows()]
-    assert numbers == list(range(601))
+    assert numbers == list(range(601 + 3 * 29))
 
 
 def test_a_part_that_is_full_ends_with_them(tmp_path: Path) -> None:
@@ -266,6 +270,48 @@ def test_case_15_the_directory_is_removed(tmp_path: Path) -> None:
     journal.syncer.unlinked = True
     delivery.close()
     assert journaled_steps(directory) == [1]
+
+
+def test_case_15_the_files_are_removed_and_the_process_is_killed(tmp_path: Path) -> None:
+    """Rows of afterwards are in a tail of their own as soon as those before it have become lines."""
+    delivery = Delivery({}, run=RUN, journal=Journal(tmp_path, RUN))
+    delivery.write(row(0))
+    put(delivery, 1)
+    for path in tmp_path.iterdir():
+        path.unlink()
+    delivery.journal_status()
+    put(delivery, 2, 3)
+    assert [found for found in tmp_path.glob("*.tail") if found.stat().st_nlink]
+    content = next(tmp_path.glob("*.tail"))
+    assert [record.step for _, record in read_tail(content, "run-1", 0, -1)] == [2, 3]
+    delivery.close()
+
+
+def test_a_tail_that_was_let_go_writes_to_no_other_file(tmp_path: Path) -> None:
+    """Whoever has got its handle since."""
+    tail = Tail(tmp_path / "journal-000.tail", "run-1", 0)
+    tail.tell([TERMS])
+    tail.let_go()
+    others = [(tmp_path / str(index)).open("wb") for index in range(8)]
+    with pytest.raises(OSError, match="Bad file"):
+        tail.put(packed(0))
+    for other in others:
+        other.close()
+        assert not Path(other.name).stat().st_size
+
+
+def test_rows_that_the_journal_could_not_take_stay_in_the_tail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that is full to the end leaves them to a replay."""
+    delivery = Delivery({}, run=RUN, journal=Journal(tmp_path, RUN))
+    delivery.write(row(0))
+    put(delivery, 1, 2)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "no space left")
+
+    monkeypatch.setattr(journal_module, "_write_whole", full)
+    delivery.close()
+    assert journaled_steps(tmp_path) == [0, 1, 2]
 
 
 def test_before_the_first_row_there_is_no_tail(tmp_path: Path) -> None:
