@@ -15,9 +15,12 @@ from gradtrack.reports.issues import HEALTHY
 _ROW: Final = struct.Struct(f"<qqqqdddd{8 * WIDTH}sq")
 _NUMBER: Final = struct.Struct("<q")
 _TOTAL: Final = struct.Struct(f"<{WIDTH}d")
-_NO_EPOCH: Final = -(2**63)
-_NO_LOSS: Final = float("nan")
+NO_EPOCH: Final = -(2**63)
+NO_LOSS: Final = float("nan")
 ROW_BYTES: Final = _ROW.size
+pack: Final = _ROW.pack
+"""Writes down a row: number + 1, terms, step, epoch, time, loss, norm, clip rate, the last of the sums, number + 1. The
+number stands at both ends, so that half a row is none."""
 
 
 class Terms(NamedTuple):
@@ -35,22 +38,6 @@ class Terms(NamedTuple):
     with_statistics: bool
 
 
-def pack_row(
-    number: int,
-    terms: int,
-    step: int,
-    time: float,
-    epoch: int | None,
-    loss: float | None,
-    norm: float,
-    rate: float,
-    total: bytes,
-) -> bytes:
-    """Write down a row; its number stands at both ends, so that half a row is none. `total` is the last of the sums."""
-    epoch, loss = _NO_EPOCH if epoch is None else epoch, _NO_LOSS if loss is None else loss
-    return _ROW.pack(number + 1, terms, step, epoch, time, loss, norm, rate, total, number + 1)
-
-
 def number_of(row: bytes) -> int:
     """Return the number of a row, -1 where it is no whole one."""
     first: int = _NUMBER.unpack_from(row)[0]
@@ -65,7 +52,7 @@ def unpack_row(known: Sequence[Terms], row: bytes) -> tuple[int, Record]:
         step=step,
         time=time,
         metrics=_metrics(terms, step, norm, rate, _TOTAL.unpack(total)),
-        epoch=None if epoch == _NO_EPOCH else epoch,
+        epoch=None if epoch == NO_EPOCH else epoch,
         loss=None if loss != loss else loss,
         source=terms.source,
     )

@@ -19,7 +19,7 @@ from gradtrack.record import packing as packing_module
 from gradtrack.record import tail as tail_module
 from gradtrack.record.delivery import Delivery
 from gradtrack.record.journal import Journal, Limits
-from gradtrack.record.packed import ROW_BYTES, Terms, number_of, pack_row, unpack_row
+from gradtrack.record.packed import NO_EPOCH, NO_LOSS, ROW_BYTES, Terms, number_of, pack, unpack_row
 from gradtrack.record.reading import find_journals
 from gradtrack.record.replay import replay
 from gradtrack.record.tail import END, Tail, read_tail
@@ -34,7 +34,7 @@ HEADER = tail_module._HEADER_BYTES
 
 def packed(number: int, step: int | None = None) -> bytes:
     """Make a row."""
-    return pack_row(number, 0, number if step is None else step, 5.0, None, 0.5, 2.0, 0.25, TOTAL)
+    return pack(number + 1, 0, number if step is None else step, NO_EPOCH, 5.0, 0.5, 2.0, 0.25, TOTAL, number + 1)
 
 
 @pytest.fixture
@@ -60,7 +60,8 @@ def put(delivery: Delivery, *steps: int, terms: Terms = TERMS) -> None:
 )
 def test_a_row_comes_back_as_it_was(number: int, step: int, epoch: int | None, loss: float | None) -> None:
     """Number, step, time, epoch and loss, with the metrics that follow from the sums."""
-    whole = pack_row(number, 1, step, 7.5, epoch, loss, 2.0, 0.25, TOTAL)
+    told = NO_EPOCH if epoch is None else epoch, 7.5, NO_LOSS if loss is None else loss
+    whole = pack(number + 1, 1, step, *told, 2.0, 0.25, TOTAL, number + 1)
     assert number_of(whole) == number
     found, record = unpack_row([OTHERS, TERMS], whole)
     assert (found, record.step, record.time, record.epoch, record.loss) == (number, step, 7.5, epoch, loss)
