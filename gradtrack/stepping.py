@@ -30,8 +30,8 @@ class Stepping:
         self._closure_calls: int | None = None
         self._rates: list[list[tuple[Any, Any]]] = []
         self._last_rates: list[Any] = []
-        self._last_groups: Any = None
         """The same of a single optimizer, where all of its groups have a rate."""
+        self._last_groups: Any = None
         self._watch = StepWatch()
 
     def bind(self, optimizers: Sequence[Any], table: ParameterTable) -> None:

@@ -461,6 +461,12 @@ def _measure_item(table: Value, item: Value, results: Value, head: Value, first:
 
 
 @compiled
+def _is_one_sided(row: Value) -> Value:
+    """Say whether there are elements, and none of them on the other side of zero."""
+    return row[_LOW] <= row[_HIGH] and (row[_LOW] > 0.0 or row[_HIGH] < 0.0)
+
+
+@compiled
 def _merge_all(table: Value, results: Value, heads: Value) -> Value:
     """Merge heads into the rows of tensors, those into the rows of groups, and those into the last row.
 
@@ -474,7 +480,7 @@ def _merge_all(table: Value, results: Value, heads: Value) -> Value:
             _merge(results[tensor], heads[item])
     for tensor in range(num_tensors):
         row = results[tensor]
-        num_one_sided += row[_LOW] <= row[_HIGH] and (row[_LOW] > 0.0 or row[_HIGH] < 0.0)
+        num_one_sided += _is_one_sided(row)
         _merge(results[num_tensors + table[GROUP, tensor]], row)
     for group in range(num_tensors, total):
         _merge(results[total], results[group])
@@ -704,8 +710,7 @@ def _hides_any(table: Value, results: Value, counts: Value) -> Value:
     total = results.shape[0] - 1
     for tensor in range(num_tensors):
         row = results[tensor]
-        on_one_side = row[_LOW] <= row[_HIGH] and (row[_LOW] > 0.0 or row[_HIGH] < 0.0)
-        if not on_one_side or not _is_hidden(row, table[SIZE, tensor]):
+        if not _is_one_sided(row) or not _is_hidden(row, table[SIZE, tensor]):
             continue
         group = num_tensors + table[GROUP, tensor]
         for whole in (group, total):

@@ -202,7 +202,8 @@ class _Way:
                     if tail is not None and has_room:
                         tail.put(row)
                 except OSError as fault:
-                    rows.faults.note(fault, _IN_MEMORY)
+                    has_room = False
+                    rows.faults.note(fault, "such rows are lines of the journal at once")
                 numbers.following = after
                 rows.packed.append(row)
                 break

@@ -19,7 +19,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from gradtrack.measure import threads
+from gradtrack.measure import centres, threads
 from gradtrack.measure.deviations import find_deviations
 from gradtrack.measure.gradients import Gradients
 from gradtrack.measure.layout import Layout
@@ -529,6 +529,7 @@ class TestLook:
         moments = Measurer("native").measure(grads, group_of, 3)
         plan = ENGINE.plan(grads, ENGINE.tabulate(grads))
         plan.measure(grads, group_of, 3)
+        assert native.kernels.HIDDEN == centres._HIDDEN
         hidden = find_deviations(Gradients(grads, layout, {}), moments) is not None
         assert math.isnan(plan.look(grads, 0, -math.inf, math.inf)) == (hidden or not moments.total[1])
 

@@ -229,7 +229,7 @@ def test_a_part_that_is_full_ends_with_them(tmp_path: Path) -> None:
 def test_case_14_the_tail_cannot_be_written(
     opened: tuple[Delivery, Recorder], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The rows are in memory until they are lines, which is said once."""
+    """The rows are lines at once, which is said once."""
 
     def full(*_: object) -> int:
         raise OSError(errno.ENOSPC, "no space left")
@@ -241,6 +241,8 @@ def test_case_14_the_tail_cannot_be_written(
     for step in (1, 2):
         take(step, 5.0, None, 0.5, 2.0, 0.25, TOTAL)
     assert sum("no space left" in message for message in caplog.messages) == 1
+    assert delivery._packed is not None
+    assert not delivery._packed.packed
     delivery.flush()
     assert recorder.steps == [0, 1, 2]
 
