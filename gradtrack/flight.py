@@ -17,7 +17,6 @@ class FlightRecorder:
 
     def __init__(self) -> None:
         self._kept: deque[tuple[Sequence[StepReport], Callable[[int], StepFacts], Callable[[], object]]] = deque()
-        self._num_steps = 0
 
     def push(
         self, reports: Sequence[StepReport], facts: Callable[[int], StepFacts], shrink: Callable[[], object]
@@ -25,11 +24,9 @@ class FlightRecorder:
         """Take in steps, with what returns the facts of each; `shrink` is called when all of them have fallen out."""
         kept = self._kept
         kept.append((reports, facts, shrink))
-        self._num_steps += len(reports)
-        while self._num_steps - len(kept[0][0]) >= _STEPS:
-            fallen, _, forget = kept.popleft()
-            self._num_steps -= len(fallen)
-            forget()
+        # Counted anew, so that an exception between two lines leaves nothing that contradicts the steps.
+        while sum(len(found) for found, _, _ in kept) - len(kept[0][0]) >= _STEPS:
+            kept.popleft()[2]()
 
     def read(self) -> list[StepReport]:
         """Return the last steps with the statistics of every parameter, the newest last."""

@@ -78,8 +78,10 @@ class UsualSteps:
             self._taking = True
             try:
                 step, table = pair.step_count + 1, self._table
+                stretch, slot = self._stretch, len(self._reports)
                 if (
                     step >= self._until
+                    or slot >= self._room  # what should have been settled was interrupted
                     or assignments.count != self._assignments
                     or pair.coming_loss is not None
                     or table.stale()
@@ -93,13 +95,11 @@ class UsualSteps:
                     return None
                 if epoch is not None and not (type(epoch) is int and -_FAR < epoch < _FAR):
                     return None
-                stretch, slot = self._stretch, len(self._reports)
                 if len(stretch.entries) > slot:  # one was interrupted
                     del stretch.entries[slot:]
                 norm = self._plan.look(list(map(_grad, table.params)), slot, self._low, self._high)
                 if not norm > 0:
                     return None
-                pair.step_count = step
                 time = now()
                 report = StepReport.deferred(
                     partial(stretch.fields, slot), step=step, epoch=epoch, source=pair.name, time=time, batch=batch
@@ -107,7 +107,8 @@ class UsualSteps:
                 limit, log_norm = self._limit, log(norm)
                 rate = 0.0 if limit is None else pair.clipper.engage(limit / (norm + self._epsilon) < 1.0)
                 stretch.entries.append((loss, norm, log_norm, rate, pair.stepping.rates()))
-                self._reports.append(report)
+                pair.step_count = step
+                self._reports.append(report)  # from here on the step has been made, whatever passes
                 self._fruitless = 0
                 if not step % self._every and self._put is not None:
                     self._put(step, time, epoch, loss, norm, rate, self._totals[slot].tobytes())

@@ -397,7 +397,7 @@ def test_an_interrupt_within_a_step_costs_no_other() -> None:
         train(loop, range(QUIET + 5, QUIET + 6), partial(run_action, loop, {QUIET + 5: "NaN"}))
         loop[0].close()
         assert len(loop[0].flight_recorder) == 8
-        assert [report.step for report in loop[0].reports] == [*range(1, QUIET + 1), *range(QUIET + 2, QUIET + 7)]
+        assert [report.step for report in loop[0].reports] == list(range(1, QUIET + 6))
 
 
 def test_a_group_that_has_lost_its_rate() -> None:

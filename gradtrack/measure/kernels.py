@@ -44,6 +44,8 @@ CACHED_LINE = 16 * ITEM_ELEMENTS
 """The longest line that caches may hold; where torch has no team, only a longer one is worth waking other threads."""
 HIDDEN = 1e-6
 """A variance below this share of the mean square has lost more than six of its sixteen digits."""
+OUT_OF_BOUNDS = -2
+"""What a kernel returns where it would have to write beyond the memory that it was given."""
 BLOCK_ELEMENTS = 4096
 LINE_ELEMENTS = 64
 PREPARE, WORK, TEAM_WORK, WAIT, MERGE = 1, 2, 4, 8, 16
@@ -368,11 +370,11 @@ def _measure_part(
 
 @compiled
 def _lay_out(table: Value) -> Value:
-    """Place the tensors on the line and return its length, or -1 when one of them has no memory."""
+    """Place the tensors on the line and return its length, or -1 when one of them has no memory or no size."""
     num_tensors = table.shape[1] - 1
     position = 0
     for tensor in range(num_tensors):
-        if table[ADDRESS, tensor] == 0 and table[SIZE, tensor] > 0:
+        if table[SIZE, tensor] < 0 or (table[ADDRESS, tensor] == 0 and table[SIZE, tensor] > 0):
             return np.int64(-1)
         table[START, tensor] = position
         position += (table[SIZE, tensor] + LINE_ELEMENTS - 1) // LINE_ELEMENTS * LINE_ELEMENTS
@@ -514,6 +516,16 @@ MEASURE_IN_TEAM: int = _measure_in_team.address
 """What `measure` is told so that a team can measure."""
 
 
+@compiled
+def _groups_fit(table: Value, results: Value) -> Value:
+    """Say whether every tensor, its group and the total have a row of their own."""
+    num_groups = results.shape[0] - table.shape[1]
+    for tensor in range(table.shape[1] - 1):
+        if not 0 <= table[GROUP, tensor] < num_groups:
+            return False
+    return num_groups >= 0
+
+
 @compiled_now("int64(int64, int64[:, ::1], f8[:, ::1], f8[:, ::1], int64[::1], f8, f8)")
 def measure(
     phases: int,
@@ -528,8 +540,10 @@ def measure(
 
     The results hold a row per tensor, a row per group and the total; the heads a row per item. Nothing more
     is run after preparing a line that is not short, unless for a team, or one with a tensor without memory (its
-    length is -1).
+    length is -1). Nothing is written where a group or an item has no row: then it returns OUT_OF_BOUNDS.
     """
+    if not _groups_fit(table, results):
+        return OUT_OF_BOUNDS
     length: int = _lay_out(table) if phases & PREPARE else table[START, -1]
     if phases & PREPARE:
         progress[TAKEN], progress[DONE] = 0, 0
@@ -537,6 +551,8 @@ def measure(
             _clear(results[row])
         if length < 0 or (length > SHORT_LINE and not phases & TEAM_WORK):
             return length
+    if heads.shape[0] * ITEM_ELEMENTS < length:
+        return OUT_OF_BOUNDS
     if phases & WORK:
         _measure_items(table, results, heads, progress, first, second, 0, 1)
     if phases & TEAM_WORK:
@@ -676,7 +692,7 @@ def scale(phases: int, table: Integers, progress: Integers, coefficient: float) 
     return length
 
 
-PHASES, LIMIT, EPSILON, _SCALING, _COUNTS, _NUM_ORDERS = 0, 8, 9, 10, 11, 12
+PHASES, LIMIT, EPSILON, _SCALING, _COUNTS, _NUM_SLOTS, _NUM_ORDERS = 0, 8, 9, 10, 11, 12, 13
 """What `look` is told: the phases, and the bits of what limits the norm and of what is added to it. The other orders
 are addresses and sizes."""
 
@@ -693,7 +709,7 @@ def write_orders(table: Integers, results: Floats, heads: Floats, progress: Inte
         *(heads.ctypes.data, heads.shape[0]),
         progress.ctypes.data,
     )
-    found[_SCALING], found[_COUNTS] = SCALE_IN_TEAM, counts.ctypes.data
+    found[_SCALING], found[_COUNTS], found[_NUM_SLOTS] = SCALE_IN_TEAM, counts.ctypes.data, results.shape[0]
     return found
 
 
@@ -732,10 +748,12 @@ def look(place: int, slot: int, low: float, high: float) -> Value:
     """Measure into a slot as the orders at an address say, and clip where ln of the norm is between two bounds.
 
     Return the norm; NaN where it is not, or where what was measured does not tell all, such as the variance: then the
-    gradients stay as they are. Return -1 where they could not be measured. An array is taken apart by its caller, a
-    number is not: hence the address.
+    gradients stay as they are. Return -1 where they could not be measured, as where there is no such slot. An array is
+    taken apart by its caller, a number is not: hence the address.
     """
     told = carray(_pointer(place), _NUM_ORDERS, np.int64)
+    if not 0 <= slot < told[_NUM_SLOTS]:
+        return -1.0
     phases, num_rows = told[PHASES], told[4]
     table = carray(_pointer(told[1]), (NUM_FACTS, told[2]), np.int64)
     results = carray(_pointer(told[3] + 8 * COLUMNS * num_rows * slot), (num_rows, COLUMNS), np.float64)

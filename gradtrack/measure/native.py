@@ -269,6 +269,8 @@ def _halves(exponent: int) -> tuple[float, float]:
 
 
 def _count_items(length: int) -> int:
+    if length == kernels.OUT_OF_BOUNDS:
+        raise IndexError("gradients do not fit into the memory that their results were given")
     if length < 0:
         raise UsageError(
             "A gradient has elements but no memory: expected storage that is allocated. "

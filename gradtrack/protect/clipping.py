@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
@@ -23,6 +22,7 @@ from gradtrack.protect.units import limit_units, num_units
 from gradtrack.reports import ClippingReport
 
 _RATE_WINDOW: Final = 100
+_RATE_BITS: Final = (1 << _RATE_WINDOW) - 1
 _TORCH_EPSILON: Final = 1e-6
 _MOST_UNOBSERVED: Final = 32
 _ELEMENTWISE: Final = frozenset({"value", "agc"})
@@ -49,14 +49,15 @@ class GradientClipper:
         """What the settings were when these norms came."""
         self.settle: Callable[[], object] = _nothing
         """Lets it know of the steps that it has not been told of yet."""
-        self._engaged: deque[bool] = deque(maxlen=_RATE_WINDOW)
-        self._engaged_count = 0
+        self._engaged = (0, 0)
+        """In how many of the last hundred steps clipping could engage, and a bit for each, set where it did."""
         self._cut: tuple[Ranks, ClipType, CutUnits] | None = None
 
     @property
     def clip_rate(self) -> float:
         """Return the share of the last hundred steps in which clipping engaged."""
-        return self._engaged_count / len(self._engaged) if self._engaged else 0.0
+        num_steps, bits = self._engaged
+        return bits.bit_count() / num_steps if num_steps else 0.0
 
     def clip_gradients(self, model: nn.Module) -> ClippingReport:
         """Measure and clip the gradients that a model has now."""
@@ -86,7 +87,7 @@ class GradientClipper:
         if remember:
             self.remember(norm, found)
         found["clip_type"], found["norm_before"] = clip_type, norm
-        found["clip_rate"] = self._engaged_count / len(self._engaged) if self._engaged else 0.0
+        found["clip_rate"] = self.clip_rate
         return found
 
     def state_dict(self) -> dict[str, Any]:
@@ -94,7 +95,7 @@ class GradientClipper:
         self.settle()
         self._catch_up()
         strategies = {name: strategy.state_dict() for name, strategy in self._strategies.items()}
-        return {"strategies": strategies, "engaged": list(self._engaged)}
+        return {"strategies": strategies, "engaged": _booleans(*self._engaged)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` returned."""
@@ -102,8 +103,9 @@ class GradientClipper:
         self._unobserved = []
         for name, strategy in self._strategies.items():
             strategy.load_state_dict(state["strategies"][name])
-        self._engaged = deque(state["engaged"], maxlen=_RATE_WINDOW)
-        self._engaged_count = sum(self._engaged)
+        self._engaged = (0, 0)
+        for clipped in state["engaged"]:
+            self.engage(clipped)
 
     def _left_alone(self, clip_type: ClipType, norm: float) -> dict[str, Any]:
         """Scale nothing by a norm that is not finite, since that would make every gradient non-finite."""
@@ -135,13 +137,11 @@ class GradientClipper:
 
     def engage(self, clipped: bool) -> float:
         """Return the clip rate with a further step."""
-        engaged = self._engaged
-        if len(engaged) == _RATE_WINDOW and engaged[0]:
-            self._engaged_count -= 1
-        engaged.append(clipped)
-        if clipped:
-            self._engaged_count += 1
-        return self._engaged_count / len(engaged)
+        num_steps, bits = self._engaged
+        num_steps = num_steps + 1 if num_steps < _RATE_WINDOW else _RATE_WINDOW
+        bits = (bits << 1 | (1 if clipped else 0)) & _RATE_BITS
+        self._engaged = num_steps, bits  # one assignment, before or after which an exception may pass
+        return bits.bit_count() / num_steps
 
     def _catch_up(self) -> None:
         """Let the strategies know of the steps since they were asked last."""
@@ -254,6 +254,11 @@ def coefficient_for(norm: float, threshold: float, epsilon: float) -> dict[str, 
     if coefficient >= 1.0:
         return {"clipped": False, "threshold": threshold, "coefficient": 1.0, "norm_after": norm}
     return {"clipped": True, "threshold": threshold, "coefficient": coefficient, "norm_after": norm * coefficient}
+
+
+def _booleans(num_steps: int, bits: int) -> list[bool]:
+    """Return the bits of steps, the oldest first."""
+    return [bool(bits >> age & 1) for age in reversed(range(num_steps))]
 
 
 def clipping_fields(

@@ -571,3 +571,31 @@ class TestLook:
         assert norm == expected.norm
         for grad, old in zip(grads, before, strict=True):
             assert torch.equal(grad, old * (7.0 / (norm + 1e-6)))
+
+
+def test_looks_write_into_their_slots_only() -> None:
+    """A slot that is not there is refused by the kernel, and no memory beside the results is touched."""
+    grads = [torch.ones(5), torch.ones(3)]
+    engine = native.NativeEngine()
+    plan = engine.plan(grads, engine.tabulate(grads))
+    assert plan.measure(grads, np.zeros(2, dtype=np.int64), 1) is not None
+    before = plan.results.copy()
+    for slot in (-1, plan.num_slots + 1, 2**40):
+        assert plan.look(grads, slot, -math.inf, math.inf) == -1.0
+    assert np.array_equal(plan.results, before, equal_nan=True)
+
+
+@pytest.mark.parametrize("group", [-1, 1, 2**40])
+def test_group_without_a_row_is_refused(group: int) -> None:
+    """A tensor of a group that has no row is not measured, and nothing is written for it."""
+    engine, grads = native.NativeEngine(), [torch.ones(5), torch.ones(3)]
+    with pytest.raises(IndexError, match="do not fit"):
+        engine.measure(grads, np.array([0, group]), 1)
+
+
+@pytest.mark.slow
+def test_kernels_keep_to_their_arrays(tmp_path: Path) -> None:
+    """Every test of the engine passes where the compiler checks each index."""
+    checked = {**os.environ, "NUMBA_BOUNDSCHECK": "1", "NUMBA_CACHE_DIR": str(tmp_path)}
+    chosen = ["-q", "-p", "no:cacheprovider", "-m", "not slow", __file__]
+    subprocess.run([sys.executable, "-m", "pytest", *chosen], env=checked, check=True, timeout=900)
