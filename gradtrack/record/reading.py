@@ -55,22 +55,29 @@ class SavedJournal:
         self.damaged.clear()
         last = -1
         for part in self.parts:
+            shift: int | None = None
             for number, record in read_rows(part, note=self.damaged.append, read=read):
-                last = max(last, number)
-                yield number, record
+                if shift is None:  # two journals of one run count from zero each
+                    shift = max(last + 1 - number, 0)
+                last = max(last, number + shift)
+                yield number + shift, record
         for tail in sorted(self.parts[0].parent.glob("journal-*.tail")) if self.parts else ():
             yield from read_tail(tail, self.run.run_id, self.rank, last)
 
 
 def find_journals(run_dir: Path) -> list[SavedJournal]:
-    """Return the journals in a run's directory, the oldest first; of a part that was copied, the longer file."""
+    """Return the journals in a run's directory, the oldest first; of a part that was copied, the longer file.
+
+    Copies have the same header. Parts of one number with different headers come from two journals of one run, which two
+    threads could open before that was locked; the rows of both belong to it.
+    """
     found: dict[tuple[str, int], SavedJournal] = {}
-    known: dict[tuple[str, int, int], Path] = {}
+    known: dict[tuple[str, int, bytes], Path] = {}
     parts = sorted((run_dir / name for name in _names_in(run_dir) if _PART.fullmatch(name)), key=_order)
     if not parts:
         raise JournalError(f"{str(run_dir)!r} holds no journal: expected a run's directory. {_remedy(run_dir)}")
     for path in parts:
-        header = read_header(path)
+        header, line = read_header(path), _first_line(path)
         if header is None:
             continue
         run, rank = decode_run(header["run"], run_dir), int(header["rank"])
@@ -78,11 +85,11 @@ def find_journals(run_dir: Path) -> list[SavedJournal]:
         home = str(header["run"].get("run_dir") or "")
         new = SavedJournal(run=run, home=home, rank=rank, backends=backends, parts=[])
         parts_of_run = found.setdefault((run.run_id, rank), new).parts
-        first = known.setdefault((run.run_id, rank, int(header["part"])), path)
+        first = known.setdefault((run.run_id, rank, line), path)
         if first is path:
             parts_of_run.append(path)
         elif path.stat().st_size > first.stat().st_size:
-            parts_of_run[parts_of_run.index(first)] = known[run.run_id, rank, int(header["part"])] = path
+            parts_of_run[parts_of_run.index(first)] = known[run.run_id, rank, line] = path
     return list(found.values())
 
 
@@ -110,11 +117,7 @@ def _remedy(run_dir: Path) -> str:
 
 def read_header(path: Path) -> Mapping[str, Any] | None:
     """Return the first line of a part, or None where the process ended before it was whole."""
-    try:
-        with path.open("rb") as stream:
-            line = stream.readline(_LONGEST_LINE)
-    except OSError as fault:
-        raise _unreadable(path, fault) from None
+    line = _first_line(path)
     if not line.endswith(b"\n"):
         return None
     try:
@@ -133,6 +136,14 @@ def read_header(path: Path) -> Mapping[str, Any] | None:
             "Read it with the gradtrack that wrote it."
         )
     return header  # type: ignore[no-any-return]
+
+
+def _first_line(path: Path) -> bytes:
+    try:
+        with path.open("rb") as stream:
+            return stream.readline(_LONGEST_LINE)
+    except OSError as fault:
+        raise _unreadable(path, fault) from None
 
 
 def read_rows(

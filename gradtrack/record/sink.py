@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import platform
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -53,6 +54,7 @@ class Sink:
         self._directory = None if config.run_dir is None else config.run_dir.absolute()
         self._claim: Claim | None = None
         self._delivery: Delivery | None = None
+        self._opening = threading.RLock()  # two threads may come with their first rows at once
         self._guard = ForkGuard()
         self._closed = False
 
@@ -92,7 +94,9 @@ class Sink:
         if self._delivery is None:
             if self._guard.silent():
                 return
-            self._delivery = self._open()
+            with self._opening:
+                if self._delivery is None:
+                    self._delivery = self._open()
         self._delivery.write(record)
 
     def packed(self, terms: Terms) -> Put | None:
@@ -119,13 +123,14 @@ class Sink:
         """Let the backends go, also those that never got a record; a second call does nothing."""
         if self._guard.forked or self._closed:
             return
-        if self._delivery is None:
-            self._delivery = Delivery(
-                self._working,
-                run=self._run_info(),
-                guard=self._guard,
-                close_timeout_seconds=self._config.close_timeout_seconds,
-            )
+        with self._opening:
+            if self._delivery is None:
+                self._delivery = Delivery(
+                    self._working,
+                    run=self._run_info(),
+                    guard=self._guard,
+                    close_timeout_seconds=self._config.close_timeout_seconds,
+                )
         self._delivery.close(failed=failed)
         if self._claim is not None:
             self._claim.release()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import itertools
 import json
@@ -10,16 +11,21 @@ import os
 import re
 import shutil
 import stat
+import sys
 import tempfile
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gradtrack.config import GradientConfig
 from gradtrack.errors import JournalError
 from gradtrack.record.journal import Journal, Limits, is_being_written
 from gradtrack.record.reading import find_journals
+from gradtrack.record.sink import Sink
 from gradtrack.records import Record, RunInfo
 from tests.record.doubles import RUN, in_child, row
 from tests.record.strategies import records
@@ -373,3 +379,41 @@ def test_row_that_cannot_be_written_down_is_counted(tmp_path: Path) -> None:
     assert journal.append(1, row(2))
     assert (journal.rows, journal.failed, str(journal.fault)) == (1, 1, "no text")
     journal.close()
+
+
+def test_two_journals_of_one_run_are_read_together(tmp_path: Path) -> None:
+    """Rows of both are there, under numbers that no other row has, whichever file is the longer one."""
+    first = filled(tmp_path, [row(step) for step in range(3)])
+    second = Journal(tmp_path, dataclasses.replace(RUN, created=RUN.created + 1e-6))
+    for number in range(5):
+        assert second.append(number, row(10 + number))
+    second.close(10.0)
+    (found,) = find_journals(tmp_path)
+    assert [record.step for _, record in found.rows()] == [0, 1, 2, 10, 11, 12, 13, 14]
+    assert [number for number, _ in found.rows()] == list(range(8))
+    assert found.parts == [*first.parts, *second.parts]
+
+
+def test_two_threads_with_first_rows_share_a_journal(tmp_path: Path) -> None:
+    """Every row is in one file, under a number of its own."""
+    num_threads, num_rows = 6, 20
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for attempt in range(10):
+            sink = Sink(GradientConfig(run_dir=tmp_path / str(attempt)))
+            together = threading.Barrier(num_threads)
+
+            def write(thread: int, sink: Sink = sink, together: threading.Barrier = together) -> None:
+                together.wait()
+                for step in range(num_rows):
+                    sink.write(row(thread * num_rows + step))
+
+            with ThreadPoolExecutor(num_threads) as threads:
+                list(threads.map(write, range(num_threads)))
+            sink.close(failed=False)
+            (journal,) = find_journals(tmp_path / str(attempt))
+            assert sorted(record.step for _, record in journal.rows()) == list(range(num_threads * num_rows))
+            assert len(journal.parts) == 1
+    finally:
+        sys.setswitchinterval(before)
