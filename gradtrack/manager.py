@@ -60,9 +60,7 @@ class GradientManager:
         self._idle = IdleSettings(self.config)
         self._sink = Sink(self.config)
         self._rows, self._history = Rows(self.config, self._sink), History(self.config.max_gradient_history)
-        self._roster = Roster(
-            self.config, process_group, history=self._history, rows=self._rows, on_first=self._sink.prepare
-        )
+        self._roster = Roster(self.config, process_group, history=self._history, on_first=self._sink.prepare)
         self.monitor, self.clipper, self.nan_inf_handler = self._roster.first_components
         self._callbacks: list[IssueCallback] = []
         self._flight: list[StepReport] = []

@@ -30,7 +30,6 @@ from gradtrack.protect.guard import Guard
 from gradtrack.protect.nonfinite import NaNInfHandler
 from gradtrack.record.history import History
 from gradtrack.reports import Issue, LateReport, StepReport
-from gradtrack.rows import Rows
 from gradtrack.scaling import Scale, ScalerLog
 from gradtrack.shared_reading import SharedReading
 from gradtrack.stepping import Stepping
@@ -56,7 +55,6 @@ class Pair:
         horizon: int | None = None,
         process_group: Any = None,
         history: History | None = None,
-        rows: Rows | None = None,
     ) -> None:
         self.model, self.name, self.horizon = model, name, horizon
         self.config, self.analyzers = config, analyzers
@@ -75,7 +73,7 @@ class Pair:
         """The sum over the micro-batches of the coming step."""
         self.waiting = WaitingStep(self._conclude_late)
         self.stepping = Stepping()
-        self.usual = UsualSteps(self, history if history is not None else History(config.max_gradient_history), rows)
+        self.usual = UsualSteps(self, history if history is not None else History(config.max_gradient_history))
         self.monitor.settle, self.monitor.interrupt = self.usual.settle, self.usual.close
         self.clipper.settle = self.usual.settle
         self.bind(optimizers)

@@ -19,7 +19,6 @@ from gradtrack.pair import Components, Pair
 from gradtrack.protect.clipping import GradientClipper
 from gradtrack.protect.nonfinite import NaNInfHandler
 from gradtrack.record.history import History
-from gradtrack.rows import Rows
 from gradtrack.shares import Shares
 
 
@@ -38,11 +37,10 @@ class Roster:
         process_group: Any = None,
         *,
         history: History | None = None,
-        rows: Rows | None = None,
         on_first: Callable[[], object] = lambda: None,
     ) -> None:
         self._config, self._process_group, self._on_first = config, process_group, on_first
-        self._history, self._rows = history, rows
+        self._history = history
         self._measurer = Measurer(config.engine)
         self.first_components = self._components()
         self.first_analyzers = self._analyzers(config.analyzers)
@@ -159,7 +157,6 @@ class Roster:
             horizon=horizon,
             process_group=process_group if process_group is not None else self._process_group,
             history=self._history,
-            rows=self._rows,
         )
         if self._config.analyzers == "auto":
             analyzers.choose(model)

@@ -6,15 +6,13 @@ from collections.abc import Sequence
 
 from gradtrack.config import GradientConfig
 from gradtrack.outcome import Outcome, late_records, talk, to_record
-from gradtrack.record.packed import Terms
-from gradtrack.record.packing import Put
 from gradtrack.record.panels import Dashboard
 from gradtrack.record.sink import Sink
 from gradtrack.records import Panel
 
 
 class Rows:
-    """Sends the rows of steps to a sink: one by one, or as a few numbers those of usual steps."""
+    """Sends the rows of steps to a sink."""
 
     def __init__(self, config: GradientConfig, sink: Sink) -> None:
         self._config, self._sink = config, sink
@@ -44,18 +42,3 @@ class Rows:
         """Log lines for a recorded step, as far as the configuration asks for it."""
         if outcome.event and (self._config.verbose_logging or self._config.debug_mode):
             talk(outcome, self._config)
-
-    def packed(self, terms: Terms) -> Put | None:
-        """Return what takes the rows of usual steps of a pair, None where they have to be sent one by one."""
-        config = self._config
-        if config.verbose_logging or config.log_histograms or config.track_parameters:
-            return None
-        if not self.go_somewhere:
-            return _nowhere
-        return None if self.is_new(terms.source) else self._sink.packed(terms)
-
-
-def _nowhere(
-    step: int, time: float, epoch: int | None, loss: float | None, norm: float, rate: float, total: bytes
-) -> None:
-    """Take a row that nobody wants."""

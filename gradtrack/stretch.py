@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from gradtrack.facts import StepFacts
 from gradtrack.measure.layout import Layout
 from gradtrack.protect.clipping import clipping_fields
-from gradtrack.record.packed import Terms
 from gradtrack.reports import HEALTHY
 
 Entry = tuple[float | None, float, float, float, Any]
@@ -29,18 +28,6 @@ class Common(NamedTuple):
     limit: float | None
     epsilon: float
     nan_inf: dict[str, Any]
-
-    def of_rows(self, source: str, *, with_statistics: bool) -> Terms:
-        """Return what their rows have in common."""
-        return Terms(
-            source=source,
-            num_elements=self.layout.total_count,
-            clip_type=self.clip_type,
-            limit=self.limit,
-            epsilon=self.epsilon,
-            nan_inf=self.nan_inf["action"],
-            with_statistics=with_statistics,
-        )
 
     def clipping(self, norm: float, clip_rate: float) -> dict[str, Any]:
         """Return the fields of a `ClippingReport`."""

@@ -23,9 +23,7 @@ from gradtrack.measure.table import ParameterTable
 from gradtrack.outcome import Outcome
 from gradtrack.protect.strategies import ClippedNorm
 from gradtrack.record.history import History, Known
-from gradtrack.record.packing import Put
 from gradtrack.reports import StepReport
-from gradtrack.rows import Rows
 from gradtrack.stretch import Common, Stretch
 
 if TYPE_CHECKING:
@@ -53,10 +51,9 @@ class UsualSteps:
     it watches itself, has to `close` it. Whoever reads what steps leave behind has it `settle` first.
     """
 
-    def __init__(self, pair: Pair, history: History, rows: Rows | None = None) -> None:
-        self._pair, self._history, self._rows = pair, history, rows
-        self._every = self._fruitless = self._pause = 0
-        self._put: Put | None = None
+    def __init__(self, pair: Pair, history: History) -> None:
+        self._pair, self._history = pair, history
+        self._fruitless = self._pause = 0
         self._open = self._taking = self._is_to_close = self._watched = False
         self._lock = threading.RLock()  # a handler of a signal may want to read
         self._assignments = self._until = self._room = 0
@@ -100,9 +97,8 @@ class UsualSteps:
                 norm = self._plan.look(list(map(_grad, table.params)), slot, self._low, self._high)
                 if not norm > 0:
                     return None
-                time = now()
                 report = StepReport.deferred(
-                    partial(stretch.fields, slot), step=step, epoch=epoch, source=pair.name, time=time, batch=batch
+                    partial(stretch.fields, slot), step=step, epoch=epoch, source=pair.name, time=now(), batch=batch
                 )
                 limit, log_norm = self._limit, log(norm)
                 rate = 0.0 if limit is None else pair.clipper.engage(limit / (norm + self._epsilon) < 1.0)
@@ -110,8 +106,6 @@ class UsualSteps:
                 pair.step_count = step
                 self._reports.append(report)  # from here on the step has been made, whatever passes
                 self._fruitless = 0
-                if not step % self._every and self._put is not None:
-                    self._put(step, time, epoch, loss, norm, rate, self._totals[slot].tobytes())
                 low, high = self._band
                 self._low = low if low > log_norm - _STEP else log_norm - _STEP
                 self._high = high if high < log_norm + _STEP else log_norm + _STEP
@@ -159,11 +153,7 @@ class UsualSteps:
             {"action": "none" if config.enable_nan_inf_check else "off"},
         )
         self._plan.limit(math.inf if limit is None else limit, self._epsilon)
-        self._assignments, self._totals = count, self._plan.results[:, -1]
-        self._put = None
-        if self._rows is not None and not self._common.with_groups:
-            terms = self._common.of_rows(pair.name, with_statistics=config.log_gradient_stats)
-            self._put = self._rows.packed(terms)
+        self._assignments = count
         self._fruitless += 1
         self._pause = min(self._fruitless, _LONGEST_PAUSE) if self._fruitless > _PATIENCE else 0
         self._refresh()
@@ -214,8 +204,8 @@ class UsualSteps:
         pair, health = self._pair, self._pair.monitor.health
         self._room = min(health.room, self._plan.num_slots)
         following = pair.step_count + 1
-        every = self._every = pair.config.grad_log_every_n_steps
-        self._until = following + (every - following % every) % every if self._put is None else _FAR
+        every = pair.config.grad_log_every_n_steps
+        self._until = following + (every - following % every) % every
         self._watched = bool(pair.analyzers.running)
         if self._watched and self._room:  # what is due at a step is placed at the end of the one before
             self._until = min(self._until, pair.analyzers.quiet_until(following, self._room + 1) - 1)

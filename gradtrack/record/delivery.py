@@ -7,17 +7,15 @@ import functools
 import math
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from gradtrack.backends.base import Backend
 from gradtrack.record.faults import Faults, describe
-from gradtrack.record.feed import QUEUE_ROWS, Feed, Row
+from gradtrack.record.feed import QUEUE_ROWS, Feed
 from gradtrack.record.forks import ForkGuard
 from gradtrack.record.journal import Journal
 from gradtrack.record.offsets import Offsets, offsets_path
-from gradtrack.record.packed import Terms
-from gradtrack.record.packing import Numbers, PackedRows, Put
 from gradtrack.record.summary import log_summary
 from gradtrack.record.validation import is_valid, validate
 from gradtrack.record.worker import Worker
@@ -47,28 +45,18 @@ class Delivery:
         self._run, self._journal, self._timeout = run, journal, close_timeout_seconds
         self._guard = guard or ForkGuard()
         self._guard.on_fork(self._abandon)
-        self._numbers = Numbers()
-        self._packed: PackedRows | None = None
+        self._num_rows = 0
         self._writing = threading.RLock()
         """Held while rows go to the journal and the feeds, so that they come there in their order."""
         self._summed_up = False
         self._invalid = Faults("metrics")
         self._journal_fault: Exception | None = None
         self._journal_faults = Faults("journal")
-        if journal is not None:
-            self._packed = PackedRows(
-                journal,
-                run.run_id,
-                numbers=self._numbers,
-                guard=self._guard,
-                settling=self._writing,
-                deliver=self._offer,
-            )
         talking = self.backends if rank == 0 else {}
         self._inline = {name: _Inline(name, backend) for name, backend in talking.items() if backend.inline}
         self._offsets = Offsets(None)
         self._workers = {
-            name: Worker(name, backend, Feed(journal, limit=queue_rows), run, self._offsets, fetch=self._fetch)
+            name: Worker(name, backend, Feed(journal, limit=queue_rows), run, self._offsets)
             for name, backend in talking.items()
             if not backend.inline
         }
@@ -88,7 +76,7 @@ class Delivery:
         if not is_valid(record.metrics):
             record = self._mend(record)
         with self._writing:
-            number = self._numbers.take() if self._packed is None else self._packed.number_alone()
+            number, self._num_rows = self._num_rows, self._num_rows + 1
             journal = self._journal
             urgent = not math.isfinite(record.metrics.get("train/grad_norm", 0.0))
             kept = journal is not None and journal.append(number, record, urgent=urgent)
@@ -99,31 +87,10 @@ class Delivery:
             for worker in self._workers.values():
                 worker.feed.offer(number, record, kept=kept)
 
-    def packed(self, terms: Terms) -> Put | None:
-        """Return what takes the rows of usual steps on their way, None where `write` has to."""
-        return None if self._packed is None or self._inline else self._packed.way(terms)
-
-    def _offer(self, rows: Sequence[Row], kept: bool) -> None:
-        """Bring rows that the journal has had to the workers."""
-        if self._journal is not None and self._journal.fault is not None:
-            self._note(self._journal)
-        for worker in self._workers.values():
-            worker.feed.offer_all(rows, kept=kept)
-
-    def _fetch(self) -> None:
-        if self._packed is not None:
-            self._packed.settle_by_itself()
-
-    def _settle(self) -> None:
-        """Let the rows of usual steps go where the others go."""
-        if self._packed is not None:
-            self._packed.settle()
-
     def flush(self) -> None:
         """Make everything that was delivered durable, waiting for the trackers no longer than for a close."""
         if self._guard.silent():
             return
-        self._settle()
         end = time.monotonic() + self._timeout
         asked = [worker.ask_flush() for worker in self._workers.values()]
         for inline in self._inline.values():
@@ -135,7 +102,6 @@ class Delivery:
 
     def _await_flush(self, worker: Worker) -> None:
         """Let a backend have every row so far, waiting for it no longer than for a close."""
-        self._settle()
         worker.ask_flush().wait(self._timeout)
 
     def close(self, *, failed: bool = False) -> None:
@@ -143,7 +109,6 @@ class Delivery:
         if self._summed_up or self._guard.silent():
             return
         end, left = time.monotonic() + self._timeout, list(self._workers.values())
-        self._settle()
         try:
             self._let_go(left, end, failed=failed)
         except BaseException:  # an interrupt from the keyboard: whoever has no patience learns what is left as well
@@ -153,15 +118,13 @@ class Delivery:
                     worker.give_up("it was not waited for to the end")
             raise
         finally:
-            if self._packed is not None:
-                self._packed.close()
             self._offsets.save()
             self._sum_up()
 
     def _let_go(self, left: list[Worker], end: float, *, failed: bool) -> None:
         """Let every backend and the journal end within the time; the workers that did are taken out of the list."""
         for worker in left:
-            worker.feed.reach(self._numbers.following)
+            worker.feed.reach(self._num_rows)
             worker.ask_close(failed=failed, end=end)
         for inline in self._inline.values():
             inline.close(failed=failed)
@@ -174,13 +137,12 @@ class Delivery:
 
     def _sum_up(self) -> None:
         self._summed_up = True
-        if self._numbers.following:
+        if self._num_rows:
             directory = None if self._journal is None else self._journal.directory
             log_summary(self._run.run_id, self.status(), self.journal_status(), directory)
 
     def status(self) -> dict[str, dict[str, Any]]:
         """Tell for each backend what it has taken and what it has not, and why."""
-        self._settle()
         found = {name: inline.status() for name, inline in self._inline.items()}
         for name, worker in self._workers.items():
             found[name] = _status(
@@ -200,7 +162,6 @@ class Delivery:
         journal = self._journal
         if journal is None:
             return None
-        self._settle()
         return {
             "path": None if journal.path is None else str(journal.path),
             "rows": journal.rows,
@@ -213,8 +174,6 @@ class Delivery:
         """Let go of the files in a forked child."""
         if self._journal is not None:
             self._journal.abandon()
-        if self._packed is not None:
-            self._packed.let_go()
 
     def _mend(self, record: Record) -> Record:
         """Leave out the metrics that are none, and say so."""

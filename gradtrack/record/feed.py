@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Final
 
 from gradtrack.record.journal import Journal
@@ -56,11 +56,6 @@ class Feed:
                 self.lost += 1
             if self._waits:
                 self._changed.notify()
-
-    def offer_all(self, rows: Sequence[Row], *, kept: bool) -> None:
-        """Take rows in."""
-        for number, record in rows:
-            self.offer(number, record, kept=kept)
 
     def take(self, limit: int, timeout_seconds: float) -> list[Row]:
         """Give the next rows out, or none when the time is over or `wake` was called."""

@@ -60,8 +60,6 @@ class Journal:
         self._marks: list[tuple[int, Path, int]] = []
         self._count, self._counts = 0, dict[Path, int]()
         """The rows of the last part, and those of the others."""
-        self._last, self._unsure = -1, False
-        """The number of the last row that was written together with others, and whether more of them may have been."""
         self.syncer = Syncer(self._limits.sync_seconds)
         """What makes the file durable, of whose rows it is told by `dirty`."""
 
@@ -97,46 +95,6 @@ class Journal:
         if urgent:
             self.syncer.hurry()
         return True
-
-    def append_all(self, rows: Sequence[tuple[int, Record]]) -> bool:
-        """Write those of rows that it does not have by one call, and say whether it has them all then.
-
-        Who is interrupted here may come again with the same rows.
-        """
-        if self._unsure:
-            self._find_out()
-        rows = [row for row in rows if row[0] > self._last]
-        if self._handle is not None and not self.syncer.unlinked:
-            with contextlib.suppress(Exception):  # then one by one, to know which of them
-                lines = b"".join([encode_row(number, record, self.directory) for number, record in rows])
-                if self._size + len(lines) <= self._limits.part_bytes:
-                    self._unsure = True
-                    _write_whole(self._handle, lines, self._size)
-                    self._count_in(rows, len(lines))
-                    return True
-        kept = True
-        for number, record in rows:
-            kept = self.append(number, record) and kept
-            self._last = number
-        return kept
-
-    def _count_in(self, rows: Sequence[tuple[int, Record]], size: int) -> None:
-        """Count rows that were written, once."""
-        if rows:
-            self._last = rows[-1][0]
-            self._marks.append((rows[0][0], self.parts[-1], self._size))
-        self._size += size
-        self.rows += len(rows)
-        self._count += len(rows)
-        self.syncer.dirty, self._unsure = True, False
-
-    def _find_out(self) -> None:
-        """Count the rows that had been written when an interrupt came."""
-        end, rows = self._size, list[tuple[int, Record]]()
-        with contextlib.suppress(OSError):  # it was removed
-            end = self._size if self._handle is None else os.lseek(self._handle, 0, os.SEEK_END)
-            rows = list(read_rows(self.parts[-1], offset=self._size, trusted=True)) if end > self._size else []
-        self._count_in(rows, end - self._size)
 
     def reread(self, start: int) -> Iterator[tuple[int, Record]]:
         """Yield the rows from a number on, as far as the journal still has them."""

@@ -53,16 +53,17 @@ class SavedJournal:
         `read` is told the number of bytes of each line.
         """
         self.damaged.clear()
-        last = -1
+        last, known = -1, set[int]()
         for part in self.parts:
             shift: int | None = None
             for number, record in read_rows(part, note=self.damaged.append, read=read):
                 if shift is None:  # two journals of one run count from zero each
                     shift = max(last + 1 - number, 0)
                 last = max(last, number + shift)
+                known.add(number + shift)
                 yield number + shift, record
         for tail in sorted(self.parts[0].parent.glob("journal-*.tail")) if self.parts else ():
-            yield from read_tail(tail, self.run.run_id, self.rank, last)
+            yield from read_tail(tail, self.run.run_id, self.rank, known)
 
 
 def find_journals(run_dir: Path) -> list[SavedJournal]:

@@ -24,8 +24,6 @@ from gradtrack.record.destinations import chosen, destinations
 from gradtrack.record.files import ensure_writable, new_run_id
 from gradtrack.record.forks import ForkGuard
 from gradtrack.record.journal import Journal
-from gradtrack.record.packed import Terms
-from gradtrack.record.packing import Put
 from gradtrack.record.process import ProcessBackend, outsourced
 from gradtrack.record.rank import process_rank
 from gradtrack.records import Record, RunInfo
@@ -98,10 +96,6 @@ class Sink:
                 if self._delivery is None:
                     self._delivery = self._open()
         self._delivery.write(record)
-
-    def packed(self, terms: Terms) -> Put | None:
-        """Return what takes the rows of usual steps, None where `write` has to take them, as it does the first."""
-        return None if self._delivery is None else self._delivery.packed(terms)
 
     def tell_if_empty(self, num_steps: int) -> None:
         """Warn at the end of a training that was too short for a row, since its trackers show nothing of it."""

@@ -6,7 +6,6 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable
 from typing import Final
 
 _POLL_SECONDS: Final = 0.02
@@ -25,8 +24,6 @@ class Syncer:
         self._retired: list[int] = []
         self.dirty = self._closing = self.unlinked = False
         self._wake = threading.Event()
-        self.before: Callable[[], object] = _nothing
-        """Is called before the file is made durable, to write what is still to be written."""
         self._thread: threading.Thread | None = None
 
     def follow(self, handle: int) -> None:
@@ -71,7 +68,6 @@ class Syncer:
             self._wake.wait(self._interval)
             self._wake.clear()
             if self.dirty:
-                self.before()
                 self._settle()
 
     def _settle(self) -> None:
@@ -87,10 +83,6 @@ class Syncer:
                 os.fsync(handle)
             with contextlib.suppress(OSError):
                 os.close(handle)
-
-
-def _nothing() -> None:
-    """Have written everything."""
 
 
 def is_unlinked(handle: int) -> bool:

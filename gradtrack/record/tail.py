@@ -1,107 +1,86 @@
-"""The tail of a journal: rows that are in the hands of the system, and not yet lines of it."""
+"""The tail of a journal: rows that earlier versions kept in a file of their own until they were lines of it.
+
+No version since 0.2 writes a tail; rows that a killed process left in one are still read and replayed.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-from collections.abc import Iterator, Sequence
+import struct
+from collections.abc import Container, Iterator, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, NamedTuple
 
-from gradtrack.record.packed import ROW_BYTES, Terms, number_of, unpack_row
-from gradtrack.record.syncing import is_unlinked
+from gradtrack.measure.moments import WIDTH, describe_whole
+from gradtrack.protect.clipping import clipping_fields
 from gradtrack.records import Record
+from gradtrack.reports.flat import flat_metrics
+from gradtrack.reports.issues import HEALTHY
 
 _FORMAT: Final = 1
 _HEADER_BYTES: Final = 4096
-CAN_BE_KEPT: Final = hasattr(os, "pwrite")
-"""Whether the system can write into the middle of a file by one call."""
-END: Final = _HEADER_BYTES + 4096 * ROW_BYTES
-"""The position at which there is no room for a row any more."""
+_MOST_BYTES: Final = 2**21
+"""More than a tail ever has."""
+_ROW: Final = struct.Struct(f"<qqqqdddd{8 * WIDTH}sq")
+"""Number + 1, index of the terms, step, epoch, time, loss, norm, clip rate, sums of all gradients, number + 1."""
+_TOTAL: Final = struct.Struct(f"<{WIDTH}d")
+_NO_EPOCH: Final = -(2**63)
 
 
-class Tail:
-    """A file of fixed size that takes rows in one after the other, and begins anew when they are lines of the journal.
+class _Terms(NamedTuple):
+    """What rows have in common; the epsilon is added to the norm before the limit is divided by it."""
 
-    Whoever reads it leaves out those rows. An error of the system is passed on.
-    """
-
-    def __init__(self, path: Path, run_id: str, rank: int) -> None:
-        self.path = path
-        self._run_id, self._rank = run_id, rank
-        self._handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
-        self.position = _HEADER_BYTES
-        try:
-            _reserve(self._handle, END)
-        except BaseException:
-            self.remove()
-            raise
-
-    def tell(self, terms: Sequence[Terms]) -> None:
-        """Say what rows have in common; those that are there go on to name the same."""
-        told = [found._asdict() for found in terms]
-        header = {"gradtrack_tail": _FORMAT, "run_id": self._run_id, "rank": self._rank, "terms": told}
-        line = json.dumps(header).encode("ascii")
-        if len(line) >= _HEADER_BYTES:
-            raise ValueError(f"the header of {self.path.name} takes {len(line)} bytes")
-        os.pwrite(self._handle, line.ljust(_HEADER_BYTES - 1) + b"\n", 0)
-
-    def put(self, row: bytes) -> None:
-        """Hand a row to the system."""
-        os.pwrite(self._handle, row, self.position)
-        self.position += ROW_BYTES
-
-    def rewind(self) -> None:
-        """Use the room of the rows again."""
-        self.position = _HEADER_BYTES
-
-    @property
-    def is_unlinked(self) -> bool:
-        """Whether somebody has removed the file."""
-        return is_unlinked(self._handle)
-
-    def let_go(self) -> None:
-        """Leave the file as it is, and write to it no more."""
-        handle, self._handle = self._handle, -1
-        with contextlib.suppress(OSError):
-            os.close(handle)
-
-    def remove(self) -> None:
-        """Remove the file, whose rows are lines of the journal."""
-        self.let_go()
-        with contextlib.suppress(OSError):
-            self.path.unlink()
+    source: str
+    num_elements: int
+    clip_type: str
+    limit: float | None
+    epsilon: float
+    nan_inf: str
+    with_statistics: bool
 
 
-def _reserve(handle: int, size: int) -> None:
-    """Make sure of the room on the disk, where the system can."""
-    if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(handle, 0, size)
-    else:
-        os.ftruncate(handle, size)
-
-
-def read_tail(path: Path, run_id: str, rank: int, after: int) -> Iterator[tuple[int, Record]]:
-    """Yield the rows of a tail, if it is that of a run, beyond a number."""
+def read_tail(path: Path, run_id: str, rank: int, known: Container[int]) -> Iterator[tuple[int, Record]]:
+    """Yield the rows of a tail whose numbers are not known, if the tail is that of this run."""
     try:
-        content = path.read_bytes()
+        with path.open("rb") as stream:
+            content = stream.read(_MOST_BYTES)
         header = json.loads(content[:_HEADER_BYTES])
         if header["gradtrack_tail"] != _FORMAT or (header["run_id"], header["rank"]) != (run_id, rank):
             return
-        terms = [Terms(**found) for found in header["terms"]]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):  # nothing was put into it
+        terms = [_Terms(**found) for found in header["terms"]]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):  # its process ended before its first row
         return
-    yield from _rows(content, terms, after)
-
-
-def _rows(content: bytes, terms: Sequence[Terms], after: int) -> Iterator[tuple[int, Record]]:
     before = -1
-    for start in range(_HEADER_BYTES, len(content) - ROW_BYTES + 1, ROW_BYTES):
-        row = content[start : start + ROW_BYTES]
-        number = number_of(row)
-        if number <= before:  # what is left of an earlier round
+    for start in range(_HEADER_BYTES, len(content) - _ROW.size + 1, _ROW.size):
+        following, index, *values, again = _ROW.unpack_from(content, start)
+        if following != again or following - 1 <= before:  # half a row, or one of an earlier round
             return
-        before = number
-        if number > after:
-            yield unpack_row(terms, row)
+        before = following - 1
+        if before not in known and 0 <= index < len(terms):
+            yield before, _record(terms[index], values)
+
+
+def _record(terms: _Terms, values: Sequence[Any]) -> Record:
+    step, epoch, time, loss, norm, clip_rate, total = values
+    metrics = flat_metrics(
+        step=step,
+        source=terms.source,
+        skipped=False,
+        health=HEALTHY,
+        clipping=clipping_fields(terms.clip_type, terms.limit, terms.epsilon, norm, clip_rate),
+        nan_inf={"action": terms.nan_inf},
+        statistics=describe_whole(_TOTAL.unpack(total), terms.num_elements, ()) if terms.with_statistics else None,
+        groups={},
+        parameters={},
+        ranks=None,
+        scaler=None,
+        analyzers={},
+    )
+    return Record(
+        step=step,
+        time=time,
+        metrics=metrics,
+        epoch=None if epoch == _NO_EPOCH else epoch,
+        loss=None if loss != loss else loss,
+        source=terms.source,
+    )

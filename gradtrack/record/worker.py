@@ -6,7 +6,7 @@ import contextlib
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -48,7 +48,7 @@ class Worker:
     """Writes the rows of a feed to a backend in order and in batches, again and again until they are taken.
 
     It is a daemon thread: a `write` that never returns keeps neither `close` nor the interpreter waiting. Rows that a
-    backend refuses for good are left to the journal. `fetch` brings those to the feed that are still on their way.
+    backend refuses for good are left to the journal.
     """
 
     def __init__(
@@ -58,10 +58,8 @@ class Worker:
         feed: Feed,
         run: RunInfo,
         offsets: Offsets,
-        *,
-        fetch: Callable[[], object] = lambda: None,
     ) -> None:
-        self.name, self.feed, self._fetch = name, feed, fetch
+        self.name, self.feed = name, feed
         self.unsettled: str | None = None
         self.faults = Faults(name)
         self._backend, self._offsets = backend, offsets
@@ -137,7 +135,6 @@ class Worker:
     def _work(self) -> None:
         target, begin, computed = 0, 0.0, 0.0
         while not self._out_of_time():
-            self._fetch()
             rows = self.feed.take(BATCH_ROWS, _IDLE_SECONDS)
             if rows and rows[0][0] >= target:  # what was there before is written: a new round begins
                 target, begin, computed = self.feed.accepted, time.monotonic(), time.thread_time()

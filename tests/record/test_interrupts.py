@@ -21,7 +21,6 @@ from gradtrack.record.journal import Journal, is_being_written
 from gradtrack.record.reading import find_journals
 from gradtrack.records import Record
 from tests.record.doubles import RUN, WAIT_SECONDS, Gate, Recorder, row
-from tests.record.test_tail import TERMS, TOTAL
 from tests.training import train
 
 OURS = "/gradtrack/record/"
@@ -59,20 +58,14 @@ class Interrupt:
         return self._line
 
 
-def interrupted(directory: Path, at: int, *, packed: bool) -> bool:
+def interrupted(directory: Path, at: int) -> bool:
     """Deliver rows with an interrupt at one line, hold what arrived to the law, and say whether it struck."""
     recorder, returned = Recorder(), []
     delivery = Delivery({"recorder": recorder}, run=RUN, journal=Journal(directory, RUN))
     interrupt = Interrupt(at)
-    if packed:
-        delivery.write(row(-1))
     for step in range(3):
         with contextlib.suppress(KeyboardInterrupt), interrupt:
-            put = delivery.packed(TERMS) if packed else None
-            if put is not None:
-                put(step, 5.0, None, 0.5, 2.0, 0.25, TOTAL)
-            else:
-                delivery.write(row(step))
+            delivery.write(row(step))
             returned.append(step)
     with contextlib.suppress(KeyboardInterrupt), interrupt:
         delivery.flush()
@@ -93,14 +86,11 @@ def interrupted(directory: Path, at: int, *, packed: bool) -> bool:
     return interrupt.struck
 
 
-@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("stride", [11, pytest.param(1, marks=pytest.mark.slow)])
-def test_interrupted_delivery_loses_nothing(
-    tmp_path: Path, stride: int, packed: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_interrupted_delivery_loses_nothing(tmp_path: Path, stride: int, caplog: pytest.LogCaptureFixture) -> None:
     """Wherever it strikes, every row whose write returned is in journal and tracker once, and the end is told once."""
     at = 0
-    while interrupted(tmp_path / str(at), at, packed=packed):
+    while interrupted(tmp_path / str(at), at):
         assert sum("run run-1: recorder" in message for message in caplog.messages) <= 1
         caplog.clear()
         at += stride

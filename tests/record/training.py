@@ -78,14 +78,6 @@ class UsualLoop(Loop):
         """Return numbers on both sides of zero."""
         return self.inputs
 
-    def assert_packed(self) -> None:
-        """Make sure that some of the last rows are no lines of the journal yet."""
-        delivery = self.manager._sink._delivery
-        rows = None if delivery is None else delivery._packed
-        assert rows is not None
-        self.run(1) if not rows.packed else None
-        assert rows.packed, "every row is a line: the test shows nothing"
-
 
 def run_script(code: str, *arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run a training script to its end, whatever that is."""
