@@ -29,7 +29,7 @@ test-slow: $(VENV)/.all-installed ## Run the slow tests: real servers under faul
 	@$(BIN)/python -m pytest -m slow $(ALONE) $(ARGS) || { code=$$?; test $$code -eq 5 || exit $$code; }
 
 test-exhaustive: $(VENV)/.all-installed ## Run for every run of the diagnosis what the tests run for some (20 minutes)
-	@$(BIN)/python -m pytest -m '' -n $(WORKERS) tests/diagnose/test_loss_scale.py $(ARGS)
+	@$(BIN)/python -m pytest -m '' -n $(WORKERS) tests/analyzers/flow/test_loss_scale.py $(ARGS)
 
 check: $(VENV)/.all-installed ## Check format, lint, types and the direction of imports
 	@$(BIN)/ruff format --check

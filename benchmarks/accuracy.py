@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from benchmarks.timing import Row
-from gradtrack.measure.measurer import Measurer
+from gradtrack.gradients.measurer import Measurer
 
 SIZE = 38_000_000
 BAR = 1e-6

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import matplotlib as mpl
 import torch
+from mean_field import squared_gain
 from torch import nn
 
 from gradtrack import GradientGainMonitor
-from gradtrack.measure.mean_field import squared_gain
 
 mpl.use("Agg")
 from matplotlib import pyplot as plt

@@ -15,9 +15,9 @@ from pathlib import Path
 import matplotlib as mpl
 import numpy as np
 import torch
+from mean_field import squared_gain
 
 from gradtrack import RecurrentAnalyzer
-from gradtrack.measure.mean_field import squared_gain
 
 mpl.use("Agg")
 from matplotlib import pyplot as plt

@@ -24,6 +24,7 @@ from gradtrack._version import __version__
 if TYPE_CHECKING:
     from gradtrack.analyzers.base import Analyzer
     from gradtrack.analyzers.flow import GradientFlowAnalyzer
+    from gradtrack.analyzers.gain.monitor import GradientGainMonitor
     from gradtrack.analyzers.jacobian import JacobianAnalyzer
     from gradtrack.analyzers.recurrent import RecurrentAnalyzer
     from gradtrack.analyzers.rl_policy import RLPolicyAnalyzer
@@ -39,12 +40,11 @@ if TYPE_CHECKING:
         detect_gradient_issues,
         visualize_layer_gradients,
     )
+    from gradtrack.health.monitor import GradientMonitor
     from gradtrack.loop import create_gradient_manager, safe_backward, watch
     from gradtrack.manager import GradientManager
-    from gradtrack.measure.gain_monitor import GradientGainMonitor
-    from gradtrack.monitor import GradientMonitor
-    from gradtrack.protect.clipping import GradientClipper
-    from gradtrack.protect.nonfinite import NaNInfHandler
+    from gradtrack.protection.clipping import GradientClipper
+    from gradtrack.protection.nonfinite import NaNInfHandler
     from gradtrack.records import Metric, Panel, Record
     from gradtrack.reports import (
         ClippingReport,
@@ -79,10 +79,10 @@ _HOMES = {
     "create_gradient_manager": "loop",
     "safe_backward": "loop",
     "watch": "loop",
-    "GradientGainMonitor": "measure.gain_monitor",
-    "GradientMonitor": "monitor",
-    "GradientClipper": "protect.clipping",
-    "NaNInfHandler": "protect.nonfinite",
+    "GradientGainMonitor": "analyzers.gain.monitor",
+    "GradientMonitor": "health.monitor",
+    "GradientClipper": "protection.clipping",
+    "NaNInfHandler": "protection.nonfinite",
     "Metric": "records",
     "Panel": "records",
     "RecurrentAnalyzer": "analyzers.recurrent",

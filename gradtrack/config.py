@@ -15,8 +15,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from gradtrack import registry
 from gradtrack.errors import ConfigError, InputTypeError
-from gradtrack.redact import redact, redact_values
 from gradtrack.reports import IssueType
+from gradtrack.support.redact import redact, redact_values
 
 _NUMBERS = (float, int, float | None)
 ClipType = Literal["norm", "value", "adaptive", "agc", "zscore"]

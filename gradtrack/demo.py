@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from gradtrack import registry
+from gradtrack.cli.plugins import missing_packages
 from gradtrack.config import GradientConfig
+from gradtrack.delivery.run_files import new_run_id
 from gradtrack.loop import safe_backward
 from gradtrack.manager import GradientManager
-from gradtrack.progress import counted
-from gradtrack.record.files import new_run_id
+from gradtrack.pages.paths import listing, quoted, ways_to_open
 from gradtrack.reports import TrainingSummary
-from gradtrack.view.files import listing, quoted, ways_to_open
-from gradtrack.view.plugins import missing_packages
+from gradtrack.support.progress import counted
 
 TIME_CONSTANTS: Final = (2.0, 8.0, 32.0)
 _BACKENDS: Final = ("json", "tensorboard")

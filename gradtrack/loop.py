@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradtrack.checks import as_sequence, check_hookable, check_model, hookable
 from gradtrack.config import GradientConfig
 from gradtrack.errors import InputTypeError, UsageError
 from gradtrack.manager import GradientManager
 from gradtrack.reports import StepReport
+from gradtrack.step.arguments import as_sequence, check_hookable, check_model, hookable
 
 
 def safe_backward(

@@ -11,25 +11,24 @@ import torch
 from torch import Tensor, nn
 
 from gradtrack.analyzers.base import Analyzer
+from gradtrack.analyzers.tools.optimizer_hooks import uncompiled
 from gradtrack.backends.base import Backend
-from gradtrack.checks import as_sequence, check_loss, check_state, is_several, run_backward
 from gradtrack.config import GradientConfig
+from gradtrack.delivery.at_exit import CloseAtExit
+from gradtrack.delivery.run import Sink
+from gradtrack.delivery.run_files import RunEnd, save_training_log
 from gradtrack.errors import ClosedError, InputTypeError, UsageError
-from gradtrack.exits import CloseAtExit
-from gradtrack.idle import IdleSettings
-from gradtrack.measure.step_watch import uncompiled
-from gradtrack.outcome import Outcome
-from gradtrack.pair import Pair
-from gradtrack.record.history import History
-from gradtrack.record.run_end import RunEnd
-from gradtrack.record.sink import Sink
-from gradtrack.record.training_log import save_training_log
+from gradtrack.pages import at_close
 from gradtrack.reports import Issue, StepReport, TrainingSummary
-from gradtrack.roster import Roster
-from gradtrack.rows import Rows
-from gradtrack.scaling import Scale, unscale
-from gradtrack.stepping import BeforeSteps
-from gradtrack.view import at_close
+from gradtrack.step.arguments import as_sequence, check_loss, check_state, is_several, run_backward
+from gradtrack.step.data import Outcome
+from gradtrack.step.history import History
+from gradtrack.step.loss_scale import Scale, unscale
+from gradtrack.step.optimizers import BeforeSteps
+from gradtrack.step.pair import Pair
+from gradtrack.step.pairs import Roster
+from gradtrack.step.rows import Rows
+from gradtrack.step.unused_settings import IdleSettings
 
 IssueCallback = Callable[[Issue, StepReport], object]
 _CLOSED = "this GradientManager is closed: expected an open one. Make a new one for another run."
@@ -222,9 +221,9 @@ class GradientManager:
 
     def plot_training_curves(self, save_path: str | Path) -> Path:
         """Draw loss, gradient norms, non-finite counts and clipping over time."""
-        from gradtrack.view import plots
+        from gradtrack.pages import pictures
 
-        return plots.plot_training_curves(self.reports, Path(save_path))
+        return pictures.plot_training_curves(self.reports, Path(save_path))
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that rolls, as plain data for a checkpoint."""

@@ -11,8 +11,10 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Final
 
 from gradtrack.errors import InputTypeError, PluginError, UnknownPluginError, UsageError
-from gradtrack.redact import redact
+from gradtrack.support.redact import redact
 
+_NO_PLUGINS: Final = frozenset({"base", "tools"})
+"""Modules that plugins share."""
 _HOOKS: Final = {"backends": {"write": 1}, "analyzers": {"inspect": 1}}
 
 
@@ -33,7 +35,7 @@ class Registry:
         """Name the plugins that are modules of gradtrack itself, each a file or a package of its own."""
         package = importlib.import_module(self._group)
         found = (module.name for module in pkgutil.iter_modules(package.__path__))
-        return sorted(name for name in found if name != "base" and not name.startswith("_"))
+        return sorted(name for name in found if name not in _NO_PLUGINS and not name.startswith("_"))
 
     def names(self) -> list[str]:
         """Name every plugin that is installed."""
@@ -80,7 +82,7 @@ class Registry:
             return explicit
         module = type(plugin).__module__
         if module.startswith(f"{self._group}."):
-            return module.rsplit(".", 1)[1]
+            return module.split(".")[2]
         return type(plugin).__name__.removesuffix(self.singular.capitalize()).lower() or type(plugin).__name__
 
     def validate(self, name: str, found: object) -> type[Any]:

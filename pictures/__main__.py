@@ -9,9 +9,9 @@ from contextlib import chdir
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from gradtrack.view import terminal
-from gradtrack.view.comparison import Comparison
-from gradtrack.view.run_data import load_run
+from gradtrack.pages.comparison import Comparison
+from gradtrack.pages.run_data import load_run
+from gradtrack.pages.terminal import overview
 from pictures import runs, screens, trackers
 
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
@@ -59,7 +59,7 @@ def photograph(directory: Path) -> list[Path]:
             screens.photograph(page, directory / "report-dark.png", width=1280, height=2240, dark=True),
             screens.photograph(page, directory / "report-narrow.png", width=500, height=2000),
             screens.photograph(compared, directory / "comparison.png", width=1280, height=1820),
-            screens.photograph_terminal(terminal.show(load_run(faulty)), directory / "terminal.png"),
+            screens.photograph_terminal(overview.show(load_run(faulty)), directory / "terminal.png"),
         ]
 
 

@@ -10,27 +10,28 @@ ROOT = Path(__file__).parent.parent
 LINT = "from importlinter.cli import lint_imports_command; lint_imports_command()"
 
 LAYOUT = """
-    _version errors records config reports registry monitor manager functional demo cli
-    measure.engine protect.strategy diagnose.rules record.history view.plots integrations.framework
+    _version errors records config reports registry manager functional demo cli support.names
+    gradients.engine protection.strategy health.rules delivery.run pages.pictures step.pair integrations.framework
     backends.base backends.mlflow backends.first backends.second
-    analyzers.base analyzers.first analyzers.second
+    analyzers.base analyzers.tools.hooks analyzers.first analyzers.second
 """
 
 PERMITTED = [
     ("gradtrack", "gradtrack.manager"),
     ("backends.first", "gradtrack.backends.base"),
-    ("backends.first", "gradtrack.record.history"),
+    ("backends.first", "gradtrack.delivery.run"),
     ("backends.mlflow", "mlflow"),
     ("analyzers.first", "gradtrack.analyzers.base"),
-    ("analyzers.first", "gradtrack.diagnose.rules"),
+    ("analyzers.first", "gradtrack.health.rules"),
     ("analyzers.first", "torch"),
-    ("measure.engine", "gradtrack.analyzers.base"),
-    ("protect.strategy", "gradtrack.measure.engine"),
-    ("diagnose.rules", "gradtrack.analyzers.base"),
-    ("record.history", "gradtrack.backends.base"),
+    ("gradients.engine", "gradtrack.analyzers.base"),
+    ("protection.strategy", "gradtrack.gradients.engine"),
+    ("health.rules", "gradtrack.analyzers.base"),
+    ("delivery.run", "gradtrack.backends.base"),
     ("backends.base", "gradtrack.records"),
-    ("monitor", "gradtrack.diagnose.rules"),
-    ("manager", "gradtrack.monitor"),
+    ("analyzers.first", "gradtrack.analyzers.tools.hooks"),
+    ("step.pair", "gradtrack.health.rules"),
+    ("manager", "gradtrack.step.pair"),
     ("integrations.framework", "gradtrack.manager"),
     ("cli", "gradtrack.demo"),
 ]
@@ -38,15 +39,15 @@ PERMITTED = [
 VIOLATIONS = [
     ("errors", "gradtrack.config"),
     ("errors", "gradtrack.analyzers.base"),
-    ("config", "gradtrack.measure.engine"),
+    ("config", "gradtrack.gradients.engine"),
     ("registry", "gradtrack.backends.base"),
-    ("backends.base", "gradtrack.measure.engine"),
-    ("measure.engine", "gradtrack.protect.strategy"),
-    ("record.history", "gradtrack.backends.first"),
-    ("measure.engine", "gradtrack.analyzers.first"),
-    ("protect.strategy", "gradtrack.backends.first"),
-    ("diagnose.rules", "gradtrack.analyzers.first"),
-    ("record.history", "gradtrack"),
+    ("backends.base", "gradtrack.gradients.engine"),
+    ("gradients.engine", "gradtrack.protection.strategy"),
+    ("delivery.run", "gradtrack.backends.first"),
+    ("gradients.engine", "gradtrack.analyzers.first"),
+    ("protection.strategy", "gradtrack.backends.first"),
+    ("health.rules", "gradtrack.analyzers.first"),
+    ("delivery.run", "gradtrack"),
     ("backends.first", "gradtrack.backends.second"),
     ("backends.first", "torch"),
     ("backends.first", "gradtrack.analyzers.first"),
@@ -56,6 +57,9 @@ VIOLATIONS = [
     ("backends", "gradtrack.backends.first"),
     ("backends.first", "mlflow"),
     ("manager", "gradtrack.integrations.framework"),
+    ("health.rules", "gradtrack.step.pair"),
+    ("delivery.run", "gradtrack.pages.pictures"),
+    ("support.names", "gradtrack.config"),
 ]
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gradtrack import demo
-from gradtrack.measure.grouping import assign
+from gradtrack.gradients.groups import assign_groups
 
 
 def test_units_leak_with_their_own_time_constants() -> None:
@@ -24,7 +24,7 @@ def test_parameters_fall_into_the_groups_of_a_recurrent_network() -> None:
     """The four matrices and the biases are the groups that people look for."""
     model = demo.MultiTimescaleRNN()
     names = [name for name, _ in model.named_parameters()]
-    assert set(assign(model, names, {})) == {"W_in", "W_rec", "W_out", "W_h_init", "biases"}
+    assert set(assign_groups(model, names, {})) == {"W_in", "W_rec", "W_out", "W_h_init", "biases"}
 
 
 def test_targets_are_running_averages() -> None:

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 import gradtrack
 from gradtrack import GradientManager, Issue, StepReport, create_gradient_manager, safe_backward
-from gradtrack import rows as rows_module
 from gradtrack.errors import ClosedError, InputTypeError, RunDirectoryError, UsageError
-from gradtrack.outcome import to_record
+from gradtrack.step import rows as rows_module
+from gradtrack.step.rows import to_record
 from tests.training import batch_loss, layer, look, optimizer_of, small_model, train, with_gradients
 
 
@@ -67,7 +67,7 @@ class TestStep:
 
     def test_weights_are_weighed_for_groups_only(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """A step that shows no groups does not read the weights."""
-        monkeypatch.setattr("gradtrack.gauge.weight_norms", lambda *_: pytest.fail("weights were read"))
+        monkeypatch.setattr("gradtrack.step.measure.weight_norms", lambda *_: pytest.fail("weights were read"))
         train(GradientManager(grad_log_every_n_steps=1, grad_track_per_weight_matrix=False), 2)
         with pytest.raises(pytest.fail.Exception, match="weights were read"):
             train(GradientManager(grad_log_every_n_steps=1), 2)
@@ -637,7 +637,7 @@ def test_interrupted_pictures_do_not_cost_rows(tmp_path: Path, monkeypatch: pyte
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("gradtrack.view.at_close.save_pictures", interrupt)
+    monkeypatch.setattr("gradtrack.pages.at_close.save_pictures", interrupt)
     manager = GradientManager(backends=["json"], run_dir=tmp_path / "run", grad_log_every_n_steps=1)
     train(manager, 3)
     with pytest.raises(KeyboardInterrupt):

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 import gradtrack
 from gradtrack import Analyzer, GradientManager, GradientMonitor, safe_backward
 from gradtrack.analyzers.base import Snapshot
-from gradtrack.diagnose.rules.spike import SpikeRule
 from gradtrack.errors import UsageError
+from gradtrack.health.rules.spike import SpikeRule
 from gradtrack.reports import Report, StepReport
 from tests.training import batch_loss, layer, look, optimizer_of, small_model, train, with_gradients
 

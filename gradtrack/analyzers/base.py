@@ -8,13 +8,14 @@ from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
 from gradtrack.errors import InputTypeError, UsageError
 from gradtrack.records import Panel
-from gradtrack.reports import Issue, Report
+from gradtrack.reports import Issue, Report, StepReport
 
 Schedule = Callable[[int], bool]
 OFTEN_EVERY = 4
@@ -203,9 +204,9 @@ class Suggested(float):
 class Analyzer(ABC):
     """A look beyond the gradients, with a typed report and panels of its own.
 
-    An analyzer is one file with one class. On the steps of its schedule it is armed before the forward pass and
-    inspects after the backward pass; in between those steps it leaves no hook on the model. It changes neither weights,
-    buffers, gradients nor the state of any random generator.
+    An analyzer is one folder or file with one class. On the steps of its schedule it is armed before the forward pass
+    and inspects after the backward pass; in between those steps it leaves no hook on the model. It changes neither
+    weights, buffers, gradients nor the state of any random generator.
     """
 
     report_type: ClassVar[type[Report]] = Report
@@ -263,6 +264,14 @@ class Analyzer(ABC):
         holds INFO findings (those are `notes`), and it is the same at every loss scale. Asking changes nothing.
         """
         return []
+
+    @classmethod
+    def pictures(cls, reports: Sequence[StepReport]) -> Mapping[str, Callable[[Path], Path]]:
+        """Return what draws each picture of this analyzer, by the name of its file without the ending.
+
+        `reports` are the last ones of one (model, optimizer) pair, those of this analyzer among their `analyzers`.
+        """
+        return {}
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that rolls, as plain data."""

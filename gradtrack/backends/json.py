@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any, Final, final
 
 from gradtrack.backends.base import Backend
+from gradtrack.delivery.locks import Claim, claim_or_own, is_same
+from gradtrack.delivery.run_files import write_atomically
 from gradtrack.errors import BackendError, ClosedError
-from gradtrack.record.claims import Claim, claim_or_own, is_same
-from gradtrack.record.files import write_atomically
-from gradtrack.record.naming import file_part
 from gradtrack.records import Record, tail_of
+from gradtrack.support.names import file_part
 
 _GLOBAL: Final = ("variance", "mean", "norm", "max", "min")
 _MATRIX: Final = ("variance", "norm", "mean")

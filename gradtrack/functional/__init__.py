@@ -3,10 +3,14 @@
 They take numpy arrays, torch tensors, numbers, and lists, tuples and dicts of these, nested as one likes.
 """
 
-from gradtrack.functional.clipping import clip_gradients
-from gradtrack.functional.picture import GradientProfile, LayerGradient, visualize_layer_gradients
-from gradtrack.functional.statistics import GradientStats, compute_gradient_norm, compute_gradient_stats
-from gradtrack.functional.verdict import GradientVerdict, detect_gradient_issues
+from gradtrack.functional.statistics import GradientStats, clip_gradients, compute_gradient_norm, compute_gradient_stats
+from gradtrack.functional.verdict import (
+    GradientProfile,
+    GradientVerdict,
+    LayerGradient,
+    detect_gradient_issues,
+    visualize_layer_gradients,
+)
 
 __all__ = [
     "GradientProfile",

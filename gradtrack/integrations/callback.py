@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from gradtrack.config import GradientConfig
 from gradtrack.errors import UsageError
-from gradtrack.integrations.stand_in import embrace
+from gradtrack.integrations.patching import embrace
 from gradtrack.manager import GradientManager, IssueCallback
 from gradtrack.reports import StepReport
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from gradtrack.config import GradientConfig
 from gradtrack.errors import MissingExtraError
 from gradtrack.integrations.callback import ManagedTraining
-from gradtrack.integrations.roles import joined, only_measuring, wants_clipping
-from gradtrack.integrations.stand_in import stand_in
+from gradtrack.integrations.clipping_owner import joined, only_measuring, wants_clipping
+from gradtrack.integrations.patching import stand_in
 from gradtrack.manager import GradientManager, IssueCallback
 
 try:

@@ -12,10 +12,9 @@ from torch import nn
 from gradtrack.backends.base import Backend
 from gradtrack.config import GradientConfig
 from gradtrack.errors import MissingExtraError, UsageError
-from gradtrack.integrations.after_backward import AfterBackward
 from gradtrack.integrations.callback import ManagedTraining
-from gradtrack.integrations.roles import Source, only_measuring, wants_clipping
-from gradtrack.integrations.stand_in import embrace, stand_in
+from gradtrack.integrations.clipping_owner import Source, only_measuring, wants_clipping
+from gradtrack.integrations.patching import AfterBackward, embrace, stand_in
 from gradtrack.manager import IssueCallback
 from gradtrack.records import Record, tail_of
 

@@ -14,10 +14,9 @@ from torch import Tensor, nn
 
 from gradtrack.config import GradientConfig
 from gradtrack.errors import MissingExtraError
-from gradtrack.integrations.after_backward import AfterBackward
 from gradtrack.integrations.callback import ManagedTraining
-from gradtrack.integrations.roles import Source, joined, only_measuring
-from gradtrack.integrations.stand_in import embrace, stand_in
+from gradtrack.integrations.clipping_owner import Source, joined, only_measuring
+from gradtrack.integrations.patching import AfterBackward, embrace, stand_in
 from gradtrack.manager import IssueCallback
 
 try:

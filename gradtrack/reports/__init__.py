@@ -2,23 +2,21 @@
 
 from gradtrack.reports.base import LateReport, Report
 from gradtrack.reports.issues import HEALTHY, HealthReport, Issue, IssueSeverity, IssueType
-from gradtrack.reports.parts import (
+from gradtrack.reports.step import StepReport
+from gradtrack.reports.summary import (
     ClippingReport,
+    ClippingSummary,
     GradientStatistics,
+    GradientSummary,
     GroupStatistics,
+    HealthSummary,
     NanInfReport,
+    NanInfSummary,
     NonFiniteParameter,
+    NormSummary,
     ParameterStatistics,
     RankStatistics,
     ScalerReport,
-)
-from gradtrack.reports.step import StepReport
-from gradtrack.reports.summary import (
-    ClippingSummary,
-    GradientSummary,
-    HealthSummary,
-    NanInfSummary,
-    NormSummary,
     TrainingSummary,
 )
 

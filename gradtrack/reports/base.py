@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict
 
-from gradtrack import markup
 from gradtrack.records import Metric
+from gradtrack.reports import html
 
 
 class Report(BaseModel):
@@ -40,10 +40,10 @@ class Report(BaseModel):
 
     def _repr_html_(self) -> str:
         if type(self).__str__ is not BaseModel.__str__:
-            return markup.text(str(self))
+            return html.text(str(self))
         rows = [(name, self[name]) for name in self.keys() if _is_plain(self[name])]
         tables = "".join(_table(name, self[name]) for name in self.keys())
-        return markup.card(type(self).__name__, rows, table=tables)
+        return html.card(type(self).__name__, rows, table=tables)
 
     def metrics(self) -> dict[str, float]:
         """Return what the trackers plot, under its full names."""
@@ -72,7 +72,7 @@ def _table(name: str, values: Any) -> str:
         return ""
     fields = type(entries[0][1]).__pydantic_fields__
     columns = [field for field in fields if all(_is_plain(entry.get(field)) for _, entry in entries)]
-    return markup.grid([name, *columns], ([key, *(entry.get(field) for field in columns)] for key, entry in entries))
+    return html.grid([name, *columns], ([key, *(entry.get(field) for field in columns)] for key, entry in entries))
 
 
 def _is_list(values: object) -> bool:

@@ -7,7 +7,7 @@ from functools import total_ordering
 
 from pydantic import Field
 
-from gradtrack import markup
+from gradtrack.reports import html
 from gradtrack.reports.base import Report
 
 
@@ -116,7 +116,7 @@ class HealthReport(Report):
         return "\n".join([self.verdict, *(f"  {issue}" for issue in self.issues)])
 
     def _repr_html_(self) -> str:
-        return markup.card(self.verdict, items=self.issues)
+        return html.card(self.verdict, items=self.issues)
 
 
 HEALTHY = HealthReport()

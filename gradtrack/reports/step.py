@@ -10,12 +10,13 @@ from typing import Any, ClassVar, Final, Literal, Self
 from pydantic import Field, SerializationInfo, SerializeAsAny, field_serializer, model_serializer, model_validator
 from pydantic import SerializerFunctionWrapHandler as Handler
 
-from gradtrack import markup, registry
+from gradtrack import registry
 from gradtrack.records import Metric
+from gradtrack.reports import html
 from gradtrack.reports.base import Report
-from gradtrack.reports.flat import flat_metrics
 from gradtrack.reports.issues import HEALTHY, HealthReport
-from gradtrack.reports.parts import (
+from gradtrack.reports.metric_names import flat_metrics
+from gradtrack.reports.summary import (
     ClippingReport,
     GradientStatistics,
     GroupStatistics,
@@ -146,9 +147,9 @@ class StepReport(Report):
             (name, *((found.norm, found.mean, found.variance) if has_finite(found) else (None,) * 3))
             for name, found in self.groups.items()
         ]
-        table = markup.grid(("group", "norm", "mean", "variance"), groups)
+        table = html.grid(("group", "norm", "mean", "variance"), groups)
         title = f"Step {self.step}{f' of {self.source}' if self.source else ''}: {self.health.verdict}"
-        return markup.card(title, rows, items=[*self.health.issues, *self.notes], table=table)
+        return html.card(title, rows, items=[*self.health.issues, *self.notes], table=table)
 
     described: ClassVar[tuple[Metric, ...]] = (
         Metric("train/grad_norm", "L2 norm of all gradients, unscaled, before clipping; NaN or Inf where one is."),

@@ -1,11 +1,134 @@
-"""The summary of a training."""
+"""The parts of reports: statistics, clipping, non-finite values, and the summary of a training."""
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
-from gradtrack import markup
+from gradtrack.reports import html
 from gradtrack.reports.base import Report
+
+
+class ClippingReport(Report):
+    """What clipping did: the true norm before it, the norm after it, and how often it engages."""
+
+    enabled: bool = True
+    clip_type: str = "norm"
+    clipped: bool = False
+    threshold: float | None = None
+    coefficient: float = 1.0
+    norm_before: float | None = None
+    norm_after: float | None = None
+    clip_rate: float = 0.0
+    clipped_fraction: float | None = None
+
+
+class NonFiniteParameter(Report):
+    """The non-finite elements of one named tensor."""
+
+    name: str
+    nan_count: int = 0
+    positive_inf_count: int = 0
+    negative_inf_count: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.nan_count} NaN, {self.positive_inf_count} +Inf, {self.negative_inf_count} -Inf)"
+
+
+NonFiniteAction = Literal["none", "skip", "replace", "raise", "report", "scaler", "off", "unchecked"]
+
+
+class NanInfReport(Report):
+    """The non-finite elements as they were before anything was changed, and what was done about them.
+
+    `action` is `none` when everything was finite, `scaler` when a GradScaler decides, `off` when the check is switched
+    off, and `unchecked` when the step was not measured.
+    """
+
+    nan_count: int = 0
+    inf_count: int = 0
+    positive_inf_count: int = 0
+    negative_inf_count: int = 0
+    parameters: list[NonFiniteParameter] = Field(default_factory=list)
+    action: NonFiniteAction = "none"
+    replaced_count: int = 0
+
+
+class RankStatistics(Report):
+    """How the norms differ that the ranks have of their own parts of the gradients, before clipping.
+
+    `nonfinite_ranks` says how many ranks hold a NaN or an infinity, and `first_nonfinite_rank` which is the first.
+    """
+
+    num_ranks: int
+    norm_min: float
+    norm_min_rank: int
+    norm_max: float
+    norm_max_rank: int
+    norm_mean: float
+    norm_std: float
+    nonfinite_ranks: int = 0
+    first_nonfinite_rank: int | None = None
+
+
+class ScalerReport(Report):
+    """The loss scale of a `GradScaler` at this step, where it is known, and how many steps it has left out so far.
+
+    A scaler finds its scale by overflowing now and then; `skips_in_a_row` tells such a step from a training that is
+    stuck.
+    """
+
+    scale: float | None = None
+    skips: int = 0
+    skips_in_a_row: int = 0
+
+
+class GroupStatistics(Report):
+    """The gradients of one group of parameters, over their finite elements."""
+
+    norm: float
+    mean: float
+    variance: float
+    min: float
+    max: float
+    zero_fraction: float
+    element_count: int
+    nan_count: int = 0
+    inf_count: int = 0
+    weight_norm: float | None = None
+
+
+class ParameterStatistics(GroupStatistics):
+    """The gradient of one parameter, over its finite elements; `aliases` are the other names of a tied parameter."""
+
+    group: str = ""
+    aliases: list[str] = Field(default_factory=list)
+    touched_rows: int | None = None
+
+
+class GradientStatistics(Report):
+    """All gradients as one vector, before clipping and unscaled, over its finite elements.
+
+    `variance` is the unbiased sample variance, and 0 for fewer than two elements.
+    """
+
+    total_norm: float
+    mean: float
+    variance: float
+    std: float
+    min: float
+    max: float
+    zero_fraction: float
+    element_count: int
+    nan_count: int
+    inf_count: int
+    missing: list[str] = Field(default_factory=list)
+
+
+def has_finite(found: GroupStatistics | GradientStatistics) -> bool:
+    """Whether any gradient element was finite, so that the statistics are about something."""
+    return found.element_count > found.nan_count + found.inf_count
 
 
 class NormSummary(Report):
@@ -67,7 +190,7 @@ class TrainingSummary(Report):
             ("unhealthy", _steps(self.health_issues.unhealthy_steps)),
             *((kind, f"open on {_steps(count)}") for kind, count in self.health_issues.issues.items()),
         ]
-        return markup.card(_steps(self.total_steps), rows)
+        return html.card(_steps(self.total_steps), rows)
 
 
 def _steps(count: int) -> str:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from gradtrack import GradientManager
-from gradtrack.measure.recorder import recurrent_modules
+from gradtrack.analyzers.recurrent.recorder import recurrent_modules
 from tests.analyzers.watched_trainings import TRAININGS
 from tests.training import optimizer_of
 

@@ -9,7 +9,7 @@ import re
 import pytest
 
 from gradtrack import registry
-from gradtrack.measure import gain_monitor
+from gradtrack.analyzers.gain import monitor
 from tests.analyzers.every_step import NAMES
 
 
@@ -32,5 +32,5 @@ def test_the_worked_example_runs(name: str) -> None:
 
 def test_the_example_of_the_gain_monitor_runs() -> None:
     """The example of the monitor prints what it says."""
-    failed, attempted = doctest.testmod(gain_monitor)
+    failed, attempted = doctest.testmod(monitor)
     assert (failed, attempted > 0) == (0, True)

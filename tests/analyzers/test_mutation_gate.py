@@ -10,13 +10,15 @@ import pytest
 import torch
 from torch import nn
 
-from gradtrack.measure import attention, attention_recorder, cell_look, dynamics, fused_capture
-from gradtrack.measure.fields import FieldSamples
-from tests.analyzers import recurrent_goldens, test_transformer
-from tests.analyzers.test_mutations_attention import ln_of_all_keys, returned_weights
-from tests.analyzers.test_mutations_recurrent import direct_gradients, rayleigh_alone, spectrum_of_the_weights
-from tests.analyzers.test_mutations_vector import raw_rotation, temporal_difference_golden
-from tests.measure.test_attention_recorder import heard
+from gradtrack.analyzers.recurrent import capture, dynamics, measure
+from gradtrack.analyzers.transformer import recorder, statistics
+from gradtrack.analyzers.vector.field import FieldSamples
+from tests.analyzers.recurrent import recurrent_goldens
+from tests.analyzers.recurrent.test_mutations import direct_gradients, rayleigh_alone, spectrum_of_the_weights
+from tests.analyzers.transformer import test_transformer
+from tests.analyzers.transformer.test_mutations import ln_of_all_keys, returned_weights
+from tests.analyzers.transformer.test_recorder import heard
+from tests.analyzers.vector.test_mutations import raw_rotation, temporal_difference_golden
 
 
 def weights_before_dropout() -> None:
@@ -30,22 +32,22 @@ def weights_before_dropout() -> None:
 
 
 NAIVE: dict[str, tuple[object, str, Any, Callable[[], object]]] = {
-    "eigenvalues of weight_hh": (cell_look, "step_spectrum", spectrum_of_the_weights, recurrent_goldens.r4_gru),
+    "eigenvalues of weight_hh": (measure, "step_spectrum", spectrum_of_the_weights, recurrent_goldens.r4_gru),
     "output.grad for dL/dh": (
-        fused_capture,
+        capture,
         "backward",
         direct_gradients,
         recurrent_goldens.r11_gradients_through_time,
     ),
     "Rayleigh power iteration": (dynamics, "arnoldi_spectrum", rayleigh_alone, recurrent_goldens.r10_complex_pair),
     "ln T for ln visible": (
-        attention,
+        statistics,
         "normalized_entropy",
         ln_of_all_keys,
         test_transformer.test_uniform_causal_attention_through_the_analyzer,
     ),
     "need_weights=True": (
-        attention_recorder,
+        recorder,
         "rows_of_attention",
         returned_weights,
         weights_before_dropout,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from gradtrack import GradientFlowAnalyzer, GradientManager, StepReport
-from gradtrack.measure.untouched import call
+from gradtrack.analyzers.tools.offline import call
 from tests.analyzers.every_step import every_step
 from tests.analyzers.odd_models import ODD
 from tests.analyzers.test_observer_effect import analyzers

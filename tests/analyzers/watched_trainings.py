@@ -12,7 +12,7 @@ import torch.distributions as td
 from torch import Tensor, nn
 
 from gradtrack import GradientManager
-from tests.analyzers.attention_models import SmallGPT, ids, language_loss
+from tests.analyzers.transformer.attention_models import SmallGPT, ids, language_loss
 
 Losses = Callable[[int, GradientManager | None], Iterator[Tensor]]
 

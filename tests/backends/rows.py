@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
-from gradtrack.record.leavings import note_files
-from gradtrack.record.panels import CORE_PANELS
+from gradtrack.delivery.run_files import note_files
 from gradtrack.records import Panel, Record, RunInfo
+from gradtrack.reports.panels import CORE_PANELS
 
 PICTURE = bytes.fromhex(
     "89504e470d0a1a0a0000000d4948445200000001000000010802000000907753de0000000c4944415408d763f8cfc000000301010018dd8db0"

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from gradtrack import GradientManager
-from gradtrack.record.reading import find_journals
-from gradtrack.record.replay import replay
+from gradtrack.delivery.journal.reading import find_journals
+from gradtrack.delivery.replay import replay
 from gradtrack.records import Record
 from tests.backends.history import rows_of
 from tests.backends.stores import empty_store
@@ -24,8 +24,8 @@ for needed in ("mlflow", "tensorboard", "wandb"):
     pytest.importorskip(needed)
 
 from gradtrack.backends.mlflow import MlflowBackend  # noqa: E402
-from gradtrack.backends.mlflow.names import metric_name  # noqa: E402
-from gradtrack.backends.wandb.names import metric_name as wandb_name  # noqa: E402
+from gradtrack.backends.mlflow.store import metric_name  # noqa: E402
+from gradtrack.backends.wandb.columns import metric_name as wandb_name  # noqa: E402
 
 Series = dict[str, list[tuple[int, float]]]
 

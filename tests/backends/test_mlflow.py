@@ -28,14 +28,14 @@ from hypothesis import strategies as st
 mlflow: Any = pytest.importorskip("mlflow")
 
 from gradtrack.backends.mlflow import MlflowBackend  # noqa: E402
-from gradtrack.backends.mlflow.names import metric_name  # noqa: E402
+from gradtrack.backends.mlflow.store import metric_name  # noqa: E402
 from gradtrack.backends.mlflow.views import saved_view  # noqa: E402
+from gradtrack.delivery.delivery import Delivery  # noqa: E402
+from gradtrack.delivery.run_files import note_files  # noqa: E402
+from gradtrack.delivery.subprocess.parent import ProcessBackend, outsourced  # noqa: E402
 from gradtrack.errors import BackendError, ClosedError, PermanentBackendError, UsageError  # noqa: E402
-from gradtrack.record.delivery import Delivery  # noqa: E402
-from gradtrack.record.leavings import note_files  # noqa: E402
-from gradtrack.record.panels import CORE_PANELS  # noqa: E402
-from gradtrack.record.process import ProcessBackend, outsourced  # noqa: E402
 from gradtrack.records import Panel, Record, RunInfo  # noqa: E402
+from gradtrack.reports.panels import CORE_PANELS  # noqa: E402
 from tests.backends.conftest import free_port, served  # noqa: E402
 from tests.backends.rows import make_records  # noqa: E402
 from tests.backends.stores import empty_store  # noqa: E402

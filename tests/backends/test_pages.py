@@ -21,8 +21,8 @@ import pytest
 from gradtrack.backends.mlflow import MlflowBackend
 from gradtrack.backends.mlflow.views import saved_view
 from gradtrack.backends.tensorboard import TensorBoardBackend
-from gradtrack.record.panels import CORE_PANELS
 from gradtrack.records import Record, RunInfo
+from gradtrack.reports.panels import CORE_PANELS
 from tests.backends.conftest import free_port
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

@@ -19,11 +19,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradtrack.backends.tensorboard import TensorBoardBackend
-from gradtrack.backends.tensorboard.reading import Index
+from gradtrack.backends.tensorboard.files import Index
+from gradtrack.delivery.run_files import note_files
 from gradtrack.errors import BackendError, ClosedError, PermanentBackendError, UsageError
-from gradtrack.record.leavings import note_files
-from gradtrack.record.panels import CORE_PANELS
 from gradtrack.records import Histogram, Panel, Record, RunInfo
+from gradtrack.reports.panels import CORE_PANELS
 from tests.backends.rows import PICTURE, finished_run, make_records
 
 pytest.importorskip("tensorboard")

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from gradtrack.backends.tensorboard.framing import crc32c, frame
+from gradtrack.backends.tensorboard.files import crc32c, frame
 
 record_writer = pytest.importorskip("tensorboard.summary.writer.record_writer")
 

@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 wandb: Any = pytest.importorskip("wandb")
 
 from gradtrack.backends.wandb import WandbBackend  # noqa: E402
+from gradtrack.backends.wandb.columns import metric_name  # noqa: E402
 from gradtrack.backends.wandb.history import Index  # noqa: E402
-from gradtrack.backends.wandb.names import metric_name  # noqa: E402
+from gradtrack.delivery.run import build_backends  # noqa: E402
 from gradtrack.errors import BackendError, ClosedError, PermanentBackendError, UsageError  # noqa: E402
-from gradtrack.record.sink import build_backends  # noqa: E402
 from gradtrack.records import Histogram, Record, RunInfo  # noqa: E402
 from tests.backends.history import messages_of, rows_of  # noqa: E402
 from tests.backends.rows import make_records  # noqa: E402
@@ -38,7 +38,7 @@ from tests.backends.wandb_runs import (  # noqa: E402, F401
     ours,
     run_program,
 )
-from tests.record.training import Loop  # noqa: E402
+from tests.delivery.training import Loop  # noqa: E402
 
 COUNT = 12
 
@@ -546,7 +546,7 @@ def test_disabled_mode_takes_nothing(disabled: None) -> None:
 
 def test_case_14_file_that_lacks_rows_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where W&B has taken rows and its file has fewer, the close says so."""
-    monkeypatch.setattr("gradtrack.backends.wandb.keeping._PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr("gradtrack.backends.wandb.history._PATIENCE_SECONDS", 0.0)
     backend = WandbBackend()
     backend.write(make_records(5))
     monkeypatch.setattr(backend, "_written", 7)

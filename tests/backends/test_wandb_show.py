@@ -16,9 +16,9 @@ wandb: Any = pytest.importorskip("wandb")
 
 from gradtrack.backends.wandb import WandbBackend  # noqa: E402
 from gradtrack.backends.wandb.charts import Charts  # noqa: E402
-from gradtrack.record.leavings import note_files  # noqa: E402
-from gradtrack.record.panels import CORE_PANELS  # noqa: E402
+from gradtrack.delivery.run_files import note_files  # noqa: E402
 from gradtrack.records import Histogram, Panel, Record  # noqa: E402
+from gradtrack.reports.panels import CORE_PANELS  # noqa: E402
 from tests.backends.history import messages_of, rows_of  # noqa: E402
 from tests.backends.rows import PICTURE, finished_run  # noqa: E402
 from tests.backends.wandb_runs import (  # noqa: E402, F401

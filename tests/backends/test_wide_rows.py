@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from gradtrack.backends.base import Backend
-from gradtrack.record.delivery import Delivery
-from gradtrack.record.journal import Journal
-from gradtrack.record.reading import find_journals
+from gradtrack.delivery.delivery import Delivery
+from gradtrack.delivery.journal.reading import find_journals
+from gradtrack.delivery.journal.writing import Journal
 from gradtrack.records import Record, RunInfo
 from tests.backends.stores import empty_store
 from tests.backends.test_all_trackers import in_mlflow, in_tensorboard, in_wandb

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 
 from gradtrack import GradientManager
 from gradtrack.errors import UsageError
-from gradtrack.measure import agreement
+from gradtrack.gradients.distributed import agreement
 from tests.distributed.edges import Holder
 
 

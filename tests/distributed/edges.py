@@ -21,10 +21,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from gradtrack import GradientManager, registry
 from gradtrack.analyzers.base import always
 from gradtrack.errors import UsageError
-from gradtrack.measure.measurer import Measurer
-from gradtrack.measure.pending import add_up
-from gradtrack.measure.shards import local_gradient
-from gradtrack.measure.table import ParameterTable
+from gradtrack.gradients.distributed.shards import add_up, local_gradient
+from gradtrack.gradients.measurer import Measurer
+from gradtrack.gradients.parameters import ParameterTable
 from tests.distributed.communication import Counted
 
 

@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from tests.processes import WATCHDOG_SECONDS
 
-_PRELOADED = ("torch", "gradtrack.manager", "gradtrack.measure.native", "tests.distributed.training")
+_PRELOADED = ("torch", "gradtrack.manager", "gradtrack.gradients.native.engine", "tests.distributed.training")
 
 
 def run_in_ranks(num_processes: int, module: str, *arguments: str, errors: Path) -> str:

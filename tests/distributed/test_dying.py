@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from gradtrack.record.reading import find_journals
-from gradtrack.record.replay import replay
+from gradtrack.delivery.journal.reading import find_journals
+from gradtrack.delivery.replay import replay
 from tests.backends.conftest import free_port
 from tests.distributed import dying
 from tests.processes import ROOT, WATCHDOG_SECONDS

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from tests.docs.pages import DOCS, ROOT
-from tests.view.test_browser import BROWSER, browse
+from tests.pages.test_browser import BROWSER, browse
 
 _LOADED = {"script": "src", "link": "href", "img": "src", "iframe": "src", "source": "src", "object": "data"}
 

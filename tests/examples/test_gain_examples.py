@@ -9,9 +9,8 @@ from statistics import stdev
 from typing import Any
 
 import pytest
+from mean_field import depth_scale, squared_gain
 from torch import nn
-
-from gradtrack.measure.mean_field import depth_scale, squared_gain
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.analyzers.recurrent_goldens import L4_GAINS
+from tests.analyzers.recurrent.recurrent_goldens import L4_GAINS
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "random_rnn_lyapunov.py"
 

@@ -12,7 +12,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, Final
 
-from gradtrack.record.reading import find_journals
+from gradtrack.delivery.journal.reading import find_journals
 from tests.backends.history import rows_of
 from tests.backends.stores import empty_store
 from tests.processes import ROOT
@@ -23,7 +23,7 @@ _LEAD: Final = """
 import atexit, json, logging, os, signal, sys, time
 from pathlib import Path
 from tests.faults.trackers import backends_of
-from tests.record.training import Loop, UsualLoop
+from tests.delivery.training import Loop, UsualLoop
 directory, tracker = Path(sys.argv[1]), sys.argv[2]
 def user_logs(loop):
     if tracker == "attached wandb":

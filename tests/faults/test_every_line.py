@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from gradtrack import GradientManager, StepReport
-from gradtrack.record.reading import find_journals
+from gradtrack.delivery.journal.reading import find_journals
 from tests.faults.every_line import GuardedMemory, Point, Strike, Struck, ends_of, watching_lines
 from tests.training import small_model
 
@@ -159,7 +159,7 @@ def test_exception_at_any_line_of_a_step_harms_nothing(
     tmp_path: Path, name: str, stride: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only that exception comes out, the training goes on as without it, and every row is in the journal."""
-    native = pytest.importorskip("gradtrack.measure.native", reason="numba is not installed")
+    native = pytest.importorskip("gradtrack.gradients.native.engine", reason="numba is not installed")
     memory = GuardedMemory()
     monkeypatch.setattr(native, "np", memory)
     points = points_of(name, tmp_path / "points")

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.delivery.training import Loop
 from tests.faults.programs import NORM, held, journaled, once, prepare, replay
 from tests.processes import ROOT
-from tests.record.training import Loop
 
 for needed in ("mlflow", "tensorboard", "wandb"):
     pytest.importorskip(needed)
@@ -62,7 +62,7 @@ import itertools, os, signal, sys
 calls = itertools.count(1)
 """
 CALL = """
-from gradtrack.record.replay import replay
+from gradtrack.delivery.replay import replay
 def progress(name, done, total):
     print(done, flush=True)
 replay(sys.argv[1], progress=progress)

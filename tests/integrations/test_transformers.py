@@ -475,7 +475,7 @@ def test_mlflow_has_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_case_04_wandb_has_one_run_and_one_norm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Offline: the user's rows and ours are in one run, and the norm is the Trainer's."""
     wandb = pytest.importorskip("wandb")
-    from gradtrack.backends.wandb.names import metric_name
+    from gradtrack.backends.wandb.columns import metric_name
 
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))

@@ -12,15 +12,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal, final
 
 from gradtrack.backends.base import Backend
-from gradtrack.backends.mlflow.names import metric_name
-from gradtrack.backends.mlflow.points import Points
-from gradtrack.backends.mlflow.store import Store, absolute, batches
+from gradtrack.backends.mlflow.store import Points, Store, absolute, batches, metric_name
 from gradtrack.backends.mlflow.views import saved_view
+from gradtrack.delivery.run_files import files_to_show
 from gradtrack.errors import BackendError, ClosedError, MissingExtraError, UsageError
-from gradtrack.record.leavings import files_to_show
-from gradtrack.record.naming import HASH_LENGTH, digest_of
 from gradtrack.records import Panel, Record, RunInfo
-from gradtrack.redact import redact
+from gradtrack.support.names import HASH_LENGTH, digest_of
+from gradtrack.support.redact import redact
 
 Nonfinite = Literal["keep", "count"]
 NONFINITE: Final = "gradtrack/nonfinite"

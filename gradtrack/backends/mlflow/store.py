@@ -1,4 +1,4 @@
-"""A store of MLflow as the backend calls it: soon to fail, and with errors of ours that hold no secret."""
+"""A store of MLflow as the backend calls it: names, points of metrics, requests that soon fail and show no secret."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import contextlib
 import importlib
 import logging
 import os
+import posixpath
+import re
 import sys
 import tempfile
 import threading
@@ -15,8 +17,68 @@ from typing import Any, Final, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
 from gradtrack.errors import BackendError, PermanentBackendError
-from gradtrack.record.naming import digest_of
-from gradtrack.redact import redact
+from gradtrack.support.names import digest_of, valid_name
+from gradtrack.support.redact import redact
+
+_logger = logging.getLogger("gradtrack")
+
+_LONGEST_NAME: Final = 250
+
+
+def metric_name(name: str) -> str:
+    """Return the name of a metric in MLflow: itself, or where MLflow refuses it a readable one with a hash of it."""
+    return valid_name(name, plain=_plain, clean=_clean, longest=_LONGEST_NAME)
+
+
+def _plain(name: str) -> str | None:
+    usual = re.fullmatch(rf"[/\w.\- ]{{1,{_LONGEST_NAME}}}", name) is not None and name == name.strip()
+    return name if usual and not _resolves_elsewhere(name) else None
+
+
+def _clean(name: str) -> str:
+    parts = (part for part in re.sub(r"[^/\w.\- ]", "_", name).split("/") if part not in ("", ".", ".."))
+    return posixpath.normpath("/".join(parts)).strip()
+
+
+def _resolves_elsewhere(name: str) -> bool:
+    return posixpath.normpath(name) != name or name in (".", "..") or name.startswith(("/", "../"))
+
+
+class Points:
+    """The points that were asked for, by metric: each history is fetched once, and what is written joins it.
+
+    Only a write that failed leaves it open what a run has; then everything is asked for again.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[str, set[tuple[int, int]]] = {}
+        self._in_doubt = False
+
+    def of(self, name: str, fetch: Callable[[str], Iterable[Any]]) -> set[tuple[int, int]]:
+        """Return step and time of each point of a metric."""
+        if name not in self._known:
+            self._known[name] = {(point.step, point.timestamp) for point in fetch(name)}
+        return self._known[name]
+
+    def add(self, metrics: Iterable[Any]) -> None:
+        """Note points that were written."""
+        for metric in metrics:
+            if metric.key in self._known:
+                self._known[metric.key].add((metric.step, metric.timestamp))
+
+    @contextlib.contextmanager
+    def changing(self) -> Iterator[None]:
+        """Forget everything where a write fails, and again when it has succeeded: a training seldom asks."""
+        try:
+            yield
+        except BaseException:
+            self._known.clear()
+            self._in_doubt = True
+            raise
+        if self._in_doubt:
+            self._known.clear()
+            self._in_doubt = False
+
 
 if sys.platform != "win32":
     import fcntl
@@ -25,7 +87,6 @@ MOST_METRICS: Final = 1000
 _MOST_BYTES: Final = 800_000
 _NO_PRINT: Final = "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"
 _ONE_AT_A_TIME: Final = threading.Lock()
-_logger = logging.getLogger("gradtrack")
 _T = TypeVar("_T")
 
 

@@ -10,17 +10,14 @@ from pathlib import Path
 from typing import Any, Final, final
 
 from gradtrack.backends.base import Backend
-from gradtrack.backends.tensorboard.events import Events, tag_of
-from gradtrack.backends.tensorboard.files import EventFile
-from gradtrack.backends.tensorboard.images import image_event, image_tag
-from gradtrack.backends.tensorboard.layout import layout_event
-from gradtrack.backends.tensorboard.reading import Index, read_tags
+from gradtrack.backends.tensorboard.events import Events, image_event, image_tag, layout_event, tag_of
+from gradtrack.backends.tensorboard.files import EventFile, Index, read_tags
 from gradtrack.backends.tensorboard.user_run import UserRun
+from gradtrack.delivery.locks import Claim, claim_or_own, is_same, own_directory
+from gradtrack.delivery.run_files import files_to_show
 from gradtrack.errors import ClosedError, UsageError
-from gradtrack.record.claims import Claim, claim_or_own, is_same, own_directory
-from gradtrack.record.leavings import files_to_show
 from gradtrack.records import Panel, Record, RunInfo
-from gradtrack.redact import redact
+from gradtrack.support.redact import redact
 
 _SUB_RUN: Final = "gradtrack"
 _LATE_RUN: Final = "gradtrack-late"

@@ -1,18 +1,21 @@
-"""TensorBoard's protocol buffers, made from records."""
+"""TensorBoard's protocol buffers: scalars, custom scalars and images, made from records, panels and pictures."""
 
 from __future__ import annotations
 
 import html
 import itertools
 import math
+import re
+import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, Final
 
 from gradtrack.errors import MissingExtraError
-from gradtrack.record.naming import digest_of
-from gradtrack.records import Histogram, Record, tail_of
+from gradtrack.records import Histogram, Panel, Record, tail_of
+from gradtrack.support.names import digest_of
 
 STEP: Final = "gradtrack/step"
 EXACT: Final = "gradtrack/exact/"
@@ -120,3 +123,50 @@ def _needs_double(value: float) -> bool:
 
 def _drawable(found: Histogram) -> bool:
     return len(found.edges) == len(found.counts) + 1 > 1 and all(math.isfinite(edge) for edge in found.edges)
+
+
+def layout_event(events: Events, panels: Sequence[Panel], now: float) -> Any:
+    """Return the event that arranges all panels; the newest one of a run counts."""
+    shapes = events.shapes
+    categories: dict[str, list[Any]] = {}
+    for panel in panels:
+        chart = _chart(shapes, panel)
+        if chart is not None:
+            categories.setdefault(panel.section, []).append(chart)
+    found = [shapes.Category(title=name, chart=charts) for name, charts in categories.items()]
+    value = events.layout(shapes.Layout(category=found).SerializeToString())
+    return events.event(wall_time=now, summary=events.summary(value=[value]))
+
+
+def _chart(shapes: Any, panel: Panel) -> Any:
+    if panel.kind == "band" and len(panel.metrics) == 3:
+        value, lower, upper = panel.metrics
+        series = shapes.MarginChartContent.Series(value=value, lower=lower, upper=upper)
+        return shapes.Chart(title=panel.title, margin=shapes.MarginChartContent(series=[series]))
+    if panel.kind in ("line", "multi-line", "band"):
+        tags = [_pattern(metric) for metric in panel.metrics]
+        return shapes.Chart(title=panel.title, multiline=shapes.MultilineChartContent(tag=tags))
+    return None
+
+
+def _pattern(metric: str) -> str:
+    """Return the regular expression of a metric, which may end in a star; TensorBoard matches from the start only."""
+    return f"^{re.escape(metric[:-1])}.+$" if metric.endswith("/*") else f"^{re.escape(metric)}$"
+
+
+def image_tag(path: Path) -> str:
+    """Return the tag of a picture."""
+    return f"gradtrack/{path.stem}"
+
+
+def image_event(events: Events, pictures: Iterable[Path], *, run_id: str, step: int, now: float) -> Any:
+    """Return one event that holds PNG files; what is none is left out."""
+    values = []
+    for path in pictures:
+        content = path.read_bytes()
+        if content.startswith(b"\x89PNG\r\n\x1a\n") and len(content) > 24:
+            width, height = struct.unpack(">II", content[16:24])
+            image = events.summary.Image(width=width, height=height, colorspace=4, encoded_image_string=content)
+            values.append(events.value(tag=image_tag(path), image=image))
+            values[-1].metadata.summary_description = description_of(run_id)
+    return events.event(step=step, wall_time=now, summary=events.summary(value=values))

@@ -1,4 +1,4 @@
-"""Event files of our own."""
+"""TensorBoard's event files: their framing with checksums, writing those of our own, and reading any."""
 
 from __future__ import annotations
 
@@ -6,17 +6,77 @@ import itertools
 import logging
 import os
 import socket
+import struct
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
-from gradtrack.backends.tensorboard.events import Events
-from gradtrack.backends.tensorboard.framing import frame
+import numpy as np
+from numpy.typing import NDArray
+
+from gradtrack.backends.tensorboard.events import STEP, Events, description_of
 from gradtrack.errors import BackendError
 
-_file_numbers: Final = itertools.count()
 _logger = logging.getLogger("gradtrack")
+
+_POLYNOMIAL: Final = 0x82F63B78  # CRC-32C (Castagnoli), bits reversed
+_SPAN: Final = 4096
+_ALL_ONES: Final = 0xFFFFFFFF
+
+
+def frame(payload: bytes) -> bytes:
+    """Return a payload as a record of an event file.
+
+    TensorBoard's own writer takes the checksum byte by byte in Python: most of the time of a row.
+    """
+    length = struct.pack("<Q", len(payload))
+    return b"".join((length, _checksum(length), payload, _checksum(payload)))
+
+
+def crc32c(data: bytes) -> int:
+    """Return the CRC-32C of data, up to a span of bytes at once.
+
+    The checksum is linear over XOR, so each byte adds what a table holds for its value and its distance from the end.
+    """
+    register = _ALL_ONES
+    table, rows = _contributions(), _SPAN
+    for start in range(0, len(data), _SPAN):
+        piece = np.frombuffer(data, np.uint8, min(_SPAN, len(data) - start), start)
+        places = piece + _row_starts()[rows - len(piece) :]
+        head = min(4, len(piece))
+        places[:head] ^= np.frombuffer(struct.pack("<I", register), np.uint8)[:head]
+        carried = register >> 8 * len(piece) if len(piece) < 4 else 0
+        register = int(np.bitwise_xor.reduce(table[places])) ^ carried
+    return register ^ _ALL_ONES
+
+
+def _checksum(data: bytes) -> bytes:
+    """Return the masked checksum of the file format."""
+    crc = crc32c(data)
+    return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & _ALL_ONES)
+
+
+@cache
+def _contributions() -> NDArray[np.uint32]:
+    """Return what a byte of each value adds to the register, for each distance from the end of a span."""
+    last = np.arange(256, dtype=np.uint32)
+    for _ in range(8):
+        last = np.where(last & 1, last >> 1 ^ np.uint32(_POLYNOMIAL), last >> 1)
+    table = np.empty((_SPAN, 256), np.uint32)
+    table[-1] = last
+    for row in range(_SPAN - 1, 0, -1):
+        table[row - 1] = table[row] >> 8 ^ last[table[row] & 255]
+    return table.ravel()
+
+
+@cache
+def _row_starts() -> NDArray[np.int64]:
+    return np.arange(0, _SPAN * 256, 256)
+
+
+_file_numbers: Final = itertools.count()
 
 
 class EventFile:
@@ -59,3 +119,66 @@ class EventFile:
             stream.truncate(end)
             raise
         self._started = True
+
+
+_Key = tuple[str, int, float]
+
+
+class Index:
+    """The records of a run in event files, which are read on as they grow: asking again costs only what is new.
+
+    `reached` is the last step of each pair.
+    """
+
+    def __init__(self) -> None:
+        self.reached: dict[str, int] = {}
+        self._run_id = ""
+        self._files: dict[Path, os.stat_result] = {}
+        self._loaders: dict[Path, Any] = {}
+        self._tags: dict[_Key, frozenset[str]] = {}
+        self._known: dict[frozenset[str], frozenset[str]] = {}
+
+    def read(self, directories: list[Path], run_id: str) -> dict[_Key, frozenset[str]]:
+        """Return the tags of every record by its source, step and time."""
+        files = {path: path.stat() for directory in directories for path in _files_in(directory)}
+        if run_id != self._run_id or not all(_goes_on(known, files.get(path)) for path, known in self._files.items()):
+            self._run_id, self._files, self._loaders, self._tags, self.reached = run_id, {}, {}, {}, {}
+        for path in files:
+            for event in self._loaders.setdefault(path, _loader(path)).Load():
+                self._take(event)
+        self._files = files
+        return self._tags
+
+    def _take(self, event: Any) -> None:
+        for value in event.summary.value:
+            if value.tag.startswith(STEP) and value.metadata.summary_description == description_of(self._run_id):
+                key = value.tag.removeprefix(STEP).removeprefix("/"), event.step, event.wall_time
+                tags = frozenset(value.tag for value in event.summary.value) | self._tags.get(key, frozenset())
+                self._tags[key] = self._known.setdefault(tags, tags)
+                self.reached[key[0]] = max(event.step, self.reached.get(key[0], event.step))
+
+
+def read_tags(directory: Path, run_id: str) -> set[str]:
+    """Find the tags that carry the identity of a run in the event files of a directory."""
+    values = (value for event in _read(directory) for value in event.summary.value)
+    return {value.tag for value in values if value.metadata.summary_description == description_of(run_id)}
+
+
+def _read(directory: Path) -> Iterator[Any]:
+    for path in _files_in(directory):
+        yield from _loader(path).Load()
+
+
+def _files_in(directory: Path) -> list[Path]:
+    return sorted(directory.glob("*tfevents*"))
+
+
+def _goes_on(known: os.stat_result, now: os.stat_result | None) -> bool:
+    """Say whether a file is the one that was read, and not a new one in its place."""
+    return now is not None and known.st_ino == now.st_ino and known.st_size <= now.st_size
+
+
+def _loader(path: Path) -> Any:
+    from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
+
+    return LegacyEventFileLoader(str(path))

@@ -4,25 +4,42 @@ from __future__ import annotations
 
 import importlib
 import logging
+import math
 import os
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Final, final
 
 from gradtrack.backends.base import Backend
-from gradtrack.backends.wandb.alerts import Alerts
+from gradtrack.backends.wandb.charts import Show
 from gradtrack.backends.wandb.columns import Columns
-from gradtrack.backends.wandb.ending import Ending
-from gradtrack.backends.wandb.history import Index, files_of
-from gradtrack.backends.wandb.keeping import check_attached, check_own
-from gradtrack.backends.wandb.own_run import open_run, place_of, project_of
+from gradtrack.backends.wandb.history import Index, check_attached, check_own, files_of
+from gradtrack.backends.wandb.own_run import Ending, open_run, place_of, project_of
 from gradtrack.backends.wandb.rows import Rows, StepMode, rows_of
-from gradtrack.backends.wandb.show import Show
 from gradtrack.errors import BackendError, ClosedError, MissingExtraError, PermanentBackendError, UsageError
 from gradtrack.records import Identity, Record, RunInfo
-from gradtrack.redact import redact
+from gradtrack.support.redact import redact
 
 _logger = logging.getLogger("gradtrack")
+
+_SECONDS: Final = 300
+
+
+class Alerts:
+    """Alerts on critical issues, on each at most every five minutes."""
+
+    def __init__(self) -> None:
+        self._times: dict[str, float] = {}
+
+    def send(self, run: Any, record: Record) -> None:
+        """Send what a record gives reason for."""
+        for issue in record.issues:
+            title = f"gradtrack: {issue.get('issue_type')} {issue.get('layer', '')}".strip()
+            recent = 0 <= record.time - self._times.get(title, -math.inf) < _SECONDS  # a clock may be set back
+            if issue.get("severity") == "CRITICAL" and not recent:
+                self._times[title] = record.time
+                text = f"step {record.step}: {issue.get('message')}"
+                run.alert(title=title, text=text, level="ERROR", wait_duration=_SECONDS)
 
 
 @final

@@ -8,10 +8,10 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, Final, Literal, Protocol
 
-from gradtrack.backends.wandb.ending import Ending
-from gradtrack.backends.wandb.names import STEP
+from gradtrack.backends.wandb.columns import STEP
+from gradtrack.backends.wandb.own_run import Ending
 from gradtrack.errors import PermanentBackendError
-from gradtrack.redact import redact
+from gradtrack.support.redact import redact
 
 StepMode = Literal["polite", "row", "step"]
 _PATIENCE_SECONDS: Final = 0.05

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 from gradtrack.backends.mlflow import MlflowBackend
-from gradtrack.backends.mlflow.names import metric_name
+from gradtrack.backends.mlflow.store import metric_name
 from tests.backends.stores import empty_store
 from tests.contracts.harness import Harness
 

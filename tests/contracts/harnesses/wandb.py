@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from gradtrack.backends.wandb import WandbBackend
-from gradtrack.backends.wandb.names import axis_of, metric_name
+from gradtrack.backends.wandb.columns import axis_of, metric_name
 from tests.backends.history import messages_of, rows_of
 from tests.contracts.harness import Harness
 

@@ -1,0 +1,1 @@
+"""The rules over sampled evidence, by what they are about."""

@@ -1,0 +1,233 @@
+"""Rules about the learning rate, by how far a step moves the weights."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from gradtrack.analyzers.flow.samples import Case, Sample, median, windowed
+from gradtrack.reports import Issue, IssueSeverity, IssueType
+from gradtrack.support.names import module_of
+
+_HIGH: Final = 0.075
+_RISEN: Final = 0.03
+_UNKNOWN: Final = 0.25
+_HEALTHY: Final = 1e-3
+_THROWN: Final = 0.6
+_HARM: Final = 2.0
+_APART: Final = 10.0
+_RATE_HIGH_SAMPLES: Final = 3
+_EARLY: Final = 8
+_FEWEST: Final = 2
+_FIRST: Final = 4
+
+
+@windowed
+def judge_rate_high(case: Case) -> list[Issue]:
+    """Open where the median weight moves by over 7.5 % a step, sample after sample, and the loss has not come down.
+
+    Three per cent are enough where the loss is worse than before the training; a quarter is needed where the loss goes
+    through zero, as that of a policy or of a game does, and so need not come down for the training to go well. One step
+    is enough that, as the very first, leaves little of most of the weights, unless the loss has halved since, or there
+    is a single matrix only, of which nothing need be left: after it even large steps are small beside what they have
+    become. A loss that had come down and is three times its best
+    again has not come down either. And where the loss has risen, the middle of the first samples is enough: a rate that
+    is far too high soon leaves units that are dead, and weights without a gradient do not move.
+    """
+    if case.moved and _is_thrown(case.moved[0]) and (case.series.blew_up or not _is_fine(case)):
+        return [_thrown(case, case.moved[0])]
+    moved = [sample for sample in case.moved if sample.step > 1][-_RATE_HIGH_SAMPLES:]
+    if (part := _thrown_part(case)) is not None:
+        return [part]
+    ratios = [_of_grown(case, sample) for sample in moved]
+    if len(moved) == _RATE_HIGH_SAMPLES and all(ratios):
+        typical = min(median(found.values()) for found in ratios)
+        limit = _RISEN if case.trend.risen else _HIGH if case.trend.tells else _UNKNOWN
+        if typical > limit and (not case.trend.learned or case.series.has_risen_after(moved[0].step)):
+            return [_rate_high_issue(case, moved, ratios[-1], typical, limit)]
+        if (part := _rate_high_of_a_part(case, moved, ratios)) is not None:
+            return [part]
+    return _early(case)
+
+
+def _thrown_part(case: Case) -> Issue | None:
+    """Judge a weight that the very first step moved far, unlike the others, and with harm.
+
+    That is units of its layer that are off or at the ends of their range from then on, or little that is left of the
+    weight and a loss that was worse at once.
+    """
+    ratios = _of_grown(case, case.moved[0]) if case.moved and case.moved[0].step == 1 else {}
+    name = max(ratios, key=lambda name: ratios[name], default="")
+    if not name or not ratios[name] > max(_HIGH, _APART * median(ratios.values())):
+        return None
+    known = [issue for issue in case.standing if issue.issue_type in (IssueType.DEAD, IssueType.SATURATION)]
+    ruined = {issue.layer for issue in known if issue.key in case.from_start}
+    losses = case.series.first_losses[:_FIRST]
+    worse = len(losses) == _FIRST and 0 < _HARM * losses[0] < median(losses[1:])
+    if module_of(name) not in ruined and not (worse and ratios[name] > _THROWN):
+        return None
+    return _part(case, case.moved[:1], name, ratios[name], _HIGH if module_of(name) in ruined else _THROWN)
+
+
+def _rate_high_of_a_part(case: Case, moved: list[Sample], ratios: list[dict[str, float]]) -> Issue | None:
+    """Judge a weight that moves too fast by itself while the loss is twice what it was before the training."""
+    begin = case.series.first_losses[0] if case.series.first_losses else 0.0
+    if not begin > 0 or not all(sample.loss > _HARM * begin for sample in moved):
+        return None
+    names = set.intersection(*({name for name, ratio in found.items() if ratio > _HIGH} for found in ratios))
+    if not names:
+        return None
+    name = max(names, key=lambda name: ratios[-1][name])
+    return _part(case, moved, name, min(found[name] for found in ratios), _HIGH)
+
+
+def _early(case: Case) -> list[Issue]:
+    """Judge the first samples on which weights still moved, of a run that has got worse."""
+    if not case.trend.risen:
+        return []
+    moved = [sample for sample in case.moved if _of_grown(case, sample)][:_EARLY]
+    typical = median(median(_of_grown(case, sample).values()) for sample in moved)
+    limit = _RISEN if len(moved) == _EARLY else _HIGH
+    if len(moved) < _FEWEST or not typical > limit:
+        return []
+    return [_rate_high_issue(case, moved, _of_grown(case, moved[-1]), typical, limit)]
+
+
+def _of_grown(case: Case, sample: Sample) -> dict[str, float]:
+    """Return the update ratios of the weights that are not growing from zero, as those of an adapter do."""
+    began = {name for name, param in case.samples[0].params.items() if param.weight == 0}
+    return {name: ratio for name, ratio in sample.ratios.items() if name not in began}
+
+
+def _is_thrown(sample: Sample) -> bool:
+    ratios = [ratio for name, ratio in sample.ratios.items() if sample.params[name].weight > 0]
+    return sample.step == 1 and len(ratios) > 0 and median(ratios) > _THROWN
+
+
+def _is_fine(case: Case) -> bool:
+    """Whether what was thrown away was not needed: the loss has halved, or no weight rests on another."""
+    return case.series.has_halved or sum(param.ndim > 1 for param in case.moved[0].params.values()) == 1
+
+
+def _thrown(case: Case, sample: Sample) -> Issue:
+    typical = median(sample.ratios.values())
+    return _rate_high_issue(case, [sample], sample.ratios, typical, _THROWN)
+
+
+def _rate_high_issue(case: Case, moved: list[Sample], ratios: dict[str, float], typical: float, limit: float) -> Issue:
+    """Report a rate from the first of the samples on, since what it has done by the last is its consequence."""
+    sample, name = moved[-1], max(ratios, key=lambda key: ratios[key])
+    became = "has risen" if case.trend.risen else "does not fall"
+    return Issue(
+        issue_type=IssueType.LR_TOO_HIGH,
+        severity=IssueSeverity.HIGH,
+        message=(
+            f"lr {sample.lr:.3g} moved {name} by {ratios[name]:.0%} per step and the median weight by {typical:.0%}, "
+            f"while the loss {became}."
+        ),
+        statistic="median_update_ratio",
+        value=typical,
+        threshold=limit,
+        window=len(moved),
+        step=moved[0].step,
+        confidence=0.9,
+        recommendation=(
+            f"Try lr {sample.lr * _HEALTHY / typical:.1g}, which would move the median weight by 0.1 % per step."
+        ),
+    )
+
+
+def _part(case: Case, moved: list[Sample], name: str, ratio: float, limit: float) -> Issue:
+    """Report the rate of one weight, whose group may have one of its own."""
+    return _rate_high_issue(case, moved, {name: ratio}, ratio, limit).model_copy(
+        update={
+            "layer": module_of(name),
+            "statistic": "update_ratio",
+            "message": f"A step has moved {name} by {ratio:.0%}, unlike the other weights, and done harm.",
+            "recommendation": f"Multiply the rate of its group by {_HEALTHY / ratio:.1g}: 0.1 % per step is usual.",
+        }
+    )
+
+
+_LOW: Final = 3e-6
+_QUITE_LOW: Final = 2e-5
+_NOTHING: Final = 1e-4
+_COME_DOWN: Final = 1e-2
+_PART: Final = 1e-4
+_STILL: Final = 1e-5
+_MOVING: Final = 1e-4
+_FELT: Final = 1e-2
+_RATE_LOW_SAMPLES: Final = 3
+_LEARNED: Final = 0.5
+_FLAT: Final = 1e-3
+_QUICK: Final = 1e-3
+
+
+def judge_rate_low(case: Case) -> list[Issue]:
+    """Open where no weight moves by a millionth of its size per step.
+
+    Silent on a rate that is rising (warm-up), and where the loss is down already: it has fallen, or there is next to no
+    slope left, or steps this small are as much as the slope asks for. A rate that has come down is judged by the last
+    half of the samples: what a schedule has left undone by then is not done any more. Where even the slope promises
+    nothing of the loss, some more than a millionth is too small as well.
+    """
+    moved = case.moved
+    if len(moved) < _RATE_LOW_SAMPLES or moved[-1].lr > moved[0].lr:
+        return []
+    came_down = moved[-1].lr < _COME_DOWN * moved[0].lr and len(moved) >= 2 * _RATE_LOW_SAMPLES
+    judged = moved[-(len(moved) // 2) :] if came_down else moved
+    largest = max(max(sample.ratios.values(), default=1.0) for sample in judged)
+    limit = _LOW if came_down or median(sample.promised for sample in judged) > _NOTHING else _QUITE_LOW
+    if not largest < limit or case.trend.remaining < _LEARNED or case.trend.falling or _is_down(judged):
+        return _rate_low_of_a_part(case)
+    return [_rate_low_issue(case, judged[-1], largest, len(judged))]
+
+
+def _rate_low_of_a_part(case: Case) -> list[Issue]:
+    """Judge the weights that hardly move by themselves though their gradient is as large as that of the others.
+
+    Where the loss comes down without them, the lower layers of a trained model may be meant to move far less, but not
+    a hundred thousand times.
+    """
+    still: set[str] | None = None
+    part = _PART if case.trend.remaining >= _LEARNED else _STILL
+    for sample in case.moved:
+        usual, slope = median(sample.ratios.values()), median(param.relative for param in sample.params.values())
+        if not usual > _MOVING:
+            return []
+        found = {
+            name
+            for name, ratio in sample.ratios.items()
+            if 0 < ratio < part * usual and sample.params[name].relative > _FELT * slope
+        }
+        still = found if still is None else still & found
+    if not still:
+        return []
+    last, name = case.moved[-1], min(still)
+    largest, usual = max(last.ratios[one] for one in still), median(last.ratios.values())
+    issue = _rate_low_issue(case, last, largest, len(case.moved))
+    what = f"{len(still)} weights, of {name}, move by {largest:.1e} of their size per step, unlike all others."
+    how = f"Multiply the rate of their group by {usual / largest:.1g}, which would move them like the median weight."
+    return [issue.model_copy(update={"layer": module_of(name), "message": what, "recommendation": how})]
+
+
+def _is_down(moved: list[Sample]) -> bool:
+    """Whether a change of the weights by their own size, or the steps that are made, say that the loss is converged."""
+    slope = median(sample.sensitivity for sample in moved)
+    gain = median(sample.promised for sample in moved)
+    return slope < _FLAT or gain > _QUICK
+
+
+def _rate_low_issue(case: Case, sample: Sample, largest: float, window: int) -> Issue:
+    better = f"lr {sample.lr * _HEALTHY / largest:.1g}" if largest > 0 else "a learning rate of 1e-3"
+    return Issue(
+        issue_type=IssueType.LR_TOO_LOW,
+        severity=IssueSeverity.MEDIUM,
+        message=f"lr {sample.lr:.3g} moved no weight by more than {largest:.1e} of its size per step.",
+        statistic="max_update_ratio",
+        value=largest,
+        threshold=_LOW,
+        window=window,
+        step=case.step,
+        confidence=0.9,
+        recommendation=f"Try {better}: healthy updates are near 1e-3 of the weight.",
+    )

@@ -1,0 +1,132 @@
+"""Rules about precision: where a NaN or an infinity comes from, and updates that rounding swallows."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import Final
+
+from torch import nn
+
+from gradtrack.analyzers.flow.graph import FlowGraph
+from gradtrack.analyzers.flow.samples import Case, Sample, median
+from gradtrack.reports import Issue, IssueSeverity, IssueType
+
+
+def judge_origin(case: Case) -> list[Issue]:
+    """Open where a sampled forward pass made values that are not finite out of values that were, or a backward pass.
+
+    Of the backward pass two samples in a row must say so. A loss scale that is being found overflows now and then, and
+    did so where a later sample is sound.
+    """
+    for sample in case.samples:
+        for node in sample.nodes:
+            if not node.finite:
+                made = node.finite_input or bool(node.made_in)
+                return [_forward(case, sample.step, node.made_in or node.name, made=made)]
+    places = [_broken_at(sample.graph) for sample in case.samples]
+    sound = max((index for index, place in enumerate(places) if place is None), default=-1)
+    for index, (before, after) in enumerate(pairwise(places), start=1):
+        was_searching = case.samples[index].scaled and index < sound
+        if before is not None and after is not None and not was_searching:
+            return [_backward(case, case.samples[index].step, after)]
+    return []
+
+
+def _broken_at(graph: FlowGraph) -> str | None:
+    """Return where the gradient stops being finite on its way back: "" right at the loss, None nowhere."""
+    broken = [
+        index for index, node in enumerate(graph.nodes) if node.delta is not None and not math.isfinite(node.delta)
+    ]
+    if not broken:
+        return None
+    last = broken[-1]
+    sound = [graph.nodes[child] for child in graph.children[last]]
+    if not sound:
+        return ""
+    own = [node.name for node in sound if not hasattr(nn, node.kind)]  # whose code is not torch's
+    return own[0] if own else graph.nodes[last].name
+
+
+def _forward(case: Case, step: int, layer: str, *, made: bool) -> Issue:
+    return _origin_issue(
+        case,
+        step,
+        layer,
+        f"{layer} is the first module whose output is NaN or infinite" + (", from finite inputs." if made else "."),
+        f"Look at the weights and inputs of {layer} at step {step}: overflow, division by zero, log(0).",
+    )
+
+
+def _backward(case: Case, step: int, layer: str) -> Issue:
+    where = layer or "the loss"
+    return _origin_issue(
+        case,
+        step,
+        layer,
+        f"The gradient becomes NaN or infinite on its way back through {where}, though every output is finite.",
+        "Look for a root, a norm or a division whose derivative at 0 is infinite: add a small number inside it.",
+    )
+
+
+def _origin_issue(case: Case, step: int, layer: str, message: str, recommendation: str) -> Issue:
+    return Issue(
+        issue_type=IssueType.NUMERICAL,
+        severity=IssueSeverity.CRITICAL,
+        layer=layer,
+        message=message,
+        statistic="nonfinite_output",
+        value=1.0,
+        threshold=0.0,
+        window=len(case.samples),
+        step=step,
+        confidence=1.0,
+        recommendation=recommendation,
+    )
+
+
+_LOST: Final = 0.9
+_TINY: Final = 0.5
+_SAMPLES: Final = 3
+
+
+def judge_rounding(case: Case) -> list[Issue]:
+    """Open where over 90 % of 16-bit weights stay as they are, or over half of float16 gradients underflow."""
+    moved = case.moved[-_SAMPLES:]
+    if len(moved) < _SAMPLES:
+        return []
+    lost = [_shares(sample, "unchanged") for sample in moved]
+    tiny = [_shares(sample, "subnormal") for sample in moved]
+    if all(share > _TINY for share in tiny):
+        what = f"{median(tiny):.0%} of the elements of the float16 gradients are too small to keep their precision."
+        advice = "Scale the loss up with torch.amp.GradScaler, or train in bfloat16."
+        return [_rounding_issue(case, "subnormal_gradients", median(tiny), _TINY, what, advice)]
+    if all(share > _LOST for share in lost):
+        what = f"At lr {moved[-1].lr:.3g}, {median(lost):.0%} of the 16-bit weights are rounded back to what they were."
+        advice = "Keep the weights in float32 and use autocast, or an optimizer with float32 master weights."
+        return [_rounding_issue(case, "unchanged_elements", median(lost), _LOST, what, advice)]
+    return []
+
+
+def _shares(sample: Sample, which: str) -> float:
+    """Return the median over the 16-bit weights that the optimizer has, NaN where there are none."""
+    return median(
+        getattr(change, which)
+        for name, change in (sample.changes or {}).items()
+        if name in sample.params and sample.params[name].coarse and sample.params[name].owned
+    )
+
+
+def _rounding_issue(case: Case, statistic: str, value: float, threshold: float, message: str, advice: str) -> Issue:
+    return Issue(
+        issue_type=IssueType.NUMERICAL,
+        severity=IssueSeverity.HIGH,
+        message=message,
+        statistic=statistic,
+        value=value,
+        threshold=threshold,
+        window=_SAMPLES,
+        step=case.step,
+        confidence=0.9,
+        recommendation=advice,
+    )

@@ -1,0 +1,259 @@
+"""Rules about what reaches parameters: a gradient, an update, and a fresh one at every step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+from gradtrack.analyzers.flow.graph import FlowGraph
+from gradtrack.analyzers.flow.samples import Case, Sample, median
+from gradtrack.reports import Issue, IssueSeverity, IssueType
+from gradtrack.support.names import module_of
+
+_STEPS: Final = 4
+_CUT: Final = 10
+_FLAT: Final = frozenset(f"{name}Backward0" for name in ("Round", "Sign", "Sgn", "Floor", "Ceil", "Trunc", "Heaviside"))
+
+
+def judge_disconnected(case: Case) -> list[Issue]:
+    """Open where trainable parameters had no gradient on any step, or on none of the last ten after they always had.
+
+    Silent on what no optimizer owns and what only ran without gradients, as target networks do; and on the bias of a
+    layer whose weight has one: where the loss is about the derivative of the output, a constant does not count.
+    """
+    if case.series.num_steps < _STEPS or not case.samples:
+        return []
+    last = case.samples[-1]
+    never = [
+        name
+        for name, steps in case.series.missing.items()
+        if steps >= case.series.num_steps - case.series.nonfinite_steps
+        and name in last.params
+        and not last.params[name].has_grad
+        and not _is_constant(last, name)
+    ]
+    ran = {node.name for node in last.nodes}
+    wanted = [
+        name
+        for name in never
+        if last.params[name].owned
+        or (last.params[name].owned is None and module_of(name) not in last.without_grad)
+        or (module_of(name) in ran and last.params[name].owned is False)
+    ]
+    wanted += _starved(case) + _behind_steps(case)
+    moved = {name for sample in case.moved for name, change in (sample.changes or {}).items() if change.ratio > 0}
+    wanted = [name for name in wanted if name not in moved] + _cut_off(case, ran)
+    return [_disconnected_issue(case, names) for names in _by_module(wanted).values()][:2]
+
+
+def _is_constant(sample: Sample, name: str) -> bool:
+    """Whether a vector belongs to a module whose matrix has a gradient."""
+    return sample.params[name].ndim < 2 and any(
+        other.ndim > 1 and other.norm > 0
+        for other_name, other in sample.params.items()
+        if module_of(other_name) == module_of(name)
+    )
+
+
+def _cut_off(case: Case, ran: set[str]) -> list[str]:
+    """Return the weights that had a gradient on every step until one, and none since, of modules that still run.
+
+    Players that train in turn have none now and then, and a head that is not used any more does not run.
+    """
+    last, series = case.samples[-1], case.series
+    return [
+        name
+        for name, since in series.missing_since.items()
+        if (count := series.num_steps - since + 1) >= _CUT
+        and count == series.missing[name] < series.num_steps
+        and name in last.params
+        and not last.params[name].has_grad  # or the module may not have run since
+        and last.params[name].owned
+        and not _is_constant(last, name)
+        and module_of(name) in ran | last.without_grad
+    ]
+
+
+def _starved(case: Case) -> list[str]:
+    """Return the weights of modules that the gradient never came through, though zeros were filled in for it."""
+    if len(case.samples) < _STEPS or any(
+        not any(param.norm for param in sample.params.values()) for sample in case.samples
+    ):
+        return []
+    reached = {node.name for sample in case.samples for node in sample.nodes if node.delta is not None}
+    return [
+        name
+        for name, param in case.samples[-1].params.items()
+        if param.owned
+        and module_of(name) not in reached
+        and all(
+            name in sample.params and sample.params[name].has_grad and not sample.params[name].norm
+            for sample in case.samples
+        )
+    ]
+
+
+def _behind_steps(case: Case) -> list[str]:
+    """Return the weights behind a function whose derivative is zero everywhere, as rounding is."""
+    seen = [sample for sample in case.samples if sample.nodes]
+    if len(seen) < _STEPS or any(not any(_is_stepped(sample.graph)) for sample in seen):
+        return []
+    reached = {node.name for sample in seen for node in sample.nodes if node.delta}
+    return [
+        name
+        for name, param in case.samples[-1].params.items()
+        if param.owned is not False and param.has_grad and not param.norm and module_of(name) not in reached
+    ]
+
+
+def _is_stepped(graph: FlowGraph) -> Iterator[bool]:
+    """Tell for each edge that a gradient comes to whether a step function lets none of it through."""
+    for node in graph.nodes:
+        for parent, ops in node.parents if node.delta else ():
+            yield graph.nodes[parent].delta == 0 and not _FLAT.isdisjoint(ops)
+
+
+def _by_module(names: list[str]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for name in names:
+        found.setdefault(name.split(".")[0], []).append(name)
+    return found
+
+
+def _disconnected_issue(case: Case, names: list[str]) -> Issue:
+    modules = list(dict.fromkeys(module_of(name) for name in names))
+    layer = modules[0] if len(modules) == 1 else _common(modules)
+    all_steps = case.series.num_steps
+    steps = all_steps - max(case.series.missing_since.get(name, 1) for name in names) + 1
+    span = f"{steps} steps" if steps == all_steps else f"the last {steps} of {all_steps} steps"
+    return Issue(
+        issue_type=IssueType.DISCONNECTED,
+        severity=IssueSeverity.HIGH,
+        layer=layer,
+        message=f"{len(names)} trainable parameters of {layer} had no gradient in {span}.",
+        statistic="steps_without_gradient",
+        value=float(steps),
+        threshold=float(_STEPS),
+        window=all_steps,
+        step=case.step,
+        confidence=1.0,
+        recommendation=f"Look for a detach(), a no_grad() or an unused branch behind {layer}, or freeze it.",
+    )
+
+
+def _common(modules: list[str]) -> str:
+    parts = [module.split(".") for module in modules]
+    shared = []
+    for level in zip(*parts, strict=False):
+        if len(set(level)) > 1:
+            break
+        shared.append(level[0])
+    return ".".join(shared) or modules[0]
+
+
+_UNCHANGED_SAMPLES: Final = 2
+_RESOLVED: Final = 1e-5
+_NEGLIGIBLE: Final = 1e-4
+
+
+def judge_unchanged(case: Case) -> list[Issue]:
+    """Open where parameters with a gradient never changed: not in the optimizer, or put back after each step.
+
+    Silent where the update would be too small to see, which is a matter of the learning rate.
+    """
+    moved = case.moved
+    if len(moved) < _UNCHANGED_SAMPLES:
+        return []
+    moved = moved[-max(_UNCHANGED_SAMPLES, len(moved) // 2) :]
+    still = set.intersection(*(_still(sample) for sample in moved))
+    last = moved[-1]
+    outside = [name for name in still if last.params[name].owned is False]
+    inside = [name for name in still if last.params[name].owned and not (_invisible(moved) or _negligible(last, name))]
+    return [
+        _unchanged_issue(case, sorted(names), len(moved), owned=owned)
+        for names, owned in ((outside, False), (inside, True))
+        if names
+    ]
+
+
+def _still(sample: Sample) -> set[str]:
+    return {
+        name
+        for name, change in (sample.changes or {}).items()
+        if change.unchanged == 1.0
+        and _has_gradient(sample, name)
+        and (change.ratio == 0.0 or not sample.params[name].weight)
+    }
+
+
+def _has_gradient(sample: Sample, name: str) -> bool:
+    return name in sample.params and sample.params[name].norm > 0
+
+
+def _invisible(moved: list[Sample]) -> bool:
+    """Whether the other weights move so little that a still one may only be rounded."""
+    return any(not median(ratio for ratio in sample.ratios.values() if ratio > 0) > _RESOLVED for sample in moved)
+
+
+def _negligible(sample: Sample, name: str) -> bool:
+    """Whether a gradient is zero but for rounding, as before a normalisation, or 16 bits may hide its update."""
+    if sample.params[name].coarse:
+        return True
+    typical = median(param.relative for param in sample.params.values() if param.norm > 0)
+    return not sample.params[name].relative > _NEGLIGIBLE * typical
+
+
+def _unchanged_issue(case: Case, names: list[str], window: int, *, owned: bool) -> Issue:
+    groups = _by_module(names)
+    modules = list(dict.fromkeys(module_of(name) for name in names))
+    layer = _common(modules) if len(groups) == 1 else modules[0]
+    why = "though the optimizer has them" if owned else "and no optimizer has them"
+    return Issue(
+        issue_type=IssueType.UNCHANGED,
+        severity=IssueSeverity.HIGH,
+        layer=layer,
+        message=f"{len(names)} parameters, of {', '.join(groups)}, get gradients but never change, {why}.",
+        statistic="update_ratio",
+        value=0.0,
+        threshold=0.0,
+        window=window,
+        step=case.step,
+        confidence=1.0,
+        recommendation=(
+            "Look for code that puts the weights back, or a learning rate of 0 in their group."
+            if owned
+            else f"Pass {layer}.parameters() to the optimizer, or freeze them with requires_grad_(False)."
+        ),
+    )
+
+
+_STALE_GRAD_SAMPLES: Final = 2
+
+
+def judge_stale_grad(case: Case) -> list[Issue]:
+    """Open where gradients were not zero before the backward pass though the optimizer had stepped in between."""
+    counts: dict[str, int] = {}
+    for sample in case.samples:
+        for name in sample.stale:
+            counts[name] = counts.get(name, 0) + 1
+    names = [name for name, count in counts.items() if count >= _STALE_GRAD_SAMPLES]
+    if not names:
+        return []
+    everything = len(names) >= 0.9 * len(case.samples[-1].params)
+    layer = "" if everything else _common(list(dict.fromkeys(module_of(name) for name in names)))
+    whose = "All parameters" if everything else f"{len(names)} parameters, of {', '.join(_by_module(names))},"
+    return [
+        Issue(
+            issue_type=IssueType.STALE_GRAD,
+            severity=IssueSeverity.HIGH,
+            layer=layer,
+            message=f"{whose} still held the gradients of the last step when the next backward pass began.",
+            statistic="samples_with_stale_gradients",
+            value=float(max(counts.values())),
+            threshold=float(_STALE_GRAD_SAMPLES),
+            window=len(case.samples),
+            step=case.step,
+            confidence=1.0,
+            recommendation="Call optimizer.zero_grad() after every optimizer.step(); gradients add up until then.",
+        )
+    ]

@@ -1,0 +1,281 @@
+"""Takes samples of the gradient flow, beside a training or over input of its own."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import closing
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from gradtrack.analyzers.base import Series, Snapshot
+from gradtrack.analyzers.flow.probe import Probe
+from gradtrack.analyzers.flow.sampled_weights import Elements
+from gradtrack.analyzers.flow.samples import Case, ParameterSample, Sample, pack, unpack
+from gradtrack.analyzers.flow.squares import norms_of
+from gradtrack.analyzers.flow.verdict import Standing
+from gradtrack.analyzers.tools.offline import offline_steps
+from gradtrack.analyzers.tools.optimizer_hooks import StepWatch
+from gradtrack.analyzers.tools.samples import dot, small_array
+from gradtrack.gradients.distributed.shards import local_numbers, local_part, unwrapped
+from gradtrack.gradients.measurer import Measurer
+from gradtrack.gradients.moments import finite_norm, log_norm
+from gradtrack.gradients.parameters import ParameterTable
+
+
+class StaleWatch:
+    """Hooks on the parameters for the backward passes of one step, that see what a gradient is added to.
+
+    Adding to a gradient is accumulation, and legal, unless the parameter has changed since the gradient was there. A
+    parameter is innocent once a pass starts it afresh: the generator of a GAN and the actor of DDPG go back through
+    another model, whose own old gradients are cleared only before its own pass.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._stale: dict[str, None] = {}
+        self._fresh: set[str] = set()
+        self._handles = [
+            param.register_hook(self._hook(name, param))  # type: ignore[no-untyped-call]
+            for name, param in model.named_parameters()
+            if param.requires_grad
+        ]
+
+    @property
+    def found(self) -> list[str]:
+        """Name the parameters whose old gradients were added to and never cleared."""
+        return list(self._stale)
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _hook(self, name: str, param: nn.Parameter) -> Callable[[Tensor], None]:
+        version = param._version
+
+        def hook(_: Tensor) -> None:
+            if name in self._fresh:
+                return
+            if _is_empty(param.grad):
+                self._fresh.add(name)
+                self._stale.pop(name, None)
+            elif param._version != version:
+                self._stale[name] = None
+
+        return hook
+
+
+def _is_empty(grad: Tensor | None) -> bool:
+    return grad is None or not bool((grad.coalesce().values() if grad.is_sparse else grad).any())
+
+
+_KEPT: Final = 32
+_PAST: Final = 8
+Params = dict[str, nn.Parameter]
+
+
+class FlowSampler:
+    """The first and the last samples of a run, and the hooks that the next one needs.
+
+    `arm` places hooks for one forward and backward pass and `disarm` takes them off. The step after a sample completes
+    it, which `waiting` tells. Of the first step, whose forward pass may be over, at least the parameters are seen.
+    """
+
+    def __init__(self, *, with_zeros: bool = False) -> None:
+        self.samples: list[Sample] = []
+        self.series = Series()
+        self._with_zeros = with_zeros
+        self._standing = Standing()
+        self._past: deque[Elements] = deque(maxlen=_PAST)
+        self._probe: Probe | None = None
+        self._stale: StaleWatch | None = None
+        self._elements: Elements | None = None
+
+    @property
+    def waiting(self) -> bool:
+        """Whether the last sample still lacks what the optimizer step did."""
+        return self._elements is not None
+
+    @property
+    def case(self) -> Case:
+        """Return the evidence gathered so far."""
+        return Case(self.series, self.samples, self._standing.issues(self.series), self._standing.from_start)
+
+    def arm(self, model: nn.Module, *, stale: bool = True) -> None:
+        """Hook a model for the coming step."""
+        if self._elements is None or not stale:
+            self._probe = Probe(model)
+            self._stale = StaleWatch(model) if stale else None
+
+    def look(self, snapshot: Snapshot) -> Sample | None:
+        """Complete the last sample, and return a new one where the model was hooked."""
+        if snapshot.series is not None:
+            self.series = snapshot.series
+        self._follow(snapshot)
+        if self._probe is None and snapshot.step > 1:
+            return None
+        if self._probe is not None and self._probe.fault is not None:
+            raise self._probe.fault
+        params = snapshot.params()
+        sample = self._sample(snapshot, params)
+        self._keep(sample)
+        if not snapshot.skipped and math.isfinite(sum(snapshot.norms.values())):
+            self._elements = Elements(params, snapshot.gradients)
+            sample.turned = min((self._elements.cosine_to(one) for one in self._past), default=math.nan)
+            self._past.append(self._elements)
+            self._watch_step(snapshot, sample, params)
+        return sample
+
+    def disarm(self, *, for_good: bool = False) -> None:
+        """Take the hooks off the model; the last sample still waits for its step, unless it is `for_good`."""
+        for watch in (self._probe, self._stale):
+            if watch is not None:
+                watch.close()
+        self._probe = self._stale = None
+        if for_good:
+            self._elements = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the samples, the series and the standing verdicts as plain data."""
+        return {
+            "samples": [pack(sample) for sample in self.samples],
+            "series": self.series.state_dict(),
+            "standing": self._standing.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` returned."""
+        self.samples = [unpack(sample) for sample in state["samples"]]
+        self.series.load_state_dict(state["series"])
+        self._standing.load_state_dict(state["standing"])
+        self._elements = None
+
+    def _keep(self, sample: Sample) -> None:
+        """Add a sample; between the first one and the last ones the oldest gives way."""
+        self.samples.append(sample)
+        if len(self.samples) > _KEPT:
+            del self.samples[1]
+        self._standing.add(Case(self.series, self.samples))
+
+    def _follow(self, snapshot: Snapshot) -> None:
+        """Complete the last sample with what the optimizer step made of it."""
+        if self._elements is None:
+            return
+        elements, self._elements = self._elements, None
+        params = snapshot.params()
+        self.samples[-1].changes = elements.changes(params) if snapshot.optimizers else None
+        self.samples[-1].cosine = elements.cosine(params, snapshot.gradients)
+
+    def _watch_step(self, snapshot: Snapshot, sample: Sample, params: Params) -> None:
+        """See what is left of the gradients when the optimizer takes them: others may clip in between."""
+        elements = self._elements
+        if elements is None or snapshot.call_before_step is None:
+            return
+
+        def before_step() -> None:
+            if self._elements is elements:
+                there = {name: param.grad for name, param in params.items() if param.grad is not None}
+                grads = {name: local_numbers(grad) for name, grad in there.items() if not grad.is_sparse}
+                sample.clip = elements.left(grads)
+
+        snapshot.call_before_step(before_step)
+
+    def _sample(self, snapshot: Snapshot, params: Params) -> Sample:
+        probe, stale = self._probe, self._stale
+        return Sample(
+            step=snapshot.step,
+            nodes=[] if probe is None else probe.nodes,
+            params=self._parameters(snapshot, params),
+            without_grad=set() if probe is None else probe.without_grad,
+            stale=[] if stale is None else stale.found,
+            lr=max((float(rate) for rate in snapshot.lr.values()), default=math.nan),
+            loss=math.nan if snapshot.loss is None else snapshot.loss,
+            skipped=snapshot.skipped,
+            scaled=snapshot.scaled,
+        )
+
+    def _parameters(self, snapshot: Snapshot, params: Params) -> dict[str, ParameterSample]:
+        owned = {id(param) for one in snapshot.optimizers for group in one.param_groups for param in group["params"]}
+        named = {name: param for name, param in params.items() if param.requires_grad}
+        return {
+            name: ParameterSample(
+                norm=snapshot.norms.get(name, 0.0),
+                weight=weight,
+                ndim=param.ndim,
+                count=param.numel(),
+                owned=id(param) in owned if snapshot.optimizers else None,
+                has_grad=name in snapshot.norms,
+                zeros=self._zeros(snapshot.gradients.get(name)),
+                coarse=param.dtype in (torch.float16, torch.bfloat16),
+            )
+            for (name, param), weight in zip(named.items(), _norms(named.values()), strict=True)
+        }
+
+    def _zeros(self, gradient: Tensor | None) -> float:
+        """Return the share of zeros, where somebody asks for it."""
+        if gradient is None or not self._with_zeros:
+            return 0.0
+        return float((gradient == 0).double().mean())
+
+
+def _norms(params: Iterable[Tensor]) -> list[float]:
+    """Return the norms of parameters, estimated from what this rank holds where they are spread over ranks."""
+    pairs = [(param.numel(), local_part(param)) for param in params]
+    if not pairs:
+        return []
+    known = [small_array(part) for _, part in pairs]
+    large = [local_numbers(part) for (_, part), small in zip(pairs, known, strict=True) if small is None]
+    rest = iter(norms_of(large))
+    norms = [next(rest) if small is None else _size(small) for small in known]
+    return [norm * math.sqrt(size / max(1, part.numel())) for norm, (size, part) in zip(norms, pairs, strict=True)]
+
+
+def _size(values: NDArray[Any]) -> float:
+    flat = values.reshape(-1).astype(np.float64)
+    return math.sqrt(dot(flat, flat))
+
+
+def sample_offline(
+    sampler: FlowSampler,
+    model: nn.Module,
+    input_fn: Callable[[], Any],
+    loss_fn: Callable[[Any], Tensor],
+    steps: int,
+    optimizer: Any = None,
+) -> None:
+    """Sample every one of some forward and backward passes; the model trains where an optimizer is passed."""
+    measurer, table, series = Measurer(), ParameterTable(model), sampler.series
+    running = offline_steps(model, input_fn, loss_fn, steps, optimizer)
+    watch = StepWatch()
+    if hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        watch.add(optimizer)
+    with closing(watch):
+        for step in range(1, steps + 1):
+            sampler.arm(unwrapped(model), stale=False)
+            *_, loss = next(running)
+            grads = table.gradients()
+            layout = grads.layout
+            moments = measurer.measure(grads.tensors, layout.group_of, len(layout.group_names))
+            series.append(log_norm(moments.norm), float(loss.detach()), layout.missing, finite=moments.finite)
+            rows = zip(layout.names, moments.rows.tolist(), strict=True)
+            sampler.look(
+                Snapshot(
+                    step=step,
+                    model=model,
+                    loss=float(loss.detach()),
+                    optimizers=() if optimizer is None else (optimizer,),
+                    gradients=dict(zip(layout.names, grads.tensors, strict=True)),
+                    norms={name: finite_norm(row, moments.exponent) for name, row in rows},
+                    series=series,
+                    skipped=not moments.finite,
+                    call_before_step=watch.call_before_step,
+                )
+            )
+            sampler.disarm()
+        next(running, None)  # the optimizer step of the last sample, where there is one

@@ -1,0 +1,251 @@
+"""What a sample of the gradient flow holds, the case that rules judge, and samples as plain data."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from functools import cached_property
+from typing import Any, Final, TypeVar
+
+import numpy as np
+
+from gradtrack.analyzers.base import Series
+from gradtrack.analyzers.flow.call import Node
+from gradtrack.analyzers.flow.graph import FlowGraph
+from gradtrack.analyzers.flow.sampled_weights import Change
+from gradtrack.health.series import Trend
+from gradtrack.reports import Issue
+
+Seen = TypeVar("Seen")
+
+KEPT_WINDOWS: Final = 16
+_FEWEST: Final = 2
+RECENT: Final = 3
+"""How many of the last samples a state must be seen in: a fault of the last ten steps of a short run shows in three."""
+
+
+@dataclass(slots=True)
+class ParameterSample:
+    """A parameter on a sampled step; `owned` is None where no optimizer is known."""
+
+    norm: float
+    weight: float
+    ndim: int
+    count: int
+    owned: bool | None
+    has_grad: bool
+    zeros: float = 0.0
+    coarse: bool = False
+
+    @property
+    def relative(self) -> float:
+        """Return ‖g‖/‖w‖."""
+        return self.norm / self.weight if self.weight > 0 else math.nan
+
+
+@dataclass
+class Sample:
+    """One sampled step: the flow through the modules, the parameters, and what the optimizer step then did.
+
+    Where it is `scaled`, a loss scaler decides whether the optimizer steps. `cosine` is that with the gradient of the
+    next step, `turned` the least with the gradients of the last samples.
+    """
+
+    step: int
+    nodes: list[Node]
+    params: dict[str, ParameterSample]
+    without_grad: set[str] = field(default_factory=set)
+    stale: list[str] = field(default_factory=list)
+    lr: float = math.nan
+    loss: float = math.nan
+    skipped: bool = False
+    scaled: bool = False
+    changes: dict[str, Change] | None = None
+    cosine: float = math.nan
+    turned: float = math.nan
+    clip: float = math.nan
+
+    def remembered(self, what: str, see: Callable[[Sample], Seen]) -> Seen:
+        """Return what a rule sees in this sample, which it looks at once for all the windows that hold it."""
+        if what not in self._remembered:
+            self._remembered[what] = see(self)
+        found: Seen = self._remembered[what]
+        return found
+
+    @cached_property
+    def _remembered(self) -> dict[str, Any]:
+        return {}
+
+    @cached_property
+    def graph(self) -> FlowGraph:
+        """Return the way of the gradient through the modules."""
+        return FlowGraph(self.nodes)
+
+    @cached_property
+    def ratios(self) -> dict[str, float]:
+        """Return ‖Δw‖/‖w‖ of every weight with a gradient and an optimizer; of vectors where there is nothing else.
+
+        It is asked for once the optimizer step was seen.
+        """
+        flat = all(param.ndim < 2 for param in self.params.values())
+        found = {}
+        for name, change in (self.changes or {}).items():
+            param = self.params.get(name)
+            if param is not None and param.owned and param.norm > 0 and (flat or param.ndim > 1):
+                found[name] = change.ratio
+        return {name: ratio for name, ratio in found.items() if not math.isnan(ratio)}
+
+    @property
+    def sensitivity(self) -> float:
+        """Return ‖g‖‖w‖/|loss|: by how much of itself the loss would change if the weights did by all of theirs."""
+        return self._slope(param.weight for param in self.params.values())
+
+    @property
+    def promised(self) -> float:
+        """Return ‖g‖‖Δw‖/|loss|: which share of the loss the slope promises a step at the most."""
+        moves = self.changes or {}
+        known = [(param.weight, moves[name].ratio) for name, param in self.params.items() if name in moves]
+        return self._slope(weight * ratio for weight, ratio in known if not math.isnan(ratio))
+
+    def _slope(self, lengths: Iterable[float]) -> float:
+        if not abs(self.loss) > 0:
+            return math.nan
+        grad = math.hypot(*(param.norm for param in self.params.values()))
+        return grad * math.hypot(*lengths) / abs(self.loss)
+
+
+class Case:
+    """A run as the rules see it: the plain numbers of every step, the samples of some, and verdicts given before."""
+
+    def __init__(
+        self,
+        series: Series,
+        samples: Sequence[Sample],
+        standing: Sequence[Issue] = (),
+        from_start: Collection[str] = (),
+    ) -> None:
+        self.series, self.samples, self.standing = series, list(samples), standing
+        self.from_start = from_start
+        """The keys of those of the verdicts that the first window gave already."""
+
+    @property
+    def step(self) -> int:
+        """Return the step of the last sample."""
+        return self.samples[-1].step if self.samples else 0
+
+    @cached_property
+    def windows(self) -> list[Case]:
+        """Return the run as it was after each of the last samples, with the verdicts that stand now."""
+        last = len(self.samples)
+        found = [
+            Case(self.series, self.samples[:end], self.standing, self.from_start)
+            for end in range(max(_FEWEST, last - KEPT_WINDOWS), last + 1)
+        ]
+        for case in found:
+            case.trend = self.trend  # which is about the whole run, and costs more than all the rest
+        return found
+
+    @cached_property
+    def recent(self) -> list[Sample]:
+        """Return the last samples, or nothing while there are too few to judge a state by."""
+        return self.samples[-RECENT:] if len(self.samples) >= RECENT else []
+
+    @property
+    def before(self) -> int | None:
+        """Return the step of the last sample before the recent ones; None where they are the first."""
+        return self.samples[-RECENT - 1].step if len(self.samples) > RECENT + 1 else None
+
+    @property
+    def graphs(self) -> list[FlowGraph]:
+        """Return the graph of each recent sample."""
+        return [sample.graph for sample in self.recent]
+
+    def last_graphs(self, count: int) -> list[FlowGraph]:
+        """Return the graphs of the last samples, or nothing while there are fewer."""
+        return [sample.graph for sample in self.samples[-count:]] if len(self.samples) >= count else []
+
+    @property
+    def first(self) -> Sample:
+        """Return the first sample whose forward pass was seen."""
+        return next((sample for sample in self.samples if sample.nodes), self.samples[0])
+
+    @cached_property
+    def moved(self) -> list[Sample]:
+        """Return the samples whose optimizer step was seen, oldest first."""
+        return [sample for sample in self.samples if sample.changes and not sample.skipped]
+
+    @cached_property
+    def trend(self) -> Trend:
+        """Return which way the loss goes."""
+        return Trend(self.series.first_losses, self.series.losses)
+
+
+def median(values: Iterable[float]) -> float:
+    """Return the median of those values that are numbers, NaN where there are none."""
+    known = [value for value in values if not math.isnan(value)]
+    return statistics.median(known) if known else math.nan
+
+
+def in_all(windows: Sequence[Mapping[str, Seen]]) -> dict[str, list[Seen]]:
+    """Return what each name stands for in every window, of those that all of them have."""
+    names = windows[-1] if windows else {}
+    return {name: [found[name] for found in windows] for name in names if all(name in found for found in windows)}
+
+
+Judge = Callable[[Case], list[Issue]]
+
+
+def windowed(judge: Judge) -> Judge:
+    """Mark a rule that is about a state of the model, and so about every window of samples."""
+    judge.kind = "windowed"  # type: ignore[attr-defined]
+    return judge
+
+
+def about_units(judge: Judge) -> Judge:
+    """Mark a rule that looks at the units of the last samples alone, and judges each window when it is there."""
+    judge.kind = "units"  # type: ignore[attr-defined]
+    return judge
+
+
+_UNITS: Final = ("unit_min", "unit_max")
+
+
+def pack(sample: Sample) -> dict[str, Any]:
+    """Return a sample as plain data."""
+    plain = {one.name: getattr(sample, one.name) for one in fields(sample)}
+    changes = sample.changes
+    return {
+        **plain,
+        "nodes": [_pack_node(node) for node in sample.nodes],
+        "params": {name: asdict(param) for name, param in sample.params.items()},
+        "without_grad": sorted(sample.without_grad),
+        "stale": list(sample.stale),
+        "changes": None if changes is None else {name: asdict(change) for name, change in changes.items()},
+    }
+
+
+def unpack(state: Mapping[str, Any]) -> Sample:
+    """Return the sample that was packed."""
+    changes = state["changes"]
+    found = {
+        "nodes": [_unpack_node(node) for node in state["nodes"]],
+        "params": {name: ParameterSample(**param) for name, param in state["params"].items()},
+        "without_grad": set(state["without_grad"]),
+        "stale": list(state["stale"]),
+        "changes": None if changes is None else {name: Change(**change) for name, change in changes.items()},
+    }
+    return Sample(**{**state, **found})
+
+
+def _pack_node(node: Node) -> dict[str, Any]:
+    node.rank = node.effective_rank
+    plain = {one.name: getattr(node, one.name) for one in fields(node)}
+    units = {name: None if plain[name] is None else plain[name].tolist() for name in _UNITS}
+    return {**plain, **units, "parents": [[index, list(ops)] for index, ops in node.parents]}
+
+
+def _unpack_node(state: Mapping[str, Any]) -> Node:
+    units = {name: None if state[name] is None else np.array(state[name], dtype=np.float64) for name in _UNITS}
+    return Node(**{**state, **units, "parents": [(index, tuple(ops)) for index, ops in state["parents"]]})

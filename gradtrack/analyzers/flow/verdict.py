@@ -1,0 +1,215 @@
+"""Judges a sampled run: every rule over the samples, verdicts that are kept, and the limits of the user."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from gradtrack.analyzers.base import Series
+from gradtrack.analyzers.flow.rules import depth, imbalance, learning_rate, precision, reach, steps, units
+from gradtrack.analyzers.flow.samples import KEPT_WINDOWS, RECENT, Case
+from gradtrack.health.open_issues import MOST, order
+from gradtrack.reports import Issue, IssueSeverity, IssueType
+
+_OF_STEPS: Final = (IssueType.LR_TOO_HIGH,)
+"""What is about the steps that were made, and not about what they have made of the model."""
+
+_PLATEAUS: Final = (IssueType.VANISHING,)
+"""What holds a training up, and so is over once the training has come out of it."""
+
+
+_JUDGES: Final[tuple[Callable[[Case], list[Issue]], ...]] = (
+    depth.judge_bottleneck,
+    units.judge_dead,
+    depth.judge_depth,
+    reach.judge_disconnected,
+    steps.judge_first_steps,
+    steps.judge_foreign_clip,
+    imbalance.judge_imbalance,
+    precision.judge_origin,
+    steps.judge_oscillation,
+    learning_rate.judge_rate_high,
+    learning_rate.judge_rate_low,
+    steps.judge_rotation,
+    precision.judge_rounding,
+    units.judge_saturation,
+    reach.judge_stale_grad,
+    reach.judge_unchanged,
+)
+
+
+def diagnose(case: Case, most: int = MOST) -> list[Issue]:
+    """Return what is wrong with a run, root causes first.
+
+    A rule about a state of the model looks at every window of the last samples, so that a fault which was there and has
+    healed, or has been overtaken by its consequences, is still found. What was not there in the window before, and has
+    come while training went well, is what the training made of the model, and no fault; nor is a plateau that the
+    training has left behind, with the loss halved since.
+    """
+    found: dict[str, Issue] = {issue.key: issue for issue in case.standing}
+    there: set[str] = set()
+    for number, window in enumerate(case.windows):
+        judged = _judge(window, "windowed")
+        there = {issue.key for issue in judged}
+        for issue in judged:
+            known = found.get(issue.key)
+            if known is not None:
+                found[issue.key] = issue.model_copy(update={"step": known.step})
+            elif not number or not _came_well(issue, window):
+                found[issue.key] = issue
+    lasting = [issue for key, issue in found.items() if key in there or not _is_left_behind(issue, case)]
+    return order([*lasting, *_judge(case, "run")], most)
+
+
+def _came_well(issue: Issue, window: Case) -> bool:
+    """Whether a state was not there at first, and has come while training went well."""
+    if issue.issue_type in _OF_STEPS or window.before is None:
+        return False
+    return window.series.has_learned_since(window.before)
+
+
+def _is_left_behind(issue: Issue, case: Case) -> bool:
+    return issue.issue_type in _PLATEAUS and case.series.has_halved_since(issue.step)
+
+
+def judge_units(case: Case) -> list[Issue]:
+    """Return what the units of the last samples show by themselves."""
+    return _judge(case, "units")
+
+
+def _judge(case: Case, kind: str) -> list[Issue]:
+    return [issue for judge in _JUDGES if getattr(judge, "kind", "run") == kind for issue in judge(case)]
+
+
+class Standing:
+    """What the rules about units found in each of the last windows, so that no unit's numbers need be kept longer."""
+
+    def __init__(self) -> None:
+        self._found: deque[list[Issue]] = deque(maxlen=KEPT_WINDOWS + 1)
+        self._absent: dict[str, int | None] = {}
+
+    def add(self, case: Case) -> None:
+        """Judge the newest window, and let go of what only older ones needed."""
+        found = judge_units(case)
+        known = {issue.key for issue in self._found[-1]} if self._found else ()
+        self._absent |= {issue.key: case.before for issue in found if issue.key not in known}
+        self._found.append(found)
+        for sample in case.samples[: 1 - RECENT]:
+            for node in sample.nodes:
+                node.unit_max = node.unit_min = node.gram = None
+
+    def issues(self, series: Series) -> list[Issue]:
+        """Return each issue as it was found last, with the step at which it was found first.
+
+        What was not there at first and has come while training went well is what the training made of the model, and
+        what the loss has halved with all the same holds nothing up.
+        """
+        merged: dict[str, Issue] = {}
+        for found in self._found:
+            for issue in found:
+                known = merged.get(issue.key)
+                merged[issue.key] = issue if known is None else issue.model_copy(update={"step": known.step})
+        return [issue for issue in merged.values() if not self._came_well(issue, series)]
+
+    @property
+    def from_start(self) -> frozenset[str]:
+        """Return the keys of the issues that were there when units were judged first."""
+        return frozenset(key for key, absent in self._absent.items() if absent is None)
+
+    def _came_well(self, issue: Issue, series: Series) -> bool:
+        if issue.issue_type is IssueType.BOTTLENECK:  # which is none where the loss has halved with it
+            return series.has_halved
+        absent = self._absent.get(issue.key)
+        if absent is None or issue.issue_type is IssueType.SATURATION:  # which is judged by what comes through
+            return False
+        return series.has_learned_since(absent)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the verdicts as plain data."""
+        found = [[issue.model_dump(mode="json") for issue in found] for found in self._found]
+        return {"found": found, "absent": dict(self._absent)}
+
+    def load_state_dict(self, state: Mapping[str, Any] | list[list[Mapping[str, Any]]]) -> None:
+        """Take back what `state_dict` returned, also that of older versions, which was the verdicts alone."""
+        verdicts = state["found"] if isinstance(state, Mapping) else state
+        self._found.clear()
+        self._found.extend([Issue.model_validate(issue) for issue in found] for found in verdicts)
+        if isinstance(state, Mapping):
+            self._absent = dict(state["absent"])
+
+
+@dataclass(frozen=True, slots=True)
+class Thresholds:
+    """Limits on the gradient norm of a parameter, its share of zeros, and its coefficient of variation."""
+
+    vanishing: float | None = None
+    exploding: float | None = None
+    dead: float | None = None
+    unstable_cv: float | None = None
+
+
+def judge_absolutely(case: Case, thresholds: Thresholds) -> list[Issue]:
+    """Return the parameters beyond the thresholds that were passed."""
+    return [issue for name, norms in _norms(case).items() for issue in _absolute_judge(case, name, norms, thresholds)]
+
+
+def _norms(case: Case) -> dict[str, list[float]]:
+    found: dict[str, list[float]] = {}
+    for sample in case.samples:
+        for name, param in sample.params.items():
+            if param.has_grad:
+                found.setdefault(name, []).append(param.norm)
+    return found
+
+
+def _absolute_judge(case: Case, name: str, norms: list[float], limits: Thresholds) -> Iterator[Issue]:
+    mean = statistics.fmean(norms)
+    spread = statistics.pstdev(norms) / mean if mean > 0 else 0.0
+    zeros = _zeros(case, name)
+    for kind, value, limit, beyond, statistic in (
+        (
+            IssueType.VANISHING,
+            mean,
+            limits.vanishing,
+            limits.vanishing is not None and mean < limits.vanishing,
+            "mean_norm",
+        ),
+        (
+            IssueType.EXPLODING,
+            max(norms),
+            limits.exploding,
+            limits.exploding is not None and max(norms) > limits.exploding,
+            "max_norm",
+        ),
+        (IssueType.DEAD, zeros, limits.dead, limits.dead is not None and zeros > limits.dead, "zero_share"),
+        (
+            IssueType.UNSTABLE,
+            spread,
+            limits.unstable_cv,
+            limits.unstable_cv is not None and spread > limits.unstable_cv,
+            "variation",
+        ),
+    ):
+        if beyond and limit is not None and not math.isnan(value):
+            yield Issue(
+                issue_type=kind,
+                severity=IssueSeverity.HIGH,
+                layer=name,
+                message=f"The {statistic} of the gradient of {name} is {value:.3g}, beyond the limit {limit:g} set.",
+                statistic=statistic,
+                value=value,
+                threshold=limit,
+                window=len(norms),
+                step=case.step,
+                confidence=0.5,
+                recommendation="An absolute limit moves with the scale of the loss: leave it out to be judged without.",
+            )
+
+
+def _zeros(case: Case, name: str) -> float:
+    found = [sample.params[name].zeros for sample in case.samples if name in sample.params]
+    return statistics.fmean(found) if found else 0.0

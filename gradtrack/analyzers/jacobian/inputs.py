@@ -1,0 +1,163 @@
+"""The inputs of blocks, kept from a forward pass so that the blocks can be run again on single samples."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from gradtrack.analyzers.tools.hooks import Faults, Unshared, is_unheard
+from gradtrack.analyzers.tools.modules import first_floating, replace, tensors, unnested
+from gradtrack.errors import UsageError
+
+_SAMPLES: Final = 1
+
+
+class BlockCall:
+    """The arguments of one call of a module for the first samples of its batch."""
+
+    def __init__(self, args: Any, kwargs: Any, num_samples: int = _SAMPLES) -> None:
+        args, kwargs = _without_caches(args), _without_caches(kwargs)
+        first = _main(args, kwargs)
+        size = first.size(0) if first is not None and first.dim() > 1 else None  # a vector is one sample
+
+        def keep(tensor: Tensor) -> Tensor:
+            if tensor.is_nested:
+                return _nested([part.detach().clone() for part in tensor.unbind()[:num_samples]], tensor)
+            part = tensor[:num_samples] if size and tensor.dim() and tensor.shape[0] == size else tensor
+            return part.detach().clone()
+
+        self._batched = size is not None
+        self._size = size
+        self._args, self._kwargs = replace((args, kwargs), _once(keep))
+        self._main = _main(self._args, self._kwargs)
+        self.num_samples = min(num_samples, size) if size else 1
+
+    def function(self, module: nn.Module, sample: int) -> tuple[Callable[[Tensor], Tensor], Tensor]:
+        """Return a module as a function of one sample of its main input, and that sample."""
+        main = self._main
+        if main is None:
+            raise UsageError(
+                f"module {type(module).__name__} takes no floating tensor: expected one to differentiate by."
+            )
+        if not main.numel():
+            raise UsageError(f"module {type(module).__name__} got an empty batch: expected at least one sample.")
+        dtype = next((param.dtype for param in module.parameters() if param.is_floating_point()), main.dtype)
+
+        def cut(tensor: Tensor) -> Tensor:
+            if tensor.is_nested:
+                part = tensor.unbind()[sample].unsqueeze(0)
+            elif self._batched and tensor.dim() and tensor.shape[0] == main.size(0):
+                part = tensor[sample : sample + 1]
+            else:
+                part = tensor
+            return part.to(dtype) if part.is_floating_point() else part
+
+        def argument(tensor: Tensor, x: Tensor) -> Tensor:
+            part = x if tensor is main else cut(tensor)
+            return _nested([part.squeeze(0)], tensor) if tensor.is_nested else part
+
+        def run(x: Tensor) -> Tensor:
+            args, kwargs = replace((self._args, self._kwargs), lambda tensor: argument(tensor, x))
+            output = first_floating(module(*args, **kwargs))
+            if output is None:
+                raise UsageError(f"module {type(module).__name__} returns no floating tensor: expected one.")
+            return unnested(output)
+
+        return run, cut(main)
+
+
+class BlockInputs:
+    """Hooks that keep the inputs of blocks during forward passes that have a graph."""
+
+    def __init__(self, blocks: Mapping[str, nn.Module], num_samples: int = _SAMPLES) -> None:
+        self._calls: dict[str, BlockCall] = {}
+        self._faults = Faults()
+        self._keep = self._faults.guarded(self._take)
+        self._handles = [
+            block.register_forward_pre_hook(_Keep(self, name, num_samples), with_kwargs=True)
+            for name, block in blocks.items()
+        ]
+
+    @property
+    def calls(self) -> Mapping[str, BlockCall]:
+        """Return the last call of each block."""
+        self._faults.check()
+        return self._calls
+
+    def close(self) -> None:
+        """Remove the hooks and forget the inputs."""
+        for handle in self._handles:
+            handle.remove()
+        self._calls = {}
+
+    def _take(self, name: str, args: Any, kwargs: Any, num_samples: int) -> None:
+        self._calls[name] = BlockCall(args, kwargs, num_samples)
+
+
+class _Keep(Unshared):
+    """A forward pre-hook that keeps the arguments of a block for its owner."""
+
+    def __init__(self, owner: BlockInputs, name: str, num_samples: int) -> None:
+        self._owner, self._name, self._num_samples = weakref.ref(owner), name, num_samples
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        owner = self._owner()
+        if owner is None or is_unheard() or torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return
+        owner._keep(self._name, args, kwargs, self._num_samples)
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Run a module as in evaluation, and put the mode of every part back."""
+    modes = [(part, part.training) for part in module.modules()]
+    try:
+        for part, _ in modes:
+            part.training = False
+        yield
+    finally:
+        for part, training in modes:
+            part.training = training
+
+
+def _main(args: Any, kwargs: Any) -> Tensor | None:
+    """Return the first floating tensor of the positional arguments, else of the others."""
+    for value in (args, kwargs):
+        found = [tensor for tensor in tensors(value) if tensor.is_floating_point()]
+        if found:
+            return found[0]
+    return None
+
+
+def _nested(parts: list[Tensor], like: Tensor) -> Tensor:
+    """Make a nested tensor of the same kind as another one, through which gradients flow."""
+    made: Tensor = torch.nested.as_nested_tensor(parts, layout=like.layout)
+    return made
+
+
+def _without_caches(values: Any) -> Any:
+    """Return arguments without the caches of keys and values among them, which a second run would add to."""
+    if isinstance(values, dict):
+        return {name: None if _is_cache(value) else value for name, value in values.items()}
+    return tuple(None if _is_cache(value) else value for value in values)
+
+
+def _is_cache(value: object) -> bool:
+    return callable(getattr(value, "get_seq_length", None))
+
+
+def _once(change: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Change a tensor that is passed twice once, so that it stays one tensor."""
+    done: dict[int, Tensor] = {}
+
+    def changed(tensor: Tensor) -> Tensor:
+        if id(tensor) not in done:
+            done[id(tensor)] = change(tensor)
+        return done[id(tensor)]
+
+    return changed

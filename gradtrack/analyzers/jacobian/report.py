@@ -1,0 +1,245 @@
+"""Singular values of the Jacobians between blocks, and the report of them."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from typing import ClassVar, Final, NamedTuple
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from gradtrack.analyzers.tools.linear_maps import (
+    LinearMap,
+    largest_singular_value,
+    leading_singular_values,
+    squared_frobenius,
+)
+from gradtrack.analyzers.tools.spectra import arnoldi_radius, condition_number, effective_rank, spectral_radius
+from gradtrack.records import Metric
+from gradtrack.reports import Report
+from gradtrack.reports.base import finite_only
+
+EXACT_LIMIT: Final = 512
+_CAP: Final = 16.0
+
+
+class JacobianNumbers(NamedTuple):
+    """What a Jacobian J with `num_outputs` rows does to gradients; None where a matrix-free look cannot tell.
+
+    `mean_square_gain` is ‖J‖²/num_outputs, by which the squared norm of a random gradient changes on its way back.
+    """
+
+    num_inputs: int
+    num_outputs: int
+    exact: bool
+    sigma_max: float
+    sigma_min: float | None
+    condition: float | None
+    effective_rank: float
+    mean_square_gain: float
+    mean_square_gain_error: float
+    spectral_radius: float | None
+
+
+def measure_jacobian(
+    function: Callable[[Tensor], Tensor],
+    at: Tensor,
+    generator: torch.Generator,
+    *,
+    exact_limit: int = EXACT_LIMIT,
+    num_probes: int = 16,
+    num_values: int = 32,
+) -> JacobianNumbers:
+    """Measure the Jacobian of a function: all of it up to a limit on the smaller side, by products beyond."""
+    linear = LinearMap.of(function, at)
+    if min(linear.num_inputs, linear.num_outputs) <= exact_limit:
+        return _from_matrix(linear)
+    return _from_products(linear, generator, num_probes, num_values)
+
+
+def log10_condition(condition: float | None) -> float | None:
+    """Return the order of magnitude of a condition number, at most 16."""
+    return None if condition is None or math.isnan(condition) else min(math.log10(condition), _CAP)
+
+
+def _from_matrix(linear: LinearMap) -> JacobianNumbers:
+    matrix = linear.matrix().double()
+    square = linear.num_inputs == linear.num_outputs
+    if not torch.isfinite(matrix).all():
+        return JacobianNumbers(
+            linear.num_inputs, linear.num_outputs, True, math.nan, math.nan, math.nan, math.nan, math.nan, 0.0, None
+        )
+    values = torch.linalg.svdvals(matrix)
+    return JacobianNumbers(
+        num_inputs=linear.num_inputs,
+        num_outputs=linear.num_outputs,
+        exact=True,
+        sigma_max=float(values.max()),
+        sigma_min=float(values.min()),
+        condition=condition_number(values),
+        effective_rank=effective_rank(values),
+        mean_square_gain=float(values.square().sum()) / linear.num_outputs,
+        mean_square_gain_error=0.0,
+        spectral_radius=spectral_radius(matrix) if square else None,
+    )
+
+
+def _from_products(linear: LinearMap, generator: torch.Generator, num_probes: int, num_values: int) -> JacobianNumbers:
+    squares, error = squared_frobenius(linear, generator, num_probes=num_probes)
+    values = leading_singular_values(linear, generator, count=num_values)
+    sigma_max = max(largest_singular_value(linear, generator), float(values.max()))
+    smaller = min(linear.num_inputs, linear.num_outputs)
+    square = linear.num_inputs == linear.num_outputs
+    start = linear.random(linear.num_outputs, generator)
+    return JacobianNumbers(
+        num_inputs=linear.num_inputs,
+        num_outputs=linear.num_outputs,
+        exact=False,
+        sigma_max=sigma_max,
+        sigma_min=None,
+        condition=None,
+        effective_rank=_completed_rank(values, squares, smaller),
+        mean_square_gain=squares / linear.num_outputs,
+        mean_square_gain_error=error / linear.num_outputs,
+        spectral_radius=arnoldi_radius(linear.pull, start) if square else None,
+    )
+
+
+def _completed_rank(values: Tensor, squares: float, count: int) -> float:
+    """Return the effective rank with what the leading values leave of the squares spread evenly over all others."""
+    left = max(squares - float(values.square().sum()), 0.0)
+    others = count - len(values)
+    if others <= 0 or left <= 0:
+        return effective_rank(values)
+    rest = min(math.sqrt(left / others), float(values.min()))
+    return effective_rank(torch.cat([values, values.new_full((others,), rest)]))
+
+
+class BlockJacobian(Report):
+    """The Jacobian of one block's output by its input, median over the samples.
+
+    `mean_square_gain` is the squared Frobenius norm over the number of outputs: by that factor the squared norm of a
+    random gradient changes on its way back, the χ of mean-field theory. `sigma_min` and `condition` are None where only
+    products with the Jacobian were taken (`exact` is False), and `effective_rank` is then completed with the Frobenius
+    norm: exact for a decaying and for a flat spectrum, an upper estimate in between. `condition` is infinite where some
+    direction is lost, as behind the dead half of a ReLU. `spectral_radius` exists for square matrices only.
+    """
+
+    num_inputs: int
+    num_outputs: int
+    num_samples: int
+    exact: bool
+    sigma_max: float
+    sigma_min: float | None
+    condition: float | None
+    log10_condition: float | None
+    effective_rank: float
+    mean_square_gain: float
+    mean_square_gain_error: float
+    spectral_radius: float | None
+
+
+class JacobianReport(Report):
+    """The Jacobians of the blocks by name, from input to output, and what they come to together.
+
+    `gain_per_block` is the geometric mean of the roots of the blocks' `mean_square_gain`; `skipped` says why a block is
+    missing.
+    """
+
+    blocks: dict[str, BlockJacobian]
+    sigma_max: float | None = None
+    log10_condition: float | None = None
+    rank_share: float | None = None
+    gain_per_block: float | None = None
+    spectral_radius: float | None = None
+    skipped: dict[str, str] = Field(default_factory=dict)
+
+    def __str__(self) -> str:
+        lines = [f"{'block':24} {'in':>6} {'out':>6} {'σ max':>9} {'cond':>9} {'eff. rank':>9} {'gain':>7} {'ρ':>7}"]
+        for name, found in self.blocks.items():
+            lines.append(
+                f"{name[-24:]:24} {found.num_inputs:6d} {found.num_outputs:6d} {found.sigma_max:9.3g} "
+                f"{_text(found.condition):>9} {found.effective_rank:9.1f} {math.sqrt(found.mean_square_gain):7.3f} "
+                f"{_text(found.spectral_radius):>7}"
+            )
+        return "\n".join([*lines, *(f"{name}: {reason}" for name, reason in self.skipped.items())])
+
+    described: ClassVar[tuple[Metric, ...]] = (
+        Metric("jacobian/sigma_max", "The most that any block stretches a direction of its input."),
+        Metric(
+            "jacobian/log10_condition",
+            "Largest over smallest singular value.",
+            unit="decades",
+            when="taken in full, none is 0",
+        ),
+        Metric("jacobian/rank_share", "Effective rank over the full rank, of the worst block.", unit="share"),
+        Metric("jacobian/gain_per_block", "Geometric mean over the blocks of the gain of a random gradient."),
+        Metric("jacobian/spectral_radius", "Largest eigenvalue by magnitude of any block.", when="a block is square"),
+        Metric("jacobian/sigma_max/<block>", "The most that one block stretches a direction of its input."),
+        Metric("jacobian/mean_square_gain/<block>", "Change of a random gradient's squared norm on its way back."),
+    )
+
+    def metrics(self) -> dict[str, float]:
+        """Return the extremes over the blocks and two numbers of each block, under `jacobian/`."""
+        found: dict[str, float | None] = {
+            "jacobian/sigma_max": self.sigma_max,
+            "jacobian/log10_condition": self.log10_condition,
+            "jacobian/rank_share": self.rank_share,
+            "jacobian/gain_per_block": self.gain_per_block,
+            "jacobian/spectral_radius": self.spectral_radius,
+        }
+        for name, block in self.blocks.items():
+            found[f"jacobian/sigma_max/{name}"] = block.sigma_max
+            found[f"jacobian/mean_square_gain/{name}"] = block.mean_square_gain
+        return finite_only(found)
+
+
+def middle(numbers: Sequence[JacobianNumbers]) -> BlockJacobian:
+    """Return the median of every number over the samples of one block."""
+    first = numbers[0]
+    values = {
+        field: None if getattr(first, field) is None else statistics.median(getattr(one, field) for one in numbers)
+        for field in JacobianNumbers._fields
+        if field not in ("num_inputs", "num_outputs", "exact")
+    }
+    return BlockJacobian(
+        num_inputs=first.num_inputs,
+        num_outputs=first.num_outputs,
+        num_samples=len(numbers),
+        exact=first.exact,
+        log10_condition=log10_condition(values["condition"]),
+        **values,
+    )
+
+
+def sum_up(blocks: dict[str, BlockJacobian], skipped: dict[str, str]) -> JacobianReport:
+    """Return the report on blocks; the extremes are over those whose numbers are known."""
+    every = list(blocks.values())
+    gains = _known(block.mean_square_gain for block in every)
+    sizes = [min(block.num_inputs, block.num_outputs) for block in every]
+    shares = [block.effective_rank / size for block, size in zip(every, sizes, strict=True) if size]
+    return JacobianReport(
+        blocks=blocks,
+        skipped=skipped,
+        sigma_max=max(_known(block.sigma_max for block in every), default=None),
+        log10_condition=max(_known(block.log10_condition for block in every), default=None),
+        rank_share=min(_known(shares), default=None),
+        gain_per_block=_root_of_mean(gains) if gains else None,
+        spectral_radius=max(_known(block.spectral_radius for block in every), default=None),
+    )
+
+
+def _root_of_mean(squares: Sequence[float]) -> float:
+    """Return the geometric mean of the roots of numbers, which is zero where one of them is."""
+    return math.exp(statistics.fmean(map(math.log, squares)) / 2) if min(squares) > 0 else 0.0
+
+
+def _known(values: Iterable[float | None]) -> list[float]:
+    return [value for value in values if value is not None and not math.isnan(value)]
+
+
+def _text(value: float | None) -> str:
+    return "n/a" if value is None else f"{value:.3g}"

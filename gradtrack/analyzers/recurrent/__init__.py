@@ -1,0 +1,262 @@
+"""Recurrent networks: how states pass differences on, how long gradients last, and what the gates do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar, Final, final
+
+import torch
+from torch import Tensor, nn
+
+from gradtrack import registry
+from gradtrack.analyzers.base import Analyzer, Series, Snapshot, model_of
+from gradtrack.analyzers.recurrent import picture
+from gradtrack.analyzers.recurrent.cells import Step, function_cell
+from gradtrack.analyzers.recurrent.measure import CellLook, LookOptions, look_around, look_at
+from gradtrack.analyzers.recurrent.recorder import RecurrentRecorder, recurrent_modules
+from gradtrack.analyzers.recurrent.report import CellDynamics, pool
+from gradtrack.analyzers.recurrent.summary import RecurrentReport, largest, remarks, summarise
+from gradtrack.analyzers.recurrent.trajectories import follow
+from gradtrack.analyzers.recurrent.verdict import Criticality, judge, label, nonfinite
+from gradtrack.analyzers.tools.issue_memory import Recurring
+from gradtrack.analyzers.tools.modules import kind_of
+from gradtrack.analyzers.tools.offline import offline_steps, untouched
+from gradtrack.errors import UsageError
+from gradtrack.records import Panel
+from gradtrack.reports import Issue, IssueType, Report, StepReport
+
+_NOTHING: Final = (
+    "expected nn.RNN, nn.LSTM, nn.GRU, one of their cells, or a module (x, h) -> h. "
+    "Give the state equation of any other with step_functions."
+)
+_LIVE_WORK: Final = 270_000
+_HARMLESS: Final = (IssueType.SHORT_MEMORY, IssueType.LOW_EFFECTIVE_RANK)
+
+
+@final
+class RecurrentAnalyzer(Analyzer):
+    """Spectra, memory and gates of nn.RNN, nn.LSTM, nn.GRU, their cells, and cells of one's own.
+
+    The states are replayed from the inputs of a step, and the Jacobian J of the state map is taken along them:
+    for an LSTM of output and memory together. Then
+        spectral radius   max|eig J|, median over time; dense up to 512 dimensions, Arnoldi's method beyond
+        m(lag)            root mean square of |J' ... J' v| over random unit v in what is read of the state
+        memory            the lag, less one, where m has fallen to m(1)/e; decay rate: exp of the slope of ln m
+        Lyapunov          mean logarithm of what a QR decomposition takes out of a frame at each step
+        gradient profile  |dL/ds_t| of the loss itself, replayed from the direct gradients at the outputs
+    An issue needs more than a radius: m above 1000 or an exponent that gives as much over the horizon (supercritical),
+    or m below a thousandth of m(1) at a horizon that was declared (short memory). Where the loss of a training has
+    halved all the same, what it remembers is enough. `spectral_radius` is not that of
+    `weight_hh`, which has no eigenvalues in an LSTM or a GRU. Dropout between layers is replayed without.
+
+    References: Vogt et al. 2020 (arXiv:2006.14123), Engelken et al. 2020 (arXiv:2006.02427), Roy and Vetterli 2007.
+    Cost: three to eight training steps of an LSTM for each look, live at steps 2, 8, 32, 128, 512 and every 1000th.
+
+    >>> import torch
+    >>> from gradtrack import RecurrentAnalyzer
+    >>> _ = torch.manual_seed(0)
+    >>> model = torch.nn.LSTM(3, 16, batch_first=True)
+    >>> analyzer = RecurrentAnalyzer(model)
+    >>> issues, dynamics = analyzer.analyze(
+    ...     input_fn=lambda: torch.randn(8, 30, 3), loss_fn=lambda output: output[0][:, -1].square().mean(), steps=3
+    ... )
+    >>> issues, dynamics.criticality, 0.5 < dynamics.spectral_radius < 0.8, dynamics.censored
+    ([], 'SUBCRITICAL', True, False)
+    """
+
+    report_type: ClassVar[type[Report]] = RecurrentReport
+    needs_whole_parameters: ClassVar[bool] = True
+    panels: ClassVar[tuple[Panel, ...]] = (
+        Panel(
+            title="State dynamics per step",
+            section="rnn",
+            metrics=("rnn/spectral_radius", "rnn/growth_rate", "rnn/temporal_decay_rate"),
+            kind="multi-line",
+        ),
+        Panel(title="Effective memory (steps)", section="rnn", metrics=("rnn/effective_memory_length",)),
+        Panel(
+            title="Share of the gradient that reaches the first step",
+            section="rnn",
+            metrics=("rnn/gradient_first_share",),
+            log_scale=True,
+        ),
+        Panel(title="Effective rank of the hidden states", section="rnn", metrics=("rnn/effective_rank",)),
+        Panel(title="Gates", section="rnn", metrics=("rnn/gates/*",), kind="multi-line"),
+    )
+
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        *,
+        enable_jacobian: bool = True,
+        enable_vector_analysis: bool = False,
+        optimal_radius: float = 0.9,
+        critical_band: float = 0.15,
+        track_hidden_states: bool = True,
+        horizon: int | None = None,
+        step_functions: Mapping[str, tuple[Step, int]] | None = None,
+        max_sequences: int = 4,
+        max_steps: int = 256,
+        seed: int = 0,
+    ) -> None:
+        self.model = model
+        self.optimal_radius, self.critical_band = optimal_radius, critical_band
+        self.horizon, self.max_sequences, self.max_steps, self.seed = horizon, max_sequences, max_steps, seed
+        self.step_functions = dict(step_functions or {})
+        self._options = LookOptions(
+            jacobian=enable_jacobian,
+            vector=enable_vector_analysis,
+            states=track_hidden_states,
+            max_steps=max_steps,
+        )
+        self._recorder: RecurrentRecorder | None = None
+        self._notes: list[str] = []
+        self._looked = False
+        self._history = Recurring()
+        self._series: Series | None = None
+
+    @classmethod
+    def suits(cls, model: nn.Module) -> str | None:
+        found = recurrent_modules(model)
+        kinds = sorted({kind_of(model.get_submodule(name)).__name__ for name in found})
+        return f"the model has {len(found)} recurrent modules ({', '.join(kinds)})" if found else None
+
+    def arm(self, model: nn.Module) -> None:
+        self.disarm()
+        self._recorder = self._record(model)
+
+    @classmethod
+    def pictures(cls, reports: Sequence[StepReport]) -> Mapping[str, Callable[[Path], Path]]:
+        return picture.pictures_of(reports)
+
+    def inspect(self, snapshot: Snapshot) -> RecurrentReport | None:
+        if self._recorder is None:
+            return None
+        # Beside a training fewer probes do, and Arnoldi's method gives eigenvalues to 1e-3 at a third of the cost.
+        options = replace(self._options, dense_limit=128, num_probes=2, num_exponents=2, radius_work=_LIVE_WORK)
+        looks = look_around(self._recorder, snapshot.model, options, self.seed)
+        if not looks:
+            self._notes = [] if self._looked else [f"recurrent: the step ran no recurrent module: {_NOTHING}"]
+            self._looked = True
+            return None
+        self._looked = True
+        report = self._report([looks], snapshot.horizon or self.horizon, snapshot.step)
+        self._history.add(report.issues)
+        self._series = snapshot.series
+        return report
+
+    def disarm(self) -> None:
+        if self._recorder is not None:
+            self._recorder.close()
+            self._recorder = None
+
+    def notes(self) -> list[str]:
+        return list(self._notes)
+
+    def issues(self) -> list[Issue]:
+        learned = self._series is not None and self._series.has_halved
+        return [issue for issue in self._history.issues() if not (learned and issue.issue_type in _HARMLESS)]
+
+    def state_dict(self) -> dict[str, Any]:
+        series = None if self._series is None else self._series.state_dict()
+        return {**self._history.state_dict(), "series": series}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._history.load_state_dict(state)
+        if state.get("series") is not None:
+            self._series = Series()
+            self._series.load_state_dict(state["series"])
+
+    def analyze(
+        self,
+        input_fn: Callable[[], Any],
+        loss_fn: Callable[[Any], Tensor],
+        steps: int = 20,
+        optimizer: Any = None,
+    ) -> tuple[list[Issue], RecurrentReport]:
+        """Look at the model on several batches; return the issues and the dynamics.
+
+        The issues are those of the dynamics, then those of the gradient flow on as many batches of its own. The model,
+        its gradients and the random generators are as before, unless an optimizer is passed to train with.
+        """
+        report = self.analyze_dynamics(input_fn, loss_fn, steps, optimizer)
+        known = {issue.key for issue in report.issues}
+        flow = registry.analyzers.load("flow")(self.model).analyze(input_fn, loss_fn, steps)
+        return [*report.issues, *(issue for issue in flow if issue.key not in known)], report
+
+    def analyze_dynamics(
+        self,
+        input_fn: Callable[[], Any],
+        loss_fn: Callable[[Any], Tensor],
+        steps: int = 20,
+        optimizer: Any = None,
+    ) -> RecurrentReport:
+        """Return what `analyze` finds of the dynamics, without its look at the gradient flow."""
+        model = model_of(self, self.model)
+        options = replace(self._options, radius_work=self._options.radius_work / max(steps, 1))
+        found: list[dict[str, CellLook]] = []
+        with untouched(model, optimizer):
+            recorder = self._record(model)
+            try:
+                for _ in offline_steps(model, input_fn, loss_fn, steps, optimizer):
+                    found.append(look_around(recorder, model, options, self.seed))
+                    recorder.close()
+                    recorder = self._record(model)
+            finally:
+                recorder.close()
+        if not any(found):
+            raise UsageError(f"model {type(model).__name__} ran no recurrent module: {_NOTHING}")
+        return self._report(found, self.horizon)
+
+    def analyze_step(self, step: Step, state: Tensor, inputs: Tensor) -> tuple[list[Issue], RecurrentReport]:
+        """Look at a state equation `step(states, inputs) -> states` from states (B, S) over inputs (T, B, I)."""
+        path = follow(function_cell("step", step, state.shape[-1]), state.detach(), inputs.detach())
+        look = look_at(path, None, self._options, torch.Generator().manual_seed(self.seed))
+        report = self._report([{"step": look}], self.horizon)
+        return report.issues, report
+
+    def print_summary(self, issues: Sequence[Issue], dynamics: RecurrentReport) -> None:
+        """Print the dynamics of every cell and the issues."""
+        print(summarise(issues, dynamics))  # noqa: T201
+
+    def _record(self, model: nn.Module) -> RecurrentRecorder:
+        return RecurrentRecorder(
+            model,
+            max_sequences=self.max_sequences,
+            max_steps=self.max_steps,
+            step_functions=self.step_functions,
+        )
+
+    def _report(self, found: Sequence[Mapping[str, CellLook]], horizon: int | None, step: int = 0) -> RecurrentReport:
+        every: dict[str, list[CellLook]] = {}
+        for looks in found:
+            for name, look in looks.items():
+                every.setdefault(name, []).append(look)
+        finite = {name: [look for look in looks if look.finite] for name, looks in every.items()}
+        cells = {name: pool(looks) for name, looks in finite.items() if looks}
+        broken = [nonfinite(name, step) for name, looks in every.items() if len(finite[name]) < len(looks)]
+        issues = [*broken, *judge(cells, horizon, step)]
+        self._notes = remarks(cells, horizon, [name for name, looks in every.items() if looks[0].dropout])
+        return RecurrentReport(
+            num_looks=len(found),
+            horizon=horizon,
+            criticality=self._criticality(cells, issues),
+            cells=cells,
+            issues=issues,
+            notes=self._notes,
+            **largest(cells),
+        )
+
+    def _criticality(self, cells: Mapping[str, CellDynamics], issues: Sequence[Issue]) -> Criticality | None:
+        types = {issue.issue_type for issue in issues}
+        growths = [cell.growth_rate for cell in cells.values() if cell.growth_rate is not None]
+        if not growths:
+            return None
+        if IssueType.SUPERCRITICAL in types:
+            return "SUPERCRITICAL"
+        return "SUBCRITICAL" if IssueType.SHORT_MEMORY in types else self._label(max(growths))
+
+    def _label(self, growth: float) -> Criticality:
+        return label(growth, self.optimal_radius, self.critical_band)

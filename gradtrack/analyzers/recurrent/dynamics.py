@@ -1,0 +1,239 @@
+"""How a recurrent cell passes differences on: state Jacobians, Lyapunov exponents and the decay of gradients in time.
+
+Everything rests on products of a vector with the transposed Jacobian of one step, which is what backpropagation through
+time does. They need reverse mode only, which every cell has.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from gradtrack.analyzers.recurrent.cells import DENSE_LIMIT, Cell
+from gradtrack.analyzers.recurrent.trajectories import Trajectory
+from gradtrack.analyzers.tools.spectra import arnoldi_spectrum
+
+_BLOCKS: Final = 4
+_ROWS: Final = 2048
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decay:
+    """What one backward sweep over a window finds; all logarithms are natural ones.
+
+    `log_profile[lag]` is ln m(lag) with m(0) = 1. `exponents` are the leading Lyapunov exponents per step, over
+    `count` steps of `num_sequences` sequences, and `error` is the standard error of the first.
+    """
+
+    log_profile: Tensor
+    exponents: Tensor
+    error: float
+    count: int
+    num_sequences: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """For how many steps a gradient stays above a share of what it is after one step; `censored` means at least."""
+
+    length: float
+    censored: bool
+
+
+def pull_back(cell: Cell, states: Tensor, drives: Tensor, vectors: Tensor) -> Tensor:
+    """Return Jᵀv for vectors (N, K, S), with J the Jacobian of one step at states (N, S)."""
+    return _puller(cell, states, drives)(vectors)
+
+
+def jacobian(cell: Cell, states: Tensor, drives: Tensor) -> Tensor:
+    """Return the Jacobians (N, S, S) of one step at states (N, S)."""
+    size = states.shape[-1]
+    basis = torch.eye(size, dtype=_precise(states), device=states.device)
+    each = max(1, _ROWS // size)
+    parts = [
+        pull_back(cell, part, drive, basis.expand(part.shape[0], size, size))
+        for part, drive in zip(_chunks(states, each), _chunks(drives, each), strict=True)
+    ]
+    return torch.cat(parts)
+
+
+def step_radius(
+    cell: Cell, state: Tensor, drive: Tensor, generator: torch.Generator, *, dense_limit: int = DENSE_LIMIT
+) -> float:
+    """Return the spectral radius of the Jacobian at one state (S): dense up to a limit, by Arnoldi beyond."""
+    if state.numel() <= dense_limit:
+        return float(step_spectrum(cell, state.unsqueeze(0), drive.unsqueeze(0)).abs().max())
+    return float(outer_spectrum(cell, state, drive, generator).abs().max())
+
+
+def step_spectrum(cell: Cell, states: Tensor, drives: Tensor) -> Tensor:
+    """Return the eigenvalues (N, S) of the Jacobians at states (N, S), from the whole matrices."""
+    eigenvalues: Tensor = torch.linalg.eigvals(jacobian(cell, states, drives))
+    return eigenvalues
+
+
+def outer_spectrum(cell: Cell, state: Tensor, drive: Tensor, generator: torch.Generator) -> Tensor:
+    """Return the outermost eigenvalues of the Jacobian at one state (S), from products with it."""
+    pull = _puller(cell, state.unsqueeze(0), drive.unsqueeze(0))
+    return arnoldi_spectrum(
+        lambda vector: pull(vector.reshape(1, 1, -1)).reshape(-1),
+        torch.randn(state.numel(), generator=generator, dtype=torch.float64).to(state.device, _precise(state)),
+    )
+
+
+def sweep(
+    path: Trajectory,
+    generator: torch.Generator,
+    *,
+    max_steps: int | None = None,
+    num_probes: int = 8,
+    num_exponents: int = 4,
+    warm_up: int | None = None,
+) -> Decay:
+    """Carry random gradients and an orthonormal frame backwards over the last steps of a trajectory.
+
+    The probes start as orthonormal vectors in the part of the state that is read, so that as many of them as it has
+    dimensions give the exact mean; their mean-square norm after `lag` steps is the decay profile. The frame is
+    orthonormalised at every step; the mean logarithms of what that takes out of it are the Lyapunov exponents
+    (Benettin's method, on the adjoint, which has the same spectrum), after `warm_up` steps.
+    """
+    window = min(path.window, max_steps or path.window)
+    num_sequences, size = path.states.shape[1:]
+    num_probes = min(num_probes, path.cell.output_size)
+    probes = _unit_probes(path, num_probes, generator)
+    frame = _frame(path, min(num_exponents, size), generator)
+    norms, stretches = [], []
+    pulls = _pulls(path, window)
+    for back in range(window):
+        pulled = pulls(back, torch.cat([probes, frame], dim=1))
+        lengths = torch.linalg.vector_norm(pulled[:, :num_probes], dim=-1, keepdim=True, dtype=torch.float64)
+        probes = (pulled[:, :num_probes] / lengths.clamp_min(torch.finfo(torch.float64).tiny)).to(probes)
+        orthonormal, triangle = torch.linalg.qr(pulled[:, num_probes:].mT)
+        frame = orthonormal.mT
+        norms.append(lengths)
+        stretches.append(triangle)
+    logs = torch.stack(norms).log().cumsum(dim=0).flatten(1).cpu()
+    each = torch.stack(stretches).diagonal(dim1=-2, dim2=-1).abs().double().log().cpu()
+    kept = each[min(window // 5 if warm_up is None else warm_up, max(window - 1, 0)) :]
+    return Decay(
+        log_profile=torch.cat([logs.new_zeros(1), _log_mean_square(logs)]),
+        exponents=kept.mean(dim=(0, 1)),
+        error=_error(kept[..., 0]),
+        count=len(kept),
+        num_sequences=num_sequences,
+    )
+
+
+def effective_memory(log_profile: Sequence[float], share: float = math.exp(-1.0)) -> Memory | None:
+    """Find where m(lag) falls to a share of m(1), interpolating its logarithm; the step from 0 to 1 does not count.
+
+    For an LSTM the gradient of the output first has to enter the cell, so only what follows lag 1 is forgetting, and
+    one lag alone tells nothing.
+    """
+    if len(log_profile) < 3:
+        return None
+    limit = log_profile[1] + math.log(share)
+    for lag in range(2, len(log_profile)):
+        before, here = log_profile[lag - 1], log_profile[lag]
+        if here <= limit:
+            part = (before - limit) / (before - here) if here > -math.inf else 0.0
+            return Memory(length=lag - 2 + part, censored=False)
+    if log_profile[1] == -math.inf:
+        return Memory(length=0.0, censored=False)
+    return Memory(length=float(len(log_profile) - 2), censored=True)
+
+
+def decay_rate(log_profile: Sequence[float]) -> float | None:
+    """Return the factor per step of the least-squares line through ln m from lag 1 on; None for fewer than two lags."""
+    points = [(lag, value) for lag, value in enumerate(log_profile) if lag >= 1 and math.isfinite(value)]
+    if len(points) < 2:
+        return 0.0 if len(log_profile) > 1 and log_profile[1] == -math.inf else None
+    lags, values = (torch.tensor(column, dtype=torch.float64) for column in zip(*points, strict=True))
+    centred = lags - lags.mean()
+    return float(torch.exp((centred @ values) / (centred @ centred)))
+
+
+def asymptotic_memory(exponent: float) -> float:
+    """Return the memory that a Lyapunov exponent stands for: infinite where nothing is forgotten."""
+    if exponent >= 0:
+        return math.inf
+    return 0.0 if exponent == -math.inf else -1.0 / exponent
+
+
+def spaced(window: int, count: int) -> list[int]:
+    """Choose evenly spaced steps among the last ones of a window, counted back from the end, the end included."""
+    if window <= count:
+        return list(range(window))
+    return sorted({round(index * (window - 1) / max(count - 1, 1)) for index in range(count)})
+
+
+def _pulls(path: Trajectory, window: int) -> Callable[[int, Tensor], Tensor]:
+    """Return a function that carries vectors back over the step so many before the last one."""
+    cell, states, drives = path.cell, path.states[:-1], path.drives
+    if cell.slopes is None or cell.pull is None:
+        return lambda back, vectors: pull_back(cell, states[-1 - back], drives[-1 - back], vectors)
+    pull, slopes = cell.pull, cell.slopes(states[-window:], drives[-window:]).unsqueeze(2)
+    return lambda back, vectors: pull(slopes[-1 - back], vectors)
+
+
+def _puller(cell: Cell, states: Tensor, drives: Tensor) -> Callable[[Tensor], Tensor]:
+    """Return a function from v to Jᵀv at states, whose coefficients are found once."""
+    if cell.slopes is None or cell.pull is None:
+        return lambda vectors: _pull_back_by_autograd(cell, states, drives, vectors)
+    pull, slopes = cell.pull, cell.slopes(states, drives).unsqueeze(1)
+    return lambda vectors: pull(slopes, vectors)
+
+
+def _pull_back_by_autograd(cell: Cell, states: Tensor, drives: Tensor, vectors: Tensor) -> Tensor:
+    _, num_vectors, size = vectors.shape
+    rows = states.detach().unsqueeze(1).expand(-1, num_vectors, -1).reshape(-1, size).requires_grad_()
+    repeated = drives.detach().repeat_interleave(num_vectors, dim=0)
+    with torch.enable_grad():
+        following = cell.step(rows, repeated)
+    if not following.requires_grad:
+        return torch.zeros_like(vectors)
+    weights = vectors.reshape(-1, size).to(following)
+    found: tuple[Tensor | None, ...] = torch.autograd.grad(following, rows, weights, allow_unused=True)
+    return torch.zeros_like(vectors) if found[0] is None else found[0].reshape(vectors.shape).to(vectors)
+
+
+def _precise(states: Tensor) -> torch.dtype:
+    """Return what to compute with: matrices in half precision have neither eigenvalues nor a QR decomposition."""
+    return torch.promote_types(states.dtype, torch.float32)
+
+
+def _chunks(values: Tensor, size: int) -> list[Tensor]:
+    return [values[start : start + size] for start in range(0, values.shape[0], size)]
+
+
+def _unit_probes(path: Trajectory, count: int, generator: torch.Generator) -> Tensor:
+    num_sequences, size = path.states.shape[1:]
+    probes = torch.zeros(num_sequences, count, size, dtype=torch.float64)
+    read = path.cell.output_size
+    drawn = torch.randn(num_sequences, read, count, dtype=torch.float64, generator=generator)
+    probes[..., :read] = torch.linalg.qr(drawn)[0].mT
+    return probes.to(path.states.device, _precise(path.states))
+
+
+def _frame(path: Trajectory, count: int, generator: torch.Generator) -> Tensor:
+    num_sequences, size = path.states.shape[1:]
+    drawn = torch.randn(num_sequences, size, count, dtype=torch.float64, generator=generator)
+    basis: Tensor = torch.linalg.qr(drawn)[0]
+    return basis.transpose(1, 2).to(path.states.device, _precise(path.states))
+
+
+def _log_mean_square(logs: Tensor) -> Tensor:
+    """Return ln of the root mean square of exp(logs) over each row."""
+    found: Tensor = (torch.logsumexp(2 * logs, dim=1) - math.log(logs.shape[1])) / 2
+    return found
+
+
+def _error(logs: Tensor) -> float:
+    """Return the standard error of a mean over (T, B), from the means of a few stretches of time."""
+    blocks = torch.cat([block.mean(dim=0) for block in logs.chunk(_BLOCKS)])
+    return float(blocks.std() / math.sqrt(blocks.numel())) if blocks.numel() > 1 else math.nan

@@ -1,0 +1,213 @@
+"""What one look at a recurrent cell finds."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+
+from gradtrack.analyzers.recurrent.cells import DENSE_LIMIT
+from gradtrack.analyzers.recurrent.dynamics import Decay, jacobian, outer_spectrum, spaced, step_spectrum, sweep
+from gradtrack.analyzers.recurrent.recorder import RecurrentRecorder, weight_gradient
+from gradtrack.analyzers.recurrent.trajectories import Trajectory
+from gradtrack.analyzers.tools.offline import kept
+from gradtrack.analyzers.tools.spectra import centred, effective_rank, participation_ratio
+from gradtrack.gradients.native.threads import threads_for
+from gradtrack.reports import Report
+
+_SATURATED: Final = (0.03, 0.97)
+_MOST_ROWS: Final = 512
+_WIDEST: Final = 1024
+_MOST_STATES: Final = 256
+_MOST_FIELDS: Final = 8
+_SMALL_WORK: Final = 4096
+"""What the eigenvalues of even the smallest matrix cost, where those of a large one cost its size cubed."""
+
+
+class GateStatistics(Report):
+    """One gate over units, steps and sequences: its mean, and the share of it that is closed or open for good."""
+
+    mean: float
+    saturated: float
+
+
+class StateField(Report):
+    """The change of the state per step as a vector field: expansion, share of rotation, and steadiness of direction."""
+
+    divergence: float
+    rotation: float
+    coherence: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LookOptions:
+    """What to look at, and how closely."""
+
+    jacobian: bool = True
+    vector: bool = False
+    states: bool = True
+    max_steps: int = 256
+    num_probes: int = 8
+    num_exponents: int = 4
+    radius_work: float = 2**27
+    dense_limit: int = DENSE_LIMIT
+
+    def radius_states(self, path: Trajectory, window: int) -> list[tuple[int, int]]:
+        """Choose states to find eigenvalues at, as (steps back, sequence): all of them, or fewer of larger matrices."""
+        each = path.cell.state_size**3 + _SMALL_WORK
+        count = min(_MOST_STATES, math.ceil(self.radius_work / each))
+        lengths = path.lengths.clamp_max(self.max_steps).tolist()
+        if sum(lengths) <= count:
+            return [(back, sequence) for sequence, length in enumerate(lengths) for back in range(length)]
+        return [(back, index % len(lengths)) for index, back in enumerate(spaced(window, count))]
+
+
+@dataclass(slots=True, kw_only=True)
+class CellLook:
+    """The raw numbers of one look at one cell of a module; nothing but the sizes where its states were not finite."""
+
+    module: str
+    kind: str
+    state_size: int
+    num_sequences: int
+    window: int
+    finite: bool = True
+    dropout: float = 0.0
+    radii: list[float] = field(default_factory=list)
+    eigenvalues: list[tuple[float, float]] = field(default_factory=list)
+    decay: Decay | None = None
+    ranks: tuple[float, float, float] | None = None
+    weight_rank: float | None = None
+    gradient_profile: list[float] = field(default_factory=list)
+    gates: dict[str, GateStatistics] = field(default_factory=dict)
+    cell_memory: float | None = None
+    state_field: StateField | None = None
+
+
+def look_around(recorder: RecurrentRecorder, model: nn.Module, options: LookOptions, seed: int) -> dict[str, CellLook]:
+    """Measure every cell that was recorded, with no trace in the random generators or in the kind of arithmetic."""
+    generator = torch.Generator().manual_seed(seed)
+    device = next((param.device.type for param in model.parameters()), "cpu")
+    looks = {}
+    with threads_for(recorder.largest), kept(model), torch.autocast(device_type=device, enabled=False):
+        for recorded in recorder.recorded():
+            gradient = weight_gradient(model, recorded.weight) if options.states else None
+            look = look_at(recorded.trajectory, gradient, options, generator)
+            look.module, look.dropout = recorded.module, recorded.dropout
+            looks[recorded.trajectory.cell.name] = look
+    return looks
+
+
+def look_at(
+    path: Trajectory, weight_gradient: Tensor | None, options: LookOptions, generator: torch.Generator
+) -> CellLook:
+    """Measure one trajectory."""
+    window = min(path.window, options.max_steps)
+    look = CellLook(
+        module=path.cell.name,
+        kind=path.cell.kind,
+        state_size=path.cell.state_size,
+        num_sequences=path.states.shape[1],
+        window=window,
+        finite=bool(path.states.isfinite().all()),
+    )
+    if not look.finite:
+        return look
+    with torch.no_grad():
+        if options.jacobian:
+            _measure_jacobian(path, look, options, generator)
+        if options.states:
+            look.ranks = _ranks(path, window)
+            look.gates, look.cell_memory = _gates(path, window)
+        if options.vector and path.cell.state_size <= DENSE_LIMIT:
+            look.state_field = _state_field(path, window)
+        if weight_gradient is not None:
+            look.weight_rank = _rank_of(weight_gradient)
+        look.gradient_profile = _gradient_profile(path, window)
+    return look
+
+
+def _measure_jacobian(path: Trajectory, look: CellLook, options: LookOptions, generator: torch.Generator) -> None:
+    look.decay = sweep(
+        path,
+        generator,
+        max_steps=look.window,
+        num_probes=options.num_probes,
+        num_exponents=options.num_exponents,
+    )
+    backs, sequences = zip(*options.radius_states(path, look.window), strict=True)
+    states = path.states[[-2 - back for back in backs], list(sequences)]
+    drives = path.drives[[-1 - back for back in backs], list(sequences)]
+    if path.cell.state_size <= options.dense_limit:
+        found = list(step_spectrum(path.cell, states, drives).reshape(-1, path.cell.state_size))
+    else:
+        pairs = zip(states, drives, strict=True)
+        found = [outer_spectrum(path.cell, state, drive, generator) for state, drive in pairs]
+    look.radii = [float(eigenvalues.abs().max()) for eigenvalues in found]
+    look.eigenvalues = torch.view_as_real(found[0]).tolist()
+
+
+def _ranks(path: Trajectory, window: int) -> tuple[float, float, float]:
+    """Return effective rank and participation ratio of the hidden states, and what they could be at most."""
+    hidden = _centred(path.states[-window:, :, : path.cell.output_size])
+    values, inputs = torch.linalg.svdvals(hidden), torch.linalg.svdvals(_centred(path.inputs[-window:]))
+    bound = min(float(hidden.shape[1]), float(hidden.shape[0] - 1), effective_rank(inputs) if inputs.numel() else 0.0)
+    return effective_rank(values), participation_ratio(values), bound
+
+
+def _rank_of(gradient: Tensor) -> float | None:
+    """Return the effective rank of a tall gradient from its Gram matrix, where it is finite and not too wide."""
+    if gradient.shape[1] > _WIDEST or not bool(gradient.isfinite().all()):
+        return None
+    dense = gradient.double() / gradient.abs().max().clamp_min(torch.finfo(gradient.dtype).tiny)
+    return effective_rank(torch.linalg.eigvalsh(dense.T @ dense).clamp_min(0.0).sqrt())
+
+
+def _centred(values: Tensor) -> Tensor:
+    """Return rows around their mean, at most some hundreds of them."""
+    rows = values.flatten(0, 1)
+    return centred(rows[:: max(1, math.ceil(rows.shape[0] / _MOST_ROWS))].double())
+
+
+def _gates(path: Trajectory, window: int) -> tuple[dict[str, GateStatistics], float | None]:
+    if path.cell.gates is None:
+        return {}, None
+    gates = path.cell.gates(path.states[-1 - window : -1], path.drives[-window:])
+    low, high = _SATURATED
+    found = {
+        name: GateStatistics(mean=float(gate.mean()), saturated=float(((gate < low) | (gate > high)).double().mean()))
+        for name, gate in gates.items()
+    }
+    kept = gates.get("forget", gates.get("update"))
+    assert kept is not None
+    per_unit = 1.0 / kept.double().log().mean(dim=(0, 1)).abs()  # infinite where a gate is open for good
+    return found, float(per_unit.median())
+
+
+def _state_field(path: Trajectory, window: int) -> StateField:
+    """Measure the field f(s) - s at some states, and how its direction turns from one step to the next."""
+    count = max(1, min(_MOST_FIELDS, 256 // path.cell.state_size))
+    backs = torch.tensor(spaced(window, count))
+    states, drives = path.states[-2 - backs, 0], path.drives[-1 - backs, 0]
+    derivative = jacobian(path.cell, states, drives)
+    derivative = derivative - torch.eye(derivative.shape[-1], dtype=derivative.dtype, device=derivative.device)
+    turned = derivative.transpose(1, 2)
+    rotating, rest = (derivative - turned).square().sum(), (derivative + turned).square().sum()
+    changes = path.states.diff(dim=0)
+    cosines = torch.cosine_similarity(changes[1:], changes[:-1], dim=-1)
+    return StateField(
+        divergence=float(derivative.diagonal(dim1=1, dim2=2).sum(dim=-1).mean()),
+        rotation=float(rotating / (rotating + rest)) if float(rotating + rest) > 0 else 0.0,
+        coherence=float(cosines.mean()) if cosines.numel() else 1.0,
+    )
+
+
+def _gradient_profile(path: Trajectory, window: int) -> list[float]:
+    if path.gradients is None:
+        return []
+    norms = path.gradients[-window:].double().square().sum(dim=-1).mean(dim=1).sqrt().flip(0)
+    largest = float(norms.max())
+    return (norms / largest).tolist() if math.isfinite(largest) and largest > 0 else []

@@ -1,0 +1,146 @@
+"""Finding the recurrent parts of a model and following their states through one training step."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from torch import Tensor, nn
+
+from gradtrack.analyzers.recurrent.capture import SINGLE_CELLS, Capture, CellCapture, FunctionCapture, FusedCapture
+from gradtrack.analyzers.recurrent.cells import Step
+from gradtrack.analyzers.recurrent.trajectories import Trajectory
+from gradtrack.analyzers.tools.hooks import ModuleHook
+from gradtrack.errors import UsageError
+
+_CELL_NAME: Final = re.compile(r"(cell|rnn|lstm|gru|recurrent|reservoir)\d*$", re.IGNORECASE)
+_STATES: Final = ("h", "state", "prev", "carry", "mem", "last")
+"""How the names of a state begin."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recorded:
+    """One cell of one module, followed; `weight` names its recurrent weight, where it has one."""
+
+    module: str
+    weight: str
+    dropout: float
+    trajectory: Trajectory
+
+
+class RecurrentRecorder:
+    """Hooks on the recurrent parts of a model for one step. Leaving them changes nothing of the training.
+
+    Known modules and cells are found by their type, others by their behaviour: a module whose returned state comes back
+    to it. `step_functions` gives the state equation of modules that neither can be done for, as (step, state size).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        max_sequences: int = 4,
+        max_steps: int = 256,
+        step_functions: Mapping[str, tuple[Step, int]] | None = None,
+    ) -> None:
+        self._modules = dict(model.named_modules())
+        self._captures: dict[str, Capture] = {}
+        self._handles: list[Any] = []
+        functions = step_functions or {}
+        for name in functions:
+            if name not in self._modules:
+                known = ", ".join(repr(name) for name in self._modules if name)
+                raise UsageError(f"step function for module {name!r}: expected one of {known}.")
+        for name, module in self._modules.items():
+            capture = _capture(module, name, functions.get(name), max_sequences, max_steps)
+            if capture is not None:
+                self._captures[name] = capture
+                hook = ModuleHook(module, capture.faults.guarded(capture))
+                self._handles.append(module.register_forward_hook(hook, with_kwargs=True))
+
+    def recorded(self) -> list[Recorded]:
+        """Replay what was seen, the parts of a custom cell left out where the whole of it was followed."""
+        found: list[Recorded] = []
+        outer: list[str] = []
+        for name, capture in self._captures.items():
+            if any(_is_within(name, ancestor) for ancestor in outer):
+                continue
+            capture.faults.check()
+            trajectories = capture.trajectories()
+            if trajectories and isinstance(capture, (CellCapture, FunctionCapture)):
+                outer.append(name)
+            found += [self._describe(name, trajectory) for trajectory in trajectories if trajectory.window]
+        return found
+
+    @property
+    def largest(self) -> int:
+        """Return the number of elements of the largest parameter of all that was followed."""
+        modules = (self._modules[name] for name in self._captures)
+        return max((param.numel() for module in modules for param in module.parameters()), default=0)
+
+    def close(self) -> None:
+        """Remove every hook and let go of what was kept; a second call does nothing."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._captures = {}
+
+    def _describe(self, name: str, trajectory: Trajectory) -> Recorded:
+        module = self._modules[name]
+        prefix = f"{name}." if name else ""
+        part = trajectory.cell.name.removeprefix(prefix)
+        suffix = f"_{part}" if isinstance(module, nn.RNNBase) else ""
+        weight = f"{prefix}weight_hh{suffix}" if trajectory.cell.slopes else ""
+        dropout = module.dropout if isinstance(module, nn.RNNBase) and module.training else 0.0
+        return Recorded(module=name, weight=weight, dropout=dropout, trajectory=trajectory)
+
+
+def recurrent_modules(model: nn.Module) -> list[str]:
+    """Name the modules of a model that are recurrent by their type, or by what they are called and take."""
+    return [name for name, module in model.named_modules() if _is_recurrent(module)]
+
+
+def weight_gradient(model: nn.Module, name: str) -> Tensor | None:
+    """Return the gradient of a parameter by its name, or None."""
+    return next((param.grad for found, param in model.named_parameters() if found == name), None) if name else None
+
+
+def _capture(
+    module: nn.Module, name: str, function: tuple[Step, int] | None, max_sequences: int, max_steps: int
+) -> Capture | None:
+    if function is not None:
+        return FunctionCapture(module, name, *function, max_sequences=max_sequences)
+    if isinstance(module, nn.RNNBase):
+        return FusedCapture(module, name, max_sequences=max_sequences, max_steps=max_steps)
+    if isinstance(module, SINGLE_CELLS) or _may_be_cell(module):
+        return CellCapture(module, name, max_sequences=max_sequences, max_steps=max_steps)
+    return None
+
+
+def _is_recurrent(module: nn.Module) -> bool:
+    if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
+        return True
+    if _CELL_NAME.search(type(module).__name__) is None or not _may_be_cell(module):
+        return False
+    return list(_positional(module))[1].name.lower().startswith(_STATES)
+
+
+def _may_be_cell(module: nn.Module) -> bool:
+    """Say whether a module of the user's own takes two things."""
+    if type(module).__module__.startswith("torch."):
+        return False
+    parameters = list(_positional(module))
+    return len(parameters) >= 2 and all(parameter.default is not parameter.empty for parameter in parameters[2:])
+
+
+def _positional(module: nn.Module) -> Iterator[inspect.Parameter]:
+    for parameter in inspect.signature(module.forward).parameters.values():
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
+            yield parameter
+
+
+def _is_within(name: str, ancestor: str) -> bool:
+    return name != ancestor and (not ancestor or name.startswith(f"{ancestor}."))

@@ -1,0 +1,150 @@
+"""What is wrong with recurrent dynamics, judged against the horizon of the task and not by a radius alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Final, Literal
+
+from gradtrack.analyzers.recurrent.report import CellDynamics
+from gradtrack.reports import Issue, IssueSeverity, IssueType
+
+Criticality = Literal["SUBCRITICAL", "CRITICAL", "SUPERCRITICAL"]
+
+_GROWTH: Final = 1e3
+_LEFT: Final = 1e-3
+_RANK_SHARE: Final = 0.05
+_JUDGED_RANK: Final = 8.0
+
+
+def judge(cells: Mapping[str, CellDynamics], horizon: int | None, step: int = 0) -> list[Issue]:
+    """Return the issues of a model's recurrent cells; forgetting is judged only where a horizon was declared."""
+    found = [
+        issue
+        for name, cell in cells.items()
+        for issue in (_supercritical(name, cell, horizon, step), _low_rank(name, cell, step))
+        if issue is not None
+    ]
+    return found if horizon is None else [*found, *_short_memories(cells, horizon, step)]
+
+
+def label(growth: float, optimal: float, band: float) -> Criticality:
+    """Name where a growth per step lies: below, within or above the band around the optimum."""
+    if growth < optimal - band:
+        return "SUBCRITICAL"
+    return "SUPERCRITICAL" if growth > optimal + band else "CRITICAL"
+
+
+def nonfinite(name: str, step: int = 0) -> Issue:
+    """Return the issue of a cell whose states are not finite."""
+    return Issue(
+        issue_type=IssueType.NUMERICAL,
+        severity=IssueSeverity.CRITICAL,
+        layer=name,
+        message="Hidden states are NaN or infinite.",
+        statistic="nonfinite_states",
+        step=step,
+        recommendation="Clip the gradient norm, lower the learning rate, or bound the activation.",
+    )
+
+
+def retained(cell: CellDynamics, horizon: int) -> tuple[float, bool] | None:
+    """Return m(horizon) / m(1), and whether it had to be extrapolated beyond the window."""
+    profile = cell.decay_profile
+    if len(profile) < 2 or horizon < 1:
+        return None
+    if profile[1] == 0:
+        return 0.0, False
+    if horizon < len(profile):
+        return profile[horizon] / profile[1], False
+    rate = cell.temporal_decay_rate
+    if rate is None:
+        return None
+    log_share = math.log(rate) * (horizon - len(profile) + 1) if rate > 0 else -math.inf
+    return profile[-1] / profile[1] * math.exp(min(log_share, 700.0)), True
+
+
+def _supercritical(name: str, cell: CellDynamics, horizon: int | None, step: int) -> Issue | None:
+    if not cell.decay_profile or not cell.lyapunov_exponents:
+        return None
+    steps = horizon or cell.window
+    peak = max(cell.decay_profile)
+    certain = cell.lyapunov_exponents[0] - 2 * (cell.lyapunov_error or 0.0)
+    if peak > _GROWTH:
+        message = f"A gradient grows {peak:.3g} times on its way back through {cell.window} steps."
+        statistic, value, threshold = "largest_gradient_growth", peak, _GROWTH
+    elif certain * steps > math.log(_GROWTH):
+        growth = math.exp(cell.lyapunov_exponents[0])
+        message = f"Differences between states grow {growth:.3g} times per step, over {steps} steps."
+        statistic, value, threshold = "lyapunov_exponent_times_steps", certain * steps, math.log(_GROWTH)
+    else:
+        return None
+    return Issue(
+        issue_type=IssueType.SUPERCRITICAL,
+        severity=IssueSeverity.HIGH,
+        layer=name,
+        message=message,
+        statistic=statistic,
+        value=value,
+        threshold=threshold,
+        window=cell.window,
+        step=step,
+        recommendation="Clip the gradient norm, start from an orthogonal recurrent matrix, or shorten the sequences.",
+    )
+
+
+def _short_memories(cells: Mapping[str, CellDynamics], horizon: int, step: int) -> Iterator[Issue]:
+    """Find the modules in which no layer and direction keeps a gradient up to the horizon."""
+    for module in dict.fromkeys(cell.module for cell in cells.values()):
+        parts = [cell for cell in cells.values() if cell.module == module]
+        shares = [found for cell in parts if (found := retained(cell, horizon)) is not None]
+        if not shares or max(shares)[0] >= _LEFT:
+            continue
+        share, extrapolated = max(shares)
+        memory = max((cell.effective_memory_length or 0.0 for cell in parts), default=0.0)
+        yield Issue(
+            issue_type=IssueType.SHORT_MEMORY,
+            severity=IssueSeverity.MEDIUM,
+            layer=module,
+            message=(
+                f"Of a gradient {share:.2g} is left after the {horizon} steps of the declared horizon; "
+                f"it falls to 1/e within {memory:.3g}."
+            ),
+            statistic="gradient_left_at_horizon",
+            value=share,
+            threshold=_LEFT,
+            window=max(cell.window for cell in parts),
+            step=step,
+            confidence=0.7 if extrapolated else 1.0,
+            recommendation=_remedy(parts),
+        )
+
+
+def _remedy(parts: list[CellDynamics]) -> str:
+    if any(cell.kind == "lstm" for cell in parts):
+        return "Raise the forget gate's bias towards ln(horizon - 1), or read earlier steps by attention."
+    if any(cell.kind == "gru" for cell in parts):
+        return "Raise the update gate's bias, or read earlier steps by attention."
+    return "Start from an orthogonal recurrent matrix, or use an LSTM or a GRU."
+
+
+def _low_rank(name: str, cell: CellDynamics, step: int) -> Issue | None:
+    rank, bound = cell.effective_rank, cell.rank_bound
+    if rank is None or bound is None or bound < _JUDGED_RANK:
+        return None
+    limit = 1 + _RANK_SHARE * (bound - 1)
+    if rank >= limit:
+        return None
+    return Issue(
+        issue_type=IssueType.LOW_EFFECTIVE_RANK,
+        severity=IssueSeverity.LOW,
+        layer=name,
+        message=f"The hidden states fill {rank:.2g} dimensions of the {bound:.3g} that size, input and data allow.",
+        statistic="effective_rank",
+        value=rank,
+        threshold=limit,
+        window=cell.window,
+        step=step,
+        confidence=0.5,
+        recommendation="Look for saturated gates or units; a smaller hidden size may do as well.",
+    )

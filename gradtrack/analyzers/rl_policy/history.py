@@ -1,0 +1,161 @@
+"""The recent past of a policy: whether its entropy falls, and whether that bought return."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from typing import Any, Final
+
+from gradtrack.analyzers.rl_policy.entropy import mann_kendall, theil_sen
+from gradtrack.analyzers.rl_policy.report import Adequacy, Risk
+
+FLOOR: Final = 0.1
+_WINDOW: Final = 50
+_RETURNS: Final = 512
+_FIRST: Final = 16
+_ENOUGH: Final = 8
+_SIGNIFICANT: Final = 0.05
+_SURE: Final = 1e-3
+_DRIVEN: Final = 0.01
+
+
+class PolicyHistory:
+    """The last 50 levels of entropy, and returns: the first 16 and the last 512.
+
+    A level is a normalised entropy between 0 and 1. A policy is `blind` that does nearly the same in every state.
+    """
+
+    def __init__(self) -> None:
+        self.levels: deque[float] = deque(maxlen=_WINDOW)
+        self.returns: deque[float] = deque(maxlen=_RETURNS)
+        self.first: list[float] = []
+        self.num_returns = 0
+        self.highest = 0.0
+        self.blind = False
+
+    def add(self, level: float | None, episode_return: float | None = None) -> None:
+        """Take in one observation; what is not finite is left out."""
+        if level is not None and math.isfinite(level):
+            self.levels.append(level)
+            self.highest = max(self.highest, level)
+        if episode_return is not None and math.isfinite(episode_return):
+            self.num_returns += 1
+            self.returns.append(episode_return)
+            if len(self.first) < _FIRST:
+                self.first.append(episode_return)
+
+    @property
+    def slope(self) -> float | None:
+        """Return the Theil-Sen slope of the level per observation, or None before there are eight."""
+        return theil_sen(self.levels) if len(self.levels) >= _ENOUGH else None
+
+    @property
+    def falling_in(self) -> float:
+        """Return after how many observations a level that falls significantly will be at its floor."""
+        slope = self.slope
+        if slope is None or slope >= 0 or mann_kendall(self.levels)[1] > _SIGNIFICANT:
+            return math.inf
+        return max(self.levels[-1] - FLOOR, 0.0) / -slope
+
+    @property
+    def rising(self) -> bool | None:
+        """Tell whether recent returns rise significantly, or None without enough of them."""
+        recent = list(self.returns)[-_WINDOW:]
+        if len(recent) < _ENOUGH:
+            return None
+        total, chance = mann_kendall(recent)
+        return total > 0 and chance <= _SIGNIFICANT
+
+    @property
+    def solved(self) -> bool:
+        """Tell whether returns improved significantly since the start and stay at 90 % of their best improvement."""
+        if len(self.returns) < _ENOUGH:
+            return False
+        values = list(self.returns)
+        quarter = max(len(values) // 4, 2)
+        start = _average(self.first[: max(min(len(self.first), self.num_returns // 4), 2)])
+        recent = _average(values[-quarter:])
+        best = max(_average(values[at : at + quarter]) for at in range(len(values) - quarter + 1))
+        improved = mann_kendall([*self.first, *values] if self.num_returns > len(values) else values)
+        significant = improved[0] > 0 and improved[1] <= _SIGNIFICANT
+        return significant and recent > start and recent - start >= 0.9 * (best - start)
+
+    @property
+    def pays(self) -> bool | None:
+        """Tell whether the policy earns more by what it does, so that little entropy is no fault; None if unknown.
+
+        Returns that rise again, but only to where they began, are those of a policy that has lost something.
+        """
+        rising = self.rising
+        return None if rising is None else (rising and self._is_above_start) or self.solved
+
+    @property
+    def _is_above_start(self) -> bool:
+        start = self.first[: max(min(len(self.first), self.num_returns // 4), 2)]
+        return _average(list(self.returns)[-_ENOUGH:]) > _average(start)
+
+    def risk(self, level: float | None, *, informed: bool = False) -> Risk | None:
+        """Judge the risk of collapse; an `informed` policy has lost its entropy by acting differently by state."""
+        if level is None or not math.isfinite(level):
+            return None
+        if self.pays:
+            return "LOW"
+        may_be_sure = informed and self.pays is None
+        if level < FLOOR:
+            if self.came_sure:
+                return "LOW"
+            return "MEDIUM" if may_be_sure else "HIGH"
+        if may_be_sure:
+            return "LOW"
+        falling_in = self.falling_in
+        if falling_in < _WINDOW / 2:
+            return "HIGH"
+        return "MEDIUM" if falling_in < 2 * _WINDOW else "LOW"
+
+    def adequacy(self, level: float | None, least: float) -> Adequacy | None:
+        """Judge exploration against a least level; too much of it needs returns that stagnate after a warm-up."""
+        if level is None or not math.isfinite(level):
+            return None
+        if level < least and not self.pays and not self.came_sure:
+            return "TOO_LOW"
+        stagnant = self.pays is False and (self.num_returns >= _WINDOW or self.driven_up)
+        return "TOO_HIGH" if level > 0.95 and stagnant else "ADEQUATE"
+
+    @property
+    def came_sure(self) -> bool:
+        """Tell whether a level this low was there from the first, while returns stay at their best.
+
+        A policy that comes trained is as sure of itself as one that has collapsed, but it has lost nothing, and what it
+        is sure of depends on the state.
+        """
+        if self.blind or len(self.levels) < _ENOUGH or self.highest >= 2 * FLOOR or len(self.returns) < _ENOUGH:
+            return False
+        values = list(self.returns)
+        quarter = max(len(values) // 4, 2)
+        best = max(_average(values[at : at + quarter]) for at in range(len(values) - quarter + 1))
+        return _average(values[-quarter:]) >= best - 0.1 * abs(best)
+
+    @property
+    def driven_up(self) -> bool:
+        """Tell whether the level has been rising significantly, so that something makes the policy more random."""
+        if len(self.levels) < _FIRST:
+            return False
+        total, chance = mann_kendall(self.levels)
+        return total > 0 and chance <= _SURE and self.levels[-1] - self.levels[0] > _DRIVEN
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the past as plain data."""
+        return {**vars(self), "levels": list(self.levels), "returns": list(self.returns), "first": list(self.first)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` returned."""
+        self.levels = deque(state["levels"], maxlen=_WINDOW)
+        self.returns = deque(state["returns"], maxlen=_RETURNS)
+        self.first, self.num_returns = list(state["first"]), int(state["num_returns"])
+        self.highest = float(state.get("highest", 1.0))
+        self.blind = bool(state.get("blind", False))
+
+
+def _average(values: list[float]) -> float:
+    return sum(values) / len(values)

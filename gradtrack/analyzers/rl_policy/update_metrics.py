@@ -1,0 +1,205 @@
+"""What an update does to a policy: KL, clipped share, explained variance, how far inputs move it, and dormant units."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+
+from gradtrack.analyzers.tools.hooks import ModuleHook
+from gradtrack.analyzers.tools.modules import layers, own_parameters
+
+_ACTOR: Final = re.compile(r"actor|policy|action|(^|[._])pi([._]|$)|logits|log_std|mu([._]|$)")
+_CRITIC: Final = re.compile(r"critic|value|(^|[._])(vf|qf|q)\d*([._]|$)|v_head")
+
+
+class Divergence(NamedTuple):
+    """Three estimates of KL(old || new) from actions of the old policy; k3 is unbiased and never negative."""
+
+    k1: float
+    k2: float
+    k3: float
+
+
+def kl_estimates(log_ratio: Tensor) -> Divergence:
+    """Return the three estimates from ln(new/old) of the actions that were taken."""
+    ratio = log_ratio.detach().double()
+    k3 = (torch.expm1(ratio) - ratio).mean()
+    return Divergence(float(-ratio.mean()), float(0.5 * ratio.square().mean()), float(k3))
+
+
+def clip_fraction(log_ratio: Tensor, clip_range: float = 0.2) -> float:
+    """Return the share of actions whose probability ratio left the clip range."""
+    return float((torch.expm1(log_ratio.detach().double()).abs() > clip_range).double().mean())
+
+
+def explained_variance(values: Tensor, returns: Tensor) -> float:
+    """Return 1 - Var(returns - values)/Var(returns): 0 for a constant critic, NaN where the returns do not vary."""
+    target, predicted = returns.detach().double().flatten(), values.detach().double().flatten()
+    variance = float(target.var(unbiased=False)) if target.numel() else 0.0
+    return 1 - float((target - predicted).var(unbiased=False)) / variance if variance > 0 else math.nan
+
+
+def trunk_gradient_ratio(actor_loss: Tensor, critic_loss: Tensor, trunk: Iterable[Tensor]) -> float:
+    """Return the norm of the actor's over that of the critic's gradient on shared parameters; both graphs are kept."""
+    params = list(trunk)
+    norms = []
+    for loss in (actor_loss, critic_loss):
+        grads = torch.autograd.grad(loss, params, retain_graph=True, allow_unused=True)
+        norms.append(math.hypot(*(float(grad.double().norm()) for grad in grads if grad is not None)))  # type: ignore[redundant-expr]
+    return _ratio(norms[0], norms[1])
+
+
+def head_gradient_ratio(norms: Mapping[str, float]) -> float | None:
+    """Return the same for parameters that are told apart by their names; None where one side is not there."""
+    actor = [norm for name, norm in norms.items() if _ACTOR.search(name) and not _CRITIC.search(name)]
+    critic = [norm for name, norm in norms.items() if _CRITIC.search(name)]
+    return _ratio(math.hypot(*actor), math.hypot(*critic)) if actor and critic else None
+
+
+def dormant_share(activations: Tensor, threshold: float = 0.025, *, axis: int = -1) -> float:
+    """Return the share of units (an axis) whose mean size is a fraction of their layer's at most (Sokar 2023)."""
+    return small_share(unit_sizes(activations, axis), threshold)
+
+
+def unit_sizes(activations: Tensor, axis: int = -1) -> Tensor:
+    """Return the mean size of each unit over everything but its axis."""
+    values = activations.detach().double().abs().movedim(axis, -1)
+    return values.reshape(-1, values.shape[-1]).mean(0)
+
+
+def small_share(sizes: Tensor, threshold: float) -> float:
+    """Return the share of units whose size is at most a fraction of the mean over all of them."""
+    return float((sizes <= threshold * sizes.mean()).double().mean())
+
+
+def _ratio(actor: float, critic: float) -> float:
+    if critic > 0:
+        return actor / critic
+    return math.inf if actor > 0 else math.nan
+
+
+class InputSensitivity:
+    """The norm of the gradient of the loss on the first floating input of each batch."""
+
+    def __init__(self) -> None:
+        self._input: Tensor | None = None
+        self._found: list[float] = []
+
+    def inputs(self, input_fn: Callable[[], Any]) -> Callable[[], Any]:
+        """Wrap a source of batches so that the first floating tensor of each is followed."""
+
+        def followed() -> Any:
+            batch = input_fn()
+            values = list(batch) if isinstance(batch, tuple) else [batch]
+            for index, value in enumerate(values):
+                if isinstance(value, Tensor) and value.is_floating_point():
+                    self._input = values[index] = value.detach().requires_grad_()
+                    return tuple(values) if isinstance(batch, tuple) else values[0]
+            return batch
+
+        return followed
+
+    def losses(self, loss_fn: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:
+        """Wrap a loss so that its gradient on the followed input is measured."""
+
+        def measured(output: Any) -> Tensor:
+            loss = loss_fn(output)
+            if self._input is not None and loss.requires_grad:
+                (slope,) = torch.autograd.grad(loss, self._input, retain_graph=True, allow_unused=True)
+                if slope is not None:
+                    self._found.append(float(slope.double().norm()))
+            return loss
+
+        return measured
+
+    def mean(self) -> float | None:
+        """Return the mean norm, or None where no input was floating."""
+        return sum(self._found) / len(self._found) if self._found else None
+
+
+_ACTIVATIONS: Final = (
+    nn.ReLU,
+    nn.ReLU6,
+    nn.LeakyReLU,
+    nn.ELU,
+    nn.SELU,
+    nn.GELU,
+    nn.SiLU,
+    nn.Mish,
+    nn.Tanh,
+    nn.Sigmoid,
+    nn.Softplus,
+    nn.Hardswish,
+)
+
+
+class DormantUnits:
+    """The share of dormant units of each activation module, judged by the mean size over all passes watched.
+
+    A unit is a channel after a convolution and a feature elsewhere. A module that is called several times in a pass has
+    units at each of its calls, and the mean of their shares.
+    """
+
+    def __init__(self, model: nn.Module, threshold: float = 0.025) -> None:
+        self._model, self._threshold = model, threshold
+        self._axis = -1
+        self._calls: Counter[str] = Counter()
+        self._sizes: dict[tuple[str, int], list[Tensor]] = {}
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Watch the forward passes of a `with` block."""
+        handles = [self._model.register_forward_pre_hook(ModuleHook(self._model, self._begin))]
+        for name, module in layers(self._model):
+            look = self._sees(name) if isinstance(module, _ACTIVATIONS) else self._passes(module)
+            if look is not None:
+                handles.append(module.register_forward_hook(ModuleHook(module, look)))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Return the share of dormant units by module."""
+        found: dict[str, list[float]] = {}
+        for (name, _), sizes in self._sizes.items():
+            found.setdefault(name, []).append(small_share(torch.stack(sizes).mean(0), self._threshold))
+        return {name: sum(values) / len(values) for name, values in found.items()}
+
+    def _begin(self, *_: Any) -> None:
+        self._calls.clear()
+        self._axis = -1
+
+    def _passes(self, module: nn.Module) -> Callable[..., None] | None:
+        """Note, where a module mixes units, on which axis it leaves them."""
+        weights = [param for param in own_parameters(module) if param.ndim > 1]
+        if not weights:
+            return None
+        kernel: tuple[int, ...] = getattr(module, "kernel_size", ()) if isinstance(module, _ConvNd) else ()
+
+        def passed(*_: Any) -> None:
+            self._axis = -1 - len(kernel)
+
+        return passed
+
+    def _sees(self, name: str) -> Callable[..., None]:
+        def look(_: nn.Module, __: Any, output: Any) -> None:
+            if not isinstance(output, Tensor) or not output.numel() or output.ndim < -self._axis:
+                return
+            self._calls[name] += 1
+            known = self._sizes.setdefault((name, self._calls[name]), [])
+            sizes = unit_sizes(output, self._axis)
+            if not known or known[0].shape == sizes.shape:
+                known.append(sizes)
+
+        return look

@@ -1,0 +1,197 @@
+"""What is wrong with a policy, and the summary of a training."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from gradtrack.analyzers.base import Suggested
+from gradtrack.analyzers.rl_policy.history import FLOOR, PolicyHistory
+from gradtrack.analyzers.rl_policy.report import Adequacy, PolicyReport
+from gradtrack.reports import Issue, IssueSeverity, IssueType
+
+
+class PolicyVerdict:
+    """The judgement of a policy by level, trend and returns; thresholds that were chosen weigh more than usual ones."""
+
+    def __init__(self, min_entropy: float, min_std: float, max_std: float) -> None:
+        self.min_entropy, self.min_std, self.max_std = min_entropy, min_std, max_std
+
+    def judge(self, report: PolicyReport, history: PolicyHistory, step: int) -> PolicyReport:
+        """Return the report with its issues and the adequacy of its exploration."""
+        issues = [*self._collapse(report, history), *self._exploration(report, history), *self._spread(report, history)]
+        found = [issue.model_copy(update={"step": step, "window": max(len(history.levels), 1)}) for issue in issues]
+        return report.model_copy(update={"issues": found, "exploration_adequacy": self._adequacy(report, history)})
+
+    def _adequacy(self, report: PolicyReport, history: PolicyHistory) -> Adequacy | None:
+        if self._wide(report) and not history.pays:
+            return "TOO_HIGH"
+        chosen = not isinstance(self.min_entropy, Suggested)
+        stagnant = history.pays is False
+        least = float(self.min_entropy) if chosen or stagnant else FLOOR
+        return history.adequacy(report.entropy_level, least)
+
+    def _collapse(self, report: PolicyReport, history: PolicyHistory) -> list[Issue]:
+        level, risk = report.entropy_level, report.entropy_collapse_risk
+        if level is None or risk in (None, "LOW"):
+            return []
+        informed = risk == "MEDIUM" and level < FLOOR
+        severity = IssueSeverity.LOW if informed else IssueSeverity[str(risk)]
+        trend = "" if report.entropy_slope is None else f" and changes by {report.entropy_slope:.2g} per observation"
+        reason = (
+            " Its actions depend on the state, so it may simply be sure; pass episode_return to tell."
+            if informed
+            else " Returns do not rise."
+            if history.pays is False
+            else ""
+        )
+        return [
+            Issue(
+                issue_type=IssueType.ENTROPY_COLLAPSE,
+                severity=severity,
+                message=f"The policy's entropy is {level:.3g} of its largest{trend}.{reason}",
+                statistic="entropy_level",
+                value=level,
+                threshold=FLOOR,
+                confidence=_confidence(report),
+                recommendation="Raise the entropy bonus, lower the learning rate or the number of epochs per batch.",
+            )
+        ]
+
+    def _exploration(self, report: PolicyReport, history: PolicyHistory) -> list[Issue]:
+        adequacy, level = self._adequacy(report, history), report.entropy_level
+        if adequacy not in ("TOO_LOW", "TOO_HIGH"):
+            return []
+        collapsing = [issue for issue in self._collapse(report, history) if issue.severity > IssueSeverity.LOW]
+        if adequacy == "TOO_HIGH":
+            return [self._over(report, history)]
+        if not collapsing and report.entropy_collapse_risk == "MEDIUM":
+            return []
+        return [
+            Issue(
+                issue_type=IssueType.INSUFFICIENT_EXPLORATION,
+                severity=IssueSeverity.MEDIUM,
+                message=f"The policy explores little: its entropy is {level:.3g} of its largest.",
+                statistic="entropy_level",
+                value=level,
+                threshold=float(self.min_entropy),
+                explained_by=collapsing[0].key if collapsing else None,
+                confidence=_confidence(report),
+                recommendation="Raise the entropy bonus or the temperature of the policy.",
+            )
+        ]
+
+    def _over(self, report: PolicyReport, history: PolicyHistory) -> Issue:
+        wide = self._wide(report)
+        value = report.continuous_std_mean if wide else report.entropy_level
+        return Issue(
+            issue_type=IssueType.OVER_EXPLORATION,
+            severity=self._by_returns(self.max_std, history) if wide else IssueSeverity.MEDIUM,
+            message=f"The policy acts almost at random: its {'std' if wide else 'entropy level'} is {value:.3g}.",
+            statistic="continuous_std_mean" if wide else "entropy_level",
+            value=value,
+            threshold=float(self.max_std) if wide else 0.95,
+            confidence=_confidence(report),
+            recommendation="Lower the entropy bonus or the standard deviation; check that rewards reach the policy.",
+        )
+
+    def _spread(self, report: PolicyReport, history: PolicyHistory) -> list[Issue]:
+        """Judge a small standard deviation, relative to half of the action range where that is known."""
+        std = report.continuous_relative_std_mean or report.continuous_std_mean
+        if std is None or not std < self.min_std or history.pays:
+            return []
+        return [
+            Issue(
+                issue_type=IssueType.LOW_ACTION_STD,
+                severity=self._by_returns(self.min_std, history),
+                message=f"Actions hardly vary: their standard deviation is {std:.3g}.",
+                statistic="continuous_std_mean",
+                value=std,
+                threshold=float(self.min_std),
+                confidence=_confidence(report),
+                recommendation="Raise the entropy bonus, or bound log_std from below.",
+            )
+        ]
+
+    def _wide(self, report: PolicyReport) -> bool:
+        std = report.continuous_relative_std_mean or report.continuous_std_mean
+        return std is not None and not report.squashed and std > self.max_std
+
+    def _by_returns(self, threshold: float, history: PolicyHistory) -> IssueSeverity:
+        """Let a threshold that nobody chose weigh little, unless returns say that something is wrong."""
+        sure = not isinstance(threshold, Suggested) or history.pays is False
+        return IssueSeverity.MEDIUM if sure else IssueSeverity.LOW
+
+
+def _confidence(report: PolicyReport) -> float:
+    return 0.9 if report.confidence == "high" else 0.5
+
+
+_INFORMED: Final = 0.5
+_TOLD: Final = 0.1
+_AVERAGED: Final = frozenset(PolicyReport.__pydantic_fields__) - {"num_states", "squashed"}
+
+
+def sum_up(
+    samples: Sequence[dict[str, Tensor]], history: PolicyHistory, returns: Sequence[float | None]
+) -> PolicyReport:
+    """Average samples by their states, and take each of them into the history."""
+    rows = [_floats(sample) for sample in samples]
+    levels = [_level(row) for row in rows]
+    for level, episode_return in zip(levels, returns, strict=True):
+        history.add(level, episode_return)
+    values = {name: _weighted(rows, name) for name in dict.fromkeys(name for row in rows for name in row)}
+    level = mean_of([level for level in levels[-max(len(levels) // 4, 1) :] if level is not None])
+    conditional = values.get("discrete_entropy_mean", values.get("continuous_entropy_mean"))
+    marginal = values.pop("continuous_marginal_entropy", None)
+    values.setdefault("marginal_entropy", marginal)
+    total = values["marginal_entropy"]
+    information = None if total is None or conditional is None else max(total - conditional, 0.0)
+    spread = values.get("marginal_entropy_normalized")
+    alone = "continuous_entropy_mean" not in values  # beside a continuous part, the level may be that of the other
+    informed = alone and spread is not None and level is not None and spread - level > _INFORMED * (1 - level)
+    history.blind = information is not None and (information < _TOLD if spread is None else spread < 2 * FLOOR)
+    known = [found for found in returns if found is not None]
+    return PolicyReport(
+        **{name: value for name, value in values.items() if name in _AVERAGED},
+        squashed=bool(values.get("squashed")),
+        continuous_entropy_normalized=values.get("continuous_range_mean"),
+        conditional_entropy=conditional,
+        state_information=information,
+        entropy_level=level,
+        entropy_slope=history.slope,
+        entropy_collapse_risk=history.risk(level, informed=informed),
+        confidence="low" if history.pays is None else "high",
+        episode_return=known[-1] if known else None,
+        num_observations=len(rows),
+        num_states=int(sum(row["num_states"] for row in rows)),
+    )
+
+
+def _level(row: Mapping[str, float]) -> float | None:
+    """Return the lowest normalised entropy of a sample's parts; for a Gaussian of unknown range its std, at most 1."""
+    parts = [row[name] for name in ("discrete_entropy_normalized", "continuous_range_mean") if name in row]
+    if "continuous_range_mean" not in row and "continuous_std_mean" in row:
+        parts.append(min(row["continuous_std_mean"], 1.0))
+    finite = [part for part in parts if math.isfinite(part)]
+    return min(finite) if finite else None
+
+
+def _floats(sample: Mapping[str, Tensor]) -> dict[str, float]:
+    stacked = torch.stack([value.detach().double().reshape(()).cpu() for value in sample.values()])
+    return dict(zip(sample, stacked.tolist(), strict=True))
+
+
+def _weighted(rows: Sequence[Mapping[str, float]], name: str) -> float | None:
+    known = [(row[name], row["num_states"]) for row in rows if name in row and math.isfinite(row[name])]
+    total = sum(weight for _, weight in known)
+    return sum(value * weight for value, weight in known) / total if total > 0 else None
+
+
+def mean_of(values: Sequence[float]) -> float | None:
+    """Return the mean, or None of nothing."""
+    return sum(values) / len(values) if values else None

@@ -1,0 +1,160 @@
+"""Looking at a model without changing it."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import UserDict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from gradtrack.errors import InputTypeError, UsageError
+from gradtrack.support.progress import counted
+
+
+@contextmanager
+def untouched(model: nn.Module, optimizer: Any = None) -> Iterator[None]:
+    """Put a model back as it was on leaving: weights, buffers, gradients, modes and the state of the random generators.
+
+    In between nothing that is compiled runs as such.
+    With an optimizer the steps in between are meant to train, so weights, buffers and gradients stay as they became.
+    The random generators are forked around the whole of it, so that a random input still varies within.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    wanted = [(param, param.requires_grad) for param in model.parameters()]
+    keep = optimizer is None
+    values = _values(_state(model)) if keep else []
+    buffers = _named_buffers(model) if keep else []
+    gradients = [(param, param.grad, _copy(param.grad)) for param in model.parameters()] if keep else []
+    with _forked_generators(model), _eagerly():
+        try:
+            yield
+        finally:
+            for module, training in modes:
+                module.training = training
+            for param, requires_grad in wanted:
+                param.requires_grad_(requires_grad)
+            _put_back(buffers, values)
+            with torch.no_grad():
+                for param, gradient, copy in gradients:
+                    if gradient is not None and copy is not None:
+                        gradient.copy_(copy)
+                    param.grad = gradient
+
+
+@contextmanager
+def kept(model: nn.Module | None) -> Iterator[None]:
+    """Put the random generators and the buffers of a model back, but leave its gradients alone."""
+    values = [] if model is None else _values(model.buffers())
+    buffers = [] if model is None else _named_buffers(model)
+    with _forked_generators(model), _eagerly():
+        try:
+            yield
+        finally:
+            _put_back(buffers, values)
+
+
+def offline_steps(
+    model: nn.Module,
+    input_fn: Callable[[], Any],
+    loss_fn: Callable[[Any], Tensor],
+    steps: int,
+    optimizer: Any = None,
+) -> Iterator[tuple[int, Any, Any, Tensor]]:
+    """Run forward and backward passes, each with a fresh batch, and yield (step, inputs, output, loss) after each.
+
+    `input_fn()` gives a batch: a tensor, a tuple of positional arguments or a mapping of keyword arguments. The model
+    trains on it only where an optimizer is passed. Use it inside `untouched`.
+    """
+    if steps < 1:
+        raise UsageError(f"steps {steps}: expected at least 1.")
+    check_functions(input_fn, loss_fn)
+    for step in counted(range(1, steps + 1), "Analyzing", total=steps):
+        model.zero_grad(set_to_none=True)
+        inputs = input_fn()
+        output = call(model, inputs)
+        loss: object = loss_fn(output)
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            raise UsageError(f"loss_fn returned {loss!r}: expected a single number that depends on the model's output.")
+        torch.autograd.backward(loss)
+        yield step, inputs, output, loss
+        if optimizer is not None:
+            optimizer.step()
+
+
+def check_functions(input_fn: object, loss_fn: object) -> None:
+    """Refuse a batch or a loss in place of the function that gives it."""
+    for name, given in (("input_fn", input_fn), ("loss_fn", loss_fn)):
+        if not callable(given):
+            raise InputTypeError(
+                f"{name} is {type(given).__name__}: expected a function. Pass one that is called at every step."
+            )
+
+
+def call(model: nn.Module, inputs: Any) -> Any:
+    """Call a model with a batch as `input_fn` returns it."""
+    if isinstance(inputs, (dict, UserDict)):  # as a tokenizer returns it
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
+
+
+def _eagerly() -> AbstractContextManager[Any]:
+    """Return a context without compiled graphs, which call no hook that came later and are not differentiable twice."""
+    if "torch._dynamo" not in sys.modules:  # without which nothing was compiled
+        return nullcontext()
+    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance
+
+
+@contextmanager
+def _forked_generators(model: nn.Module | None) -> Iterator[None]:
+    """Put the random generators of torch, NumPy and Python back on leaving."""
+    python, numbers = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[] if model is None else _devices(model)):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numbers)
+
+
+def _named_buffers(model: nn.Module) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Return what every module names its buffers, with a copy: a forward pass may assign them anew."""
+    held: list[Any] = [module._buffers for module in model.modules()]
+    return [(buffers, dict(buffers)) for buffers in held if isinstance(buffers, dict)]  # those of a script are its own
+
+
+def _values(tensors: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    return [(tensor, tensor.detach().clone()) for tensor in tensors]
+
+
+def _put_back(buffers: list[tuple[dict[str, Any], dict[str, Any]]], values: list[tuple[Tensor, Tensor]]) -> None:
+    """Put names and values back where they changed; what did not change is not written to, for a graph may hold it."""
+    for held, before in buffers:
+        if held.keys() != before.keys() or any(held[name] is not before[name] for name in before):
+            held.clear()
+            held.update(before)
+    with torch.no_grad():
+        for tensor, value in values:
+            if not torch.equal(tensor, value):
+                tensor.copy_(value)
+
+
+def _state(model: nn.Module) -> Iterator[Tensor]:
+    for tensor in (*model.parameters(), *model.buffers()):
+        if not is_lazy(tensor):  # what has no values yet gets them by the first forward pass
+            yield tensor
+
+
+def _copy(gradient: Tensor | None) -> Tensor | None:
+    return None if gradient is None else gradient.detach().clone()
+
+
+def _devices(model: nn.Module) -> list[torch.device]:
+    return list({tensor.device for tensor in _state(model) if tensor.device.type == "cuda"})

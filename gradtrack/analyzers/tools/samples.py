@@ -1,0 +1,69 @@
+"""A fixed sample of the elements of a tensor, the same ones every time."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from gradtrack.gradients.distributed.shards import local_part
+
+MOST: Final = 65_536
+_NUMPY: Final = (torch.float32, torch.float64)
+_PLAIN: Final = (Tensor, nn.Parameter)
+_ALONE: Final = 4096
+"""Vectors that numpy's BLAS multiplies in one thread: from 10,000 elements on it takes more."""
+
+
+def small_array(tensor: Tensor, most: int = MOST) -> NDArray[Any] | None:
+    """Return a view of an ordinary small tensor, whose numbers numpy has at a fraction of torch's cost per call."""
+    if tensor.numel() > most or tensor.dtype not in _NUMPY or type(tensor) not in _PLAIN:
+        return None
+    if not tensor.is_cpu or tensor.layout is not torch.strided or tensor.is_neg():
+        return None
+    found: NDArray[Any] = tensor.detach().numpy()
+    return found
+
+
+def dot(first: NDArray[np.float64], second: NDArray[np.float64]) -> float:
+    """Return the product of two vectors without the threads of numpy's BLAS, which would spin beside those of torch."""
+    return float(first.dot(second) if len(first) <= _ALONE else np.einsum("i,i->", first, second))
+
+
+def sampled(tensor: Tensor, most: int = MOST) -> Tensor:
+    """Return at most so many elements that are held here, at equal distances; all of them where there are no more.
+
+    They are not copied where that can be done without. The distance shares no factor with the size of the last
+    dimension, so that no column is left out.
+    """
+    values = as_real(local_part(tensor))
+    count = values.numel()
+    if count <= most:
+        return values.reshape(-1)
+    stride = _stride(count, values.shape[-1], most)
+    if values.is_contiguous():
+        return values.view(-1)[::stride]
+    return values.take(torch.arange(0, count, stride, device=values.device))
+
+
+def weighed_sample(tensor: Tensor, most: int) -> Tensor:
+    """Return such a sample in float64, as long as the whole: products of two of them estimate those of the tensors."""
+    values = sampled(tensor, most).double()
+    whole = as_real(local_part(tensor)).numel()
+    return values * math.sqrt(whole / max(1, len(values)))
+
+
+def as_real(tensor: Tensor) -> Tensor:
+    """Return a tensor with the real and the imaginary part of complex numbers as its last dimension."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
+def _stride(count: int, last: int, most: int) -> int:
+    stride = math.ceil(count / most)
+    while math.gcd(stride, last) != 1:
+        stride += 1
+    return stride

@@ -1,0 +1,155 @@
+"""Eigenvalues and singular values of matrices and linear maps, and the coherence of successive gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+
+from gradtrack.analyzers.tools.samples import as_real
+
+KRYLOV: Final = 80
+"""So many vectors find the radius of a random matrix of some hundreds of dimensions to 1e-3 and better."""
+_RESIDUAL: Final = 1e-2
+
+
+def effective_rank(singular_values: Tensor) -> float:
+    """Return exp of the entropy of the singular values' shares (Roy and Vetterli 2007); 0 for a zero matrix."""
+    relative = _relative(singular_values)
+    total = float(relative.sum())
+    if total == 0:
+        return 0.0
+    shares = (relative / total).clamp_min(0.0)
+    return math.exp(float(torch.special.entr(shares).sum()))
+
+
+def centred(rows: Tensor) -> Tensor:
+    """Return rows (rows, columns) less their mean; what rounding leaves of a column that is constant is zero."""
+    left = rows - rows.mean(dim=0)
+    rounding = len(rows) * torch.finfo(rows.dtype).eps * rows.abs().amax(dim=0) if len(rows) else left
+    return left.masked_fill(left.abs() <= rounding, 0.0)
+
+
+def participation_ratio(singular_values: Tensor) -> float:
+    """Return the squared sum over the sum of squares of the squared singular values; 0 for a zero matrix."""
+    squares = _relative(singular_values).square()
+    total = float(squares.square().sum())
+    return float(squares.sum()) ** 2 / total if total != 0 else 0.0
+
+
+def stable_rank(singular_values: Tensor) -> float:
+    """Return the squared Frobenius norm over the squared largest singular value; 0 for a zero matrix."""
+    return float(_relative(singular_values).square().sum())
+
+
+def condition_number(singular_values: Tensor) -> float:
+    """Return the largest over the smallest singular value; infinite for a singular matrix."""
+    if not singular_values.numel():
+        return math.nan
+    smallest, largest = float(singular_values.min()), float(singular_values.max())
+    return largest / smallest if smallest > 0 else math.inf
+
+
+def spectral_radius(matrix: Tensor) -> float:
+    """Return the largest magnitude of an eigenvalue of a square matrix."""
+    return float(torch.linalg.eigvals(matrix).abs().max()) if matrix.numel() else 0.0
+
+
+def arnoldi_radius(matvec: Callable[[Tensor], Tensor], start: Tensor, *, num_vectors: int = KRYLOV) -> float:
+    """Return the largest magnitude of an eigenvalue by Arnoldi's method.
+
+    Unlike the Rayleigh quotient of power iteration this is right for complex pairs and for matrices far from normal.
+    """
+    return float(arnoldi_spectrum(matvec, start, num_vectors=num_vectors)[0].abs())
+
+
+def arnoldi_spectrum(matvec: Callable[[Tensor], Tensor], start: Tensor, *, num_vectors: int = KRYLOV) -> Tensor:
+    """Return the outermost eigenvalues by Arnoldi's method with every vector orthogonalised twice, the largest first.
+
+    Of the eigenvalues of the small matrix those are kept whose residual is under a hundredth of the largest, and the
+    largest in any case.
+    """
+    count = min(num_vectors, start.numel())
+    basis = start.new_zeros(count, start.numel())
+    basis[0] = start / norm(start)
+    above, lengths = start.new_zeros(count, count), []
+    for column in range(count):
+        image, known = matvec(basis[column]), basis[: column + 1]
+        scale, shares = norm(image), above[column, : column + 1]
+        for _ in range(2):
+            share = known @ image
+            image = image - share @ known
+            shares += share
+        left = norm(image)
+        if column + 1 == count or left <= 1e3 * torch.finfo(start.dtype).eps * scale:
+            break
+        lengths.append(left)
+        basis[column + 1] = image / left
+    small = above[: column + 1, : column + 1].double().cpu().T
+    below = torch.tensor(lengths[:column], dtype=torch.float64)
+    return _outermost(small + torch.diag(below, -1), left)
+
+
+def _relative(singular_values: Tensor) -> Tensor:
+    """Return singular values over the largest of them, whose squares are in range; zeros of a zero matrix.
+
+    They are NaN where one of them is not finite.
+    """
+    values = singular_values.double()
+    largest = float(values.max()) if values.numel() else 0.0
+    return values / largest if largest != 0 else torch.zeros_like(values)
+
+
+def _outermost(hessenberg: Tensor, left: float) -> Tensor:
+    """Return the eigenvalues of Arnoldi's small matrix that are nearly those of the large one, the largest first."""
+    if not bool(hessenberg.isfinite().all()):
+        return torch.full((1,), math.nan, dtype=torch.complex128)
+    values, vectors = torch.linalg.eig(hessenberg)
+    sizes = values.abs()
+    residuals = left * vectors[-1].abs() / torch.linalg.vector_norm(vectors, dim=0)
+    largest = float(sizes.max())
+    kept: Tensor = values[(residuals <= _RESIDUAL * largest) | (sizes >= (1 - 1e-9) * largest)]
+    ordered: Tensor = kept[kept.abs().argsort(descending=True)]
+    return ordered
+
+
+def norm(vector: Tensor) -> float:
+    """Return the norm of a vector whose squares may leave the range of its precision."""
+    return float(torch.linalg.vector_norm(vector, dtype=torch.float64))
+
+
+class GradientCoherence:
+    """The mean cosine between the gradients of consecutive steps; it keeps one copy of the gradients."""
+
+    def __init__(self) -> None:
+        self._before: dict[str, Tensor] = {}
+        self._cosines: list[float] = []
+
+    def add(self, model: nn.Module) -> None:
+        """Take in the gradients that are there now."""
+        now = {name: param.grad.detach().clone() for name, param in model.named_parameters() if param.grad is not None}
+        if self._before:
+            self._cosines.append(_cosine(self._before, now))
+        self._before = now
+
+    def mean(self) -> float | None:
+        """Return the mean over the steps so far, or None before the second."""
+        known = [cosine for cosine in self._cosines if not math.isnan(cosine)]
+        return sum(known) / len(known) if known else None
+
+
+def _cosine(before: dict[str, Tensor], now: dict[str, Tensor]) -> float:
+    shared = [name for name in now if name in before and not now[name].is_sparse and not before[name].is_sparse]
+    if not shared:
+        return math.nan
+    sums = torch.tensor([_products(before[name], now[name]) for name in shared], dtype=torch.float64).sum(0)
+    size = math.sqrt(float(sums[1]) * float(sums[2]))
+    return float(sums[0]) / size if size > 0 else math.nan
+
+
+def _products(before: Tensor, now: Tensor) -> tuple[float, float, float]:
+    first, second = as_real(before).double().flatten(), as_real(now).double().flatten()
+    return float(first @ second), float(first @ first), float(second @ second)

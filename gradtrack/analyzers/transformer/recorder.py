@@ -1,0 +1,259 @@
+"""Recording what attention does during a forward pass, by layer, without touching the model."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from gradtrack.analyzers.tools.hooks import is_unheard
+from gradtrack.analyzers.transformer.interception import Interception
+from gradtrack.analyzers.transformer.logits import (
+    Limits,
+    is_attention_softmax,
+    rows_of_attention,
+    rows_of_packed,
+    rows_of_softmax,
+)
+from gradtrack.analyzers.transformer.statistics import AttentionRows, HeadStatistics, measure_heads
+from gradtrack.analyzers.transformer.tokens import (
+    TokenStatistics,
+    are_alike,
+    call_sizes,
+    sequences_of,
+    tensors_of,
+    token_statistics,
+)
+from gradtrack.gradients.native.threads import one_thread, threads_for
+from gradtrack.support.interrupts import pass_on
+
+_logger = logging.getLogger("gradtrack")
+_FUSED: Final = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
+
+
+@dataclass(slots=True)
+class ForwardPass:
+    """What one forward pass showed: attention by the module that called it, tokens by block, both in order."""
+
+    heads: dict[str, list[HeadStatistics]] = field(default_factory=dict)
+    tokens: dict[str, list[TokenStatistics]] = field(default_factory=dict)
+    scopes: set[int] = field(default_factory=set)
+    num_calls: int = 0
+    num_unread: int = 0
+    watched: bool = False
+    confirmed: bool = False
+
+
+@dataclass(slots=True)
+class _Frame:
+    module: nn.Module
+    name: str
+    attended: list[tuple[str, AttentionRows | None, tuple[int, int] | None]] = field(default_factory=list)
+
+
+class AttentionRecorder:
+    """Hears the attention of one model while it is armed, in forward passes that a backward pass follows.
+
+    Armed, it has one hook on entering and one on leaving any module, so that no module of the model carries a hook and
+    torch keeps its fused kernels; the names of attention functions are rebound during the model's own forward only.
+    """
+
+    def __init__(
+        self, model: nn.Module, *, limits: Limits | None = None, weights: bool = True, gradients_only: bool = True
+    ) -> None:
+        self._names = {id(module): name for name, module in model.named_modules()}
+        self._limits = limits or Limits()
+        self._weights, self._gradients_only = weights, gradients_only
+        self._pass: ForwardPass | None = None
+        self._frames: list[_Frame] = []
+        self._interception: Interception | None = None
+        self._owner: int | None = None
+        self._handles: list[Any] = []
+        self._faulty = False
+
+    def arm(self) -> None:
+        """Start to listen for forward passes of the model."""
+        if not self._handles:
+            # torch warns whenever a compiled module, which may be another one, runs under any global hook
+            warnings.filterwarnings("ignore", message="Using `torch.compile.* when there are global hooks")
+            self._handles = [
+                register_module_forward_pre_hook(self._enter),
+                register_module_forward_hook(self._leave, always_call=True),
+            ]
+
+    def disarm(self) -> None:
+        """Remove every hook and put every name back; a second call does nothing."""
+        self._stop()
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    @contextmanager
+    def armed(self) -> Iterator[AttentionRecorder]:
+        """Listen within a `with` block."""
+        self.arm()
+        try:
+            yield self
+        finally:
+            self.disarm()
+
+    def take(self) -> ForwardPass | None:
+        """Return the last pass that a backward pass followed and forget it, or None."""
+        found, self._pass = self._pass, None
+        if found is None or (self._gradients_only and found.watched and not found.confirmed):
+            return None
+        return found
+
+    def _enter(self, module: nn.Module, _: Any) -> None:
+        name = self._names.get(id(module))
+        if self._interception is not None and self._owner != threading.get_ident():
+            return
+        if self._frames and module is self._frames[0].module:
+            self._stop()  # a pass that was interrupted, by Ctrl-C for example, and never left its modules
+        if self._interception is None and not (name is not None and self._begin(module)):
+            return
+        self._frames.append(_Frame(module, self._frames[-1].name if name is None else name))
+        self._see_imported()
+
+    def _leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        if not self._frames or self._owner != threading.get_ident():
+            return
+        while self._frames[-1].module is not module:
+            if not any(frame.module is module for frame in self._frames):
+                return
+            self._frames.pop()
+        frame = self._frames.pop()
+        if frame.attended:
+            with one_thread():
+                self._guard(lambda: self._close_block(frame, inputs, output))
+        if self._frames:
+            self._see_imported()
+            return
+        self._stop()
+        for tensor in tensors_of(output):
+            if tensor.requires_grad and self._pass is not None:
+                self._watch(tensor, self._pass)
+
+    def _begin(self, module: nn.Module) -> bool:
+        """Start a pass at the outermost module, unless the present pass is the evidence already."""
+        present = self._pass
+        if is_unheard() or (self._gradients_only and not torch.is_grad_enabled()):
+            return False
+        if (present is not None and present.confirmed) or torch._C._current_graph_task_id() != -1:
+            return False
+        if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+            return False
+        if present is None or id(module) in present.scopes:
+            self._pass = present = ForwardPass()
+        present.scopes.add(id(module))
+        self._owner = threading.get_ident()
+        self._interception = Interception(self)
+        return True
+
+    def _stop(self) -> None:
+        self._frames = []
+        if self._interception is not None:
+            self._interception.close()
+            self._interception = None
+        self._owner = None
+
+    def _see_imported(self) -> None:
+        """Let torch's own attention modules choose their fused kernels as if nothing listened."""
+        if self._interception is not None:
+            module = self._frames[-1].module
+            fused = type(module) in _FUSED and not module.training
+            self._interception.see_imported(not fused)
+
+    def _watch(self, tensor: Tensor, found: ForwardPass) -> None:
+        def reached(_: Tensor) -> None:
+            found.confirmed = True
+            handle.remove()
+
+        found.watched = True
+        handle = tensor.register_hook(reached)  # type: ignore[no-untyped-call]
+
+    def on_attention(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Take the arguments of `scaled_dot_product_attention`."""
+        self._hear(
+            args[0] if args else kwargs["query"], lambda: rows_of_attention(*args, **kwargs, limits=self._limits)
+        )
+
+    def on_softmax(self, logits: Any, dim: int | None, num_heads: int | None) -> None:
+        """Take a softmax if it is one of attention."""
+        module = self._frames[-1].module if self._frames else None
+        named = f"{self._frames[-1].name}.{type(module).__name__}" if self._frames else ""
+        three = num_heads is not None and isinstance(logits, Tensor) and logits.ndim == 3
+        if three or is_attention_softmax(logits, dim, named):
+            self._hear(logits, lambda: rows_of_softmax(logits, num_heads, limits=self._limits), num_heads)
+
+    def on_packed(
+        self, source: Tensor, heads: int, weight: Tensor, bias: Tensor | None, mask: Tensor | None, kind: int | None
+    ) -> None:
+        """Take the input and the weights of one of torch's fused attentions."""
+        self._hear(source, lambda: rows_of_packed(source, heads, weight, bias, mask, kind, limits=self._limits))
+
+    def _hear(self, first: Any, read: Callable[[], AttentionRows | None], num_heads: int | None = None) -> None:
+        found = self._pass
+        if found is None or not self._frames or not isinstance(first, Tensor) or first.device.type == "meta":
+            return
+        found.num_calls += 1
+        frame = self._frames[-1]
+        with threads_for(first.numel()):
+            rows = None if torch._C._functorch.is_functorch_wrapped_tensor(first) else self._guard(read)
+            statistics = self._guard(lambda: measure_heads(rows)) if rows is not None and self._weights else None
+        found.num_unread += rows is None
+        name = f"{frame.name}.self_attn" if isinstance(frame.module, nn.TransformerEncoderLayer) else frame.name
+        if statistics is not None:
+            found.heads.setdefault(name, []).append(statistics)
+        frame.attended.append((name, rows, call_sizes(first, num_heads)))
+
+    def _close_block(self, frame: _Frame, inputs: Any, output: Any) -> None:
+        """Look at the tokens that leave a block, or leave that to the module around it."""
+        if self._pass is None:
+            return
+        before, after = (next(filter(Tensor.is_floating_point, tensors_of(side)), None) for side in (inputs, output))
+        if after is not None and (before is None or are_alike(before, after)) and self._is_block(frame):
+            _, rows, sizes = frame.attended[-1]
+            found = token_statistics(sequences_of(after, sizes, frame.module), rows, self._limits)
+            if found is not None:
+                self._pass.tokens.setdefault(frame.name, []).append(found)
+                return
+        if self._frames:
+            self._frames[-1].attended += frame.attended
+
+    def _is_block(self, frame: _Frame) -> bool:
+        """Tell whether a module is a block: an item of a list of modules, or where there is none, around attention."""
+        if frame.name.rsplit(".", 1)[-1].isdigit():
+            return True
+        above = any(part.isdigit() for part in frame.name.split("."))
+        return not above and bool(self._frames) and all(name != frame.name for name, _, _ in frame.attended)
+
+    def _guard(self, call: Callable[[], Any]) -> Any:
+        """Keep a fault of the look out of the user's forward pass."""
+        try:
+            with torch.no_grad(), torch._C.DisableTorchFunction(), _full_precision():
+                return call()
+        except Exception as fault:
+            pass_on(fault)
+            if not self._faulty:
+                self._faulty = True
+                _logger.warning("attention could not be read; training goes on", exc_info=True)
+            return None
+
+
+@contextmanager
+def _full_precision() -> Iterator[None]:
+    """Switch autocast off where it is on."""
+    kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    with ExitStack() as stack:
+        for kind in kinds:
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        yield

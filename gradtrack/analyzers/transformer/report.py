@@ -1,0 +1,234 @@
+"""The typed report on attention, and how it is put together from what forward passes showed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import ClassVar, Literal, TypeVar
+
+import torch
+from pydantic import Field
+
+from gradtrack.analyzers.transformer.recorder import ForwardPass
+from gradtrack.analyzers.transformer.statistics import HeadStatistics
+from gradtrack.analyzers.transformer.tokens import TokenStatistics
+from gradtrack.records import Metric
+from gradtrack.reports import Issue, Report
+
+Risk = Literal["LOW", "MEDIUM", "HIGH"]
+RISKS: tuple[Risk, ...] = ("LOW", "MEDIUM", "HIGH")
+_SHOWN = 32
+_Item = TypeVar("_Item")
+
+
+class HeadReport(Report):
+    """One head: its entropy and the least that its logits allow, both over ln of the visible keys, and its extremes."""
+
+    entropy: float
+    entropy_floor: float
+    max_logit: float
+    sparsity: float
+
+
+class LayerReport(Report):
+    """The attention of one module, averaged over heads; `entropy_p5` is the 5th percentile over rows and heads."""
+
+    name: str
+    entropy_mean: float
+    entropy_min_head: float
+    entropy_p5: float
+    entropy_floor: float
+    max_logit: float
+    sparsity: float
+    head_diversity: float | None
+    softmax_jacobian: float | None = None
+    heads: list[HeadReport]
+    num_rows: int
+    num_keys: int
+
+
+class BlockReport(Report):
+    """The residual stream after one block: how different its tokens are, their mean cosine and their effective rank."""
+
+    name: str
+    residual: float
+    mean_cosine: float
+    effective_rank: float
+
+
+class AttentionReport(Report):
+    """What the attention of a model does; entropies are over ln of the number of visible keys, shares from 0 to 1.
+
+    Fields are None where nothing was seen that could tell them. `rank_slope` is the change of ln(residual) per block.
+    """
+
+    attention_entropy_mean: float | None = None
+    attention_entropy_min_head: float | None = None
+    attention_entropy_p5: float | None = None
+    attention_entropy_floor: float | None = None
+    attention_sparsity: float | None = None
+    attention_max_logit: float | None = None
+    head_diversity: float | None = None
+    rank_residual: float | None = None
+    rank_slope: float | None = None
+    rank_collapse_risk: Risk | None = None
+    gradient_coherence: float | None = None
+    layers: list[LayerReport] = Field(default_factory=list)
+    blocks: list[BlockReport] = Field(default_factory=list)
+    issues: list[Issue] = Field(default_factory=list)
+    num_passes: int = 1
+    num_unread_calls: int = 0
+
+    described: ClassVar[tuple[Metric, ...]] = (
+        Metric("attention/entropy_mean", "Entropy over that of uniform attention, mean over layers.", unit="share"),
+        Metric("attention/entropy_min_head", "The same of the lowest head of all layers.", unit="share"),
+        Metric("attention/entropy_p5", "5th percentile over rows and heads, of the lowest layer.", unit="share"),
+        Metric("attention/entropy_floor", "The least entropy that logits of this size allow.", unit="share"),
+        Metric("attention/sparsity", "Visible keys that get less than a tenth of the uniform weight.", unit="share"),
+        Metric("attention/max_logit", "The largest attention logit; its growth comes before a collapse of entropy."),
+        Metric(
+            "attention/head_diversity", "How different heads are; 0 when alike.", unit="share", when="several heads"
+        ),
+        Metric("attention/rank_residual", "Difference left between tokens after the last block.", unit="share"),
+        Metric("attention/rank_collapse_risk", "Risk that depth makes tokens equal: 2 is HIGH.", unit="0 to 2"),
+        Metric(
+            "attention/gradient_coherence",
+            "Mean cosine of consecutive gradients.",
+            when="offline, enable_vector_analysis",
+        ),
+        Metric("attention/entropy_mean/<layer>", "Entropy of one layer.", unit="share"),
+        Metric("attention/max_logit/<layer>", "The largest logit of one layer."),
+        Metric(
+            "attention/head_diversity/<layer>",
+            "How different they are in one layer.",
+            unit="share",
+            when="several heads",
+        ),
+        Metric("attention/rank_residual/<block>", "Difference left between tokens after one block.", unit="share"),
+    )
+
+    def metrics(self) -> dict[str, float]:
+        """Return the numbers of the whole model and of up to 32 layers, under `attention/`."""
+        values = {
+            "entropy_mean": self.attention_entropy_mean,
+            "entropy_min_head": self.attention_entropy_min_head,
+            "entropy_p5": self.attention_entropy_p5,
+            "entropy_floor": self.attention_entropy_floor,
+            "sparsity": self.attention_sparsity,
+            "max_logit": self.attention_max_logit,
+            "head_diversity": self.head_diversity,
+            "rank_residual": self.rank_residual,
+            "gradient_coherence": self.gradient_coherence,
+        }
+        if self.rank_collapse_risk is not None:
+            values["rank_collapse_risk"] = RISKS.index(self.rank_collapse_risk)
+        for layer in _spread_out(self.layers):
+            values[f"entropy_mean/{layer.name}"] = layer.entropy_mean
+            values[f"max_logit/{layer.name}"] = layer.max_logit
+            values[f"head_diversity/{layer.name}"] = layer.head_diversity
+        for block in _spread_out(self.blocks):
+            values[f"rank_residual/{block.name}"] = block.residual
+        return {
+            f"attention/{name}": float(value)
+            for name, value in values.items()
+            if value is not None and math.isfinite(value)
+        }
+
+
+def report_attention(passes: Sequence[ForwardPass], *, softmax_jacobian: bool = False) -> AttentionReport:
+    """Average what forward passes showed, layer by layer."""
+    layers = [
+        _layer(name, [found for one in passes for found in one.heads.get(name, ())], softmax_jacobian)
+        for name in dict.fromkeys(name for one in passes for name in one.heads)
+    ]
+    blocks = [
+        _block(name, [found for one in passes for found in one.tokens.get(name, ())])
+        for name in dict.fromkeys(name for one in passes for name in one.tokens)
+    ]
+    slope = _slope([block.residual for block in blocks])
+    return AttentionReport(
+        attention_entropy_mean=_mean(layer.entropy_mean for layer in layers),
+        attention_entropy_min_head=_end(min, [layer.entropy_min_head for layer in layers]) if layers else None,
+        attention_entropy_p5=_end(min, [layer.entropy_p5 for layer in layers]) if layers else None,
+        attention_entropy_floor=_mean(layer.entropy_floor for layer in layers),
+        attention_sparsity=_mean(layer.sparsity for layer in layers),
+        attention_max_logit=_end(max, [layer.max_logit for layer in layers]) if layers else None,
+        head_diversity=_mean(layer.head_diversity for layer in layers if layer.head_diversity is not None),
+        rank_residual=blocks[-1].residual if blocks else None,
+        rank_slope=slope,
+        rank_collapse_risk=_risk([block.residual for block in blocks]),
+        layers=layers,
+        blocks=blocks,
+        num_passes=len(passes),
+        num_unread_calls=sum(one.num_unread for one in passes),
+    )
+
+
+def _layer(name: str, found: Sequence[HeadStatistics], softmax_jacobian: bool) -> LayerReport:
+    columns = ("entropy", "floor", "max_logit", "sparsity", "softness")
+    table = torch.stack([torch.stack([getattr(one, column).double() for column in columns]) for one in found])
+    averages = table.mean(0)
+    averages[2] = table[:, 2].amax(0)
+    entropy, floor, max_logit, sparsity, softness = averages.tolist()
+    diversity = _mean(float(one.diversity) for one in found)
+    heads = [
+        HeadReport(entropy=values[0], entropy_floor=values[1], max_logit=values[2], sparsity=values[3])
+        for values in zip(entropy, floor, max_logit, sparsity, strict=True)
+    ]
+    return LayerReport(
+        name=name,
+        entropy_mean=sum(entropy) / len(entropy),
+        entropy_min_head=_end(min, entropy),
+        entropy_p5=sum(float(one.low_entropy) for one in found) / len(found),
+        entropy_floor=sum(floor) / len(floor),
+        max_logit=_end(max, max_logit),
+        sparsity=sum(sparsity) / len(sparsity),
+        head_diversity=None if diversity is None or math.isnan(diversity) else diversity,
+        softmax_jacobian=sum(softness) / len(softness) if softmax_jacobian else None,
+        heads=heads,
+        num_rows=sum(one.num_rows for one in found),
+        num_keys=max(one.num_keys for one in found),
+    )
+
+
+def _block(name: str, found: Sequence[TokenStatistics]) -> BlockReport:
+    rows = [(one.residual, one.cosine, one.rank) for one in found]
+    residual, cosine, rank = (sum(column) / len(rows) for column in zip(*rows, strict=True))
+    return BlockReport(name=name, residual=residual, mean_cosine=cosine, effective_rank=rank)
+
+
+def _risk(residuals: Sequence[float]) -> Risk | None:
+    """Judge the level at the end, and whether depth takes the difference of tokens away on the whole of its way."""
+    if not residuals or not all(map(math.isfinite, residuals)):
+        return None
+    first, middle, last = residuals[0], residuals[len(residuals) // 2], residuals[-1]
+    if last < 0.01 or (last < 0.1 * min(first, 1.0) and middle < 0.5 * first):
+        return "HIGH"
+    return "MEDIUM" if last < 0.1 or last < 0.3 * first else "LOW"
+
+
+def _slope(residuals: Sequence[float]) -> float | None:
+    """Return the least-squares slope of ln(residual) per block."""
+    points = [(depth, math.log(value)) for depth, value in enumerate(residuals) if value > 0]
+    if len(points) < 2:
+        return None
+    middle = sum(depth for depth, _ in points) / len(points)
+    spread = sum((depth - middle) ** 2 for depth, _ in points)
+    return sum((depth - middle) * value for depth, value in points) / spread
+
+
+def _end(pick: Callable[..., float], values: Sequence[float]) -> float:
+    """Pick the least or the largest of the values that are numbers; NaN where none is."""
+    return pick((value for value in values if not math.isnan(value)), default=math.nan)
+
+
+def _mean(values: Iterable[float]) -> float | None:
+    known = list(values)
+    return sum(known) / len(known) if known else None
+
+
+def _spread_out(items: Sequence[_Item]) -> Sequence[_Item]:
+    """Return at most 32 items, evenly spread, always with the first and the last."""
+    if len(items) <= _SHOWN:
+        return items
+    return [items[index * (len(items) - 1) // (_SHOWN - 1)] for index in range(_SHOWN)]

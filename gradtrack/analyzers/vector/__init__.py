@@ -1,0 +1,269 @@
+"""The field that a training follows: its divergence and rotation, and how much its gradients agree."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, ClassVar, final
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from gradtrack.analyzers.base import Analyzer, Schedule, Snapshot, model_of, rarely
+from gradtrack.analyzers.tools.linear_maps import differentiable_twice
+from gradtrack.analyzers.tools.offline import call, check_functions, kept, untouched
+from gradtrack.analyzers.tools.samples import weighed_sample
+from gradtrack.analyzers.vector.field import FieldLook, Loss, Player, players_of
+from gradtrack.analyzers.vector.noise import MicroBatches, cosine
+from gradtrack.analyzers.vector.verdict import judge
+from gradtrack.errors import UsageError
+from gradtrack.records import Metric, Panel
+from gradtrack.reports import Issue, Report
+from gradtrack.reports.base import finite_only
+from gradtrack.support.progress import counted
+
+_LIVE_SAMPLE = 4096
+
+
+class VectorReport(Report):
+    """The field v(θ) around the weights; None where a number is undefined or was not measured.
+
+    v is the gradient of the loss, or for a game each player's gradient of its own loss; training moves along -v.
+    `divergence` is tr ∂v/∂θ, for one loss the trace of its Hessian. `rotation` is the share of the squared Jacobian
+    that is antisymmetric: 0 for one loss, 1 for pure rotation. `coherence` is ‖mean g‖² over mean ‖g_i‖² of the
+    gradients of several batches at the same weights, `noise_scale` their tr Σ/‖G‖² in batches, `temporal_coherence` the
+    mean cosine between one gradient and the next. `directional_sharpness` is the curvature vᵀJv/‖v‖² along the field,
+    for one loss gᵀHg/‖g‖²; `step_sharpness` the curvature along the optimizer's step relative to the slope there, ηλ
+    for gradient descent, which on a quadratic overshoots above 2 (and hovers there in full-batch training: Cohen et al.
+    2021).
+    """
+
+    divergence: float | None = None
+    divergence_standard_error: float | None = None
+    rotation: float | None = None
+    rotation_standard_error: float | None = None
+    antisymmetric_norm: float | None = None
+    symmetric_norm: float | None = None
+    coherence: float | None = None
+    temporal_coherence: float | None = None
+    noise_scale: float | None = None
+    directional_sharpness: float | None = None
+    step_sharpness: float | None = None
+    issues: list[Issue] = Field(default_factory=list)
+    exact: bool = False
+    num_parameters: int = 0
+    num_steps: int = 0
+    num_probes: int = 0
+
+    described: ClassVar[tuple[Metric, ...]] = (
+        Metric(
+            "vector/divergence",
+            "Trace of the field's Jacobian, of the Hessian for one loss.",
+            when="offline or observe()",
+        ),
+        Metric(
+            "vector/rotation", "Antisymmetric share of the squared Jacobian.", unit="share", when="games and fields"
+        ),
+        Metric("vector/coherence", "Squared mean gradient over the mean square.", unit="share", when="several batches"),
+        Metric("vector/temporal_coherence", "Cosine between one gradient and the next."),
+        Metric(
+            "vector/noise_scale",
+            "Variance between batches over the squared mean.",
+            unit="batches",
+            when="several batches",
+        ),
+        Metric("vector/directional_sharpness", "Curvature along the gradient.", when="offline or observe()"),
+        Metric("vector/step_sharpness", "Curvature along a step over its slope.", when="offline, with an optimizer"),
+    )
+
+    def metrics(self) -> dict[str, float]:
+        """Return what is known, under `vector/`."""
+        names = (
+            *("divergence", "rotation", "coherence", "temporal_coherence"),
+            *("noise_scale", "directional_sharpness", "step_sharpness"),
+        )
+        found = {f"vector/{name}": getattr(self, name) for name in names}
+        return finite_only(found)
+
+
+@final
+class VectorAnalyzer(Analyzer):
+    """A look at training as a flow in the space of the weights.
+
+    With J = ∂v/∂θ, A and S its antisymmetric and symmetric parts: divergence tr J from wᵀJw over random signs w
+    (Hutchinson 1990), rotation ‖A‖²/(‖A‖² + ‖S‖²) from ‖Jw ∓ Jᵀw‖²/4 (Balduzzi et al. 2018, arXiv 1802.05642). Fields
+    of up to 64 dimensions give exact numbers. One smooth loss has a symmetric Hessian, so its rotation is 0 and is not
+    computed; what can rotate are games, temporal-difference learning and preconditioned gradients. Both products come
+    from one forward pass, so that dropout cannot pass for rotation.
+
+    Live it gives the cosine of consecutive gradients and, under accumulation, coherence and noise scale over the
+    micro-batches; after `observe(...)` also what needs a loss to differentiate.
+
+    Cost: offline about two gradients per probe, four for a game; live a sample of 4096 elements per tensor at steps
+    2, 8, 32, 128, 512 and every 1000th, and the steps before them.
+
+    >>> x, y = (torch.ones(1, requires_grad=True) for _ in range(2))
+    >>> report = VectorAnalyzer().analyze_game(
+    ...     {"min": ([x], lambda: (x * y).sum()), "max": ([y], lambda: -(x * y).sum())}
+    ... )
+    >>> report.rotation, report.divergence, round(report.antisymmetric_norm, 4)
+    (1.0, 0.0, 1.4142)
+    """
+
+    report_type: ClassVar[type[Report]] = VectorReport
+    schedule: ClassVar[Schedule] = staticmethod(rarely)
+    foresees: ClassVar[bool] = True
+    panels: ClassVar[tuple[Panel, ...]] = (
+        Panel(title="Rotation of the field", section="vector", metrics=("vector/rotation",)),
+        Panel(title="Divergence of the field", section="vector", metrics=("vector/divergence",)),
+        Panel(
+            title="Agreement of gradients",
+            section="vector",
+            metrics=("vector/coherence", "vector/temporal_coherence"),
+            kind="multi-line",
+        ),
+        Panel(title="Noise scale (batches)", section="vector", metrics=("vector/noise_scale",), log_scale=True),
+        Panel(
+            title="Sharpness along the step",
+            section="vector",
+            metrics=("vector/directional_sharpness", "vector/step_sharpness"),
+            kind="multi-line",
+        ),
+    )
+
+    def __init__(self, model: nn.Module | None = None, *, num_probes: int = 4, seed: int = 0) -> None:
+        if num_probes < 1:
+            raise UsageError(f"num_probes {num_probes}: expected at least 1.")
+        self._model, self._num_probes, self._seed = model, num_probes, seed
+        self._observed: Loss | dict[str, tuple[list[Tensor], Loss]] | None = None
+        self._micro: MicroBatches | None = None
+        self._before: tuple[int, dict[str, Tensor]] | None = None
+        self._found: list[Issue] = []
+
+    def analyze(
+        self,
+        input_fn: Callable[[], Any],
+        loss_fn: Callable[[Any], Tensor],
+        steps: int = 20,
+        *,
+        optimizer: Any = None,
+    ) -> VectorReport:
+        """Measure the gradient field of one loss over several batches.
+
+        Without an optimizer the weights stay where they are, and coherence and noise scale are those of the batches.
+        With one it trains, and the sharpness along its steps is measured instead.
+        """
+        model, look = model_of(self, self._model), self._look(steps)
+        check_functions(input_fn, loss_fn)
+        with untouched(model, optimizer), torch.enable_grad(), differentiable_twice(model):
+            for _ in counted(range(steps), "Analyzing", total=steps):
+                inputs = input_fn()
+                loss = partial(_loss, model, inputs, loss_fn)
+                look.add_loss(loss, list(model.parameters()), optimizer)
+        return VectorReport(**look.numbers())
+
+    def analyze_game(self, players: Mapping[str, Player], *, steps: int = 1) -> VectorReport:
+        """Measure the field of a game: each player's gradient of the loss that it minimises by its own parameters.
+
+        `players` maps a name to (parameters, loss_fn), or to (module, loss_fn); `loss_fn()` returns the loss. In one
+        step every player draws the same random numbers. Buffers are put back of the modules that are given, and of the
+        analyzer's model.
+        """
+        game, look = players_of(players), self._look(steps)
+        given = [player[0] for player in players.values() if isinstance(player[0], nn.Module)]
+        model = nn.ModuleList([*given, *([] if self._model is None else [self._model])])
+        with kept(model), torch.enable_grad(), differentiable_twice(model if self._model is not None else None):
+            for _ in counted(range(steps), "Analyzing", total=steps):
+                look.add_game(game)
+        report = VectorReport(**look.numbers())
+        return report.model_copy(update={"issues": judge(report.rotation)})
+
+    def analyze_field(self, field: Callable[[Tensor], Tensor], at: Tensor) -> VectorReport:
+        """Measure a field that is given as a function of a flat tensor, at a point."""
+        look = self._look()
+        point = torch.as_tensor(at).reshape(-1)
+        with kept(self._model), differentiable_twice():
+            look.add_field(field, point if point.is_floating_point() else point.to(torch.get_default_dtype()))
+        return VectorReport(**look.numbers())
+
+    def observe(self, loss: Loss | Mapping[str, Player]) -> None:
+        """Differentiate a loss, or the losses of a game, on the live steps too.
+
+        A loss is a function without arguments, called at the weights of the step; a game is as in `analyze_game`.
+        """
+        self._observed = loss if callable(loss) else players_of(loss)
+
+    def due(self, step: int) -> bool:
+        return type(self).schedule(step) or type(self).schedule(step + 1)
+
+    def arm(self, model: nn.Module) -> None:
+        self.disarm()
+        self._micro = MicroBatches(model, _LIVE_SAMPLE)
+
+    def inspect(self, snapshot: Snapshot) -> VectorReport | None:
+        gradients = {
+            name: weighed_sample(gradient, _LIVE_SAMPLE)
+            for name, gradient in snapshot.gradients.items()
+            if _plain(gradient)
+        }
+        before, self._before = self._before, (snapshot.step, gradients)
+        if not type(self).schedule(snapshot.step):
+            return None
+        temporal = None
+        if before is not None and before[0] == snapshot.step - 1:
+            temporal = _cosine(before[1], gradients)
+        noise = self._micro.noise() if self._micro is not None else None
+        found = self._differentiate(snapshot.model)
+        measured: dict[str, Any] = (
+            found.model_dump() if found is not None else {"num_parameters": sum(map(len, gradients.values()))}
+        )
+        measured["temporal_coherence"] = temporal
+        if noise is not None:
+            measured |= {"coherence": noise.coherence, "noise_scale": noise.noise_scale, "num_steps": noise.count}
+        report = VectorReport(**measured)
+        norms = () if snapshot.series is None else list(snapshot.series.log_norms)
+        self._found = judge(report.rotation, norms, snapshot.step) if isinstance(self._observed, Mapping) else []
+        report = report.model_copy(update={"issues": self._found})
+        return report if report.metrics() else None
+
+    def issues(self) -> list[Issue]:
+        return list(self._found)
+
+    def disarm(self) -> None:
+        if self._micro is not None:
+            self._micro.close()
+            self._micro = None
+
+    def _differentiate(self, model: nn.Module) -> VectorReport | None:
+        if self._observed is None:
+            return None
+        look = self._look()
+        with kept(model), torch.enable_grad(), differentiable_twice(model):
+            if callable(self._observed):
+                look.add_loss(self._observed, list(model.parameters()))
+            else:
+                look.add_game(self._observed)
+        return VectorReport(**look.numbers())
+
+    def _look(self, steps: int = 1) -> FieldLook:
+        if steps < 1:
+            raise UsageError(f"steps {steps}: expected at least 1.")
+        return FieldLook(torch.Generator().manual_seed(self._seed), self._num_probes)
+
+
+def _loss(model: nn.Module, inputs: Any, loss_fn: Callable[[Any], Tensor]) -> Tensor:
+    return loss_fn(call(model, inputs))
+
+
+def _cosine(before: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> float | None:
+    shared = [name for name in now if name in before and before[name].shape == now[name].shape]
+    if not shared:
+        return None
+    found = cosine(torch.cat([before[name] for name in shared]), torch.cat([now[name] for name in shared]))
+    return None if math.isnan(found) else found
+
+
+def _plain(gradient: Tensor) -> bool:
+    return type(gradient) is Tensor and gradient.layout is torch.strided

@@ -1,0 +1,111 @@
+"""The noise of gradients: sampled over micro-batches, and the noise scale that follows from it."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterable
+from itertools import pairwise
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from gradtrack.analyzers.tools.hooks import Faults
+from gradtrack.analyzers.tools.samples import weighed_sample
+
+
+@final
+class GradientNoise:
+    """Sums over gradients g_i, from which follow their coherence, their noise scale and the cosine of neighbours.
+
+    It keeps the sum of the gradients and the last one. Gradients may be samples of their elements, the same ones each,
+    if those of every tensor are weighed by how many they stand for.
+    """
+
+    def __init__(self, gradients: Iterable[Tensor] = ()) -> None:
+        self.count = 0
+        self._sum: Tensor | None = None
+        self._last: Tensor | None = None
+        self._squares = 0.0
+        self._cosines: list[float] = []
+        for gradient in gradients:
+            self.add(gradient)
+
+    def add(self, gradient: Tensor) -> None:
+        """Take in one gradient as a flat vector."""
+        values = gradient.detach().double().reshape(-1)
+        if self._last is not None:
+            self._cosines.append(cosine(self._last, values))
+        self.count += 1
+        self._sum = values.clone() if self._sum is None else self._sum + values
+        self._squares += float(values @ values)
+        self._last = values
+
+    @property
+    def coherence(self) -> float | None:
+        """Return α = ‖mean g‖² / mean ‖g_i‖², from 1/m for orthogonal gradients to 1 for equal ones (2008.01217)."""
+        if self.count < 2 or self._sum is None or not 0 < self._squares < math.inf:
+            return None
+        return min(1.0, self._squared_mean(self._sum) / (self._squares / self.count))
+
+    @property
+    def noise_scale(self) -> float | None:
+        """Return tr Σ / ‖G‖² in batches of one gradient (McCandlish et al. 2018); None where ‖G‖² is lost in noise."""
+        if self.count < 2 or self._sum is None:
+            return None
+        m, mean, squares = self.count, self._squared_mean(self._sum), self._squares / self.count
+        signal = (m * mean - squares) / (m - 1)
+        return max(squares - mean, 0.0) / (1 - 1 / m) / signal if signal > 0 else None
+
+    @property
+    def temporal(self) -> float | None:
+        """Return the mean cosine between one gradient and the next."""
+        known = [value for value in self._cosines if not math.isnan(value)]
+        return sum(known) / len(known) if known else None
+
+    def _squared_mean(self, total: Tensor) -> float:
+        return float(total @ total) / self.count**2
+
+
+def cosine(first: Tensor, second: Tensor) -> float:
+    """Return the cosine of the angle between two flat vectors; NaN where one of them is zero or not finite."""
+    first, second = first.double(), second.double()
+    size = float(torch.linalg.vector_norm(first) * torch.linalg.vector_norm(second))
+    return max(-1.0, min(1.0, float(first @ second) / size)) if 0 < size < math.inf else math.nan
+
+
+class MicroBatches:
+    """Hooks that sample each parameter's gradient whenever a backward pass has added to it."""
+
+    def __init__(self, model: nn.Module, most: int) -> None:
+        itself, self._most = weakref.ref(self), most
+        self._sums: dict[int, list[Tensor]] = {}
+
+        def accumulated(param: Tensor) -> None:
+            owner = itself()
+            if owner is not None and type(param.grad) is Tensor and param.grad.layout is torch.strided:
+                owner._sums.setdefault(id(param), []).append(weighed_sample(param.grad, owner._most))
+
+        self._faults = Faults()
+        guarded = self._faults.guarded(accumulated)
+        self._handles: list[Any] = []
+        for param in model.parameters():
+            if param.requires_grad:
+                self._handles.append(param.register_post_accumulate_grad_hook(guarded))  # type: ignore[no-untyped-call]
+
+    def noise(self) -> GradientNoise | None:
+        """Return what the gradients of the micro-batches come to; None where there was a single one."""
+        self._faults.check()
+        count = max(map(len, self._sums.values()), default=0)
+        parts = [sums for sums in self._sums.values() if len(sums) == count]
+        if count < 2:
+            return None
+        totals = [torch.cat([sums[index] for sums in parts]) for index in range(count)]
+        return GradientNoise([totals[0], *(after - before for before, after in pairwise(totals))])
+
+    def close(self) -> None:
+        """Remove the hooks and forget the samples."""
+        for handle in self._handles:
+            handle.remove()
+        self._sums = {}

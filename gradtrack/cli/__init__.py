@@ -1,0 +1,294 @@
+"""The command line: try it, look at runs, deliver what is missing, and see which plugins there are."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from gradtrack._version import __version__
+from gradtrack.cli.help_texts import EPILOG, epilog
+from gradtrack.cli.runs import HERE, find_run, survive_poor_encodings
+from gradtrack.errors import GradtrackError, UsageError
+
+app = typer.Typer(
+    name="gradtrack",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog=EPILOG,
+)
+Run = Annotated[
+    Path | None,
+    typer.Argument(help=f"A run's directory. Default: the newest one in {HERE}.", show_default=False),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print data for scripts instead of text.")]
+
+
+def main() -> None:
+    """Run the command line; an error of gradtrack is one line on stderr and the exit code 2."""
+    survive_poor_encodings()
+    try:
+        app()
+    except SystemExit as end:
+        if not isinstance(end.__context__, BrokenPipeError):
+            raise
+        sys.exit(141)  # whoever read the output has gone: the code 1 of our libraries would be a verdict
+    except GradtrackError as fault:
+        print(f"gradtrack: {fault}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"gradtrack {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def gradtrack(
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and leave.")
+    ] = False,
+) -> None:
+    """Safe gradients, typed step reports and gradient panels for the experiment tracker that you already use.
+
+    Start with [bold]gradtrack demo[/bold]: it needs no account and no server.
+    """
+
+
+@app.command(epilog=epilog("demo"))
+def demo(
+    out: Annotated[
+        Path | None, typer.Option(help="Where the files go. Default: a new directory in gradtrack_runs.")
+    ] = None,
+    steps: Annotated[int, typer.Option(min=20, help="How many optimizer steps to train.")] = 300,
+    as_json: AsJson = False,
+) -> None:
+    """Train a small recurrent network on generated data and show what gradtrack finds.
+
+    Two thirds through, one batch holds an infinity. See how the step is skipped and the training goes on.
+    """
+    from gradtrack import demo as demonstration
+
+    finding = demonstration.run(out, steps=steps)
+    typer.echo(json.dumps(finding.as_dict(), indent=1) if as_json else _folded(finding.describe()))
+
+
+@app.command(epilog=epilog("show"))
+def show(
+    run: Run = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Stay until the run ends.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Exit with 1 if the run is unhealthy.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show a run in the terminal: curves, issues with what to do about them, and the norm of each group."""
+    from rich.console import Console
+
+    from gradtrack.pages.run_data import load_run
+    from gradtrack.pages.terminal import overview
+
+    if follow and as_json:
+        raise UsageError("--follow with --json: expected one of them. Read the run's journal for rows as they come.")
+    directory, console = find_run(run), Console(highlight=False)
+    if follow:
+        from gradtrack.pages.terminal.follow import follow as watch
+
+        found = watch(directory, console)
+    else:
+        found = load_run(directory, watched=True)
+        if as_json:
+            typer.echo(json.dumps(overview.to_plain(found), indent=1, default=str))
+        else:
+            console.print(overview.show(found), crop=False)
+    raise typer.Exit(int(check and not found.healthy))
+
+
+@app.command(epilog=epilog("report"))
+def report(
+    run: Run = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Where the page goes. Default: report.html in the run's directory.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write a run as one HTML page that needs no network, and print where it is."""
+    from gradtrack.pages.html import REPORT, write_html_report
+    from gradtrack.pages.run_data import load_run
+
+    found = load_run(find_run(run), watched=True)
+    path = found.directory / REPORT if out is None else out
+    with _writing(path, "--out"):
+        write_html_report(found, path)
+    typer.echo(
+        json.dumps({"run": found.run.run_id, "report": str(path), "healthy": found.healthy}) if as_json else path
+    )
+
+
+@app.command(epilog=epilog("diff"))
+def diff(
+    first: Annotated[Path, typer.Argument(help="The directory of the run to compare with.")],
+    second: Annotated[Path, typer.Argument(help="The directory of the other run.")],
+    html: Annotated[Path | None, typer.Option(help="Write the comparison as an HTML page as well.")] = None,
+    check: Annotated[bool, typer.Option("--check", help="Exit with 1 if the second run has a new issue.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Lay two runs side by side: numbers, settings, groups, and the issues that appeared or went."""
+    from rich.console import Console
+
+    from gradtrack.pages.comparison import Comparison
+    from gradtrack.pages.run_data import load_run
+
+    found = Comparison(load_run(first, watched=True), load_run(second, watched=True))
+    if html is not None:
+        with _writing(html, "--html"):
+            found.write_html(html)
+    if as_json:
+        typer.echo(json.dumps(found.to_plain(), indent=1, default=str))
+    else:
+        Console(highlight=False).print(found.show())
+    raise typer.Exit(int(check and bool(found.appeared)))
+
+
+@app.command(epilog=epilog("replay"))
+def replay(
+    run: Run = None,
+    to: Annotated[
+        str | None,
+        typer.Option(
+            help="One backend only; it may be one that the run did not have.", autocompletion=lambda: _backend_names()
+        ),
+    ] = None,
+    tracking_uri: Annotated[str | None, typer.Option(help="Where the tracker is now.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Deliver the rows that the trackers of a run are missing. Every row arrives once, however often this is called.
+
+    Credentials come from the environment, as the tracker itself reads them.
+    """
+    from dataclasses import asdict
+
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from gradtrack.delivery.replay import replay as deliver
+
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        bars: dict[str, Any] = {}
+
+        def advance(backend: str, done: int, total: int) -> None:
+            bar = bars.get(backend)
+            bars[backend] = bar if bar is not None else progress.add_task(backend)
+            progress.update(bars[backend], completed=done, total=total)
+
+        found = deliver(find_run(run), to=to, tracking_uri=tracking_uri, progress=advance)
+    if as_json:
+        typer.echo(json.dumps([{**asdict(one), "complete": one.complete} for one in found], indent=1))
+    for one in [] if as_json else found:
+        typer.echo(
+            f"{one.backend}: {one.rows} rows, {one.present} were there, {one.delivered} delivered, "
+            f"{one.refused} refused" + (f" ({one.fault})" if one.fault else "") + _tell_damage(one.damaged)
+        )
+    raise typer.Exit(int(not all(one.complete for one in found)))
+
+
+@app.command(epilog=epilog("doctor"))
+def doctor(
+    config: Annotated[
+        Path | None, typer.Argument(help="A YAML, TOML or JSON file. Default: no file.", show_default=False)
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Tell what is installed and where a configuration would send its rows, without creating anything there."""
+    from dataclasses import asdict
+
+    from rich.console import Console
+
+    from gradtrack.delivery.preflight import examine
+    from gradtrack.pages.terminal.overview import show_diagnosis
+
+    found = examine(config)
+    if as_json:
+        typer.echo(json.dumps({**asdict(found), "healthy": found.healthy}, indent=1, default=str))
+    else:
+        Console(highlight=False).print(show_diagnosis(found))
+    raise typer.Exit(int(not found.healthy))
+
+
+@app.command(epilog=epilog("backends"))
+def backends(as_json: AsJson = False) -> None:
+    """List the trackers that a run can write to, and whether what each needs is installed."""
+    _list_plugins("backends", as_json)
+
+
+@app.command(epilog=epilog("analyzers"))
+def analyzers(as_json: AsJson = False) -> None:
+    """List the analyzers that can look beyond the gradients themselves."""
+    _list_plugins("analyzers", as_json)
+
+
+@contextmanager
+def _writing(path: Path, option: str) -> Iterator[None]:
+    """Say on one line why a file that an option names could not be written."""
+    try:
+        yield
+    except OSError as fault:
+        raise UsageError(
+            f"{str(path)!r}: expected a file that can be written ({fault.strerror or fault}). "
+            f"Choose another with {option}."
+        ) from fault
+
+
+def _tell_damage(lines: Sequence[str]) -> str:
+    """Say how many lines of a journal could not be read, and why the first of them could not."""
+    return f"; {len(lines)} line(s) of the journal left out: {lines[0]}" if lines else ""
+
+
+def _backend_names() -> list[str]:
+    from gradtrack import registry
+
+    return list(registry.backends.names())
+
+
+def _folded(text: str) -> str:
+    """Break long lines between words for a person's terminal, below where they began; a pipe gets them whole."""
+    import shutil
+    import textwrap
+
+    if not sys.stdout.isatty():
+        return text
+    lines = []
+    width = shutil.get_terminal_size().columns
+    fold = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False)
+    for line in text.splitlines():
+        fold.subsequent_indent = " " * (len(line) - len(line.lstrip()) + 2)
+        lines += fold.wrap(line) or [""]
+    return "\n".join(lines)
+
+
+def _list_plugins(kind: str, as_json: bool) -> None:
+    from dataclasses import asdict
+
+    from rich.console import Console
+
+    from gradtrack import registry
+    from gradtrack.cli.plugins import describe_plugins, show_plugins
+
+    plugins = describe_plugins(getattr(registry, kind))
+    if as_json:
+        typer.echo(json.dumps([asdict(plugin) for plugin in plugins], indent=1))
+    else:
+        Console().print(show_plugins(kind.removesuffix("s"), plugins))
+
+
+if __name__ == "__main__":
+    main()

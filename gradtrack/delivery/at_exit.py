@@ -1,0 +1,86 @@
+"""The end of the interpreter: what runs first there, and managers that nobody has closed."""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from gradtrack.delivery.run import Sink
+
+
+class Closer(Protocol):
+    """Something that closes a run at the exit of the interpreter."""
+
+    def renew(self) -> None:
+        """Run before everything that was registered so far."""
+
+
+# A list, as a copy of one is made in one go, whatever other threads remember meanwhile.
+_closers: list[weakref.ref[Closer]] = []
+
+
+def remember(closer: Closer) -> None:
+    """Know of a closer as long as it lives."""
+    _closers.append(weakref.ref(closer, _closers.remove))
+
+
+def come_first() -> None:
+    """Let every closer run before what was registered so far; a tracker that was set up now must outlive its run.
+
+    What is registered last runs first, and a package that a worker sets up registers its own end behind ours: a
+    training that ends without a close would find it gone.
+    """
+    for found in _closers[:]:
+        closer = found()
+        if closer is not None:
+            closer.renew()
+
+
+class CloseAtExit:
+    """Closes a manager's sink when the interpreter exits or the manager is collected, whichever comes first.
+
+    What is registered last runs first. It is registered again at the first record, and when a tracker has been set up,
+    so that it runs before what the tracker's own package registered in between. `unhook`, which takes off the hooks
+    that are left, must not lead to the manager, since this keeps it.
+    """
+
+    def __init__(self, owner: Any, sink: Sink, unhook: Callable[[], object]) -> None:
+        self._owner, self._sink, self.unhook = weakref.ref(owner), sink, unhook
+        self._collected = weakref.finalize(owner, self._let_go)
+        self._collected.atexit = False
+        atexit.register(self._exit)
+        sink.on_open = self.renew
+        remember(self)
+
+    def renew(self) -> None:
+        """Run before everything that was registered so far."""
+        if self._collected.alive:  # and in its old place as well: what is registered during the exit never runs
+            atexit.register(self._exit)
+
+    def cancel(self) -> None:
+        """Do nothing any more."""
+        self._collected.detach()
+        atexit.unregister(self._exit)
+
+    def _let_go(self) -> None:
+        """End what a manager that was collected has begun."""
+        atexit.unregister(self._exit)
+        self.unhook()
+        sink = self._sink
+        if threading.current_thread().daemon:  # it may be one that the close waits for
+            threading.Thread(target=sink.close, kwargs={"failed": False}, name="gradtrack-close").start()
+        else:
+            sink.close(failed=False)
+
+    def _exit(self) -> None:
+        owner = self._owner()
+        if owner is not None:
+            # An exception that ended the program has been printed by now, and left its mark in sys.
+            failed = getattr(sys, "last_type", None) is not None
+            owner.close(failed=failed)
+            self._sink.close(failed=failed)  # which an interrupt from the keyboard may have kept from being reached

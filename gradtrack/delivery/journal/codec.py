@@ -1,0 +1,143 @@
+"""Records as lines of JSON and back, exactly, with NaN and Infinity as Python's own `json` writes them."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final, get_args
+
+from pydantic_core import to_json
+
+from gradtrack.records import Histogram, Panel, PanelKind, Record, RunInfo
+from gradtrack.support.redact import redact_values
+
+_encode_any = json.JSONEncoder(separators=(",", ":"), check_circular=False, default=str).encode
+_KINDS: Final = frozenset(get_args(PanelKind))
+
+
+def encode_row(number: int, record: Record, directory: Path) -> bytes:
+    """Write a record as one line; its run is in the journal's header."""
+    metrics = record.metrics
+    row: dict[str, Any] = {
+        "n": number,
+        "step": record.step,
+        "time": record.time,
+        "metrics": metrics if type(metrics) is dict else dict(metrics),
+    }
+    if record.epoch is not None:
+        row["epoch"] = record.epoch
+    if record.loss is not None:
+        row["loss"] = record.loss
+    if record.source:
+        row["source"] = record.source
+    if record.issues:
+        row["issues"] = [dict(issue) for issue in record.issues]
+    if record.panels or record.histograms or record.files:
+        _add_parts(row, record, directory)
+    return to_line(row)
+
+
+def decode_row(line: bytes, directory: Path, *, trusted: bool) -> tuple[int, Record]:
+    """Read a line back; a line that is not a whole row raises ValueError.
+
+    An untrusted line cannot name files outside of the journal's directory.
+    """
+    try:
+        row = json.loads(line)
+        return int(row["n"]), _record(row, directory, trusted=trusted)
+    except (KeyError, TypeError, AttributeError, RecursionError, OverflowError) as fault:
+        raise ValueError(f"not a row of a journal: {fault!r}") from None
+
+
+def encode_run(run: RunInfo) -> dict[str, Any]:
+    """Return a run's identity as plain data without secrets."""
+    return {
+        "run_id": run.run_id,
+        "run_dir": run.run_dir,
+        "created": run.created,
+        "config": redact_values(run.config),
+        "environment": redact_values(run.environment),
+    }
+
+
+def decode_run(values: Mapping[str, Any], directory: Path) -> RunInfo:
+    """Read a run's identity back; its directory is where the journal lies now."""
+    return RunInfo(
+        run_id=str(values["run_id"]),
+        run_dir=str(directory),
+        created=float(values["created"]),
+        config=dict(values["config"]),
+        environment={str(key): str(value) for key, value in values["environment"].items()},
+    )
+
+
+def to_line(values: Mapping[str, Any]) -> bytes:
+    """Write plain data as one line; what is no plain data is written as its text."""
+    try:
+        line = to_json(values, inf_nan_mode="constants", fallback=str)  # nine times as fast as Python's own
+    except ValueError:  # a text that is not Unicode, as names of files can be
+        line = b""
+    if line and line.isascii():
+        return line + b"\n"
+    return f"{_encode_any(dict(values))}\n".encode("ascii")
+
+
+def _add_parts(row: dict[str, Any], record: Record, directory: Path) -> None:
+    if record.panels:
+        row["panels"] = [
+            [panel.title, panel.section, list(panel.metrics), panel.kind, panel.log_scale] for panel in record.panels
+        ]
+    if record.histograms:
+        row["histograms"] = {name: [list(found.edges), list(found.counts)] for name, found in record.histograms.items()}
+    if record.files:
+        row["files"] = [_shorten(name, directory) for name in record.files]
+
+
+def _record(row: Mapping[str, Any], directory: Path, *, trusted: bool) -> Record:
+    epoch = row.get("epoch")
+    files = (_lengthen(str(name), directory, trusted=trusted) for name in row.get("files", ()))
+    return Record(
+        step=row["step"],
+        time=float(row["time"]),
+        metrics={name: _number(value) for name, value in row["metrics"].items()},
+        epoch=None if epoch is None else int(epoch),
+        loss=None if row.get("loss") is None else _number(row["loss"]),
+        source=str(row.get("source", "")),
+        panels=tuple(_panel(values) for values in row.get("panels", ())),
+        issues=tuple(dict(issue) for issue in row.get("issues", ())),
+        histograms={
+            str(name): Histogram(edges=tuple(map(float, edges)), counts=tuple(map(float, counts)))
+            for name, (edges, counts) in row.get("histograms", {}).items()
+        },
+        files=tuple(name for name in files if name is not None),
+    )
+
+
+def _number(value: object) -> float:
+    if type(value) not in (int, float):
+        raise TypeError(f"metric {value!r}: expected a number")
+    return value  # type: ignore[return-value]
+
+
+def _panel(values: Any) -> Panel:
+    title, section, metrics, kind, log_scale = values
+    if kind not in _KINDS:
+        raise TypeError(f"panel kind {kind!r}: expected one of {sorted(_KINDS)}")
+    return Panel(
+        title=str(title), section=str(section), metrics=tuple(map(str, metrics)), kind=kind, log_scale=bool(log_scale)
+    )
+
+
+def _shorten(name: str, directory: Path) -> str:
+    """Make a path inside of the directory relative, so that a run can be moved."""
+    absolute, root = os.path.abspath(name), os.path.abspath(directory)
+    return os.path.relpath(absolute, root) if absolute.startswith(root + os.sep) else absolute
+
+
+def _lengthen(name: str, directory: Path, *, trusted: bool) -> str | None:
+    """Find a path again; an untrusted one is dropped where it leads out of the directory."""
+    path = directory / name
+    inside = path.resolve().is_relative_to(directory.resolve())
+    return str(path) if trusted or inside else None

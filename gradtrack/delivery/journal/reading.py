@@ -1,0 +1,188 @@
+"""Journals read back, whatever the end of the process left of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from gradtrack.delivery.journal.codec import decode_row, decode_run
+from gradtrack.delivery.journal.tail import read_tail
+from gradtrack.errors import JournalError
+from gradtrack.records import Record, RunInfo
+
+FORMAT: Final = 1
+_LONGEST_LINE: Final = 64 * 2**20
+_PART: Final = re.compile(r"journal-.*\.jsonl", re.DOTALL)
+Note = Callable[[str], object]
+
+
+@dataclass(slots=True, kw_only=True)
+class SavedJournal:
+    """The journal of one run and rank: its identity, its parts in order, and what could not be read.
+
+    `home` is the directory in which it was written, which may have been moved since.
+    """
+
+    run: RunInfo
+    home: str
+    rank: int
+    backends: list[dict[str, Any]]
+    parts: list[Path]
+    damaged: list[str] = field(default_factory=list)
+
+    def count(self) -> int:
+        """Count the lines that may be rows."""
+        total = 0
+        for part in self.parts:
+            with part.open("rb") as stream:
+                total += sum(1 for _ in stream) - 1
+        return total
+
+    def size(self) -> int:
+        """Return the number of bytes in all parts."""
+        return sum(part.stat().st_size for part in self.parts)
+
+    def rows(self, read: Callable[[int], object] | None = None) -> Iterator[tuple[int, Record]]:
+        """Yield every row that is whole, with its number; the reasons for the others go to `damaged`.
+
+        `read` is told the number of bytes of each line.
+        """
+        self.damaged.clear()
+        last, known = -1, set[int]()
+        for part in self.parts:
+            shift: int | None = None
+            for number, record in read_rows(part, note=self.damaged.append, read=read):
+                if shift is None:  # two journals of one run count from zero each
+                    shift = max(last + 1 - number, 0)
+                last = max(last, number + shift)
+                known.add(number + shift)
+                yield number + shift, record
+        for tail in sorted(self.parts[0].parent.glob("journal-*.tail")) if self.parts else ():
+            yield from read_tail(tail, self.run.run_id, self.rank, known)
+
+
+def find_journals(run_dir: Path) -> list[SavedJournal]:
+    """Return the journals in a run's directory, the oldest first; of a part that was copied, the longer file.
+
+    Copies have the same header. Parts of one number with different headers come from two journals of one run, which two
+    threads could open before that was locked; the rows of both belong to it.
+    """
+    found: dict[tuple[str, int], SavedJournal] = {}
+    known: dict[tuple[str, int, bytes], Path] = {}
+    parts = sorted((run_dir / name for name in _names_in(run_dir) if _PART.fullmatch(name)), key=_order)
+    if not parts:
+        raise JournalError(f"{str(run_dir)!r} holds no journal: expected a run's directory. {_remedy(run_dir)}")
+    for path in parts:
+        header, line = read_header(path), _first_line(path)
+        if header is None:
+            continue
+        run, rank = decode_run(header["run"], run_dir), int(header["rank"])
+        backends = [dict(backend) for backend in header["backends"]]
+        home = str(header["run"].get("run_dir") or "")
+        new = SavedJournal(run=run, home=home, rank=rank, backends=backends, parts=[])
+        parts_of_run = found.setdefault((run.run_id, rank), new).parts
+        first = known.setdefault((run.run_id, rank, line), path)
+        if first is path:
+            parts_of_run.append(path)
+        elif path.stat().st_size > first.stat().st_size:
+            parts_of_run[parts_of_run.index(first)] = known[run.run_id, rank, line] = path
+    return list(found.values())
+
+
+def _names_in(directory: Path) -> list[str]:
+    try:
+        return os.listdir(directory)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as fault:
+        raise _unreadable(directory, fault) from None
+
+
+def _unreadable(path: Path, fault: OSError) -> JournalError:
+    return JournalError(
+        f"{str(path)!r} cannot be read ({fault.strerror or fault}): expected a run of yours. "
+        "Ask whoever made it for the right to read it."
+    )
+
+
+def _remedy(run_dir: Path) -> str:
+    """Name the newest of the runs in a directory that is none itself."""
+    within = max(run_dir.glob("*/journal-*.jsonl"), key=lambda path: path.stat().st_mtime, default=None)
+    return "Check the path." if within is None else f"It holds others; the newest is {str(within.parent)!r}."
+
+
+def read_header(path: Path) -> Mapping[str, Any] | None:
+    """Return the first line of a part, or None where the process ended before it was whole."""
+    line = _first_line(path)
+    if not line.endswith(b"\n"):
+        return None
+    try:
+        header = json.loads(line)
+        version = header["gradtrack_journal"]
+        if version == FORMAT:
+            _check_header(header)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as fault:
+        raise JournalError(
+            f"{str(path)!r} does not begin like a journal ({type(fault).__name__}: {fault!s:.70}): "
+            "expected its header. Move the file out of the run's directory."
+        ) from None
+    if version != FORMAT:
+        raise JournalError(
+            f"{str(path)!r} has journal format {version!r:.20}: expected {FORMAT}. "
+            "Read it with the gradtrack that wrote it."
+        )
+    return header  # type: ignore[no-any-return]
+
+
+def _first_line(path: Path) -> bytes:
+    try:
+        with path.open("rb") as stream:
+            return stream.readline(_LONGEST_LINE)
+    except OSError as fault:
+        raise _unreadable(path, fault) from None
+
+
+def read_rows(
+    path: Path,
+    *,
+    offset: int = 0,
+    trusted: bool = False,
+    note: Note | None = None,
+    read: Callable[[int], object] | None = None,
+) -> Iterator[tuple[int, Record]]:
+    """Yield the rows of one part; a line that is torn or garbage is skipped with a note."""
+    with path.open("rb") as stream:
+        if offset == 0:
+            stream.readline(_LONGEST_LINE)
+        else:
+            stream.seek(offset)
+        while line := stream.readline(_LONGEST_LINE):
+            if read is not None:
+                read(len(line))
+            try:
+                if not line.endswith(b"\n"):
+                    raise ValueError("the line has no end")
+                yield decode_row(line, path.parent, trusted=trusted)
+            except ValueError as fault:
+                if note is not None:
+                    note(f"{path.name}, before byte {stream.tell()}: {fault!s:.120}")
+
+
+def _order(path: Path) -> tuple[str, bool, int]:
+    """Put the parts of a series in order, and copies of them behind."""
+    series, _, part = path.stem.rpartition("-")
+    return series, not part.isdecimal(), int(part) if part.isdecimal() else -1
+
+
+def _check_header(header: Mapping[str, Any]) -> None:
+    """Touch what is used later, so that a bad header fails here."""
+    int(header["rank"]), int(header["part"])
+    decode_run(header["run"], Path())
+    for backend in header["backends"]:
+        if not isinstance(backend["name"], str) or not isinstance(backend["options"], dict):
+            raise TypeError("a backend in it has no name or no options")

@@ -1,0 +1,86 @@
+"""The tail of a journal: rows that earlier versions kept in a file of their own until they were lines of it.
+
+No version since 0.2 writes a tail; rows that a killed process left in one are still read and replayed.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Container, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from gradtrack.gradients.moments import WIDTH, describe_whole
+from gradtrack.protection.clipping import clipping_fields
+from gradtrack.records import Record
+from gradtrack.reports.issues import HEALTHY
+from gradtrack.reports.metric_names import flat_metrics
+
+_FORMAT: Final = 1
+_HEADER_BYTES: Final = 4096
+_MOST_BYTES: Final = 2**21
+"""More than a tail ever has."""
+_ROW: Final = struct.Struct(f"<qqqqdddd{8 * WIDTH}sq")
+"""Number + 1, index of the terms, step, epoch, time, loss, norm, clip rate, sums of all gradients, number + 1."""
+_TOTAL: Final = struct.Struct(f"<{WIDTH}d")
+_NO_EPOCH: Final = -(2**63)
+
+
+class _Terms(NamedTuple):
+    """What rows have in common; the epsilon is added to the norm before the limit is divided by it."""
+
+    source: str
+    num_elements: int
+    clip_type: str
+    limit: float | None
+    epsilon: float
+    nan_inf: str
+    with_statistics: bool
+
+
+def read_tail(path: Path, run_id: str, rank: int, known: Container[int]) -> Iterator[tuple[int, Record]]:
+    """Yield the rows of a tail whose numbers are not known, if the tail is that of this run."""
+    try:
+        with path.open("rb") as stream:
+            content = stream.read(_MOST_BYTES)
+        header = json.loads(content[:_HEADER_BYTES])
+        if header["gradtrack_tail"] != _FORMAT or (header["run_id"], header["rank"]) != (run_id, rank):
+            return
+        terms = [_Terms(**found) for found in header["terms"]]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):  # its process ended before its first row
+        return
+    before = -1
+    for start in range(_HEADER_BYTES, len(content) - _ROW.size + 1, _ROW.size):
+        following, index, *values, again = _ROW.unpack_from(content, start)
+        if following != again or following - 1 <= before:  # half a row, or one of an earlier round
+            return
+        before = following - 1
+        if before not in known and 0 <= index < len(terms):
+            yield before, _record(terms[index], values)
+
+
+def _record(terms: _Terms, values: Sequence[Any]) -> Record:
+    step, epoch, time, loss, norm, clip_rate, total = values
+    metrics = flat_metrics(
+        step=step,
+        source=terms.source,
+        skipped=False,
+        health=HEALTHY,
+        clipping=clipping_fields(terms.clip_type, terms.limit, terms.epsilon, norm, clip_rate),
+        nan_inf={"action": terms.nan_inf},
+        statistics=describe_whole(_TOTAL.unpack(total), terms.num_elements, ()) if terms.with_statistics else None,
+        groups={},
+        parameters={},
+        ranks=None,
+        scaler=None,
+        analyzers={},
+    )
+    return Record(
+        step=step,
+        time=time,
+        metrics=metrics,
+        epoch=None if epoch == _NO_EPOCH else epoch,
+        loss=None if loss != loss else loss,
+        source=terms.source,
+    )

@@ -1,0 +1,338 @@
+"""Writes the journal: every recorded row on disk before a tracker is told of it, made durable by another thread."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from gradtrack._version import __version__
+from gradtrack.delivery.journal.codec import encode_row, encode_run, to_line
+from gradtrack.delivery.journal.reading import FORMAT, read_rows
+from gradtrack.records import Record, RunInfo
+from gradtrack.support.interrupts import pass_on
+
+_POLL_SECONDS: Final = 0.02
+
+
+class Syncer:
+    """Makes an open file durable every few seconds, and at once when asked, without its writer waiting.
+
+    Whoever writes to the file sets `dirty`. `unlinked` says that the file has no name any more, so that whatever is
+    written to it is lost.
+    """
+
+    def __init__(self, interval_seconds: float) -> None:
+        self._interval = interval_seconds
+        self._handle: int | None = None
+        self._retired: list[int] = []
+        self.dirty = self._closing = self.unlinked = False
+        self._wake = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def follow(self, handle: int) -> None:
+        """Take care of this open file from now on."""
+        self._handle = handle
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="gradtrack-journal", daemon=True)
+            with contextlib.suppress(RuntimeError):  # no thread can start while the interpreter exits
+                self._thread.start()
+
+    def hurry(self) -> None:
+        """Make what is there durable at once."""
+        self._wake.set()
+
+    def retire(self, handle: int) -> None:
+        """Make an earlier file durable and close it."""
+        self._retired.append(handle)
+        self.dirty = True
+        self._wake.set()
+
+    def sync(self, timeout_seconds: float) -> None:
+        """Wait until nothing is left to be made durable."""
+        end = time.monotonic() + timeout_seconds
+        self._wake.set()
+        while self.dirty and self._alive() and time.monotonic() < end:
+            time.sleep(_POLL_SECONDS)
+
+    def close(self, handle: int, timeout_seconds: float) -> None:
+        """Make the last file durable, close it and end."""
+        self._handle, self._closing = None, True
+        self.retire(handle)
+        if self._thread is not None and self._alive():
+            self._thread.join(timeout_seconds)
+        else:
+            self._settle()
+
+    def _alive(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def _run(self) -> None:
+        while not (self._closing and not self._retired):
+            self._wake.wait(self._interval)
+            self._wake.clear()
+            if self.dirty:
+                self._settle()
+
+    def _settle(self) -> None:
+        """Clear the mark first: a row that comes in between sets it again."""
+        self.dirty = False
+        with contextlib.suppress(OSError):
+            if (handle := self._handle) is not None:
+                os.fsync(handle)
+                self.unlinked = is_unlinked(handle)
+        while self._retired:
+            handle = self._retired.pop()
+            with contextlib.suppress(OSError):
+                os.fsync(handle)
+            with contextlib.suppress(OSError):
+                os.close(handle)
+
+
+def is_unlinked(handle: int) -> bool:
+    """Say whether an open file was removed."""
+    return os.fstat(handle).st_nlink == 0
+
+
+if sys.platform != "win32":
+    import fcntl
+
+_MARK_EVERY: Final = 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """How large a journal may grow: the oldest parts go first."""
+
+    part_bytes: int = 64 * 2**20
+    total_bytes: int = 2**30
+    sync_seconds: float = 3.0
+
+
+class Journal:
+    """An append-only file of rows in parts, each row handed to the system before `append` returns.
+
+    `append` never raises for a disk that is full or a directory that cannot be written: the row is counted in `failed`,
+    the reason is in `fault`, and the next row tries again. So are the rows of a file that somebody removed.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        run: RunInfo,
+        *,
+        backends: Sequence[Mapping[str, Any]] = (),
+        rank: int = 0,
+        limits: Limits | None = None,
+    ) -> None:
+        self.directory, self.rank = directory, rank
+        self.parts: list[Path] = []
+        self.rows = self.failed = self.removed = 0
+        self.fault: Exception | None = None
+        self._run, self._backends = run, list(backends)
+        self._limits = limits or Limits()
+        self._handle: int | None = None
+        self._size = 0
+        self._marks: list[tuple[int, Path, int]] = []
+        self._count, self._counts = 0, dict[Path, int]()
+        """The rows of the last part, and those of the others."""
+        self.syncer = Syncer(self._limits.sync_seconds)
+        """What makes the file durable, of whose rows it is told by `dirty`."""
+
+    @property
+    def path(self) -> Path | None:
+        """Return the part that is written to, or the last one."""
+        return self.parts[-1] if self.parts else None
+
+    def append(self, number: int, record: Record, *, urgent: bool = False) -> bool:
+        """Write a row and say whether the journal has it; an urgent one is made durable at once, by another thread."""
+        if self.syncer.unlinked:
+            self._forget_removed()
+        try:
+            line = encode_row(number, record, self.directory)
+            if self._handle is None or self._size + len(line) > self._limits.part_bytes:
+                self._handle = self._rotate(number)
+            if self.rows % _MARK_EVERY == 0:
+                self._marks.append((number, self.parts[-1], self._size))
+            try:
+                _write_whole(self._handle, line, self._size)
+                self._size += len(line)
+            except BaseException:  # also what a signal raises, which may come between the two
+                self._size = os.lseek(self._handle, 0, os.SEEK_END)
+                raise
+        except Exception as fault:  # also a row that holds what cannot be written down
+            pass_on(fault)
+            self.failed += 1
+            self.fault = fault
+            return False
+        self.rows += 1
+        self._count += 1
+        self.syncer.dirty = True
+        if urgent:
+            self.syncer.hurry()
+        return True
+
+    def reread(self, start: int) -> Iterator[tuple[int, Record]]:
+        """Yield the rows from a number on, as far as the journal still has them."""
+        mark = next((mark for mark in reversed(self._marks) if mark[0] <= start), None)
+        parts = list(self.parts)
+        if mark is not None and mark[1] in parts:
+            parts = parts[parts.index(mark[1]) :]
+        for part in parts:
+            offset = mark[2] if mark is not None and part == mark[1] else 0
+            with contextlib.suppress(OSError):  # it was removed, by our bound or by somebody
+                for number, record in read_rows(part, offset=offset, trusted=True):
+                    if number >= start:
+                        yield number, record
+
+    def sync(self, timeout_seconds: float) -> None:
+        """Wait until the rows are on the disk, or until the time is over."""
+        self.syncer.sync(timeout_seconds)
+
+    def close(self, timeout_seconds: float = 0.0) -> None:
+        """Make the rows durable and let go of the file."""
+        if self._handle is not None and is_unlinked(self._handle):
+            self._forget_removed()
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            self.syncer.close(handle, timeout_seconds)
+
+    def abandon(self) -> None:
+        """Let go of the file in a forked child, without touching what the parent writes."""
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            with contextlib.suppress(OSError):
+                os.close(handle)
+
+    def _rotate(self, number: int) -> int:
+        """Begin a new part and return its handle; the old one is closed only when the new one has its header."""
+        if self._handle is not None and is_unlinked(self._handle):  # or the new one would get its name
+            self._forget_removed()
+        path, handle = self._create()
+        header = {
+            "gradtrack_journal": FORMAT,
+            "gradtrack": __version__,
+            "part": len(self.parts) + self.removed,
+            "first": number,
+            "rank": self.rank,
+            "pid": os.getpid(),
+            "run": encode_run(self._run),
+            "backends": self._backends,
+        }
+        line = to_line(header)
+        try:
+            _write_whole(handle, line, 0)
+        except BaseException:
+            os.close(handle)
+            path.unlink(missing_ok=True)
+            raise
+        self._note_count()
+        self._count = 0
+        self.parts.append(path)
+        self._marks.append((number, path, len(line)))
+        self.syncer.follow(handle)
+        before, self._handle, self._size = self._handle, handle, len(line)
+        if before is not None:
+            self.syncer.retire(before)
+        self._forget_oldest()
+        return handle
+
+    def _create(self) -> tuple[Path, int]:
+        """Make a file that nobody else writes to, locked for as long as this process has it open."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        prefix = "journal-" if self.rank == 0 else f"journal-rank{self.rank}-"
+        taken = [_part_number(found.name, prefix) for found in self.directory.glob(f"{prefix}*.jsonl")]
+        part = 1 + max(taken, default=-1)
+        while True:
+            path = self.directory / f"{prefix}{part:03d}.jsonl"
+            try:
+                handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
+            except FileExistsError:
+                part += 1
+                continue
+            with contextlib.suppress(OSError):
+                _lock(handle)
+            return path, handle
+
+    def _forget_removed(self) -> None:
+        """Count the rows of files that were removed, and begin a new one with the next row."""
+        if self._handle is not None:
+            self.syncer.retire(self._handle)
+            self._handle = None
+        self._note_count()
+        for part in [part for part in self.parts if not part.exists()]:
+            self.fault = FileNotFoundError(errno.ENOENT, "the journal was removed", str(part))
+            self.rows -= self._counts[part]
+            self.failed += self._counts[part]
+            self._forget(part)
+        self._count = self._counts[self.parts[-1]] if self.parts else 0
+        self.syncer.unlinked = False
+
+    def _forget_oldest(self) -> None:
+        """Keep the journal within its bound; whoever misses a row of a removed part counts it as lost."""
+        keep = max(self._limits.total_bytes // self._limits.part_bytes, 2)
+        while len(self.parts) > keep:
+            oldest = self.parts[0]
+            self._forget(oldest)
+            with contextlib.suppress(OSError):
+                oldest.unlink()
+
+    def _note_count(self) -> None:
+        if self.parts:
+            self._counts[self.parts[-1]] = self._count
+
+    def _forget(self, part: Path) -> None:
+        self.parts.remove(part)
+        del self._counts[part]
+        self.removed += 1
+        self._marks = [mark for mark in self._marks if mark[1] != part]
+
+
+def is_being_written(path: Path) -> bool:
+    """Say whether a process has a journal's part open for writing, or replays it."""
+    with alone_with(path) as alone:
+        return not alone
+
+
+@contextlib.contextmanager
+def alone_with(path: Path) -> Iterator[bool]:
+    """Keep others from taking a journal's part, and say whether nobody had it."""
+    with contextlib.ExitStack() as stack:
+        try:
+            _lock(stack.enter_context(path.open("rb")).fileno())
+        except BlockingIOError:
+            yield False
+            return
+        except OSError:  # a file system without locks
+            pass
+        yield True
+
+
+def _lock(handle: int) -> None:
+    """Take the lock that ends with the open file; where the platform has none, a replay cannot see a live run."""
+    if sys.platform != "win32":
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def _write_whole(handle: int, line: bytes, size: int) -> None:
+    """Write a whole line or none of it: what a full disk cut off is taken back."""
+    try:
+        written = os.write(handle, line)
+        while written < len(line):
+            written += os.write(handle, line[written:])
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.ftruncate(handle, size)
+        raise
+
+
+def _part_number(name: str, prefix: str) -> int:
+    digits = name.removeprefix(prefix).removesuffix(".jsonl")
+    return int(digits) if digits.isdigit() else -1

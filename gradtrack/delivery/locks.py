@@ -1,0 +1,191 @@
+"""Who may write: directories that belong to one run at a time, and forked copies that leave the run alone."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Final
+
+from gradtrack.support.names import file_part
+
+if sys.platform != "win32":
+    import fcntl
+
+
+_logger = logging.getLogger("gradtrack")
+
+
+class Claim:
+    """A directory kept from other writers of this and every other process, until `release` or the process ends.
+
+    `held` is False where somebody else has it; claims of one `run_id` share it, since several backends of a run may
+    write there. Where the platform or the file system has no locks, everybody has it.
+    """
+
+    def __init__(self, directory: Path, run_id: str = "") -> None:
+        self.held = True
+        self._key = (os.path.realpath(directory), run_id)
+        self._lock = _locks.setdefault(self._key, _Lock()) if run_id else _Lock()
+        self._guard = ForkGuard()
+        self._guard.on_fork(self._lock.close)  # without unlocking: the lock is one for a process and its copies
+        self._released = False
+        try:
+            self._lock.take(directory)
+        except OSError as fault:
+            self.held = not isinstance(fault, BlockingIOError)
+            self.release()
+
+    def release(self) -> None:
+        """Let others have the directory, whatever copies of this process there are."""
+        if not self._released:
+            self._released = True
+            if self._lock.unlock():
+                _locks.pop(self._key, None)
+
+    def __del__(self) -> None:
+        self.release()
+
+
+class _Lock:
+    """The lock of an open directory, which knows no claim: a claim that is forgotten is gone at once."""
+
+    def __init__(self) -> None:
+        self._handle: int | None = None
+        self._num_claims = 0
+        self._turn = threading.RLock()
+
+    def take(self, directory: Path) -> None:
+        with self._turn:
+            self._num_claims += 1
+            if self._handle is None and sys.platform != "win32":
+                self._handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+                try:
+                    fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except OSError:
+                    self.close()
+                    raise
+
+    def unlock(self) -> bool:
+        """Let go of it with the last claim, and say whether that was the last."""
+        with self._turn:
+            self._num_claims -= 1
+            if self._num_claims:
+                return False
+            if self._handle is not None and sys.platform != "win32":
+                with contextlib.suppress(OSError):
+                    fcntl.flock(self._handle, fcntl.LOCK_UN)
+            self.close()
+            return True
+
+    def close(self) -> None:
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            with contextlib.suppress(OSError):
+                os.close(handle)
+
+
+_locks: dict[tuple[str, str], _Lock] = {}
+
+
+def claim_or_own(directory: Path, run_id: str, *, what: str) -> tuple[Path, Claim]:
+    """Claim a directory for a run, or where another run is writing to it, one of its own inside, with a warning.
+
+    A directory that cannot be made is left to whoever writes to it: he tells what is wrong.
+    """
+    own = own_directory(directory, run_id)
+    for chosen in (directory, own):
+        with contextlib.suppress(OSError):
+            chosen.mkdir(parents=True, exist_ok=True)
+        claim = Claim(chosen, run_id)
+        if claim.held:
+            break
+        _logger.warning(
+            "%s %r is being written to by another run: what belongs to run %s goes to %r. "
+            "Close the other manager first, or give each run a directory of its own.",
+            what,
+            str(directory),
+            run_id,
+            str(own),
+        )
+    return chosen, claim
+
+
+def is_same(directory: Path, run_dir: str | None) -> bool:
+    """Say whether a directory is that of the run, which whoever began or replays the run has claimed."""
+    return run_dir is not None and os.path.realpath(directory) == os.path.realpath(run_dir)
+
+
+def own_directory(directory: Path, run_id: str) -> Path:
+    """Name the directory of a run inside of one that another run writes to."""
+    return directory / file_part(run_id)
+
+
+_LONGEST_HOLD_SECONDS: Final = 5.0
+
+
+class ForkGuard:
+    """Knows whether this process is a forked copy of the one that made it, without asking the system."""
+
+    def __init__(self) -> None:
+        self.forked = False
+        self._warned = False
+        self._release: Callable[[], object] | None = None
+        _guards.add(self)
+
+    def on_fork(self, release: Callable[[], object]) -> None:
+        """Call this in a forked child, to let go of what it inherited."""
+        self._release = release
+
+    def silent(self) -> bool:
+        """Say whether nothing may be done here, and warn about it once."""
+        if self.forked and not self._warned:
+            self._warned = True
+            _logger.warning("process %d is a fork of the one that records: it records nothing", os.getpid())
+        return self.forked
+
+    def enter_child(self) -> None:
+        """Become silent; runs in the child before any of its own code."""
+        self.forked = True
+        if self._release is not None:
+            self._release()
+
+
+@contextlib.contextmanager
+def unforked() -> Iterator[None]:
+    """Let no copy be made meanwhile: for what a copy would inherit half done, with its locks and temporary files.
+
+    A fork in another thread waits for the end of it, though not longer than five seconds.
+    """
+    with _unforked:
+        yield
+
+
+_guards: weakref.WeakSet[ForkGuard] = weakref.WeakSet()
+_unforked = threading.RLock()
+_fork = threading.local()
+
+
+def _before_fork() -> None:
+    _fork.waited_out = _unforked.acquire(timeout=_LONGEST_HOLD_SECONDS)
+
+
+def _after_fork_in_parent() -> None:
+    if _fork.waited_out:
+        _unforked.release()
+
+
+def _after_fork_in_child() -> None:
+    global _unforked
+    _unforked = threading.RLock()
+    for guard in list(_guards):
+        guard.enter_child()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)

@@ -1,0 +1,136 @@
+"""Where a configuration would send its records, found out without creating anything."""
+
+from __future__ import annotations
+
+import platform
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import torch
+
+from gradtrack import registry
+from gradtrack._version import __version__
+from gradtrack.config import GradientConfig
+from gradtrack.delivery.run import named_twice, plain_options
+from gradtrack.delivery.run_files import ensure_writable
+from gradtrack.delivery.status import describe
+from gradtrack.errors import GradtrackError, MissingExtraError, UsageError
+from gradtrack.support.interrupts import process_rank
+from gradtrack.support.redact import redact, redact_values
+
+State = Literal["ready", "not installed", "unreachable", "silent", "broken"]
+_BROKEN: Final[State] = "broken"
+_TIMEOUT_SECONDS: Final = 20.0
+"""Long enough for a cold start of a tracker's package; a server that is silent is given up by its backend sooner."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Examined:
+    """One backend: whether the configuration names it, whether it could be used, where to, or why not."""
+
+    name: str
+    configured: bool
+    state: State
+    destination: str = ""
+    reason: str = ""
+    options: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosis:
+    """What is installed, what a configuration resolves to, and what would be attached; no secrets."""
+
+    versions: Mapping[str, str]
+    rank: int
+    config: Mapping[str, Any]
+    run_dir: str
+    run_dir_fault: str
+    backends: tuple[Examined, ...]
+
+    @property
+    def healthy(self) -> bool:
+        """Whether every configured backend and the run directory can be used."""
+        return not self.run_dir_fault and all(one.state == "ready" for one in self.backends if one.configured)
+
+
+def examine(
+    config: GradientConfig | Mapping[str, Any] | str | Path | None = None,
+    *,
+    timeout_seconds: float = _TIMEOUT_SECONDS,
+) -> Diagnosis:
+    """Look at every installed backend, those of the configuration first, waiting for each only so long."""
+    resolved = GradientConfig.load(config)
+    specs: dict[str, list[object]] = {}
+    for spec in resolved.backends:
+        specs.setdefault(_name(spec), []).append(spec)
+    names = [*specs, *(name for name in registry.backends.names() if name not in specs)]
+    return Diagnosis(
+        versions={"gradtrack": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        rank=process_rank(),
+        config=redact_values(resolved.model_dump(mode="json", exclude={"backends", "analyzers"})),
+        run_dir="" if resolved.run_dir is None else str(resolved.run_dir),
+        run_dir_fault=_run_dir_fault(resolved.run_dir),
+        backends=tuple(_examine(name, specs.get(name, []), timeout_seconds) for name in names),
+    )
+
+
+def _name(spec: object) -> str:
+    named = registry.split_spec(spec, "backend")
+    return registry.backends.name_of(spec) if named is None else named[0]
+
+
+def _examine(name: str, specs: Sequence[object], timeout_seconds: float) -> Examined:
+    spec = specs[0] if specs else name
+    named = registry.split_spec(spec, "backend")
+    options = {} if named is None else named[1]
+    if len(specs) > 1:
+        state, text = _BROKEN, describe(named_twice(name))
+    else:
+        state, text = _probe(name, spec if named is None else None, options, timeout_seconds)
+    return Examined(
+        name=name,
+        configured=bool(specs),
+        state=state,
+        destination=redact(text) if state == "ready" else "",
+        reason="" if state == "ready" else text,
+        options=plain_options(options),
+    )
+
+
+def _probe(name: str, instance: object, options: Mapping[str, Any], timeout_seconds: float) -> tuple[State, str]:
+    """Ask a backend where its records would go, on a thread that may be left behind."""
+    if instance is not None:
+        return "ready", f"the given {type(instance).__name__}"
+    found: list[tuple[State, str]] = []
+    thread = threading.Thread(target=lambda: found.append(_ask(name, options)), daemon=True)
+    thread.start()
+    thread.join(timeout_seconds)
+    return found[0] if found else ("silent", f"no answer within {timeout_seconds:g} seconds")
+
+
+def _ask(name: str, options: Mapping[str, Any]) -> tuple[State, str]:
+    try:
+        return "ready", str(registry.backends.load_for(name, options).probe(**options))
+    except MissingExtraError as fault:
+        return "not installed", fault.command
+    except UsageError as fault:
+        return _BROKEN, describe(fault)
+    except GradtrackError as fault:
+        return "unreachable", describe(fault)
+    except BaseException as fault:  # a tracker that exits must not end the examination
+        return _BROKEN, describe(fault)
+
+
+def _run_dir_fault(run_dir: Path | None) -> str:
+    """Say why a run directory could not be written; one that does not exist yet is left that way."""
+    if run_dir is None:
+        return ""
+    nearest = next(parent for parent in (run_dir.absolute(), *run_dir.absolute().parents) if parent.exists())
+    try:
+        ensure_writable(nearest)
+    except GradtrackError as fault:
+        return str(fault)
+    return ""

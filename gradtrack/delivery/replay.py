@@ -1,0 +1,236 @@
+"""Rows of a journal brought to where they are missing."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+import itertools
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from gradtrack import registry
+from gradtrack.backends.base import Backend
+from gradtrack.delivery.journal.offsets import Offsets, offsets_path, read_offsets
+from gradtrack.delivery.journal.reading import SavedJournal, find_journals
+from gradtrack.delivery.journal.writing import alone_with
+from gradtrack.delivery.locks import Claim
+from gradtrack.delivery.run import build, moved_along, without_hidden
+from gradtrack.delivery.status import describe
+from gradtrack.delivery.writer import Row, Writer
+from gradtrack.errors import JournalError, PermanentBackendError, PluginError, UsageError
+
+Progress = Callable[[str, int, int], object]
+_PART_ROWS: Final = 500
+_DELAYS_SECONDS: Final = (0.5, 1.0, 2.0, 4.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replayed:
+    """What a replay did for one backend of one run: how many rows there are, and what became of them.
+
+    `fault` says why it ended early, `damaged` what in the journal could not be read.
+    """
+
+    run_id: str
+    backend: str
+    rows: int = 0
+    present: int = 0
+    delivered: int = 0
+    refused: int = 0
+    fault: str | None = None
+    damaged: tuple[str, ...] = ()
+
+    @property
+    def complete(self) -> bool:
+        """Whether the destination now has every row that the journal has."""
+        return self.fault is None and not self.refused
+
+
+def replay(
+    run_dir: str | Path,
+    *,
+    to: str | None = None,
+    tracking_uri: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    progress: Progress | None = None,
+) -> list[Replayed]:
+    """Deliver what the trackers of a run's journals are missing, each row once, however often it is called.
+
+    `to` chooses one backend, also one that the run did not have. Its options are those of the run, without secrets,
+    with `tracking_uri` and `options` over them; credentials come from the environment. `progress(backend, done, total)`
+    is called as rows are settled.
+    """
+    directory = Path(run_dir)
+    if not os.path.isdir(directory):
+        raise JournalError(f"{str(run_dir)!r} is not a directory: expected a run's directory. Check the path.")
+    journals = [journal for journal in find_journals(directory) if journal.rank == 0]
+    if not journals:
+        raise JournalError(
+            f"{str(run_dir)!r} holds no row for a tracker: expected a journal of rank 0 with its header whole. "
+            "The process ended before its first row, or its rows are of other ranks."
+        )
+    given = {**(options or {}), **({} if tracking_uri is None else {"tracking_uri": tracking_uri})}
+    with contextlib.ExitStack() as stack:
+        claim = Claim(directory)  # some backends keep files there, which a run that begins now would write as well
+        stack.callback(claim.release)
+        if not claim.held:
+            raise _busy(directory)
+        for journal in journals:
+            if not stack.enter_context(alone_with(journal.parts[-1])):
+                raise _busy(journal.parts[-1])
+        plans = [(journal, *target) for journal in journals for target in _targets(journal, to, given)]
+        if not plans:
+            raise UsageError(f"{str(run_dir)!r}: no tracker is known for its rows. Name one, as in --to mlflow.")
+        return [_deliver(*plan, progress) for plan in plans]
+
+
+def _busy(path: Path) -> JournalError:
+    return JournalError(
+        f"{str(path)!r} is still being written, or another replay reads it: expected a run that has ended. "
+        "A running process delivers its rows by itself."
+    )
+
+
+def _targets(
+    journal: SavedJournal, to: str | None, given: Mapping[str, Any]
+) -> Iterator[tuple[str, dict[str, Any], bool]]:
+    """Name the backends of a journal with the options that reach the same places again, and say which do not."""
+    known = {entry["name"]: entry["options"] for entry in journal.backends}
+    for name in known if to is None else [to]:
+        address = read_offsets(offsets_path(journal.parts[0])).get(name, {}).get("address", {})
+        options = {**without_hidden(known.get(name, {})), **without_hidden(address)}
+        options = moved_along(options, journal.home, journal.parts[0].parent)
+        chosen = _fitting(name, given, strict=to is not None)
+        elsewhere = "run_id" in options and "tracking_uri" in chosen and not _is_known({**options, **chosen}, name)
+        if elsewhere:
+            del options["run_id"]
+        yield name, {**options, **chosen}, elsewhere
+
+
+def _is_known(options: Mapping[str, Any], name: str) -> bool:
+    """Say whether the tracker at an address that was given knows the run; one that does not gets a run of its own."""
+    try:
+        registry.backends.load(name).probe(**options)
+    except PermanentBackendError:
+        return False
+    except Exception:  # an address that does not answer is told when the rows are written
+        return True
+    return True
+
+
+def _fitting(name: str, given: Mapping[str, Any], *, strict: bool) -> dict[str, Any]:
+    """Leave out an option that one of several backends does not have; the one that was asked for must have it."""
+    if strict:
+        registry.backends.load_for(name, given)
+        return dict(given)
+    try:
+        accepted = inspect.signature(registry.backends.load(name)).parameters
+    except PluginError:  # its own rows cannot be delivered, which is told when it is to be made
+        return {}
+    return {option: value for option, value in given.items() if option in accepted}
+
+
+def _deliver(
+    journal: SavedJournal, name: str, options: Mapping[str, Any], elsewhere: bool, progress: Progress | None
+) -> Replayed:
+    result = Replayed(run_id=journal.run.run_id, backend=name)
+    try:
+        backend = build(name, options)
+    except Exception as fault:
+        return dataclasses.replace(result, fault=describe(fault))
+    delivery = _Delivery(journal, name, backend, elsewhere=elsewhere)
+    ended = delivery.run(progress)
+    return dataclasses.replace(
+        result,
+        rows=delivery.rows,
+        present=delivery.skipped + delivery.writer.present,
+        delivered=delivery.writer.taken - delivery.writer.present,
+        refused=len(delivery.writer.refused),
+        fault=ended,
+        damaged=tuple(journal.damaged),
+    )
+
+
+class _Delivery:
+    """The rows of one journal on their way to one backend, in parts.
+
+    What goes `elsewhere` than the run's own rows went is not noted, so that the next replay finds that place again.
+    """
+
+    def __init__(self, journal: SavedJournal, name: str, backend: Backend, *, elsewhere: bool) -> None:
+        self.rows = self.skipped = 0
+        self.writer = Writer(backend, journal.run)
+        self._journal, self._name, self._backend = journal, name, backend
+        path = offsets_path(journal.parts[0])
+        entries = read_offsets(path)
+        nothing: dict[str, Any] = {"next": 0, "refused": []}
+        entry = nothing if elsewhere else entries.get(name, nothing)
+        self._elsewhere = elsewhere
+        self._next, self._refused = entry["next"], set(entry["refused"])
+        self._address: dict[str, Any] = entry.get("address", {})
+        self._offsets = Offsets(path, interval_seconds=0.0)
+        for other, found in entries.items():
+            self._offsets.keep(other, found)
+
+    def run(self, progress: Progress | None) -> str | None:
+        """Deliver everything, let the backend go, and return what went wrong, if anything."""
+        fault: str | None = None
+        try:
+            total = self._journal.count()
+            for part in _parts(self._journal.rows()):
+                self._settle(part)
+                self.rows += len(part)
+                if progress is not None:
+                    progress(self._name, self.rows, max(total, self.rows))
+        except Exception as found:
+            fault = describe(found)
+        finally:  # also when somebody has no patience: a tracker that is let go keeps what it took
+            for finish in (self._backend.flush, self._backend.close):
+                try:
+                    finish()
+                except Exception as found:
+                    fault = fault or describe(found)
+        return fault
+
+    def _settle(self, part: list[Row]) -> None:
+        """Write what is missing of a part; a destination that cannot tell is believed as far as it acknowledged."""
+        if self._backend.present([dataclasses.replace(part[0][1], run=self._journal.run)]) is None:
+            due = [row for row in part if row[0] >= self._next or row[0] in self._refused]
+            self.skipped += len(part) - len(due)
+            self.writer.owe(record for number, record in part if number < self._next)
+            self._attempt(due, again=False)
+        else:
+            self._attempt(part, again=True)
+        if self._elsewhere:
+            return
+        following = max(part[-1][0] + 1, self._next)
+        # A backend that had nothing to write may not know where it would have written to.
+        self._address |= _address(self._backend)
+        self._offsets.set(self._name, following, self.writer.refused, self._address)
+
+    def _attempt(self, rows: list[Row], *, again: bool) -> None:
+        for delay in _DELAYS_SECONDS:
+            try:
+                self.writer.write(rows, again=again)
+                return
+            except Exception:
+                time.sleep(delay)
+                again = True
+        self.writer.write(rows, again=again)
+
+
+def _parts(rows: Iterator[Row]) -> Iterator[list[Row]]:
+    while part := list(itertools.islice(rows, _PART_ROWS)):
+        yield part
+
+
+def _address(backend: Backend) -> Mapping[str, Any]:
+    try:
+        return backend.address()
+    except Exception:
+        return {}

@@ -1,0 +1,305 @@
+"""A run: its identity, its directory, where its rows go, and the opening of the delivery."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import logging
+import os
+import platform
+import re
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, final
+
+import torch
+
+from gradtrack import registry
+from gradtrack._version import __version__
+from gradtrack.backends.base import Backend
+from gradtrack.config import GradientConfig
+from gradtrack.delivery.delivery import Delivery, idle_status
+from gradtrack.delivery.journal.writing import Journal
+from gradtrack.delivery.locks import Claim, ForkGuard, claim_or_own
+from gradtrack.delivery.run_files import ensure_writable, new_run_id
+from gradtrack.delivery.subprocess.parent import ProcessBackend, outsourced
+from gradtrack.errors import InputTypeError, UsageError
+from gradtrack.records import Record, RunInfo
+from gradtrack.support.interrupts import process_rank
+from gradtrack.support.redact import is_hidden, redact, redact_values
+
+_logger = logging.getLogger("gradtrack")
+
+
+def destinations(specs: list[Any], backends: Mapping[str, Backend]) -> list[dict[str, Any]]:
+    """Return name and options of every backend that a replay can reach again, without secrets."""
+    options = dict(filter(None, (registry.split_spec(spec, "backend") for spec in specs)))
+    return [
+        {"name": name, "options": {**plain_options(options.get(name, {})), **_address(backend)}}
+        for name, backend in backends.items()
+        if not backend.inline
+    ]
+
+
+def without_hidden(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Leave out the options whose secrets were taken out; the environment or the caller has them."""
+    return {name: value for name, value in options.items() if not is_hidden(value)}
+
+
+def moved_along(options: Mapping[str, Any], home: str, directory: Path) -> dict[str, Any]:
+    """Return options whose paths inside of a run's directory are where that directory lies now."""
+    now = os.path.abspath(directory)
+    if not home or home == now:
+        return dict(options)
+    # What a replay has noted since the move is there already, which shows where the run was moved to a place within.
+    there = rf"(?!{re.escape(now)}(?:/|$))"
+    inside = re.compile(rf"(?<![^/:]){there}{re.escape(home)}(?=/|$)")
+    return {
+        name: inside.sub(lambda _: now, value) if isinstance(value, str) else value for name, value in options.items()
+    }
+
+
+def _address(backend: Backend) -> dict[str, Any]:
+    try:
+        return plain_options(backend.address())
+    except Exception:  # a tracker that cannot tell yet; the offsets file has the address later
+        return {}
+
+
+def chosen(config: GradientConfig) -> dict[str, Any]:
+    """Return which backends and analyzers were asked for, by name, with the options that can be written down."""
+    kinds = (("backends", registry.backends), ("analyzers", registry.analyzers))
+    return {
+        kind: specs if isinstance(specs, str) else [_named(spec, known) for spec in specs]
+        for kind, known in kinds
+        if kind in config.model_fields_set and (specs := getattr(config, kind))
+    }
+
+
+def _named(spec: object, known: registry.Registry) -> str | dict[str, Any]:
+    found = registry.split_spec(spec, "plugin")
+    if found is None:
+        return known.name_of(spec)
+    name, options = found[0], plain_options(found[1])
+    return {"name": name, **options} if options else name
+
+
+def plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that can be written down, without their secrets."""
+    found: dict[str, Any] = {}
+    for name, value in redact_values(options).items():
+        try:
+            found[name] = json.loads(json.dumps(value))
+        except (TypeError, ValueError):  # an object that only this process has
+            continue
+    return found
+
+
+Opened = Callable[[], object]
+
+
+class Sink:
+    """The way out of a manager: one identity, one run directory, the backends, the journal and the delivery.
+
+    Only rank 0 makes and feeds backends; every other rank keeps a journal where the run has files. A directory that
+    another run is writing to is left to it: this run then has one of its own inside of it.
+    """
+
+    def __init__(self, config: GradientConfig) -> None:
+        self.run_id = new_run_id()
+        self.rank = process_rank()
+        self.backends = build_backends(config.backends, absent=self.rank != 0)
+        if config.run_dir is not None:
+            ensure_writable(config.run_dir)
+        self.on_open: Opened | None = None
+        self._working = {name: outsourced(backend) for name, backend in self.backends.items()}
+        self._config = config
+        self._directory = None if config.run_dir is None else config.run_dir.absolute()
+        self._claim: Claim | None = None
+        self._delivery: Delivery | None = None
+        self._opening = threading.RLock()  # two threads may come with their first rows at once
+        self._guard = ForkGuard()
+        self._closed = False
+
+    @property
+    def forked(self) -> bool:
+        """Whether this process is a copy of the one that records."""
+        return self._guard.forked
+
+    @property
+    def keeps_files(self) -> bool:
+        """Whether the run has a directory: it was named, or a backend needs one."""
+        return self._config.run_dir is not None or any(not backend.inline for backend in self.backends.values())
+
+    @property
+    def directory(self) -> Path | None:
+        """Return the run's directory, or None where nothing is written."""
+        if self._directory is None and self.keeps_files:
+            self._directory = (Path("gradtrack_runs") / self.run_id).absolute()
+        return self._directory
+
+    def claim(self) -> Path | None:
+        """Return the run's directory, which from now on no other run writes to."""
+        directory = self.directory
+        if directory is None or self._claim is not None or self.rank != 0 or self._guard.forked:
+            return directory
+        self._directory, self._claim = claim_or_own(directory, self.run_id, what="run_dir")
+        return self._directory
+
+    def prepare(self) -> None:
+        """Let the backends that work in processes of their own start, since a training has begun."""
+        for backend in self._working.values():
+            if isinstance(backend, ProcessBackend) and not self._guard.forked:
+                backend.prepare()
+
+    def write(self, record: Record) -> None:
+        """Send a record on its way."""
+        if self._delivery is None:
+            if self._guard.silent():
+                return
+            with self._opening:
+                if self._delivery is None:
+                    self._delivery = self._open()
+        self._delivery.write(record)
+
+    def tell_if_empty(self, num_steps: int) -> None:
+        """Warn at the end of a training that was too short for a row, since its trackers show nothing of it."""
+        watched = self._config.run_dir is not None or any(name != "memory" for name in self.backends)
+        if num_steps and watched and self.rank == 0 and self._delivery is None and not self._guard.forked:
+            _logger.warning(
+                "run %s has no row: it made %d step(s), and every %dth is recorded. Lower grad_log_every_n_steps.",
+                self.run_id,
+                num_steps,
+                self._config.grad_log_every_n_steps,
+            )
+
+    def flush(self) -> None:
+        """Make everything that was written durable."""
+        if self._delivery is not None:
+            self._delivery.flush()
+
+    def close(self, *, failed: bool) -> None:
+        """Let the backends go, also those that never got a record; a second call does nothing."""
+        if self._guard.forked or self._closed:
+            return
+        with self._opening:
+            if self._delivery is None:
+                self._delivery = Delivery(
+                    self._working,
+                    run=self._run_info(),
+                    guard=self._guard,
+                    close_timeout_seconds=self._config.close_timeout_seconds,
+                )
+        self._delivery.close(failed=failed)
+        if self._claim is not None:
+            self._claim.release()
+        self._closed = True
+
+    def status(self) -> dict[str, dict[str, Any]]:
+        """Tell what each backend has taken, and what it has not."""
+        if self._delivery is None:
+            return {name: idle_status() for name in self.backends}
+        return self._delivery.status()
+
+    def journal_status(self) -> dict[str, Any] | None:
+        """Tell what the journal has and where it lies; None where there is none."""
+        return None if self._delivery is None else self._delivery.journal_status()
+
+    def _open(self) -> Delivery:
+        """Begin to deliver, on the first record."""
+        if self.on_open is not None:
+            self.on_open()
+        if self.rank != 0 and self.backends:
+            _logger.info("rank %d leaves the trackers to rank 0", self.rank)
+        directory, run = self.claim(), self._run_info()
+        journal = None
+        if directory is not None:
+            journal = Journal(
+                directory, run, backends=destinations(self._config.backends, self.backends), rank=self.rank
+            )
+        return Delivery(
+            self._working,
+            run=run,
+            journal=journal,
+            rank=self.rank,
+            guard=self._guard,
+            close_timeout_seconds=self._config.close_timeout_seconds,
+        )
+
+    def _run_info(self) -> RunInfo:
+        config = self._config.model_dump(mode="json", exclude_unset=True, exclude={"backends", "analyzers"})
+        directory = self.directory
+        return RunInfo(
+            run_id=self.run_id,
+            run_dir=None if directory is None else str(directory),
+            created=time.time(),
+            config=redact_values(config | chosen(self._config)),
+            environment={
+                "gradtrack": __version__,
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+                "platform": platform.platform(),
+            },
+        )
+
+
+@final
+class Absent(Backend):
+    """What stands for a tracker where only rank 0 has it: it is never written to."""
+
+    def write(self, records: Sequence[Record]) -> None:
+        """Take nothing."""
+
+
+def build_backends(specs: list[Any], *, absent: bool = False) -> dict[str, Backend]:
+    """Make the backends that a configuration names; all of them or, where one fails, none.
+
+    Where they should be `absent`, no tracker is touched, and only a name stands for it.
+    """
+    built: dict[str, Backend] = {}
+    try:
+        for spec in specs:
+            name, backend = _build(spec, absent=absent)
+            if name in built:
+                raise named_twice(name)
+            built[name] = backend
+    except BaseException:
+        for backend in built.values():
+            backend.close(failed=True)
+        raise
+    return built
+
+
+def named_twice(name: str) -> UsageError:
+    """Return the error of a configuration that names a backend twice."""
+    return UsageError(f"backend {name!r} is named twice: expected each once. Remove one of them.")
+
+
+def _build(spec: object, *, absent: bool) -> tuple[str, Backend]:
+    named = registry.split_spec(spec, "backend")
+    if named is None:
+        name, backend = registry.backends.name_of(spec), spec
+    else:
+        name, options = named
+        backend = Absent() if absent and not registry.backends.load(name).inline else build(name, options)
+    if not isinstance(backend, Backend):
+        raise InputTypeError(f"backend {redact(repr(spec))}: expected a gradtrack.Backend. {_remedy(spec)}")
+    return name, backend
+
+
+def _remedy(spec: object) -> str:
+    """Say how to pass what is no backend."""
+    if inspect.isclass(spec):
+        return f"Pass an instance: {spec.__name__}()." if issubclass(spec, Backend) else "Derive it from that."
+    if callable(getattr(spec, "add_scalar", None)):
+        return "Pass {'name': 'tensorboard', 'writer': ...} with this writer."
+    if type(spec).__module__.partition(".")[0] == "wandb":
+        return "Pass {'name': 'wandb', 'run': ...} with this run."
+    return "Derive its class from that."
+
+
+def build(name: str, options: Mapping[str, Any]) -> Backend:
+    """Make one backend."""
+    return registry.backends.load_for(name, options)(**options)  # type: ignore[no-any-return]

@@ -1,0 +1,193 @@
+"""The files that a run leaves in its directory."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Self
+
+from pydantic import ValidationError
+
+from gradtrack.config import GradientConfig
+from gradtrack.errors import JournalError, RunDirectoryError
+from gradtrack.records import RunInfo
+from gradtrack.reports import StepReport, TrainingSummary
+
+
+def write_atomically(path: Path, text: str, *, mode: int = 0o644, durable: bool = True) -> None:
+    """Replace a file by a new one in one move, so that no reader and no crash ever meets half of it.
+
+    Unless `durable`, the new content may not be there yet after a loss of power.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            if durable:
+                os.fsync(stream.fileno())
+        os.chmod(temporary, mode)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def write_json(path: Path, values: Any) -> None:
+    """Write JSON as Python's own `json` reads it: NaN and Infinity as these words."""
+    write_atomically(path, json.dumps(values, indent=1))
+
+
+def new_run_id() -> str:
+    """Name a run by the time in UTC, the process and four random bytes."""
+    return f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{os.getpid()}-{secrets.token_hex(4)}"
+
+
+def ensure_writable(directory: Path) -> None:
+    """Make a directory that the user named, or say why its files could not be written."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except OSError as fault:
+        raise RunDirectoryError(
+            f"run_dir {str(directory)!r}: expected a directory that can be written ({fault.strerror or fault}). "
+            "Choose another run_dir."
+        ) from fault
+
+
+RUN_END: Final = "run_end.json"
+_FORMAT: Final = 1
+_BATCH_CHARACTERS: Final = 200
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunEnd:
+    """How a run ended: `last` has the last step of each pair, `flight_recorder` the steps up to the first fault.
+
+    Both have the statistics of every parameter.
+    """
+
+    run_id: str
+    summary: TrainingSummary
+    failed: bool = False
+    last: Sequence[StepReport] = ()
+    flight_recorder: Sequence[StepReport] = ()
+
+    def save(self, path: Path) -> Path:
+        """Write it as JSON that Python's own `json` reads, and return where it is."""
+        values = {
+            "format": _FORMAT,
+            "run_id": self.run_id,
+            "failed": self.failed,
+            "summary": self.summary.model_dump(),
+            "last": [_plain(report) for report in self.last],
+            "flight_recorder": [_plain(report) for report in self.flight_recorder],
+        }
+        write_json(path, values)
+        return path
+
+    @classmethod
+    def load(cls, path: Path) -> Self | None:
+        """Read it back; None where the run has not ended or left no such file."""
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, RecursionError) as fault:
+            raise _unreadable(path, str(fault)) from None
+        if not isinstance(values, dict) or values.get("format") != _FORMAT:
+            raise _unreadable(path, f"its format is not {_FORMAT}")
+        try:
+            return cls(
+                run_id=str(values["run_id"]),
+                summary=TrainingSummary.model_validate(values["summary"]),
+                failed=bool(values["failed"]),
+                last=[StepReport.model_validate(report) for report in values["last"]],
+                flight_recorder=[StepReport.model_validate(report) for report in values["flight_recorder"]],
+            )
+        except (KeyError, TypeError, ValidationError) as fault:
+            raise _unreadable(path, str(fault).splitlines()[0]) from None
+
+
+def _unreadable(path: Path, reason: str) -> JournalError:
+    return JournalError(
+        f"{str(path)!r} cannot be read ({reason}): expected what a run leaves at its end. Move it out of the directory."
+    )
+
+
+def _plain(report: StepReport) -> dict[str, Any]:
+    values = report.model_dump(mode="json", exclude={"batch", "analyzers"})
+    values["analyzers"] = {name: _json_or_nothing(found) for name, found in report.analyzers.items()}
+    values["batch"] = None if report.batch is None else _batch(report.batch)
+    return values
+
+
+def _json_or_nothing(found: Any) -> Any:
+    return found.model_dump(mode="json") if hasattr(found, "model_dump") else found
+
+
+def _batch(batch: object) -> Any:
+    """Keep what identifies a batch: plain values as they are, anything else by a short text."""
+    try:
+        text = json.dumps(batch)
+    except (TypeError, ValueError, RecursionError):
+        return repr(batch)[:_BATCH_CHARACTERS]
+    return json.loads(text)
+
+
+def save_training_log(
+    path: Path, config: GradientConfig, summary: TrainingSummary, reports: Iterable[StepReport]
+) -> Path:
+    """Write what a training was set to, how it went, and its kept reports, as Python's own `json` reads it."""
+    settings = config.model_dump(mode="json", exclude={"backends", "analyzers"})
+    values: dict[str, Any] = {
+        "format": 1,
+        "config": settings,
+        "summary": _as_json(summary.model_dump()),
+        "steps": [_as_json(report.model_dump(exclude={"batch"})) for report in reports],
+    }
+    write_json(path, values)
+    return path
+
+
+def _as_json(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _as_json(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_as_json(entry) for entry in value]
+    return value if isinstance(value, (str, int, float, bool, type(None))) else str(getattr(value, "value", value))
+
+
+LEAVINGS: Final = "leavings.json"
+
+
+def note_files(directory: Path, run_id: str, paths: Iterable[Path]) -> Path:
+    """Write down which files of a run's directory are its own: other people's files may lie beside them."""
+    path = directory / LEAVINGS
+    write_json(path, {"run_id": run_id, "files": [found.name for found in paths if found.parent == directory]})
+    return path
+
+
+def files_to_show(run: RunInfo | None, named: Iterable[str] = ()) -> list[Path]:
+    """Return the files that records have named, then those that the run has left in its directory, each once."""
+    found = {Path(path): None for path in named}
+    if run is not None and run.run_dir is not None:
+        found.update((path, None) for path in noted_files(Path(run.run_dir), run.run_id))
+    return [path for path in found if path.is_file()]
+
+
+def noted_files(directory: Path, run_id: str) -> list[Path]:
+    """Return the files of a directory that a run has written down as its own."""
+    try:
+        values = json.loads((directory / LEAVINGS).read_text(encoding="utf-8"))
+        return [directory / Path(str(name)).name for name in values["files"]] if values["run_id"] == run_id else []
+    except (OSError, ValueError, KeyError, TypeError):
+        return []

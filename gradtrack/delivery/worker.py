@@ -1,0 +1,218 @@
+"""The thread that brings rows to one backend, however slow or broken its tracker is."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from gradtrack.backends.base import Backend
+from gradtrack.delivery.at_exit import come_first
+from gradtrack.delivery.journal.offsets import Offsets
+from gradtrack.delivery.status import Faults
+from gradtrack.delivery.writer import QUEUE_ROWS, Feed, Row, Writer
+from gradtrack.errors import PermanentBackendError
+from gradtrack.records import Record, RunInfo
+
+BATCH_ROWS: Final = 256
+_FIRST_DELAY_SECONDS: Final = 0.25
+_LONGEST_DELAY_SECONDS: Final = 30.0
+_CLOSING_DELAY_SECONDS: Final = 0.5
+_ENDING_SHARE: Final = 0.25
+"""The part of the time for a close in which no failed write is tried again: the backend may need it to end well."""
+_IDLE_SECONDS: Final = 1.0
+_GATHER_SECONDS: Final = 2.0
+"""For how long rows come together: a batch of many costs a tracker less than many of few do."""
+_POLL_SECONDS: Final = 0.05
+_REST: Final = 3.0
+_REST_OF_INTERPRETER: Final = 9.0
+"""How long a worker rests after it has written what was there: in times of how long that took, and of what of it was
+computed here, holding the interpreter. It does so while training goes on and few rows wait."""
+_LONGEST_REST_SECONDS: Final = 5.0
+_MANY_ROWS: Final = QUEUE_ROWS // 2
+"""With so many rows waiting there is no rest: the queue still has room for those that come meanwhile."""
+
+
+@dataclass(slots=True)
+class _Flush:
+    target: int
+    done: threading.Event
+
+
+class Worker:
+    """Writes the rows of a feed to a backend in order and in batches, again and again until they are taken.
+
+    It is a daemon thread: a `write` that never returns keeps neither `close` nor the interpreter waiting. Rows that a
+    backend refuses for good are left to the journal.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        backend: Backend,
+        feed: Feed,
+        run: RunInfo,
+        offsets: Offsets,
+    ) -> None:
+        self.name, self.feed = name, feed
+        self.unsettled: str | None = None
+        self.faults = Faults(name)
+        self._backend, self._offsets = backend, offsets
+        self._writer = Writer(backend, run, on_refusal=self._note_refusal)
+        self._flushes: list[_Flush] = []
+        self._hurry = threading.Event()
+        self._failed = self._gave_up = self._began = False
+        self._end: float | None = None
+        self._last_retry = math.inf
+        self._thread = threading.Thread(target=self._work, name=f"gradtrack-{name}", daemon=True)
+
+    @property
+    def acknowledged(self) -> int:
+        """Count the rows that the backend has taken."""
+        return self._writer.taken
+
+    @property
+    def refused(self) -> list[int]:
+        """Number the rows that the backend will never take."""
+        return self._writer.refused
+
+    @property
+    def pending(self) -> int:
+        """Count the rows that are neither taken, nor refused, nor lost."""
+        return max(self.feed.accepted - self.acknowledged - len(self.refused) - self.feed.lost, 0)
+
+    @property
+    def address(self) -> Mapping[str, Any]:
+        """Return where the backend writes to, as far as it can tell."""
+        with contextlib.suppress(Exception):
+            return self._backend.address()
+        return {}
+
+    def start(self) -> None:
+        """Begin to deliver."""
+        try:
+            self._thread.start()
+        except RuntimeError as fault:  # no thread can start while the interpreter exits
+            self.faults.note(fault, "the journal keeps its rows")
+
+    def ask_flush(self) -> threading.Event:
+        """Flush the backend once everything that was offered so far is delivered."""
+        flush = _Flush(self.feed.accepted, threading.Event())
+        if self._end is not None:  # nobody is there any more to flush
+            flush.done.set()
+            return flush.done
+        self._flushes.append(flush)
+        self._hurry.set()
+        self.feed.wake()
+        return flush.done
+
+    def ask_close(self, *, failed: bool, end: float) -> None:
+        """Deliver what is left, begin no write after `end` (of the monotonic clock), and let the backend go."""
+        now = time.monotonic()
+        self._failed, self._last_retry = failed, now + (1 - _ENDING_SHARE) * (end - now)
+        self._end = end
+        self._hurry.set()
+        self.feed.wake()
+
+    def give_up(self, reason: str) -> None:
+        """Note that nobody waits for this thread any more."""
+        self.faults.note(reason, "nobody waits for it any longer")
+        self.unsettled = self.faults.last
+
+    def join(self, timeout_seconds: float) -> bool:
+        """Wait for the thread, and say whether it ended; where it could not begin, let the backend go here."""
+        if self._thread.ident is None:
+            self._close()
+            return True
+        self._thread.join(max(timeout_seconds, 0.0))
+        return not self._thread.is_alive()
+
+    def _work(self) -> None:
+        target, begin, computed = 0, 0.0, 0.0
+        while not self._out_of_time():
+            rows = self.feed.take(BATCH_ROWS, _IDLE_SECONDS)
+            if rows and rows[0][0] >= target:  # what was there before is written: a new round begins
+                target, begin, computed = self.feed.accepted, time.monotonic(), time.thread_time()
+            if rows:
+                self._deliver(rows)
+            self._flush_due()
+            if self._end is not None and self.feed.position >= self.feed.accepted:
+                break
+            if rows and self.feed.position >= target:
+                taken, of_interpreter = time.monotonic() - begin, time.thread_time() - computed
+                self._rest(max(_REST * taken, _REST_OF_INTERPRETER * of_interpreter))
+        self._close()
+
+    def _deliver(self, rows: list[Row]) -> None:
+        delay, again = _FIRST_DELAY_SECONDS, False
+        while not self._out_of_time():
+            try:
+                self._writer.write(rows, again=again)
+            except BaseException as fault:  # also a tracker that exits: it must not end this thread in silence
+                self.faults.note(fault, "the rows are kept until it is back")
+            else:
+                if not self._began:
+                    come_first()
+                self._note_offset(rows[-1][0] + 1)
+                return
+            again = True
+            self._pause(delay)
+            delay = min(2 * delay, _LONGEST_DELAY_SECONDS)
+
+    def _note_refusal(self, fault: PermanentBackendError, record: Record) -> None:
+        self.faults.note(fault, f"it refuses rows for good, the first at step {record.step}; the journal keeps them")
+
+    def _note_offset(self, following: int) -> None:
+        self._began = True
+        self._offsets.set(self.name, following, self.refused, self.address)
+
+    def _pause(self, delay_seconds: float) -> None:
+        """Wait before the next attempt, less long while somebody waits for this thread."""
+        if self._end is not None:
+            delay_seconds = min(delay_seconds, _CLOSING_DELAY_SECONDS)
+            if time.monotonic() + delay_seconds < self._last_retry:
+                time.sleep(delay_seconds)
+            else:
+                self._gave_up = True
+            return
+        self._hurry.wait(delay_seconds)
+        self._hurry.clear()
+
+    def _rest(self, seconds: float) -> None:
+        """Leave the machine to the training and let rows come together, unless somebody or many rows wait."""
+        end = time.monotonic() + max(min(seconds, _LONGEST_REST_SECONDS), _GATHER_SECONDS)
+        while self._end is None and not self._flushes and self.feed.accepted - self.feed.position < _MANY_ROWS:
+            remaining = end - time.monotonic()
+            if remaining <= 0:
+                break
+            self._hurry.wait(min(remaining, _POLL_SECONDS))
+        self._hurry.clear()
+
+    def _out_of_time(self) -> bool:
+        return self._gave_up or (self._end is not None and time.monotonic() >= self._end)
+
+    def _flush_due(self) -> None:
+        due = [flush for flush in self._flushes if flush.target <= self.feed.position]
+        if not due:
+            return
+        self._attempt(self._backend.flush, "what it has taken may not be durable")
+        for flush in due:
+            self._flushes.remove(flush)
+            flush.done.set()
+
+    def _close(self) -> None:
+        self._attempt(lambda: self._backend.close(failed=self._failed), "what it has taken may not be durable")
+        self._offsets.save()
+
+    def _attempt(self, action: Any, consequence: str) -> None:
+        try:
+            action()
+        except BaseException as fault:
+            self.faults.note(fault, consequence)
+            self.unsettled = self.faults.last
+        else:
+            self.unsettled = None

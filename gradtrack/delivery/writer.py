@@ -1,0 +1,222 @@
+"""The rows on their way to one backend: a bounded queue, and writing each exactly once."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Final
+
+from gradtrack.backends.base import Backend
+from gradtrack.delivery.journal.writing import Journal
+from gradtrack.errors import PermanentBackendError
+from gradtrack.records import Panel, Record, RunInfo
+
+Row = tuple[int, Record]
+QUEUE_ROWS: Final = 4096
+
+
+class Feed:
+    """Takes rows in from the training thread without ever blocking it, and gives them out in order to one worker.
+
+    Rows that find the queue full are read from the journal later. Only a row that is in neither is lost, and counted.
+    """
+
+    def __init__(self, journal: Journal | None, *, limit: int = QUEUE_ROWS) -> None:
+        self.accepted = self.lost = 0
+        self._journal, self._limit = journal, limit
+        self._queue: deque[Row] = deque()
+        # An interrupt from the keyboard may leave a condition locked as it is entered, but no plain lock.
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._waits = False
+        """Whether the worker waits for rows, and so is to be told of one."""
+        self._next = 0
+        self._known_lost: set[int] = set()
+        self._reading: Iterator[Row] | None = None
+
+    @property
+    def lagging(self) -> bool:
+        """Say whether rows wait in the journal because the queue could not hold them."""
+        return self.accepted - self._next > len(self._queue)
+
+    @property
+    def position(self) -> int:
+        """Return the number of the row that comes next."""
+        return self._next
+
+    def offer(self, number: int, record: Record, *, kept: bool) -> None:
+        """Take a row in, unless it came before; `kept` says that the journal has it."""
+        with self._lock:
+            if number < self.accepted:
+                return
+            self.accepted = number + 1
+            if len(self._queue) < self._limit:
+                self._queue.append((number, record))
+            elif not kept:
+                self._known_lost.add(number)
+                self.lost += 1
+            if self._waits:
+                self._changed.notify()
+
+    def take(self, limit: int, timeout_seconds: float) -> list[Row]:
+        """Give the next rows out, or none when the time is over or `wake` was called."""
+        with self._lock:
+            if self._next >= self.accepted:
+                self._waits = True
+                self._changed.wait(timeout_seconds)
+                self._waits = False
+            stop = self._queue[0][0] if self._queue else self.accepted
+            if stop == self._next:
+                return self._pop(limit)
+        return self._reread(stop, limit)
+
+    def reach(self, count: int) -> None:
+        """Know of so many rows: one that was interrupted on its way here is in the journal, or lost."""
+        with self._lock:
+            self.accepted = max(self.accepted, count)
+
+    def wake(self) -> None:
+        """Let a waiting `take` return."""
+        with self._lock:
+            self._changed.notify()
+
+    def _pop(self, limit: int) -> list[Row]:
+        rows: list[Row] = []
+        while self._queue and len(rows) < limit and self._queue[0][0] == self._next:
+            rows.append(self._queue.popleft())
+            self._next += 1
+        return rows
+
+    def _reread(self, stop: int, limit: int) -> list[Row]:
+        """Read what is missing before `stop` from the journal, and count what is not there either."""
+        rows: list[Row] = []
+        reading = self._reading or self._open()
+        reached = stop
+        for number, record in reading:
+            if number >= stop:
+                break
+            rows.append((number, record))
+            if len(rows) == limit:
+                reached = number + 1
+                break
+        self._reading = reading if reached < stop else None
+        found = {number for number, _ in rows}
+        missing = set(range(self._next, reached)) - found - self._known_lost
+        with self._lock:
+            self.lost += len(missing)
+            self._known_lost = {number for number in self._known_lost if number >= reached}
+            self._next = reached
+        return rows
+
+    def _open(self) -> Iterator[Row]:
+        return iter(()) if self._journal is None else self._journal.reread(self._next)
+
+
+_HOPELESS: Final = 8
+OnRefusal = Callable[[PermanentBackendError, Record], object]
+
+
+class Writer:
+    """Writes rows to a backend, the run with the first of them, and finds out those that it refuses for good.
+
+    `write` passes on any other exception; call it again with the same rows, and only those that the destination does
+    not have are written again.
+    """
+
+    def __init__(self, backend: Backend, run: RunInfo, *, on_refusal: OnRefusal | None = None) -> None:
+        self.backend = backend
+        self.taken = self.present = 0
+        self.refused: list[int] = []
+        self._run, self._on_refusal = run, on_refusal
+        self._introduced = False
+        self._panels: dict[Panel, None] = {}
+        self._files: dict[str, None] = {}
+        self._settled: set[int] = set()
+        self._refused_in_a_row = 0
+
+    def write(self, rows: list[Row], *, again: bool = False) -> None:
+        """Write rows; `again` says that the destination may have some of them already."""
+        self._settle(rows, again=again)
+        self._settled.clear()
+
+    def owe(self, records: Iterable[Record]) -> None:
+        """Keep the panels and files of records that are not sent, for the next one that is."""
+        for record in records:
+            self._panels.update(dict.fromkeys(record.panels))
+            self._files.update(dict.fromkeys(record.files))
+
+    def _settle(self, rows: list[Row], *, again: bool) -> None:
+        rows = [row for row in rows if row[0] not in self._settled]
+        if not rows:
+            return
+        try:
+            written = self._send([record for _, record in rows], again=again)
+        except PermanentBackendError as fault:
+            self._refuse(rows, fault)
+            return
+        self._refused_in_a_row = 0
+        self.taken += len(rows)
+        self.present += len(rows) - written
+        self._settled.update(number for number, _ in rows)
+
+    def _send(self, records: list[Record], *, again: bool) -> int:
+        """Write the records, or what is missing of them, and count it."""
+        if not self._introduced:
+            records = [dataclasses.replace(records[0], run=self._run), *records[1:]]
+        if again:
+            left = missing(self.backend, records)
+            kept = set(map(id, left))
+            self.owe(record for record in records if id(record) not in kept)
+            records = left
+        if not records:
+            return 0
+        self.backend.write([self._first(records[0]), *records[1:]])
+        self._introduced = True
+        self._panels.clear()
+        self._files.clear()
+        return len(records)
+
+    def _first(self, record: Record) -> Record:
+        """Give the first record to be sent what the backend has not been given yet."""
+        run = record.run if self._introduced else self._run
+        panels = tuple(dict.fromkeys((*self._panels, *record.panels)))
+        files = tuple(dict.fromkeys((*self._files, *record.files)))
+        return dataclasses.replace(record, run=run, panels=panels, files=files)
+
+    def _refuse(self, rows: list[Row], fault: PermanentBackendError) -> None:
+        """Find the rows that the backend refuses; after several in a row believe it that it refuses all."""
+        if len(rows) > 1 and self._refused_in_a_row < _HOPELESS:
+            middle = len(rows) // 2
+            self._settle(rows[:middle], again=True)
+            self._settle(rows[middle:], again=True)
+            return
+        self._refused_in_a_row += len(rows)
+        self.refused.extend(number for number, _ in rows)
+        self._settled.update(number for number, _ in rows)
+        if self._on_refusal is not None:
+            self._on_refusal(fault, rows[0][1])
+
+
+def missing(backend: Backend, records: list[Record]) -> list[Record]:
+    """Leave out what the destination already has; one that cannot tell leaves everything in."""
+    left: list[Record] = []
+    for part in distinct(records):
+        found = backend.present(part)
+        left.extend(part if found is None else [one for one in part if (one.source, one.step) not in found])
+    return left
+
+
+def distinct(records: list[Record]) -> list[list[Record]]:
+    """Split records, in order, so that within a part no two share source and step."""
+    parts: list[list[Record]] = []
+    keys: set[tuple[str, int]] = set()
+    for record in records:
+        key = (record.source, record.step)
+        if not parts or key in keys:
+            parts.append([])
+            keys.clear()
+        keys.add(key)
+        parts[-1].append(record)
+    return parts

@@ -1,0 +1,1 @@
+"""The toolkit of the pictures, on matplotlib."""

@@ -1,0 +1,272 @@
+"""The gradients of one step, on one rank or on all: what to measure, by name and group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Mapping, Sequence
+from itertools import compress
+from typing import ClassVar, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from gradtrack.gradients.distributed.merge import Merged, Ranks, Share
+from gradtrack.gradients.distributed.shards import add_up, local_gradient
+from gradtrack.gradients.groups import Layout
+from gradtrack.gradients.histograms import count_elements
+from gradtrack.gradients.measurer import Batch, Measurer
+from gradtrack.gradients.moments import Moments, Rows, merge
+from gradtrack.gradients.variance import Deviations, sums_around
+
+
+class Gradients:
+    """The gradients of one step: the tensors to measure and their layout.
+
+    A sparse gradient is measured by its coalesced values, a complex one by its real and imaginary parts. Coalescing
+    changes how an optimizer rounds, so whoever changes the tensors calls `install`; and `own` before that.
+    """
+
+    __slots__ = ("_batch", "as_planned", "layout", "stand_ins", "tensors", "touched_rows")
+
+    passed: ClassVar = False
+    """Whether the optimizers have used them up by now."""
+
+    def __init__(
+        self,
+        tensors: list[Tensor],
+        layout: Layout,
+        touched_rows: dict[str, int],
+        stand_ins: Mapping[int, Tensor] | None = None,
+    ) -> None:
+        self.tensors, self.layout, self.touched_rows = tensors, layout, touched_rows
+        self.stand_ins: Mapping[int, Tensor] = stand_ins or {}
+        """Sparse gradients coalesced and conjugate ones resolved, by their position; their values are measured."""
+        self._batch: Batch | None = None
+        self.as_planned = False
+        """Whether they were measured by the plan of their layout."""
+
+    @property
+    def batch(self) -> Batch | Sequence[Tensor]:
+        """Return the tensors as the measurer has prepared them, or as they are."""
+        return self.tensors if self._batch is None else self._batch
+
+    def measure_as_planned(self, measurer: Measurer) -> Moments | None:
+        """Return the sums of the gradients in one call, if they are of the sizes of the last ones, and as plain."""
+        layout = self.layout
+        plan = layout.plan
+        if plan is None or plan.engine is not measurer.native:
+            return None
+        moments: Moments | None = plan.measure(self.tensors, layout.group_of, len(layout.group_names))
+        self.as_planned = moments is not None
+        return moments
+
+    def prepare(self, measurer: Measurer) -> None:
+        """Let the measurer sort the tensors once for all that is done with them; the layout has their sizes."""
+        self._batch = batch = measurer.prepare(self.tensors, self.layout.plan)
+        self.layout.plan = batch.plan
+
+    def measure(self, measurer: Measurer) -> Moments:
+        """Return the sums of the gradients as they are now."""
+        return measurer.measure(self.batch, self.layout.group_of, len(self.layout.group_names))
+
+    def scale(self, measurer: Measurer, coefficient: float) -> None:
+        """Multiply the gradients in place."""
+        self.own()
+        if not (self.as_planned and self.layout.plan.scale(coefficient)):
+            measurer.scale(self.batch, coefficient)
+        self.install()
+
+    def own(self) -> None:
+        """Give each parameter a gradient of its own, where a loop has given one to several or to many elements.
+
+        Whatever is about to change the gradients would otherwise change some of them twice.
+        """
+        batch = self.batch
+        others = () if self.as_planned else batch.others if isinstance(batch, Batch) else range(len(self.tensors))
+        given_twice = len(set(map(id, self.tensors))) < len(self.tensors)
+        if not (others or given_twice):
+            return
+        bad = {index for index in others if _is_expanded(self.tensors[index])}
+        if given_twice:
+            first: dict[int, int] = {}
+            bad |= {index for index, one in enumerate(self.tensors) if first.setdefault(id(one), index) != index}
+        if not bad:
+            return
+        for index in bad - self.stand_ins.keys():
+            param = self.layout.params[index]
+            assert param.grad is not None
+            grad = param.grad = param.grad.detach().clone(memory_format=torch.contiguous_format)
+            self.tensors[index] = torch.view_as_real(grad) if grad.is_complex() else grad
+        self._batch, self.as_planned = None, False
+
+    def install(self) -> None:
+        """Put what was measured in the place of the gradients that it stands for, since its values have changed."""
+        for index, grad in self.stand_ins.items():
+            self.layout.params[index].grad = grad
+
+    def count(self) -> Rows:
+        """Return for each group how many elements are in each bucket of a histogram."""
+        return count_elements(self.tensors, self.layout.group_of.tolist(), len(self.layout.group_names))
+
+
+class Foreseen(NamedTuple):
+    """How much an elementwise clipping would limit in each tensor here, with the sum of squares that it would leave.
+
+    `sums` are numbers by which the ranks decide together about what none of them can decide about alone.
+    """
+
+    rows: Rows
+    sums: Sequence[float] = ()
+
+
+Foresight = Callable[["SharedGradients", Moments], Foreseen]
+"""Tells from what this rank has measured what clipping is going to do."""
+
+
+class SharedGradients(Gradients):
+    """The parts of the gradients that this rank has, whose sums are those of all ranks.
+
+    Until it is measured it has a tensor for every parameter, then for those that have a gradient on any rank.
+    """
+
+    __slots__ = ("_has_gradient", "_lay_out", "_num_foreseen", "_positions", "deviations", "merged", "ranks")
+
+    def __init__(
+        self,
+        params: Sequence[nn.Parameter],
+        ranks: Ranks,
+        lay_out: Callable[[Sequence[int]], Layout],
+        only: Container[int] | None = None,
+    ) -> None:
+        add_up(params)
+        super().__init__(list(map(local_gradient, params)), lay_out(range(len(params))), {})
+        self.ranks, self._lay_out = ranks, lay_out
+        self._positions = np.arange(len(params))
+        wanted = [only is None or id(param) in only for param in params]
+        self._has_gradient = np.array([param.grad is not None for param in params]) & wanted
+        self.deviations: Deviations | None = None
+        self.merged: Merged
+        """What the last measurement has found over all ranks."""
+
+    def measure(
+        self,
+        measurer: Measurer,
+        *,
+        extra: NDArray[np.float64] | None = None,
+        loss: float | None = None,
+        ends: bool = True,
+        ends_if_nonfinite: bool = False,
+        spread: bool = False,
+        limited: Foresight | None = None,
+        tally: bool = False,
+        more: Sequence[float] = (),
+    ) -> Moments:
+        """Return the sums over all ranks, and leave what else was asked for in `merged`.
+
+        That are the sums of an extra number per parameter, the loss, how the ranks differ, what an elementwise
+        clipping is going to do, with `tally` the counts of a histogram for each group, and the sums of `more`. Without
+        `ends` the smallest and largest elements stay unknown, which saves a collective, unless some element is not
+        finite.
+        """
+        positions, layout = self._positions, self.layout
+        here, counts = self._look(measurer)
+        there, sizes = self._has_gradient[positions], np.zeros(len(self._has_gradient), dtype=np.int64)
+        counts = counts[there]
+        sizes[positions] = layout.sizes
+        tensors = list(compress(self.tensors, there))
+        foreseen = None if limited is None else limited(self, here)
+        self._num_foreseen = 0 if foreseen is None else len(foreseen.sums)
+        share = Share(
+            rows=here.rows[there],
+            present=positions[there],
+            counts=counts,
+            sizes=sizes,
+            around=lambda centres: sums_around(tensors, here.rows[there], counts, centres, here.exponent),
+            extra=np.zeros(len(self._has_gradient)) if extra is None else extra,
+            limited=None if foreseen is None else foreseen.rows[there],
+            tallies=self._tally() if tally else None,
+            more=more if foreseen is None else [*foreseen.sums, *more],
+            loss=loss,
+            ends=ends,
+            ends_if_nonfinite=ends_if_nonfinite,
+            spread=spread,
+            exponent=here.exponent,
+        )
+        self.merged = merged = self.ranks.merge(share)
+        rows = merged.rows[positions]
+        found = merge(rows, layout.group_of, len(layout.group_names))
+        moments = Moments(rows, *found, merged.exponent, has_ends=merged.has_ends)
+        if not merged.present[positions].all():
+            kept = np.flatnonzero(merged.present[positions])
+            self._narrow(kept)
+            moments = moments.of(kept)
+        self._recount()
+        centred, layout = merged.centred, self.layout
+        if centred is not None:
+            self.deviations = centred.deviations(self._positions, layout.group_of, len(layout.group_names))
+        return moments
+
+    def prepare(self, measurer: Measurer) -> None:
+        """Let the measurer sort the parts that are here, whose sizes are not those of the layout."""
+        self._batch = measurer.prepare(self.tensors)
+
+    def _look(self, measurer: Measurer) -> tuple[Moments, NDArray[np.int64]]:
+        """Return the sums and the element counts of what is here."""
+        layout = self.layout
+        counts = np.fromiter(map(Tensor.numel, self.tensors), np.int64, len(self.tensors))
+        return measurer.measure(self.batch, layout.group_of, len(layout.group_names)), counts
+
+    def own(self) -> None:
+        """Leave parts as they are: what made them gave each parameter its own."""
+
+    @property
+    def limited(self) -> NDArray[np.float64]:
+        """Return what an elementwise clipping does over all ranks: how much it limits, and the squares it leaves."""
+        assert self.merged.limited is not None, "nobody has asked what a clipping would do"
+        found: NDArray[np.float64] = self.merged.limited[self._positions].sum(axis=0)
+        return found
+
+    @property
+    def foreseen(self) -> Sequence[float]:
+        """Return the sums of what the ranks decide about together."""
+        return self.merged.more[: self._num_foreseen]
+
+    @property
+    def more(self) -> Sequence[float]:
+        """Return the sums of the other numbers that came along."""
+        return self.merged.more[self._num_foreseen :]
+
+    def count(self) -> Rows:
+        """Return the same over all ranks, as it was counted while they were measured."""
+        return self.merged.tallies.reshape(len(self.layout.group_names), -1)
+
+    def _tally(self) -> Rows:
+        """Count what this rank has for each group, so that a sum over the ranks has each element once."""
+        counts = count_elements(self.tensors, range(len(self.tensors)), len(self.tensors))
+        counts[~self._has_gradient[self._positions]] = 0.0
+        groups = np.zeros((len(self.layout.group_names), counts.shape[1]))
+        np.add.at(groups, self.layout.group_of, self.ranks.once(counts, self._positions))
+        return groups
+
+    def _narrow(self, kept: NDArray[np.int64]) -> None:
+        """Leave out the parameters that have a gradient on no rank."""
+        if self.tensors:
+            self._batch, self.tensors = None, [self.tensors[index] for index in kept]
+        self._positions = self._positions[kept]
+        self.layout = self._lay_out(self._positions.tolist())
+
+    def _recount(self) -> None:
+        """Take the sizes that all ranks have together, where a parameter here knows only its own."""
+        if self.merged.counts is None:
+            return
+        counts = self.merged.counts[self._positions].tolist()
+        if counts != self.layout.counts:
+            self.layout.recount(counts)
+
+
+def _is_expanded(grad: Tensor) -> bool:
+    """Say whether several elements share their memory."""
+    if grad.layout is not torch.strided or grad.is_contiguous():
+        return False
+    return any(stride == 0 and size > 1 for stride, size in zip(grad.stride(), grad.shape, strict=True))

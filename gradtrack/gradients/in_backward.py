@@ -1,0 +1,131 @@
+"""Gradients that an optimizer uses up inside the backward pass, measured as they pass."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import nn
+
+from gradtrack.gradients.collected import Gradients, SharedGradients
+from gradtrack.gradients.distributed.shards import is_distributed, local_gradient
+from gradtrack.gradients.histograms import count_elements
+from gradtrack.gradients.measurer import Measurer
+from gradtrack.gradients.moments import WIDTH, Moments, Rows, empty_row, merge
+from gradtrack.gradients.parameters import ParameterTable
+
+_POWERS = np.array([1, 2, 1, 1, 0, 0, 0, 0])
+"""By which power of a scale each number of a row grows."""
+
+
+class PassedGradients(Gradients):
+    """What was measured of gradients that are gone by now: they can be reported, and no longer be changed."""
+
+    passed = True
+
+    def __init__(self, gradients: Gradients, rows: Rows) -> None:
+        super().__init__([], gradients.layout, {})
+        self._rows = rows
+
+    def measure_as_planned(self, measurer: Measurer) -> None:
+        """Leave it to `measure`, since there is nothing to look at."""
+
+    def prepare(self, measurer: Measurer) -> None:
+        """Prepare nothing, since there is nothing to look at."""
+
+    def measure(self, measurer: Measurer) -> Moments:
+        """Return the sums of the gradients as they passed."""
+        layout = self.layout
+        return Moments(self._rows, *merge(self._rows, layout.group_of, len(layout.group_names)))
+
+    def count(self) -> Rows:
+        """Count nothing, since nothing is left to be counted."""
+        return np.zeros((len(self.layout.group_names), 1))
+
+
+class PassedShards(SharedGradients):
+    """What was measured of the parts that this rank had of gradients, merged with what passed on the others.
+
+    What is sent has the size of what is sent of gradients that are there, with nothing to clip and nothing to count.
+    """
+
+    __slots__ = ("_counts", "_rows")
+    passed = True
+
+    def __init__(
+        self, table: ParameterTable, rows: Mapping[int, NDArray[np.float64]], counts: Mapping[int, int]
+    ) -> None:
+        assert table.ranks is not None
+        super().__init__(table.params, table.ranks, table.lay_out)
+        self.tensors = []
+        self._has_gradient = np.array([id(param) in rows for param in table.params])
+        self._rows = np.array([rows.get(id(param), empty_row()) for param in table.params])
+        self._counts = np.array([counts.get(id(param), 0) for param in table.params])
+
+    def _look(self, measurer: Measurer) -> tuple[Moments, NDArray[np.int64]]:
+        rows, layout = self._rows[self._positions], self.layout
+        return Moments(rows, *merge(rows, layout.group_of, len(layout.group_names))), self._counts[self._positions]
+
+    def _tally(self) -> Rows:
+        return count_elements([], [], len(self.layout.group_names))
+
+
+class Passing:
+    """Hooks that come before an optimizer's own and measure every gradient of a backward pass."""
+
+    def __init__(self, params: Sequence[nn.Parameter], measurer: Measurer) -> None:
+        itself, self._rows = weakref.ref(self), dict[int, NDArray[np.float64]]()
+        self._counts: dict[int, int] = {}
+        self._measurer, self._alone = measurer, np.zeros(1, dtype=np.int64)
+
+        def passes(param: nn.Parameter) -> None:
+            owner = itself()
+            if owner is not None and param.grad is not None:
+                owner._measure(param)
+
+        self._handles: list[Any] = []
+        for param in params:
+            handle: Any = param.register_post_accumulate_grad_hook(passes)  # type: ignore[no-untyped-call]
+            _put_first(param._post_accumulate_grad_hooks, handle.id)
+            self._handles.append(handle)
+
+    def _measure(self, param: nn.Parameter) -> None:
+        grad: Any = local_gradient(param) if is_distributed(param) else param.grad
+        moments = self._measurer.measure([grad], self._alone, 1)
+        self._rows[id(param)] = np.ldexp(moments.rows[0], moments.exponent * _POWERS)
+        self._counts[id(param)] = grad.numel()
+
+    def take(self, table: ParameterTable) -> Gradients:
+        """Return what has passed since the last time."""
+        rows, self._rows = self._rows, {}
+        if table.ranks is not None:
+            return PassedShards(table, rows, self._counts)
+        present = [index for index, param in enumerate(table.params) if id(param) in rows]
+        found = np.array([rows[id(table.params[index])] for index in present]).reshape(-1, WIDTH)
+        return PassedGradients(table.passed(present), found)
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+
+def _put_first(hooks: Any, number: int) -> None:
+    """Put a hook before all others; the engine goes by the order in which they came, so they come anew."""
+    items = sorted(hooks.items(), key=lambda item: item[0] != number)
+    hooks.clear()
+    hooks.update(items)
+
+
+def step_in_backward(params: Sequence[nn.Parameter]) -> bool:
+    """Say whether optimizers are known to step inside the backward pass."""
+    return any(hasattr(param, "_in_backward_optimizers") for param in params)
+
+
+def may_step_in_backward(params: Sequence[nn.Parameter]) -> bool:
+    """Say whether somebody has hooked the accumulation of gradients, of which then none is left."""
+    return all(param.grad is None for param in params) and any(param._post_accumulate_grad_hooks for param in params)

@@ -1,0 +1,150 @@
+"""Chooses the engine that measures and scales gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gradtrack.errors import MissingExtraError
+from gradtrack.gradients import torch_cpu, torch_device
+from gradtrack.gradients.moments import MAX, MIN, SMALLEST_FACTOR, SQUARES, WIDTH, Moments, Rows, merge
+
+EngineName = Literal["auto", "torch", "native"]
+
+
+class Batch:
+    """The tensors of one step, sorted by the engine that covers them, and where the native engine finds them."""
+
+    __slots__ = ("native", "others", "plan", "table", "tensors")
+
+    def __init__(
+        self, tensors: Sequence[Tensor], native: Sequence[int], others: Sequence[int], table: Any, plan: Any = None
+    ) -> None:
+        self.tensors, self.native, self.others, self.table = tensors, native, others, table
+        self.plan = plan
+        """What `prepare` may be given with further tensors of the same sizes."""
+
+    @property
+    def native_tensors(self) -> Sequence[Tensor]:
+        """Return what the native engine covers."""
+        return [self.tensors[index] for index in self.native] if self.others else self.tensors
+
+    @property
+    def other_tensors(self) -> Sequence[Tensor]:
+        """Return what is left to torch."""
+        return [self.tensors[index] for index in self.others] if self.native else self.tensors
+
+
+class Measurer:
+    """Measures gradients in one pass: with the native engine what it covers, with torch the rest."""
+
+    def __init__(self, engine: EngineName = "auto") -> None:
+        self._torch = TorchEngine()
+        self.use(engine)
+
+    def use(self, engine: EngineName) -> None:
+        """Measure with another engine from now on."""
+        self.native: Any = None if engine == "torch" else _native(required=engine == "native")
+        """The engine of plans that may be used; None where there is none."""
+        self.engine = engine
+
+    def prepare(self, tensors: Sequence[Tensor], plan: Any = None) -> Batch:
+        """Sort tensors by engine once, for the several calls of a step; `plan` is that of a batch of the same sizes."""
+        everything = range(len(tensors))
+        if self.native is None:
+            return Batch(tensors, (), everything, None)
+        if plan is not None and plan.engine is self.native and plan.fits(tensors):
+            return Batch(tensors, everything, (), plan.tabulate(tensors), plan)
+        if self.native.covers_all(tensors):
+            table = self.native.tabulate(tensors)
+            return Batch(tensors, everything, (), table, self.native.plan(tensors, table))
+        covered = [self.native.covers(tensor) for tensor in tensors]
+        native = [index for index, fits in enumerate(covered) if fits]
+        others = [index for index, fits in enumerate(covered) if not fits]
+        table = self.native.tabulate([tensors[index] for index in native]) if native else None
+        return Batch(tensors, native, others, table)
+
+    def measure(self, tensors: Sequence[Tensor] | Batch, group_of: NDArray[np.int64], num_groups: int) -> Moments:
+        """Return the sums of the gradients; measured again, rescaled, where squares leave the float64 range."""
+        batch = tensors if isinstance(tensors, Batch) else self.prepare(tensors)
+        moments = self._once(batch, group_of, num_groups, 0)
+        if moments.out_of_range():
+            low, high = moments.total[MIN], moments.total[MAX]
+            exponent = math.frexp(max(abs(low), abs(high)))[1]
+            moments = self._once(batch, group_of, num_groups, exponent)
+        return moments
+
+    def scale(self, tensors: Sequence[Tensor] | Batch, coefficient: float) -> None:
+        """Multiply every gradient in place."""
+        batch = tensors if isinstance(tensors, Batch) else self.prepare(tensors)
+        if 0 < coefficient < SMALLEST_FACTOR:
+            self.scale(batch, SMALLEST_FACTOR)
+            coefficient /= SMALLEST_FACTOR
+        if batch.native:
+            self.native.scale(batch.native_tensors, coefficient, table=batch.table)
+        if batch.others:
+            self._torch.scale(batch.other_tensors, coefficient)
+
+    def _once(self, batch: Batch, group_of: NDArray[np.int64], num_groups: int, exponent: int) -> Moments:
+        if not batch.native:
+            return Moments(*self._torch.measure(batch.tensors, group_of, num_groups, exponent=exponent), exponent)
+        measure, table = self.native.measure, batch.table
+        if not batch.others:
+            found = measure(batch.tensors, group_of, num_groups, exponent=exponent, table=table)
+            rows, group_rows, total, one_sided = found
+            return Moments(rows, group_rows, total, exponent, one_sided=one_sided)
+        rows = np.empty((len(batch.tensors), WIDTH))
+        groups = group_of[batch.native]
+        rows[batch.native] = measure(batch.native_tensors, groups, num_groups, exponent=exponent, table=table)[0]
+        others = group_of[batch.others]
+        rows[batch.others] = self._torch.measure(batch.other_tensors, others, num_groups, exponent=exponent)[0]
+        return Moments(rows, *merge(rows, group_of, num_groups), exponent)
+
+
+def _native(*, required: bool) -> object:
+    try:
+        from gradtrack.gradients.native.engine import NativeEngine
+    except ImportError as fault:
+        if required:
+            raise MissingExtraError("engine 'native'", "numba", "native") from fault
+        return None
+    return NativeEngine()
+
+
+class TorchEngine:
+    """Measures on the CPU in pieces that stay in the cache, and elsewhere with one read at the end."""
+
+    name = "torch"
+
+    def measure(
+        self, grads: Sequence[Tensor], group_of: NDArray[np.int64], num_groups: int, *, exponent: int = 0
+    ) -> tuple[Rows, Rows, list[float]]:
+        """Return the rows of the tensors, of the groups and of everything."""
+        rows = np.zeros((len(grads), 8))
+        here = [index for index, grad in enumerate(grads) if grad.is_cpu]
+        rows[here] = torch_cpu.measure([grads[index] for index in here], exponent)
+        for device in dict.fromkeys(grad.device for grad in grads if not grad.is_cpu):
+            there = [index for index, grad in enumerate(grads) if grad.device == device]
+            rows[there] = self._read([grads[index] for index in there], exponent)
+        return rows, *merge(rows, group_of, num_groups)
+
+    def scale(self, grads: Sequence[Tensor], coefficient: float | Tensor) -> None:
+        """Multiply every tensor in place."""
+        if grads:
+            torch._foreach_mul_(list(grads), coefficient)
+
+    def _read(self, grads: Sequence[Tensor], exponent: int) -> Rows:
+        """Measure tensors of one device, and those with non-finite elements a second time."""
+        if exponent:
+            grads = [grad * 2.0 ** (-exponent // 2) * 2.0 ** (-exponent - -exponent // 2) for grad in grads]
+        rows: Rows = torch_device.measure(grads, exact=False).cpu().double().numpy()
+        bad = [int(index) for index in np.flatnonzero(~np.isfinite(rows[:, : SQUARES + 1]).all(axis=1))]
+        if bad:
+            rows[bad] = torch_device.measure([grads[index] for index in bad], exact=True).cpu().double().numpy()
+        return rows

@@ -1,0 +1,1 @@
+"""The native engine: gradients in the memory of the CPU, measured and scaled by compiled loops."""

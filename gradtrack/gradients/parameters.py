@@ -1,0 +1,161 @@
+"""The parameters of a model by name and group."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping, Sequence
+from itertools import chain, repeat
+from operator import attrgetter, is_, is_not
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from gradtrack.errors import UsageError
+from gradtrack.gradients.collected import Gradients, SharedGradients
+from gradtrack.gradients.distributed.merge import Ranks
+from gradtrack.gradients.distributed.shards import group_of_modules, is_distributed, replicated_params, unwrapped
+from gradtrack.gradients.groups import Layout, assign_groups
+
+_grad = attrgetter("grad")
+_requires_grad = attrgetter("requires_grad")
+_layout = attrgetter("layout")
+_values = dict.values
+_DENSE: Final = frozenset({torch.strided})
+_LAST: Final = (object(),)
+"""What comes after the modules and parameters that there are."""
+
+
+class ParameterTable:
+    """The trainable parameters of a model by name and group, each once, with the other names of tied ones.
+
+    With a process group the gradients are those of all its ranks, also where nothing about a tensor says so. The
+    parameters with the ids in `elsewhere` are left to another table.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        patterns: Mapping[str, str] | None = None,
+        process_group: Any = None,
+        *,
+        elsewhere: Container[int] = (),
+    ) -> None:
+        wrapped, model = list(model.modules()), unwrapped(model)
+        self._modules = list(model.modules())
+        # A ScriptModule has wrappers in their place, made anew on every call, and cannot change its parts.
+        plain = [module for module in self._modules if not isinstance(module, torch.jit.ScriptModule)]
+        self._dicts: list[dict[str, Any]] = [module._modules for module in plain]
+        self._dicts += [module._parameters for module in plain]
+        self._parts = [*chain.from_iterable(map(_values, self._dicts)), *_LAST]
+        by_id: dict[int, str] = {}
+        self.aliases: dict[str, list[str]] = {}
+        everything: list[nn.Parameter] = []
+        for name, param in model.named_parameters(remove_duplicate=False):
+            if id(param) in by_id:
+                self.aliases.setdefault(by_id[id(param)], []).append(name)
+            else:
+                by_id[id(param)] = name
+                everything.append(param)
+        self.everything = everything
+        self._trainable = [param.requires_grad for param in everything]
+        self.params = [param for param in everything if param.requires_grad and id(param) not in elsewhere]
+        self.names = [by_id[id(param)] for param in self.params]
+        self._has_complex = any(param.is_complex() for param in self.params)
+        self.frozen = [by_id[id(param)] for param in everything if not param.requires_grad]
+        self.patterns = patterns
+        groups = assign_groups(model, self.names, patterns or {})
+        self.group_names = list(dict.fromkeys(groups))
+        index = {name: position for position, name in enumerate(self.group_names)}
+        self.group_of = np.array([index[group] for group in groups], dtype=np.int64)
+        self.ranks: Ranks | None = None
+        """The ranks that share the parameters, where any of them is a DTensor or there is a group that does."""
+        group = process_group if process_group is not None else group_of_modules(wrapped)
+        if self.params and (group is not None or self.has_dtensors):
+            self.ranks = Ranks(self.params, group, replicas=replicated_params(wrapped))
+        self._layout: Layout | None = None
+        self._present: Sequence[int] = ()
+        self._everything = list(range(len(self.params)))
+
+    @property
+    def has_dtensors(self) -> bool:
+        """Whether any parameter is a DTensor now: between its passes FSDP2 has whole ones in their place."""
+        return any(map(is_distributed, self.params))
+
+    def stale(self) -> bool:
+        """Whether a parameter was added, removed, replaced, frozen or set free since the table was made."""
+        if not all(map(is_, chain(chain.from_iterable(map(_values, self._dicts)), _LAST), self._parts)):
+            return True
+        return list(map(_requires_grad, self.everything)) != self._trainable
+
+    def gradients(self, only: Container[int] | None = None) -> Gradients:
+        """Collect the gradients that the parameters have now; with `only`, those of the parameters with these ids."""
+        if self.ranks is not None:
+            return SharedGradients(self.params, self.ranks, self.lay_out, only)
+        found = list(map(_grad, self.params))
+        present: Sequence[int] = self._everything
+        if only is not None or not all(map(is_not, found, repeat(None))):
+            present = [index for index, grad in enumerate(found) if grad is not None]
+            if only is not None:
+                present = [index for index in present if id(self.params[index]) in only]
+        layout = self._layout if self._layout is not None and present is self._present else self.lay_out(present)
+        tensors = found if len(present) == len(found) else [found[index] for index in present]
+        if not self._has_complex and _DENSE.issuperset(map(_layout, tensors)):
+            return Gradients(tensors, layout, {})
+        return self._unusual(tensors, layout)
+
+    def resize(self, grads: Gradients) -> None:
+        """Take the sizes of parameters anew that were given data of another shape."""
+        self._layout = None
+        grads.layout = self.lay_out(self._present)
+
+    def passed(self, present: Sequence[int]) -> Gradients:
+        """Return gradients of the parameters at these positions that are not there any more."""
+        return Gradients([], self.lay_out(present), {})
+
+    def lay_out(self, present: Sequence[int]) -> Layout:
+        """Return the layout of the gradients of the parameters at these positions."""
+        if self._layout is None or present != self._present:
+            self._layout, self._present = self._lay_out_anew(present), present
+        return self._layout
+
+    def _lay_out_anew(self, present: Sequence[int]) -> Layout:
+        there = set(present)
+        return Layout(
+            [self.names[index] for index in present],
+            [self.params[index] for index in present],
+            [_count(self.params[index]) for index in present],
+            self.group_of[list(present)],
+            self.group_names,
+            [name for index, name in enumerate(self.names) if index not in there],
+        )
+
+    def _unusual(self, tensors: Sequence[Tensor], layout: Layout) -> Gradients:
+        touched: dict[str, int] = {}
+        dense: list[Tensor] = []
+        stand_ins: dict[int, Tensor] = {}
+        for index, grad in enumerate(tensors):
+            if grad.layout is not torch.strided:
+                stand_ins[index] = _coalesced(grad)
+                grad = stand_ins[index]._values()
+                touched[layout.names[index]] = grad.shape[0]
+            elif grad.is_conj():  # autograd leaves one where a model takes the conjugate of a parameter
+                grad = stand_ins[index] = grad.resolve_conj()
+            dense.append(torch.view_as_real(grad) if grad.is_complex() else grad)
+        counts = [grad.numel() for grad in dense]
+        if counts != layout.counts:
+            layout = Layout(layout.names, layout.params, counts, layout.group_of, layout.group_names, layout.missing)
+        return Gradients(dense, layout, touched, stand_ins)
+
+
+def _count(param: Tensor) -> int:
+    return param.numel() * (2 if param.is_complex() else 1)
+
+
+def _coalesced(grad: Tensor) -> Tensor:
+    """Return a sparse gradient with one value for each touched place."""
+    if grad.layout is not torch.sparse_coo:
+        raise UsageError(
+            f"gradient layout {grad.layout}: expected strided or sparse_coo. Make the gradient dense first."
+        )
+    return grad.coalesce()

@@ -1,0 +1,148 @@
+"""Sums about a centre, which keep a variance that is next to nothing beside the mean, in one process and over ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gradtrack.gradients.moments import MAX, MIN, NAN, SQUARES, SUM, Rows
+from gradtrack.gradients.torch_cpu import flat
+from gradtrack.gradients.torch_device import WITHOUT_FLOAT64
+
+_HIDDEN: Final = 1e-6
+"""A variance below this share of the mean square has lost more than six of its sixteen digits."""
+_PIECE: Final = 1 << 20
+Floats = NDArray[np.float64]
+
+
+class Deviations(NamedTuple):
+    """Sums of squared deviations from the mean, in the units of the moments: of tensors, groups and everything."""
+
+    rows: Floats
+    groups: Floats
+    total: float
+
+
+class Centred(NamedTuple):
+    """Parameters by centres near their means: what these are off by, the squared deviations and the finite elements."""
+
+    centres: Floats
+    shifts: Floats
+    squares: Floats
+    counts: Floats
+
+    def deviations(self, positions: NDArray[np.int64], group_of: NDArray[np.int64], num_groups: int) -> Deviations:
+        """Return the deviations of the parameters at these positions and of their groups."""
+        return merge_deviations(Centred(*(values[positions] for values in self)), group_of, num_groups)
+
+
+def is_hidden(total: Any, squares: Any, count: Any) -> Any:
+    """Say whether a sum and a sum of squares have a variance that is next to nothing beside the mean's square."""
+    return total * total > (1.0 - _HIDDEN) * count * squares
+
+
+def hides(rows: Rows, counts: NDArray[Any]) -> NDArray[np.bool_]:
+    """Say which rows have such a variance."""
+    with np.errstate(over="ignore"):
+        found: NDArray[np.bool_] = is_hidden(rows[:, SUM], rows[:, SQUARES], counts)
+    return found
+
+
+def centres_between(lows: Floats, highs: Floats) -> Floats:
+    """Return a centre of what lies between these ends, 0 unless it all lies on one side of zero and close together.
+
+    Only there can the mean hide the variance: an element at half the mean makes it a share of one in four times the
+    number of elements at least.
+    """
+    near, far = np.minimum(np.abs(lows), np.abs(highs)), np.maximum(np.abs(lows), np.abs(highs))
+    close = (lows <= highs) & (np.sign(lows) == np.sign(highs)) & (far / 2 <= near)
+    with np.errstate(invalid="ignore"):
+        return np.where(close, np.where(lows == highs, lows, lows / 2 + highs / 2), 0.0)
+
+
+def sums_around(tensors: Sequence[Tensor], rows: Rows, counts: NDArray[Any], centres: Floats, exponent: int) -> Floats:
+    """Return the sum of the elements and of their squares once a centre is taken from each, in the units of the rows.
+
+    A tensor is read again only where its mean hides its variance, and where it is still there.
+    """
+    found, finite = rows[:, [SUM, SQUARES]], counts - rows[:, NAN:].sum(axis=1)
+    hidden = hides(rows, finite)
+    for index in np.flatnonzero(centres).tolist():
+        row, count, center = rows[index], finite[index], float(np.ldexp(centres[index], -exponent))
+        if row[MIN] == row[MAX]:
+            apart = row[MIN] - center
+            found[index] = count * apart, count * apart * apart
+        elif hidden[index] and tensors:
+            found[index] = deviations_from(tensors[index], center, exponent)
+        else:
+            squares = row[SQUARES] - center * (2 * row[SUM] - count * center)
+            found[index] = row[SUM] - count * center, max(squares, 0.0)
+    return found
+
+
+def take_back(rows: Rows, centres: Floats, counts: Floats) -> Centred:
+    """Make of sums about centres, in place, the sums themselves; return what they tell of the deviations."""
+    number = np.maximum(counts, 1.0)
+    shifts = rows[:, SUM] / number
+    squares = np.maximum(rows[:, SQUARES] - rows[:, SUM] * shifts, 0.0)
+    rows[:, SQUARES] += centres * (2 * rows[:, SUM] + counts * centres)
+    rows[:, SUM] += counts * centres
+    return Centred(centres, shifts, squares, counts)
+
+
+def deviations_around(
+    rows: Rows,
+    positions: Sequence[int],
+    around: Floats,
+    sizes: NDArray[np.int64],
+    groups: tuple[NDArray[np.int64], int],
+) -> Deviations | None:
+    """Return the deviations where the tensors at some positions were read about centres, None where none has one.
+
+    `around` has the centre of each of them, the sum about it and that of the squares.
+    """
+    if not around[:, 0].any():
+        return None
+    counts = sizes - rows[:, NAN:].sum(axis=1)
+    shifted, centres = rows.copy(), np.zeros(len(rows))
+    centres[positions] = around[:, 0]
+    shifted[positions, SUM], shifted[positions, SQUARES] = around[:, 1], around[:, 2]
+    return merge_deviations(take_back(shifted, centres, counts), *groups)
+
+
+def merge_deviations(parts: Centred, group_of: NDArray[np.int64], num_groups: int) -> Deviations:
+    """Add up the deviations of tensors and those of their means, each mean as a difference to a middle one."""
+    middle = float(parts.centres[np.argmax(parts.counts)]) if len(parts.counts) else 0.0
+    apart = (parts.centres - middle) + parts.shifts
+    groups = _together(parts, apart, group_of, num_groups)
+    return Deviations(parts.squares, groups, float(_together(parts, apart, np.zeros_like(group_of), 1)[0]))
+
+
+def _together(parts: Centred, means: Floats, group_of: NDArray[np.int64], num_groups: int) -> Floats:
+    """Return the squared deviations of groups from those of their parts."""
+    counts = parts.counts
+    sizes: Floats = np.maximum(np.bincount(group_of, counts, num_groups), 1.0)
+    middles = np.bincount(group_of, counts * means, num_groups) / sizes
+    between = counts * (means - middles[group_of]) ** 2
+    return np.bincount(group_of, parts.squares + between, num_groups).astype(np.float64, copy=False)
+
+
+def deviations_from(grad: Tensor, center: float, exponent: int) -> tuple[float, float]:
+    """Return the sum of the finite elements' deviations from a center, and of their squares."""
+    wide = torch.float32 if grad.device.type in WITHOUT_FLOAT64 else torch.float64
+    first, second = 0.0, 0.0
+    for piece in torch.split(flat(grad.detach()), _PIECE):
+        values = piece.to(wide)
+        if exponent:  # in two halves, since 2**-exponent itself may be out of range
+            half = -exponent // 2
+            values = values * math.ldexp(1.0, half) * math.ldexp(1.0, -exponent - half)
+        values = torch.where(values.isfinite(), values - center, 0.0)
+        first += float(values.sum())
+        second += float(torch.dot(values, values))
+    return first, second

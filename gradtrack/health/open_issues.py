@@ -1,0 +1,147 @@
+"""The issues that are open, by what they are about; causes before their consequences."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from gradtrack.analyzers.base import OFTEN_EVERY, OFTEN_UNTIL
+from gradtrack.reports import Issue, IssueSeverity, IssueType
+
+MOST: Final = 5
+"""A diagnosis that names everything names nothing."""
+
+T = IssueType
+_CAUSES: Final[dict[IssueType, tuple[IssueType, ...]]] = {
+    T.NUMERICAL: (T.EXPLODING, T.SUPERCRITICAL, T.LR_TOO_HIGH, T.UNSTABLE),
+    T.EXPLODING: (T.SUPERCRITICAL, T.LR_TOO_HIGH, T.STALE_GRAD, T.UNSTABLE),
+    T.UNSTABLE: (T.STALE_GRAD, T.LR_TOO_HIGH, T.SUPERCRITICAL, T.ROTATION),
+    T.LR_TOO_HIGH: (T.STALE_GRAD, T.ROTATION, T.SUPERCRITICAL),
+    T.DEAD: (T.LR_TOO_HIGH, T.EXPLODING),
+    T.SATURATION: (T.LR_TOO_HIGH, T.EXPLODING),
+    T.VANISHING: (
+        *(T.DEAD, T.SATURATION, T.BOTTLENECK, T.RANK_COLLAPSE, T.SHORT_MEMORY, T.ATTN_ENTROPY_COLLAPSE),
+        *(T.EXPLODING, T.LR_TOO_HIGH),
+    ),
+    T.SHORT_MEMORY: (T.EXPLODING, T.LR_TOO_HIGH),
+    T.BOTTLENECK: (T.DEAD, T.SATURATION),
+    T.GRAD_IMBALANCE: (T.EXPLODING, T.VANISHING, T.SUPERCRITICAL, T.DEAD),
+    T.CLIP_SATURATED: (T.EXPLODING, T.SUPERCRITICAL, T.LR_TOO_HIGH, T.STALE_GRAD),
+    T.LR_TOO_LOW: (T.VANISHING, T.UNCHANGED, T.DEAD, T.SATURATION, T.CLIP_SATURATED, T.DISCONNECTED),
+    T.ENTROPY_COLLAPSE: (T.LR_TOO_HIGH, T.STALE_GRAD),
+    T.ATTN_ENTROPY_COLLAPSE: (T.LR_TOO_HIGH,),
+    T.RANK_COLLAPSE: (T.LR_TOO_HIGH,),
+    T.HEAD_REDUNDANCY: (T.RANK_COLLAPSE, T.ATTN_ENTROPY_COLLAPSE),
+    T.LOW_EFFECTIVE_RANK: (T.SUPERCRITICAL, T.SHORT_MEMORY, T.DEAD, T.SATURATION),
+    T.INSUFFICIENT_EXPLORATION: (T.ENTROPY_COLLAPSE,),
+    T.LOW_ACTION_STD: (T.ENTROPY_COLLAPSE,),
+}
+
+_STATES: Final = (T.DEAD, T.SATURATION, T.BOTTLENECK)
+
+
+def order(issues: Sequence[Issue], most: int = MOST) -> list[Issue]:
+    """Return the issues, each once: the causes first, by severity and confidence, then what follows from them."""
+    merged = _once(issue for issue in issues if issue.severity > IssueSeverity.INFO)
+    explained = [_explain(issue, merged) for issue in merged]
+    explained.sort(key=lambda issue: (issue.explained_by is not None, -_weight(issue), issue.step))
+    return _varied(explained)[:most]
+
+
+def _varied(issues: Sequence[Issue]) -> list[Issue]:
+    """Put the first issue of every type before the second of any."""
+    seen: Counter[IssueType] = Counter()
+    places = []
+    for issue in issues:
+        places.append(seen[issue.issue_type])
+        seen[issue.issue_type] += 1
+    return [issue for _, issue in sorted(zip(places, issues, strict=True), key=lambda pair: pair[0])]
+
+
+def _once(issues: object) -> list[Issue]:
+    """Keep of several issues of one type at one layer the most severe."""
+    best: dict[str, Issue] = {}
+    for issue in issues:  # type: ignore[attr-defined]
+        known = best.get(issue.key)
+        if known is None or _weight(issue) > _weight(known):
+            best[issue.key] = issue
+    return list(best.values())
+
+
+def _explain(issue: Issue, others: Sequence[Issue]) -> Issue:
+    if issue.explained_by is not None:
+        return issue
+    for cause in _CAUSES.get(issue.issue_type, ()):
+        for other in others:
+            if other.issue_type is cause and other.explained_by is None and _seen_from(other) <= issue.step:
+                return issue.model_copy(update={"explained_by": other.key})
+    return issue
+
+
+def _seen_from(cause: Issue) -> int:
+    """Return the step by which a cause was there: the states of units are judged one sample later than what follows."""
+    if cause.issue_type not in _STATES:
+        return cause.step
+    return cause.step - (OFTEN_EVERY if cause.step <= OFTEN_UNTIL else OFTEN_UNTIL)
+
+
+def _weight(issue: Issue) -> float:
+    return list(IssueSeverity).index(issue.severity) + issue.confidence
+
+
+_HARMFUL = (IssueType.NUMERICAL, IssueType.EXPLODING)
+
+
+class Ledger:
+    """The open issues of a pair, by type and layer."""
+
+    def __init__(self) -> None:
+        self._open: dict[str, IssueSeverity] = {}
+        self._harm: dict[IssueType, Issue] = {}
+
+    @property
+    def harm(self) -> list[Issue]:
+        """Return the first issue of each type that does harm even where it is over."""
+        return list(self._harm.values())
+
+    def remember(self, issues: Sequence[Issue]) -> None:
+        """Keep what does harm of the issues that the rules find on one step."""
+        for issue in issues:
+            if issue.issue_type in _HARMFUL and issue.severity >= IssueSeverity.HIGH:
+                self._harm.setdefault(issue.issue_type, issue)
+
+    def update(self, issues: Sequence[Issue]) -> tuple[list[Issue], bool]:
+        """Take the issues of one step; return those that have opened, and whether anything changed at all."""
+        if not (issues or self._open):
+            return [], False
+        now = {issue.key: issue.severity for issue in issues}
+        if now == self._open:
+            return [], False
+        opened = [issue for issue in issues if issue.key not in self._open]
+        self._open = now
+        return opened, True
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the open issues and those that did harm, as plain data."""
+        opened = {key: severity.value for key, severity in self._open.items()}
+        return {"open": opened, "harm": [issue.model_dump(mode="json") for issue in self.harm]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` returned."""
+        harm = [Issue.model_validate(issue) for issue in state.get("harm", ())]
+        self._open = {key: IssueSeverity(value) for key, value in state.get("open", {}).items()}
+        self._harm = {issue.issue_type: issue for issue in harm}
+
+
+def unmuted(issues: list[Issue], mute: Sequence[str]) -> list[Issue]:
+    """Leave out issues whose type, layer (by regex) or TYPE:layer is muted."""
+    return [issue for issue in issues if not any(_mutes(entry, issue) for entry in mute)] if mute else issues
+
+
+def _mutes(entry: str, issue: Issue) -> bool:
+    kind, _, layer = entry.partition(":")
+    if kind.upper() == issue.issue_type.value:
+        return not layer or re.search(layer, issue.layer) is not None
+    return bool(issue.layer) and re.search(entry, issue.layer) is not None

@@ -1,0 +1,56 @@
+"""Who clips, and which trackers are used, where a framework runs the training."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from gradtrack import registry
+from gradtrack.config import GradientConfig, explicit
+from gradtrack.step.unused_settings import CLIPPING, changed_settings
+from gradtrack.support.interrupts import process_rank
+
+_logger = logging.getLogger("gradtrack")
+Source = GradientConfig | Mapping[str, Any] | str | Path | None
+_CLIPPING: Final = {"enable_gradient_clipping", "max_grad_norm", "clip_type", "adaptive_clipping"}
+_ACTION: Final = {"nonfinite_action", "replace_nan_with", "replace_inf_with"}
+
+
+def wants_clipping(config: GradientConfig) -> bool:
+    """Say whether the user has asked gradtrack itself to clip."""
+    return config.enable_gradient_clipping and bool(config.model_fields_set & _CLIPPING)
+
+
+def only_measuring(config: GradientConfig, *, clips: str = "") -> GradientConfig:
+    """Return the configuration without clipping; non-finite gradients are left alone unless an action was chosen.
+
+    Where the framework clips, `clips` says so for the settings of our own clipping, which have no effect then.
+    """
+    values = explicit(config)
+    watching = {} if config.model_fields_set & _ACTION else {"nonfinite_action": "report"}
+    if clips:
+        changed = changed_settings(config)
+        for name in CLIPPING if process_rank() == 0 else ():
+            if name in changed:
+                _logger.warning("%s=%r has no effect: %s", name, values[name], clips)
+        values = {name: value for name, value in values.items() if name not in CLIPPING}
+    return GradientConfig(**{**values, **watching, "enable_gradient_clipping": False})
+
+
+def joined(
+    config: GradientConfig, defaults: Sequence[str], join: Callable[[str], Mapping[str, Any] | None]
+) -> GradientConfig:
+    """Return the configuration with its backends in the framework's own runs.
+
+    Without any backends in it, `defaults` are taken. `join` gives the options that lead a backend, which is named
+    without options, into the framework's run.
+    """
+    specs: list[Any] = list(config.backends) if "backends" in config.model_fields_set else list(defaults)
+    found = []
+    for spec in specs:
+        named = registry.split_spec(spec, "backend")
+        options = join(named[0]) if named is not None and not named[1] else None
+        found.append(spec if named is None or not options else {"name": named[0], **options})
+    return GradientConfig.load(config, backends=found)

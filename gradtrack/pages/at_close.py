@@ -1,0 +1,62 @@
+"""What a run leaves in its directory when it ends: how it ended, pictures, and the report."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+
+from gradtrack.delivery.run_files import RUN_END, RunEnd, note_files
+from gradtrack.reports import GradientStatistics, StepReport
+from gradtrack.support.interrupts import pass_on
+
+_logger = logging.getLogger("gradtrack")
+
+
+def save_run_end(directory: Path, end: RunEnd) -> list[Path]:
+    """Write how the run ended."""
+    return _contained("how the run ended", lambda: end.save(directory / RUN_END))
+
+
+def save_pictures(
+    directory: Path, reports: Sequence[StepReport], statistics: Sequence[GradientStatistics]
+) -> list[Path]:
+    """Draw what the reports hold, where matplotlib is there."""
+    if not reports or find_spec("matplotlib") is None:
+        return []
+    from gradtrack.pages.pictures import pictures_of
+
+    try:
+        pictures = pictures_of(reports, statistics, directory=directory)
+    except Exception as fault:
+        pass_on(fault)
+        _logger.warning("no picture could be drawn; the training is not affected", exc_info=True)
+        return []
+    return [path for name, draw in pictures.items() for path in _contained(name, partial(draw, directory / name))]
+
+
+def save_page(directory: Path, pictures: Sequence[Path] = ()) -> list[Path]:
+    """Write the report of the run, with what only its pictures show."""
+    from gradtrack.pages.html import write_html_report
+    from gradtrack.pages.run_data import load_run
+
+    if not any(directory.glob("journal-*.jsonl")):
+        return []  # nothing was recorded, which the run has said by itself
+    return _contained("the report", lambda: write_html_report(load_run(directory), pictures=pictures))
+
+
+def save_names(directory: Path, run_id: str, paths: Sequence[Path]) -> list[Path]:
+    """Write down which of the files are the run's, for the trackers that show them."""
+    return _contained("the list of files", lambda: note_files(directory, run_id, paths))
+
+
+def _contained(what: str, write: Callable[[], Path]) -> list[Path]:
+    """Write a file; one that fails is logged and left out, since it must not end a training."""
+    try:
+        return [write()]
+    except Exception as fault:
+        pass_on(fault)
+        _logger.warning("%s could not be written; the training is not affected", what, exc_info=True)
+        return []

@@ -1,0 +1,327 @@
+"""The data of charts: curves, marks and bands, thinned to what a page can show."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradtrack import registry
+from gradtrack.pages.heat_map import HeatMap, heat_of
+from gradtrack.pages.issues import IssueHistory
+from gradtrack.pages.run_data import RunData, Track
+from gradtrack.records import Metric
+
+_TOLD: Final = 4
+
+
+def explain(lines: Sequence[tuple[str, str]]) -> str:
+    """Say what the lines of a chart are, each given by its name and its metric; nothing where that is not known."""
+    known = {meaning: name for name, metric in reversed(lines) if (meaning := meaning_of(metric))}
+    told = [(name, meaning) for meaning, name in reversed(known.items())]
+    if len(told) == 1:
+        return told[0][1]
+    return " ".join(f"{name}: {meaning}" for name, meaning in told) if len(told) <= _TOLD else ""
+
+
+@cache
+def meaning_of(metric: str) -> str:
+    """Return the sentence on a metric of an analyzer that is part of gradtrack; empty of any other."""
+    found = next((one for one in _described() if one.matches(metric)), None)
+    if found is None:
+        return ""
+    return f"{found.meaning.removesuffix('.')} ({found.unit})." if found.unit else found.meaning
+
+
+@cache
+def _described() -> tuple[Metric, ...]:
+    analyzers = [registry.analyzers.load(name) for name in registry.analyzers.builtin()]
+    return tuple(metric for analyzer in analyzers for metric in analyzer.report_type.described)
+
+
+@dataclass(frozen=True, slots=True)
+class Thinned:
+    """A line in buckets: the step in the middle of each, its median, and its smallest and largest value."""
+
+    steps: NDArray[Any]
+    median: NDArray[np.float64]
+    low: NDArray[np.float64]
+    high: NDArray[np.float64]
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether every bucket holds one value."""
+        return self.low is self.high
+
+
+def thin_out(steps: NDArray[Any], values: NDArray[np.float64], *, buckets: int) -> Thinned:
+    """Cut the finite values of a line into buckets of equal count; a short line stays as it is."""
+    finite = np.isfinite(values)
+    steps, values = steps[finite], values[finite]
+    if len(values) <= buckets:
+        return Thinned(steps, values, values, values)
+    edges = np.linspace(0, len(values), buckets + 1).astype(int)
+    parts = np.split(values, edges[1:-1])
+    return Thinned(
+        steps[(edges[:-1] + edges[1:]) // 2],
+        np.array([np.median(part) for part in parts]),
+        np.array([part.min() for part in parts]),
+        np.array([part.max() for part in parts]),
+    )
+
+
+_NUMBERS_PER_PAGE: Final = 60_000
+_LINES_PER_CHART: Final = 12
+_CHARTS_PER_SECTION: Final = 12
+_MARKS: Final = 200
+_LOST: Final = 60
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """One curve; `style` is solid, dashed or wide, and `lost` are the steps at which it is not a number."""
+
+    name: str
+    steps: NDArray[np.int64]
+    values: NDArray[np.float64]
+    style: str = "solid"
+    lost: Sequence[int] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chart:
+    """Lines that are drawn into one picture, and the section that it belongs to."""
+
+    title: str
+    lines: Sequence[Line]
+    section: str = "Training"
+    log_scale: bool = False
+    about: str = ""
+    events: Sequence[tuple[int, str, int]] = field(default_factory=tuple)
+    always: bool = False
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether there is a finite value to draw, or something to say where there is none."""
+        return self.always or any(np.isfinite(line.values).any() for line in self.lines)
+
+    def to_plain(self, *, buckets: int) -> dict[str, Any]:
+        """Return it as plain data, each line of at most so many points."""
+        return {
+            "title": self.title,
+            "section": self.section,
+            "log": self.log_scale,
+            "about": self.about,
+            "events": [list(event) for event in self.events],
+            "lines": [_plain_line(line, buckets) for line in self.lines],
+        }
+
+
+def charts_of(run: RunData) -> list[Chart | HeatMap]:
+    """Return every chart of a run that has something to show."""
+    found = [chart for track in run.tracks.values() for chart in _charts(track, run)]
+    return [chart for chart in found if isinstance(chart, HeatMap) or chart.is_wanted]
+
+
+def to_plain(charts: Sequence[Chart | HeatMap]) -> list[dict[str, Any]]:
+    """Return charts as plain data of bounded size: the more lines there are, the coarser each is."""
+    lines = sum(len(chart.lines) for chart in charts if isinstance(chart, Chart))
+    buckets = max(20, min(240, _NUMBERS_PER_PAGE // (4 * max(lines, 1))))
+    return [chart.to_plain() if isinstance(chart, HeatMap) else chart.to_plain(buckets=buckets) for chart in charts]
+
+
+def spans_decades(values: NDArray[np.float64]) -> bool:
+    """Tell whether a line is positive and falls or grows so far that only a log axis shows all of it."""
+    finite = values[np.isfinite(values)]
+    return bool(len(finite)) and bool(finite.min() > 0) and bool(finite.max() > 20 * finite.min())
+
+
+def events_of(issues: Sequence[tuple[IssueHistory, str]], source: str) -> list[tuple[int, str, int]]:
+    """Return where the issues of a pair opened, in the order of the steps, each with its number among all issues.
+
+    Each comes with what is told of it.
+    """
+    found = [
+        (start, told, number)
+        for number, (issue, told) in enumerate(issues, 1)
+        for start, _ in issue.spans
+        if issue.source == source
+    ]
+    return sorted(found)[:_MARKS]
+
+
+def _charts(track: Track, run: RunData) -> Iterator[Chart | HeatMap]:
+    events = events_of([(issue, issue.key) for issue in run.issues], track.name)
+    section = f"Training: {track.name}" if track.name else "Training"
+
+    def chart(title: str, lines: Sequence[Line], *, log_scale: bool = False, about: str = "") -> Chart:
+        return Chart(title=title, lines=lines, section=section, log_scale=log_scale, about=about, events=events)
+
+    loss = Line(name="loss", steps=track.steps, values=track.loss, lost=track.nan_losses())
+    is_recorded = bool(loss.lost) or bool(np.isinf(track.loss).any())
+    yield replace(chart("Loss", [loss], log_scale=spans_decades(track.loss)), always=is_recorded)
+    lost = track.nan_steps("train/grad_norm")
+    norms = [replace(_line(track, "train/grad_norm", "before clipping", style="wide"), lost=lost)]
+    norms += [_line(track, "train/grad_norm_clipped", "after clipping")]
+    norms += [_line(track, "train/grad_clip_threshold", "threshold", style="dashed")]
+    norm = chart(
+        "Gradient norm", norms, log_scale=True, about="Global L2 norm, unscaled; × and ∞ mark what is NaN or infinite."
+    )
+    yield replace(norm, always="train/grad_norm" in track.names)
+    yield chart(
+        "Clipping",
+        [
+            _line(track, "train/grad_clip_rate", "share of recent steps clipped"),
+            replace(
+                _line(track, "train/grad_clip_coef", "coefficient"),
+                values=np.where(
+                    # A step that was left out is not clipped, whatever its gradients were.
+                    track.column("train/grad_skipped") == 1.0,
+                    math.nan,
+                    track.column("train/grad_clip_coef"),
+                ),
+            ),
+        ],
+        about="A coefficient below 1 is how much a step was scaled down.",
+    )
+    bad = [_line(track, "train/grad_nan_count", "NaN"), _line(track, "train/grad_inf_count", "Inf")]
+    if any(np.nansum(line.values) > 0 for line in bad):
+        yield chart("Non-finite elements", bad)
+    yield chart("Variance", [_line(track, "train/grad_variance", "variance")], log_scale=True)
+    largest = Line(name="max", steps=track.steps, values=track.column("train/grad_max"))
+    smallest = Line(name="|min|", steps=track.steps, values=np.abs(track.column("train/grad_min")))
+    yield chart("Range", [largest, smallest], log_scale=True)
+    groups = _strongest(track, track.groups)
+    lines = [_line(track, f"train/grad_norm/{group}", group) for group in groups]
+    left = len(track.groups) - len(groups)
+    about = f"The strongest {len(groups)}; {left} more are below and in the table." if left else ""
+    if len(track.groups) > 1:
+        yield chart("Gradient norm of each group", lines, log_scale=True, about=about)
+    heat = heat_of(track, section=section, events=events)
+    if heat is not None:
+        yield heat
+    yield from _analyzer_charts(track, events)
+
+
+def _analyzer_charts(track: Track, events: Sequence[tuple[int, str, int]]) -> Iterator[Chart]:
+    """Draw the panels that analyzers declared, then the metrics that none of them names."""
+    rest = [name for name in track.names if not _is_own(name)]
+    tail = f": {track.name}" if track.name else ""
+    for panel in track.panels:
+        if all(map(_is_own, panel.metrics)):
+            continue
+        names = [name for wanted in panel.metrics for name in _matching(wanted, track.names)]
+        rest = [name for name in rest if name not in names]
+        section = panel.section.removesuffix(tail)
+        lines = [_line(track, name, name.removeprefix(f"{section}/")) for name in names[:_LINES_PER_CHART]]
+        stem = lines[0].name.partition("/")[0] if lines else ""
+        lines = _without_stem(lines, stem)
+        yield Chart(
+            title=panel.title,
+            lines=lines,
+            section=panel.section,
+            log_scale=panel.log_scale,
+            about=explain([(line.name, name) for line, name in zip(lines, names, strict=False)]),
+            events=events,
+        )
+    for (section, stem), names in list(_by_stem(rest).items()):
+        lines = [_line(track, name, name.removeprefix(f"{section}/")) for name in names[:_LINES_PER_CHART]]
+        title = _headed(stem if len(lines) > 1 else lines[0].name)
+        about = explain([(line.name, name) for line, name in zip(lines, names, strict=False)])
+        lines = _without_stem(lines, stem)
+        yield Chart(title=title, lines=lines, section=f"{section}{tail}", about=about, events=events)
+
+
+def _headed(name: str) -> str:
+    return f"{name[:1].upper()}{name[1:]}".replace("_", " ")
+
+
+def _is_own(metric: str) -> bool:
+    """Tell whether a metric is in the charts of the training."""
+    return metric.startswith("train/")
+
+
+def _matching(wanted: str, names: Sequence[str]) -> list[str]:
+    if wanted.endswith("/*"):
+        return [name for name in names if name.startswith(wanted[:-1])]
+    return [name for name in names if name == wanted]
+
+
+def _by_stem(names: Sequence[str]) -> dict[tuple[str, str], list[str]]:
+    """Gather metrics that are the same of several layers or groups, as many of each section as a page has room for."""
+    stems: dict[tuple[str, str], list[str]] = {}
+    for name in names:
+        section, _, rest = name.partition("/")
+        stems.setdefault((section, rest.partition("/")[0]), []).append(name)
+    found: dict[str, int] = {}
+    for section, stem in list(stems):
+        found[section] = found.get(section, 0) + 1
+        if found[section] > _CHARTS_PER_SECTION:
+            del stems[section, stem]
+    return stems
+
+
+def _without_stem(lines: Sequence[Line], stem: str) -> list[Line]:
+    """Leave out of the names what the title tells, where all of them begin with it."""
+    if len(lines) < 2 or not all(line.name.startswith(f"{stem}/") for line in lines):
+        return list(lines)
+    return [replace(line, name=line.name.removeprefix(f"{stem}/")) for line in lines]
+
+
+def _strongest(track: Track, groups: Sequence[str]) -> list[str]:
+    def median(group: str) -> float:
+        values = track.over_finite(f"train/grad_norm/{group}")
+        values = values[np.isfinite(values)]
+        return float(np.median(values)) if len(values) else -math.inf
+
+    kept = set(sorted(groups, key=median, reverse=True)[:_LINES_PER_CHART])
+    return [group for group in groups if group in kept]
+
+
+def _line(track: Track, metric: str, name: str, *, style: str = "solid") -> Line:
+    return Line(name=name, steps=track.steps, values=track.over_finite(metric), style=style)
+
+
+def _plain_line(line: Line, buckets: int) -> dict[str, Any]:
+    # A part takes as much room as two values.
+    count = len(line.steps) if len(line.steps) <= 2 * buckets else buckets
+    thinned = thin_out(line.steps, line.values, buckets=count)
+    infinite = line.steps[np.isinf(line.values)][:_MARKS]
+    digits = _digits_of(thinned.high, thinned.low)
+    plain = {
+        "name": line.name,
+        "style": line.style,
+        "x": thinned.steps.tolist(),
+        "y": _rounded(thinned.median, digits),
+        "bad": infinite.tolist(),
+    }
+    if line.lost:
+        plain["lost"] = _spread_out(line.lost)
+    if thinned.is_exact:
+        return plain
+    # The middle of the last bucket is not the last step.
+    ends = [int(line.steps[0]), int(line.steps[-1])]
+    return {**plain, "ends": ends, "low": _rounded(thinned.low, digits), "high": _rounded(thinned.high, digits)}
+
+
+def _spread_out(steps: Sequence[int]) -> list[int]:
+    """Keep as many steps as a chart has room for, the first and the last among them."""
+    kept = np.linspace(0, len(steps) - 1, min(len(steps), _LOST)).astype(int)
+    return [steps[index] for index in kept]
+
+
+def _digits_of(high: NDArray[np.float64], low: NDArray[np.float64]) -> int:
+    """Return how many digits tell the values of a line apart: the less they differ, the more it takes."""
+    if not len(high) or not (spread := float(high.max()) / 2 - float(low.min()) / 2):
+        return 4
+    largest = max(abs(float(high.max())), abs(float(low.min()))) / 2
+    return 4 + min(max(math.floor(math.log10(largest / spread)), 0), 8)
+
+
+def _rounded(values: NDArray[np.float64], digits: int) -> list[float]:
+    return [float(f"{value:.{digits}g}") for value in values.tolist()]

@@ -1,0 +1,378 @@
+"""Two runs side by side: curves, numbers, groups, settings, and the issues that appeared or went."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from gradtrack.delivery.run_files import write_atomically
+from gradtrack.pages.charts import Chart, Line, events_of, meaning_of, spans_decades
+from gradtrack.pages.heat_map import HeatMap, heat_of, on_one_scale
+from gradtrack.pages.html import fill, issue_cards
+from gradtrack.pages.issues import IssueHistory
+from gradtrack.pages.run_data import RunData, Track
+from gradtrack.pages.terminal.overview import Fitted, short
+from gradtrack.pages.terminal.tables import WIDTH, Table, number, one_line, sparkline
+from gradtrack.reports.step import spell
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+Pair = tuple[str, int | float | None, int | float | None]
+"""A name with the number of the first run and of the second; None is one that is not known."""
+_SHARE: Final = "clip rate"
+_ONLY_ONE: Final = 1e-12
+
+
+def in_words(rows: Sequence[Pair]) -> list[tuple[str, ...]]:
+    """Return names with both numbers as a person reads them."""
+    return [(name, _in_digits(name, before), _in_digits(name, after)) for name, before, after in rows]
+
+
+def _in_digits(name: str, value: int | float | None) -> str:
+    if name.startswith(_SHARE) and value is not None:
+        return f"{value:.1%}"
+    return f"{value:,}" if isinstance(value, int) else number(value)
+
+
+def with_ratios(rows: Sequence[Pair]) -> list[tuple[str, ...]]:
+    """Return the same with the ratio of the second number to the first."""
+    return [
+        (*words, f"{ratio:.3g}" if math.isfinite(ratio := _ratio(pair)) else "–")
+        for words, pair in zip(in_words(rows), rows, strict=True)
+    ]
+
+
+def _ratio(pair: Pair) -> float:
+    _, before, after = pair
+    return math.nan if not before or after is None else after / before
+
+
+def most_changed(rows: Sequence[Pair], count: int) -> list[Pair]:
+    """Return so many rows that differ most, in their order: what is no number in one run differs more than any.
+
+    What only one run has does not differ, but is told before what is equal.
+    """
+
+    def change(index: int) -> float:
+        if None in rows[index]:
+            return _ONLY_ONE
+        ratio, (before, after) = abs(_ratio(rows[index])), spell(list(rows[index][1:]))
+        return abs(math.log(ratio)) if 0.0 < ratio < math.inf else 0.0 if before == after else math.inf
+
+    return [rows[index] for index in sorted(sorted(range(len(rows)), key=change, reverse=True)[:count])]
+
+
+Sides = Sequence[tuple[str, Track]]
+"""What the runs are called, with the track of a pair that both have."""
+Events = Sequence[tuple[int, str, int]]
+
+CURVES: Final = (
+    ("Gradient norm", "train/grad_norm", True),
+    ("Gradient norm after clipping", "train/grad_norm_clipped", True),
+    ("Clip rate", "train/grad_clip_rate", False),
+    ("Variance", "train/grad_variance", True),
+)
+_GROUP_CHARTS: Final = 8
+_ANALYZER_CHARTS: Final = 8
+
+
+def curves_of(sides: Sides, section: str, events: Events) -> Iterator[Chart]:
+    """Yield the loss, the curves of the whole model and the norms of the groups that both runs have."""
+    first, second = (track for _, track in sides)
+    losses = [Line(name=name, steps=track.steps, values=track.loss, lost=track.nan_losses()) for name, track in sides]
+    shared = [group for group in first.groups if group in second.groups][:_GROUP_CHARTS]
+    groups = [(f"Norm of {group}", f"train/grad_norm/{group}", True) for group in shared]
+    charts = [("Loss", losses, _spans_decades(losses))]
+    charts += [(title, _lines(sides, metric), log_scale) for title, metric, log_scale in (*CURVES, *groups)]
+    for title, lines, log_scale in charts:
+        yield Chart(title=title, lines=lines, section=section, log_scale=log_scale, events=events)
+
+
+def analyzer_curves(sides: Sides, source: str, events: Events) -> Iterator[Chart]:
+    """Yield what analyzers say about the whole model in both runs, such as the gains, a chart for each metric."""
+    first, second = (track for _, track in sides)
+    found: Counter[str] = Counter()
+    for metric in first.names:
+        head, _, rest = metric.partition("/")
+        if head == "train" or "/" in rest or metric not in second.names or found[head] == _ANALYZER_CHARTS:
+            continue
+        found[head] += 1
+        lines = _lines(sides, metric)
+        yield Chart(
+            title=rest.replace("_", " ").capitalize(),
+            lines=lines,
+            section=f"{head}: {source}" if source else head,
+            log_scale=_spans_decades(lines),
+            about=meaning_of(metric),
+            events=events,
+        )
+
+
+def _spans_decades(lines: Sequence[Line]) -> bool:
+    return spans_decades(np.concatenate([line.values for line in lines]))
+
+
+def _lines(sides: Sides, metric: str) -> list[Line]:
+    return [
+        Line(
+            name=name,
+            steps=track.steps,
+            values=track.over_finite(metric),
+            lost=track.nan_steps(metric) if metric == "train/grad_norm" else (),
+        )
+        for name, track in sides
+    ]
+
+
+_NORM: Final = "train/grad_norm"
+_ROWS: Final = 40
+_LESS: Final = ("gradient norm after clipping", "variance")
+_LAST: Final = "Last recorded"
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What differs between two runs; A is the first and B the second."""
+
+    first: RunData
+    second: RunData
+
+    @property
+    def appeared(self) -> list[IssueHistory]:
+        """Return the issues that only the second run had."""
+        return _only_in(self.second, self.first)
+
+    @property
+    def gone(self) -> list[IssueHistory]:
+        """Return the issues that only the first run had."""
+        return _only_in(self.first, self.second)
+
+    @property
+    def unmatched(self) -> str:
+        """Say which (model, optimizer) pairs are in one run only, since pairs are compared by their name."""
+        only = [
+            (name, sorted(one.tracks.keys() - other.tracks.keys()))
+            for name, one, other in (("A", self.first, self.second), ("B", self.second, self.first))
+        ]
+        told = [
+            f"{', '.join(source or 'the unnamed pair' for source in found)} in {name}" for name, found in only if found
+        ]
+        return f"Not compared, as no pair of the other run has this name: {'; '.join(told)}." if told else ""
+
+    def numbers(self) -> list[Pair]:
+        """Return how each run ended, in numbers."""
+        rows: list[Pair] = [("steps", self.first.total_steps, self.second.total_steps)]
+        for source, first, second in self._tracks():
+            tail = f" ({source})" if source else ""
+            rows.append((f"last loss{tail}", first.last_loss(), second.last_loss()))
+            for title, metric, _ in CURVES:
+                rows.append((f"{title.lower()}, median{tail}", _median(first, metric), _median(second, metric)))
+        rows.append(("skipped steps", _skipped(self.first), _skipped(self.second)))
+        return rows
+
+    def _main_numbers(self) -> list[Pair]:
+        return [row for row in self.numbers() if not row[0].startswith(_LESS)]
+
+    def sparklines(self, width: int = WIDTH) -> list[tuple[str, ...]]:
+        """Return loss and gradient norm of both runs as lines of characters, each on a scale that both share."""
+        rows: list[tuple[str, ...]] = []
+        for source, first, second in self._tracks():
+            both = (first, second)
+            losses = [(track.loss, np.isin(track.steps, track.nan_losses())) for track in both]
+            norms = [(track.column(_NORM), np.isin(track.steps, track.nan_steps(_NORM))) for track in both]
+            for name, pair in (("loss", losses), ("gradient norm", norms)):
+                scale = np.concatenate([values for values, _ in pair])
+                log_scale = name != "loss" or spans_decades(scale)
+                lines = (
+                    sparkline(values, log_scale=log_scale, scale=scale, width=width, lost=lost) for values, lost in pair
+                )
+                rows.append((f"{name} ({source})" if source else name, *lines))
+        return [row for row in rows if any(row[1:])]
+
+    def last_values(self) -> list[Pair]:
+        """Return what was last recorded of every group's norm and of every analyzer's metric; None is never."""
+        rows: list[Pair] = []
+        for source, first, second in self._tracks():
+            for name in filter(_is_compared, dict.fromkeys([*first.names, *second.names])):
+                shown = name.removeprefix("train/grad_") + (f" ({source})" if source else "")
+                rows.append((shown, first.last(name), second.last(name)))
+        return rows
+
+    def settings(self) -> list[tuple[str, str, str]]:
+        """Return the settings and versions in which the runs differ."""
+        rows = []
+        for first, second in (
+            (self.first.run.config, self.second.run.config),
+            (self.first.run.environment, self.second.run.environment),
+        ):
+            names = [name for name in dict.fromkeys([*first, *second]) if name != "run_dir"]
+            rows += [(name, _said(first, name), _said(second, name)) for name in names]
+        return [row for row in rows if row[1] != row[2]]
+
+    def charts(self) -> list[Chart | HeatMap]:
+        """Return each curve of both runs in one chart, and the groups of each over depth and time."""
+        charts: list[Chart | HeatMap] = []
+        for source, first, second in self._tracks():
+            section = f"Curves: {source}" if source else "Curves"
+            pair = [("A", first), ("B", second)]
+            events = self._marks(source, "A", "B")
+            charts += curves_of(pair, section, events)
+            maps = []
+            for name, track in pair:
+                heat = heat_of(track, section=section, events=self._marks(source, name))
+                maps += [] if heat is None else [replace(heat, title=f"{name}: {_lowered(heat.title)}")]
+            charts += on_one_scale(maps)
+            charts += analyzer_curves(pair, source, events)
+        return [chart for chart in charts if isinstance(chart, HeatMap) or chart.is_wanted]
+
+    def _marks(self, source: str, *runs: str) -> list[tuple[int, str, int]]:
+        """Return where the issues of these runs opened that the other one did not have, numbered as on the page."""
+        told = [(issue, "B") for issue in self.appeared] + [(issue, "A") for issue in self.gone]
+        events = events_of([(issue, f"{issue.key} in {name}") for issue, name in told], source)
+        return [event for event in events if event[1].endswith(tuple(f" in {name}" for name in runs))]
+
+    def write_html(self, path: Path) -> Path:
+        """Write the comparison as one page."""
+        write_atomically(path, self._page())
+        return path
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return the comparison as plain data for scripts."""
+        return {
+            "a": self.first.run.run_id,
+            "b": self.second.run.run_id,
+            "appeared": [issue.key for issue in self.appeared],
+            "gone": [issue.key for issue in self.gone],
+            "settings": {name: [a, b] for name, a, b in self.settings()},
+            "numbers": {name: spell([a, b]) for name, a, b in self.numbers()},
+            "last": {name: spell([a, b]) for name, a, b in self.last_values()},
+        }
+
+    def show(self) -> RenderableType:
+        """Return the comparison as something that a rich console prints."""
+        return Fitted(self._parts)
+
+    def _parts(self, width: int) -> list[RenderableType]:
+        from rich.text import Text
+
+        names = Text("\n".join(one_line(f"{name} {_identity(run)}") for name, run in self._runs()))
+        parts: list[RenderableType] = [names]
+        if self.unmatched:
+            parts.append(Text(one_line(self.unmatched), style="yellow"))
+        last = self.last_values()
+        for title, columns, rows in (
+            ("Numbers", ("", "A", "B"), in_words(self.numbers())),
+            ("Curves", ("", "A", "B"), self.sparklines(max(8, min(WIDTH, (width - 20) // 2)))),
+            ("Settings that differ", ("", "A", "B"), self.settings()),
+            (_LAST, ("", "A", "B", "B / A"), with_ratios(most_changed(last, _ROWS))),
+        ):
+            if rows:
+                parts += ["", Text(title, style="bold"), _table(columns, rows)]
+        if len(last) > _ROWS:
+            parts.append(Text(f"and {len(last) - _ROWS} that changed less: see --html", style="dim"))
+        for title, issues, style in (("Appeared", self.appeared, "red"), ("Gone", self.gone, "green")):
+            count = f"{len(issues)} issue{'' if len(issues) == 1 else 's'}" if issues else "no issue"
+            parts += ["", Text(f"{title}: {count}", style="bold")]
+            parts += [Text(_told(issue), style=style) for issue in issues]
+        return parts
+
+    def _page(self) -> str:
+        changes = [(issue, "appeared in B") for issue in self.appeared] + [
+            (issue, "gone from A") for issue in self.gone
+        ]
+        tables = [
+            Table(id="numbers", title="Numbers", columns=("", "A", "B"), rows=in_words(self.numbers())),
+            Table(id="settings", title="Settings that differ", columns=("setting", "A", "B"), rows=self.settings()),
+            Table(
+                id="last",
+                title=_LAST,
+                columns=("metric", "A", "B", "B / A"),
+                rows=with_ratios(self.last_values()),
+                search=True,
+            ),
+        ]
+        main = in_words(self._main_numbers())
+        return fill(
+            title=" and ".join(_short_names(self.first, self.second)),
+            subtitle=" · ".join(f"{name} is {_identity(run)}" for name, run in self._runs()),
+            healthy=not self.appeared,
+            verdict=f"{len(self.appeared)} appeared, {len(self.gone)} gone",
+            warning=self.unmatched,
+            summary=[("", [(_capitalised(name), f"{a} → {b}", "A → B") for name, a, b in main])],
+            issues=issue_cards(changes),
+            no_issues="No issue appeared or went.",
+            tables=[table for table in tables if table.rows],
+            details=[],
+            charts=self.charts(),
+        )
+
+    def _runs(self) -> tuple[tuple[str, RunData], tuple[str, RunData]]:
+        return ("A", self.first), ("B", self.second)
+
+    def _tracks(self) -> list[tuple[str, Track, Track]]:
+        both = [source for source in self.first.tracks if source in self.second.tracks]
+        return [(source, self.first.tracks[source], self.second.tracks[source]) for source in both]
+
+
+def _only_in(run: RunData, other: RunData) -> list[IssueHistory]:
+    known = {(issue.source, issue.key) for issue in other.issues}
+    return [issue for issue in run.issues if (issue.source, issue.key) not in known]
+
+
+def _capitalised(name: str) -> str:
+    return f"{name[0].upper()}{name[1:]}"
+
+
+def _lowered(title: str) -> str:
+    return f"{title[0].lower()}{title[1:]}"
+
+
+def _identity(run: RunData) -> str:
+    return f"{run.directory} ({run.run.run_id}, {run.state})"
+
+
+def _short_names(first: RunData, second: RunData) -> tuple[str, str]:
+    names = first.directory.name, second.directory.name
+    return names if names[0] != names[1] and all(names) else (first.run.run_id, second.run.run_id)
+
+
+def _told(issue: IssueHistory) -> str:
+    return f"  {issue.severity.value} {short(issue.key, 90)}  {issue.when}"
+
+
+def _is_compared(name: str) -> bool:
+    return name.startswith("train/grad_norm/") or not name.startswith("train/")
+
+
+def _median(track: Track, metric: str) -> float | None:
+    values = track.over_finite(metric)
+    values = values[np.isfinite(values)]
+    return float(np.median(values)) if len(values) else None
+
+
+def _skipped(run: RunData) -> int | None:
+    return run.end.summary.nan_inf_summary.skipped_steps if run.end is not None else None
+
+
+def _said(values: Mapping[str, Any], name: str) -> str:
+    return json.dumps(values[name], default=str) if name in values else "default"
+
+
+def _table(columns: tuple[str, ...], rows: Any) -> RenderableType:
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
+    table = RichTable(box=None, pad_edge=False)
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="right" if index else "left", overflow="fold")
+    for row in rows:
+        table.add_row(Text(short(row[0])), *(Text(one_line(cell)) for cell in row[1:]))
+    return table

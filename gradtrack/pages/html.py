@@ -1,0 +1,212 @@
+"""The report of a run as one HTML file."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from base64 import b64encode
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradtrack._version import __version__
+from gradtrack.delivery.run_files import noted_files, write_atomically
+from gradtrack.pages.charts import Chart, charts_of, to_plain
+from gradtrack.pages.heat_map import HeatMap
+from gradtrack.pages.issues import ADVICE, IssueHistory
+from gradtrack.pages.paths import way_to_open
+from gradtrack.pages.run_data import RunData, Track
+from gradtrack.pages.terminal.tables import number, tables_of
+from gradtrack.reports import IssueSeverity
+
+_SHOWN: Final = ("gradient_gain", "recurrent_spectrum", "attention_entropy")
+_BYTES: Final = 600_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Picture:
+    """A picture as part of a page: what it shows, in words, and its data."""
+
+    about: str
+    data: str
+
+
+def embedded(paths: Iterable[Path]) -> list[Picture]:
+    """Return the pictures among some files that no chart replaces, as many as keep a page small."""
+    found, left = [], _BYTES
+    for path in paths:
+        if path.suffix == ".png" and path.name.partition(".")[0] in _SHOWN and path.is_file():
+            content = path.read_bytes()
+            left -= len(content)
+            if left < 0:
+                break
+            about = way_to_open(path.name).removeprefix("image: ")
+            pair = path.name.removesuffix(".png").partition(".")[2]
+            title = f"{about[:1].upper()}{about[1:]}{f' ({pair})' if pair else ''}"
+            found.append(Picture(about=title, data=b64encode(content).decode()))
+    return found
+
+
+REPORT: Final = "report.html"
+_ISSUES: Final = 200
+_SCRIPTS: Final = ("parts.js", "heat_map.js", "line_chart.js", "page.js")
+_HINT: Final = (
+    "Drag across a chart to zoom in on steps; a double click shows all of them. With keys: the arrows read a chart, "
+    "+ zooms in, and Escape shows all."
+)
+
+
+def write_html_report(run: RunData, path: Path | None = None, *, pictures: Sequence[Path] | None = None) -> Path:
+    """Write the report of a run, into its directory where no other path is given, and return where it is.
+
+    It holds those `pictures` that show what no chart does, by default of those that the run has left.
+    """
+    path = path if path is not None else run.directory / REPORT
+    left = noted_files(run.directory, run.run.run_id) if pictures is None else pictures
+    write_atomically(path, render(run, embedded(left)))
+    return path
+
+
+def render(run: RunData, pictures: Sequence[Picture] = ()) -> str:
+    """Return the page of a run."""
+    return fill(
+        title=f"Run {run.run.run_id}",
+        subtitle=" · ".join(_subtitle(run)),
+        healthy=run.healthy,
+        verdict=verdict(run),
+        warning=run.warning,
+        summary=_summary(run),
+        issues=issue_cards([(issue, "") for issue in run.issues[:_ISSUES]]),
+        no_issues="No issue opened in this run.",
+        tables=[table for table in tables_of(run) if table.rows],
+        details=[
+            ("Configuration", _pairs(run.run.config) or [("everything", "as by default")]),
+            ("Environment", _pairs(run.run.environment)),
+        ],
+        charts=charts_of(run),
+        pictures=pictures,
+    )
+
+
+def fill(*, charts: Sequence[Chart | HeatMap], **values: Any) -> str:
+    """Fill the page's template; every value is escaped, and no chart can leave its script element."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+    from markupsafe import Markup
+
+    environment = Environment(
+        loader=PackageLoader("gradtrack.pages"), autoescape=True, undefined=StrictUndefined, trim_blocks=False
+    )
+    files = resources.files("gradtrack.pages").joinpath("templates")
+    data = json.dumps(to_plain(charts), separators=(",", ":"), allow_nan=False)
+    for sign, escaped in (("<", "\\u003c"), (">", "\\u003e"), ("&", "\\u0026")):
+        data = data.replace(sign, escaped)
+    return environment.get_template("report.html.j2").render(
+        version=__version__,
+        style=Markup(files.joinpath("report.css").read_text(encoding="utf-8")),
+        script=Markup("".join(files.joinpath(name).read_text(encoding="utf-8") for name in _SCRIPTS)),
+        data=Markup(data),
+        charts_hint=_HINT if charts else "",
+        **{"pictures": ()} | values,
+    )
+
+
+def verdict(run: RunData) -> str:
+    """Sum up the health of a run in two words."""
+    count = sum(issue.severity >= IssueSeverity.MEDIUM for issue in run.open_issues)
+    when = "" if run.end is not None or run.is_running else " when last seen"
+    return f"healthy{when}" if run.healthy else f"{count} open issue{'s' if count > 1 else ''}"
+
+
+def _subtitle(run: RunData) -> list[str]:
+    created = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(run.run.created))
+    return [part for part in (f"started {created}", run.state, run.left_out) if part]
+
+
+Tile = tuple[str, str, str]
+
+
+def _summary(run: RunData) -> list[tuple[str, list[Tile]]]:
+    """Return the numbers of the run, and those of each of several pairs under its name."""
+    tracks = list(run.tracks.values())
+    steps = ("Steps", f"{run.total_steps:,}", f"{sum(len(track.steps) for track in tracks):,} recorded")
+    faults: list[Tile] = []
+    if run.end is not None:
+        found = run.end.summary
+        faults.append(("Skipped", f"{found.nan_inf_summary.skipped_steps:,}", "steps with non-finite gradients"))
+        faults.append(("Unhealthy", f"{found.health_issues.unhealthy_steps:,}", "steps"))
+    if len(tracks) == 1 and not tracks[0].name:
+        return [("", [steps, *_tiles(tracks[0]), *faults])]
+    return [("", [steps, *faults]), *((track.name or "default", _tiles(track)) for track in tracks)]
+
+
+def _tiles(track: Track) -> list[Tile]:
+    tiles = []
+    if track.last_loss() is not None:
+        numbers = track.loss[~np.isnan(track.loss)]
+        first = f"from {number(numbers[0])}" if len(numbers) else ""
+        tiles.append(("Loss", *_ended(track, track.loss, track.last_loss(), first)))
+    norms = track.over_finite("train/grad_norm")
+    tiles.append(("Gradient norm", *_ended(track, norms, track.last("train/grad_norm"), "before clipping")))
+    rate = track.last("train/grad_clip_rate")
+    if rate is not None:
+        tiles.append(("Clipped", f"{rate:.1%}", "of the last steps"))
+    return tiles
+
+
+def _ended(track: Track, values: NDArray[np.float64], last: float | None, about: str) -> tuple[str, str]:
+    """Return what came last, as text, and what is said below it: of a NaN, which number was the last."""
+    known, step = track.end_of(values)
+    if last is not None and math.isnan(last):
+        return "NaN", f"{number(known)} at step {step}, no number since" if step is not None else "never a number"
+    return number(known), about if step is None else f"{about}; of step {step}, not recorded since"
+
+
+def issue_cards(issues: Sequence[tuple[IssueHistory, str]]) -> list[dict[str, Any]]:
+    """Return what the page tells about issues, each of which comes with a remark; causes are called by their number."""
+    numbers = {(issue.source, issue.key): number for number, (issue, _) in enumerate(issues, 1)}
+    return [
+        {**_issue_card(issue, remark), "number": number, "cause_number": numbers.get((issue.source, issue.cause))}
+        for number, (issue, remark) in enumerate(issues, 1)
+    ]
+
+
+def _issue_card(issue: IssueHistory, remark: str) -> dict[str, Any]:
+    latest = issue.latest
+    evidence = []
+    if latest.get("statistic"):
+        evidence.append(f"{latest['statistic']} {_shown(latest.get('value'))}, limit {_shown(latest.get('threshold'))}")
+    if latest.get("window", 1) != 1:
+        evidence.append(f"over {latest['window']} steps")
+    if latest.get("confidence", 1.0) != 1.0:
+        evidence.append(f"confidence {_shown(latest['confidence'])}")
+    marks = [issue.source, remark, "" if issue.is_open else "closed"]
+    return {
+        "severity": issue.severity.value,
+        "kind": str(latest.get("issue_type", "")),
+        "layer": str(latest.get("layer", "")),
+        "mark": ", ".join(mark for mark in marks if mark),
+        "message": str(latest.get("message", "")),
+        "cause": issue.cause,
+        "is_open": issue.is_open,
+        "before_advice": ADVICE[bool(issue.cause)],
+        "advice": str(latest.get("recommendation", "")),
+        "when": issue.when,
+        "evidence": ", ".join(evidence),
+    }
+
+
+def _shown(value: object) -> str:
+    return number(value) if isinstance(value, (int, float)) else "–" if value is None else str(value)
+
+
+def _pairs(values: Mapping[str, Any]) -> list[tuple[str, str]]:
+    return [
+        (str(name), value if isinstance(value, str) else json.dumps(value, default=str))
+        for name, value in values.items()
+    ]

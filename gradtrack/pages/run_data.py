@@ -1,0 +1,296 @@
+"""A run read from disk as columns."""
+
+from __future__ import annotations
+
+import math
+import re
+from array import array
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradtrack.delivery.journal.reading import SavedJournal, find_journals
+from gradtrack.delivery.journal.writing import is_being_written
+from gradtrack.delivery.run_files import RUN_END, RunEnd
+from gradtrack.errors import JournalError
+from gradtrack.pages.issues import IssueHistory, IssueLog
+from gradtrack.records import Panel, Record, RunInfo, tail_of
+from gradtrack.reports import IssueSeverity
+from gradtrack.support.progress import Bar
+
+_GROUP_NORM: Final = "train/grad_norm/"
+_LOSS: Final = "loss"
+_OVER_FINITE: Final = re.compile(r"train/grad_(?:norm(?=/)|variance)(|/.*)$", re.DOTALL)
+
+
+class Track:
+    """The recorded steps of one (model, optimizer) pair as columns of numbers; what a row lacks is NaN.
+
+    The columns and the metrics of its panels are called without the name of the pair. A step that was
+    recorded twice, as some findings are known one step late and as a resumed run repeats steps, is one row with what
+    came last.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._rows: dict[int, int] = {}
+        self._loss = array("d")
+        self._columns: dict[str, array[float]] = {}
+        self._nan_steps: dict[str, set[int]] = {}
+        self._panels: dict[Panel, None] = {}
+
+    def add(self, record: Record) -> None:
+        """Take in one row."""
+        row = self._rows.setdefault(record.step, len(self._rows))
+        if record.loss is not None:
+            self._set(self._loss, row, record.loss, record.step, _LOSS)
+        columns = self._columns
+        for name, value in record.metrics.items():
+            own = self._without_source(name) if self.name else name
+            column = columns.get(own)
+            if column is None:
+                column = columns[own] = array("d")
+            if value == value and len(column) == row:
+                column.append(value)  # the usual case by itself: a long run has millions of values
+            else:
+                self._set(column, row, value, record.step, own)
+        for panel in record.panels:
+            own_metrics = tuple(map(self._without_source, panel.metrics)) if self.name else panel.metrics
+            self._panels[replace(panel, metrics=own_metrics)] = None
+
+    @property
+    def steps(self) -> NDArray[np.int64]:
+        """Return the step of every row, in order."""
+        return np.array(sorted(self._rows), dtype=np.int64)
+
+    @property
+    def loss(self) -> NDArray[np.float64]:
+        """Return the loss of every row."""
+        return self._in_order(self._loss)
+
+    @property
+    def names(self) -> list[str]:
+        """Name the metrics, in the order in which they appeared."""
+        return list(self._columns)
+
+    @property
+    def panels(self) -> tuple[Panel, ...]:
+        """Return the panels that the pair declared, in a section of its own where it has a name."""
+        return tuple(self._panels)
+
+    @property
+    def groups(self) -> list[str]:
+        """Name the groups of parameters, in the order of the model."""
+        return [name.removeprefix(_GROUP_NORM) for name in self._columns if name.startswith(_GROUP_NORM)]
+
+    def column(self, name: str) -> NDArray[np.float64]:
+        """Return a metric at every row."""
+        return self._in_order(self._columns.get(name, array("d")))
+
+    def over_finite(self, name: str) -> NDArray[np.float64]:
+        """Return a metric as `column` does, but for a norm or a variance NaN where no gradient element was finite.
+
+        Over no element at all both are 0, and the mean is not a number.
+        """
+        values, found = self.column(name), _OVER_FINITE.match(name)
+        if found is None or f"train/grad_mean{found[1]}" not in self._columns:
+            return values
+        return np.where((values == 0.0) & np.isnan(self.column(f"train/grad_mean{found[1]}")), math.nan, values)
+
+    def last(self, name: str) -> float | None:
+        """Return a metric as it was last recorded, be it a number or not; None is one that never was."""
+        return self._last_recorded(name, self.column(name), self.over_finite(name))
+
+    def last_loss(self) -> float | None:
+        """Return the loss that was last recorded, be it a number or not; None is none at all."""
+        return self._last_recorded(_LOSS, self.loss, self.loss)
+
+    def nan_steps(self, name: str) -> list[int]:
+        """Return the steps at which a metric was recorded and is not a number."""
+        rows = np.flatnonzero(np.isnan(self.column(name)))
+        return sorted(self._nan_steps.get(name, set()) & set(self.steps[rows].tolist()))
+
+    def nan_losses(self) -> list[int]:
+        """Return the steps at which the loss is not a number."""
+        rows = np.flatnonzero(np.isnan(self.loss))
+        return sorted(self._nan_steps.get(_LOSS, set()) & set(self.steps[rows].tolist()))
+
+    def last_norm(self, group: str) -> float:
+        """Return the last norm of a group that was over a finite gradient."""
+        return _last_known(self.over_finite(f"{_GROUP_NORM}{group}"))
+
+    def end_of(self, values: NDArray[np.float64]) -> tuple[float, int | None]:
+        """Return the last number of a column, and its step where a later row has none."""
+        known = np.flatnonzero(~np.isnan(values))
+        if not len(known):
+            return math.nan, None
+        row = int(known[-1])
+        return float(values[row]), None if row + 1 == len(values) else int(self.steps[row])
+
+    def _last_recorded(self, name: str, recorded: NDArray[np.float64], shown: NDArray[np.float64]) -> float | None:
+        there = ~np.isnan(recorded)
+        if name in self._nan_steps:
+            there |= np.isin(self.steps, list(self._nan_steps[name]))
+        rows = np.flatnonzero(there)
+        return float(shown[rows[-1]]) if len(rows) else None
+
+    def _set(self, column: array[float], row: int, value: float, step: int, name: str) -> None:
+        if math.isnan(value):
+            # In a column it looks like a gap.
+            self._nan_steps.setdefault(name, set()).add(step)
+        if row == len(column):
+            column.append(value)
+            return
+        if row > len(column):
+            column.extend([math.nan] * (row + 1 - len(column)))
+        column[row] = value
+
+    def _in_order(self, column: array[float]) -> NDArray[np.float64]:
+        values = np.full(len(self._rows), math.nan)
+        values[: len(column)] = column
+        order = np.fromiter(self._rows, dtype=np.int64, count=len(self._rows)).argsort()
+        return values[order]
+
+    def _without_source(self, name: str) -> str:
+        head, found, group = name.partition(f"/{self.name}/")
+        return f"{head}/{group}" if found else name.removesuffix(f"/{self.name}")
+
+
+def _last_known(values: NDArray[np.float64]) -> float:
+    known = values[~np.isnan(values)]
+    return float(known[-1]) if len(known) else math.nan
+
+
+_COLUMNS: Final = ("grad_variance", "grad_norm", "grad_mean", "grad_max", "grad_min")
+
+
+def recorded_statistics(directory: Path, *, source: str = "", before: int) -> dict[str, list[float | None]]:
+    """Return the recorded steps of a pair before one step, in the columns of `gradient_statistics.json`.
+
+    Runs that were resumed in one directory are one training: where a run begins, those before it end.
+    """
+    rows: dict[int, Mapping[str, float]] = {}
+    tail = tail_of(source)
+    for run in _runs(directory, source, f"train/grad_variance{tail}"):
+        rows = {step: metrics for step, metrics in rows.items() if step < min(run, default=step)} | run
+    steps = sorted(step for step in rows if step < before)
+    columns: dict[str, list[float | None]] = {"step": list(steps)}
+    for name in _COLUMNS:
+        columns[name] = [rows[step].get(f"train/{name}{tail}") for step in steps]
+    return columns
+
+
+def _runs(directory: Path, source: str, needed: str) -> list[dict[int, Mapping[str, float]]]:
+    """Return the rows of each run by their steps, the oldest run first."""
+    try:
+        journals = [journal for journal in find_journals(directory) if journal.rank == 0]
+    except JournalError:
+        return []
+    journals.sort(key=lambda journal: journal.run.created)
+    return [
+        {
+            record.step: record.metrics
+            for _, record in journal.rows()
+            if record.source == source and needed in record.metrics
+        }
+        for journal in journals
+    ]
+
+
+@dataclass(slots=True, kw_only=True)
+class RunData:
+    """One run: its identity, its rows as columns, its issues, and what was known when it ended."""
+
+    run: RunInfo
+    directory: Path
+    tracks: dict[str, Track]
+    issues: list[IssueHistory]
+    end: RunEnd | None = None
+    is_running: bool = False
+    damaged: list[str] = field(default_factory=list)
+
+    @property
+    def total_steps(self) -> int:
+        """Return how many steps were taken, as far as is known."""
+        if self.end is not None:
+            return self.end.summary.total_steps
+        return max((int(track.steps.max()) for track in self.tracks.values() if len(track.steps)), default=0)
+
+    @property
+    def state(self) -> str:
+        """Tell in a word or two whether the run goes on or how it ended."""
+        if self.end is not None:
+            return "failed" if self.end.failed else "ended"
+        return "running" if self.is_running else "stopped without an end"
+
+    @property
+    def warning(self) -> str:
+        """Say what became of a run that did not end as it should, and what to do now."""
+        if self.end is not None:
+            return "The training raised an error." if self.end.failed else ""
+        if self.is_running:
+            return ""
+        return (
+            "The process ended without closing the run: what it recorded is here. "
+            "gradtrack replay delivers what its trackers are missing."
+        )
+
+    @property
+    def open_issues(self) -> list[IssueHistory]:
+        """Return the issues that were open at the end."""
+        return [issue for issue in self.issues if issue.is_open]
+
+    @property
+    def left_out(self) -> str:
+        """Say how many rows cannot be read; nothing where all can."""
+        count = len(self.damaged)
+        return f"{count} damaged row{'' if count == 1 else 's'} left out" if count else ""
+
+    @property
+    def healthy(self) -> bool:
+        """Whether no issue of MEDIUM or above was open at the end."""
+        return all(issue.severity < IssueSeverity.MEDIUM for issue in self.open_issues)
+
+    @classmethod
+    def of(cls, run: RunInfo, directory: Path, records: Iterable[Record]) -> RunData:
+        """Gather the rows of a run, with what its directory says about its end."""
+        tracks: dict[str, Track] = {}
+        issues = IssueLog()
+        for record in records:
+            tracks.setdefault(record.source, Track(record.source)).add(record)
+            issues.add(record)
+        end = RunEnd.load(directory / RUN_END)
+        return cls(
+            run=run,
+            directory=directory,
+            tracks=tracks,
+            issues=issues.ordered(),
+            end=end if end is not None and end.run_id == run.run_id else None,
+        )
+
+
+def load_run(directory: Path, *, watched: bool = False) -> RunData:
+    """Read the newest run in a directory; `watched` shows how far it is, where that takes long."""
+    journal = _newest(directory)
+    with Bar(f"Reading {directory.name}", total=journal.size(), unit="bytes") as bar:
+        rows = journal.rows(bar.advance if watched else None)
+        run = RunData.of(journal.run, directory, (record for _, record in rows))
+    run.damaged = list(journal.damaged)
+    run.is_running = is_being_written(journal.parts[-1])
+    return run
+
+
+def is_running(directory: Path) -> bool:
+    """Tell whether the newest run in a directory goes on, without reading it."""
+    return is_being_written(_newest(directory).parts[-1])
+
+
+def _newest(directory: Path) -> SavedJournal:
+    journals = find_journals(directory)
+    if not journals:
+        raise JournalError(f"{str(directory)!r} has an empty journal: expected one that a run has begun. Try it later.")
+    return max(journals, key=lambda found: (found.run.created, -found.rank))

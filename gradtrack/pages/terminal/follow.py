@@ -1,0 +1,74 @@
+"""A run watched while it trains."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from gradtrack.pages.run_data import RunData, Track, is_running, load_run
+from gradtrack.pages.terminal.overview import show, show_live
+from gradtrack.pages.terminal.tables import number, one_line
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+Pause = Callable[[float], object]
+Clock = Callable[[], float]
+_PAUSE_SECONDS: Final = 1.0
+_REST: Final = 3.0
+
+
+def follow(directory: Path, console: Console, *, pause: Pause = time.sleep, clock: Clock = time.monotonic) -> RunData:
+    """Show a run until it ends: a picture that renews itself on a terminal, a line for each row elsewhere.
+
+    Reading a long run takes seconds: it rests for longer than that, so that a core is left to the training.
+    """
+    changes = _changes(directory, pause, clock)
+    if not console.is_terminal:
+        return _follow_lines(changes, console)
+    from rich.live import Live
+
+    with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
+        for run in changes:
+            live.update(show_live(run) if run.is_running else show(run), refresh=True)
+    return run
+
+
+def _follow_lines(changes: Iterator[RunData], console: Console) -> RunData:
+    told: dict[str, int] = {}
+    for run in changes:
+        for name, track in run.tracks.items():
+            for line in _lines(track, told.get(name, 0)):
+                console.print(line, markup=False, highlight=False, soft_wrap=True)
+            told[name] = len(track.steps)
+    return run
+
+
+def _changes(directory: Path, pause: Pause, clock: Clock) -> Iterator[RunData]:
+    """Yield the run whenever its journal has grown, and once more at its end."""
+    size, rest = -1, _PAUSE_SECONDS
+    while True:
+        grown = sum(path.stat().st_size for path in directory.glob("journal-*.jsonl"))
+        if grown != size:
+            begin = clock()
+            size, run = grown, load_run(directory)
+            rest = max(_PAUSE_SECONDS, _REST * (clock() - begin))
+            yield run
+            if not run.is_running:
+                return
+        elif not is_running(directory):
+            size = -1
+            continue
+        pause(rest)
+
+
+def _lines(track: Track, start: int) -> Iterator[str]:
+    norm, loss = track.column("train/grad_norm"), track.loss
+    healthy = track.column("train/grad_healthy")
+    name = f"{one_line(track.name)}: " if track.name else ""
+    for index, step in enumerate(track.steps.tolist()):
+        if index >= start:
+            health = "unhealthy" if healthy[index] == 0.0 else "healthy"
+            yield f"{name}step {step}  loss {number(loss[index])}  gradient norm {number(norm[index])}  {health}"

@@ -1,0 +1,276 @@
+"""A run, a folder of runs and a diagnosis as text for a terminal."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from gradtrack.delivery.preflight import Diagnosis
+from gradtrack.functional.verdict import visualize_layer_gradients
+from gradtrack.pages.charts import spans_decades
+from gradtrack.pages.issues import ADVICE, IssueHistory
+from gradtrack.pages.paths import listing, ways_to_open
+from gradtrack.pages.run_data import RunData, Track
+from gradtrack.pages.terminal.tables import WIDTH, number, one_line, sparkline
+from gradtrack.reports import IssueSeverity
+from gradtrack.reports.step import spell
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from rich.console import Console, ConsoleOptions, RenderableType
+
+_STATE_COLOURS: Final = {"ready": "green", "not installed": "dim"}
+
+
+def show_diagnosis(found: Diagnosis) -> RenderableType:
+    """Return versions, the run directory and every backend as something that a rich console prints."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    versions = ", ".join(f"{name} {version}" for name, version in found.versions.items())
+    where = found.run_dir_fault or found.run_dir or "a new directory in gradtrack_runs, where a backend needs one"
+    head = Text(f"{versions}, rank {found.rank}\nrun directory: {where}\n")
+    table = Table(box=None, pad_edge=False)
+    for column in ("backend", "configured", "state", "where to, or why not"):
+        table.add_column(column, overflow="fold", no_wrap=column == "backend")
+    for one in found.backends:
+        colour = _STATE_COLOURS.get(one.state, "red" if one.configured else "yellow")
+        cells = (one.name, "yes" if one.configured else "", (one.state, colour), one.destination or one.reason)
+        table.add_row(*(Text(*cell) if isinstance(cell, tuple) else Text(cell) for cell in cells))
+    return Group(head, table)
+
+
+_GROUPS: Final = 24
+_ISSUES: Final = 20
+_NAME: Final = 45
+_BAR: Final = 34
+_COLOURS: Final = {
+    IssueSeverity.CRITICAL: "bold red",
+    IssueSeverity.HIGH: "red",
+    IssueSeverity.MEDIUM: "yellow",
+    IssueSeverity.LOW: "cyan",
+    IssueSeverity.INFO: "dim",
+}
+_CURVES: Final = (
+    ("gradient norm", "train/grad_norm", True),
+    ("after clipping", "train/grad_norm_clipped", True),
+    ("variance", "train/grad_variance", True),
+    ("clip rate", "train/grad_clip_rate", False),
+)
+
+
+def show(run: RunData) -> RenderableType:
+    """Return a run as something that a rich console prints."""
+    from rich.console import Group
+
+    parts: list[RenderableType] = [_head(run)]
+    for track in run.tracks.values():
+        parts += ["", _curves_of(track), _groups_of(track)]
+    parts += ["", *_issues(run)]
+    parts += _files(run)
+    return Group(*parts)
+
+
+def show_live(run: RunData) -> RenderableType:
+    """Return a run that goes on: what may have to be acted on comes before what may be cut off at the bottom."""
+    from rich.console import Group
+
+    parts: list[RenderableType] = [_head(run)]
+    for track in run.tracks.values():
+        parts += ["", _curves_of(track)]
+    parts += ["", *_issues(run)]
+    for track in run.tracks.values():
+        parts.append(_groups_of(track))
+    return Group(*parts)
+
+
+def to_plain(run: RunData) -> dict[str, Any]:
+    """Return the same as plain data for scripts."""
+    return {
+        "run_id": run.run.run_id,
+        "run_dir": str(run.directory),
+        "state": run.state,
+        "steps": run.total_steps,
+        "healthy": run.healthy,
+        "summary": None if run.end is None else run.end.summary.model_dump(mode="json"),
+        "last": {name: _last(track) for name, track in run.tracks.items()},
+        "issues": [
+            {**spell(dict(issue.latest)), "source": issue.source, "open": issue.is_open, "spans": issue.spans}
+            for issue in run.issues
+        ],
+        "files": [str(path) for path, _ in ways_to_open(run.directory)],
+    }
+
+
+def _curves_of(track: Track) -> Fitted:
+    return Fitted(lambda width: [_curves(track, width)])
+
+
+def _groups_of(track: Track) -> Fitted:
+    return Fitted(lambda width: _groups(track, width))
+
+
+def _head(run: RunData) -> RenderableType:
+    from rich.text import Text
+
+    text = Text.assemble((f"Run {one_line(run.run.run_id)}", "bold"), f"  {run.state}, {_steps(run.total_steps)}  ")
+    count = len(run.open_issues)
+    told = f" ({count} open issue{'' if count == 1 else 's'})" if count else ""
+    text.append(f"{'healthy' if run.healthy else 'unhealthy'}{told}", style="green" if run.healthy else "bold red")
+    if run.end is not None and run.end.summary.nan_inf_summary.skipped_steps:
+        text.append(f"  {run.end.summary.nan_inf_summary.skipped_steps} skipped")
+    if run.damaged:
+        text.append(f"  {run.left_out}", style="yellow")
+    if run.warning:
+        text.append(f"\n{run.warning}", style="yellow")
+    return text
+
+
+def _steps(count: int) -> str:
+    return f"{count:,} step{'' if count == 1 else 's'}"
+
+
+class Fitted:
+    """Something that is built for the width that there is, so that no number is cut off."""
+
+    def __init__(self, build: Callable[[int], Iterable[RenderableType]]) -> None:
+        self._build = build
+
+    def __rich_console__(self, _console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        yield from self._build(options.max_width)
+
+
+def _curves(track: Track, width: int) -> RenderableType:
+    from rich.table import Table
+    from rich.text import Text
+
+    loss = (track.loss, np.isin(track.steps, track.nan_losses()), track.last_loss())
+    curves = [
+        ("loss", spans_decades(track.loss), loss),
+        *((name, log, _known(track, key)) for name, key, log in _CURVES),
+    ]
+    rows = [(name, values, log, lost, _numbers_of(track, values, last)) for name, log, (values, lost, last) in curves]
+    heads, left = _room([(name, *words) for name, *_, words in rows if words], width)
+    table = Table(
+        box=None, pad_edge=False, title=Text(one_line(track.name)) if track.name else None, title_justify="left"
+    )
+    for column in ("", "", *heads):
+        table.add_column(column, justify="left" if not column else "right", no_wrap=True)
+    for name, values, log_scale, lost, words in rows:
+        if words:
+            drawn = sparkline(values, log_scale=log_scale, width=max(1, min(left, 2 * WIDTH)), lost=lost)
+            table.add_row(name, drawn, *words[: len(heads)])
+        elif (name == "gradient norm" and len(values)) or (name == "loss" and track.last_loss() is not None):
+            table.add_row(name, "never finite", *("–" for _ in heads), style="red")
+    return table
+
+
+def _known(track: Track, key: str) -> tuple[NDArray[np.float64], NDArray[np.bool_], float | None]:
+    """Return a metric, where it was recorded over no number or is none, and what was recorded last."""
+    values, recorded = track.over_finite(key), track.column(key)
+    lost = np.isin(track.steps, track.nan_steps(key)) | (np.isnan(values) & ~np.isnan(recorded))
+    return values, lost, track.last(key)
+
+
+def _room(cells: Sequence[Sequence[str]], width: int) -> tuple[tuple[str, ...], int]:
+    """Return the columns that fit, and what they leave for a line: without room for it only the last numbers stay."""
+    for heads in (("last", "lowest", "highest"), ("last",)):
+        columns = zip(*[("", *heads), *(cell[: len(heads) + 1] for cell in cells)], strict=True)
+        left = width - sum(max(map(len, column)) + 2 for column in columns)
+        if left > 0:
+            break
+    return heads, left
+
+
+def _numbers_of(track: Track, values: NDArray[np.float64], last: float | None) -> tuple[str, ...]:
+    finite = values[np.isfinite(values)]
+    if not len(finite):
+        return ()
+    known, step = track.end_of(values)
+    ended = f"NaN ({number(known)} at step {step})" if last is not None and last != last else number(known) + _age(step)
+    return ended, number(finite.min()), number(finite.max())
+
+
+def _age(step: int | None) -> str:
+    """Say of a number that is not from the last row which step it is from."""
+    return "" if step is None else f" (step {step})"
+
+
+def _groups(track: Track, total: int) -> Iterator[RenderableType]:
+    from rich.cells import cell_len
+    from rich.text import Text
+
+    norms = {group: track.last_norm(group) for group in track.groups}
+    known = {group: norm for group, norm in norms.items() if not math.isnan(norm)}
+    if not known:
+        return
+    order = {group: place for place, group in enumerate(known)}
+    layers = sorted(visualize_layer_gradients(known), key=lambda layer: order[layer.name])
+    # Both ends of a deep network tell most.
+    layers = [layers[at] for at in np.unique(np.linspace(0, len(layers) - 1, min(len(layers), _GROUPS)).astype(int))]
+    letters = max(12, min(_NAME, total - _BAR))
+    width = max(cell_len(short(layer.name, letters)) for layer in layers)
+    yield Text(f"\nGradient norm of each group at step {int(track.steps[-1])}", style="bold")
+    for layer in layers:
+        name = short(layer.name, letters)
+        space = " " * (width - cell_len(name) + 2)
+        _, step = track.end_of(track.over_finite(f"train/grad_norm/{layer.name}"))
+        yield Text(f"{name}{space}|{'█' * layer.bar_cells:<12}| norm: {number(layer.norm)}{_age(step)}")
+    if len(known) > _GROUPS:
+        yield Text(f"and {len(known) - _GROUPS} more between them: see gradtrack report", style="dim")
+
+
+def _issues(run: RunData) -> Iterator[RenderableType]:
+    from rich.padding import Padding
+    from rich.text import Text
+
+    if not run.issues:
+        yield Text("No issue opened.", style="green")
+        return
+    yield Text("Issues", style="bold")
+    for issue in run.issues[:_ISSUES]:
+        yield _issue_head(issue)
+        lines = [str(issue.latest.get("message", ""))]
+        if issue.cause:
+            lines.append(f"Root cause: {issue.cause}")
+        if issue.latest.get("recommendation"):
+            lines.append(f"{ADVICE[bool(issue.cause)]}: {issue.latest['recommendation']}")
+        yield Padding(Text("\n".join(map(one_line, lines))), (0, 0, 0, 4), expand=False)
+    if len(run.issues) > _ISSUES:
+        yield Text(f"and {len(run.issues) - _ISSUES} more", style="dim")
+
+
+def _issue_head(issue: IssueHistory) -> RenderableType:
+    from rich.text import Text
+
+    layer = f" at {one_line(str(issue.latest['layer']))}" if issue.latest.get("layer") else ""
+    head = Text.assemble((issue.severity.value, _COLOURS[issue.severity]), f" {issue.latest.get('issue_type')}{layer}")
+    head.append(f"  {issue.when}" + ("" if issue.is_open else ", closed"), style="dim")
+    return head
+
+
+def _files(run: RunData) -> Iterator[RenderableType]:
+    from rich.text import Text
+
+    found = listing(run.directory)
+    if found:
+        yield Text(f"\nFiles in {run.directory}", style="bold")
+        # A command that is broken into two lines cannot be copied.
+        yield from (Text(line, no_wrap=True, overflow="ignore") for line in found)
+
+
+def _last(track: Track) -> dict[str, Any]:
+    """Return what was last recorded; what is no number is a word, and what never was is left out."""
+    steps = {"step": int(track.steps[-1])} if len(track.steps) else {}
+    values = {"loss": track.last_loss(), **{name: track.last(name) for name in track.names}}
+    return {**steps, **{name: spell(value) for name, value in values.items() if value is not None}}
+
+
+def short(name: str, letters: int = _NAME) -> str:
+    """Leave out the middle of a name that would push what follows off the line."""
+    line = one_line(name)
+    return line if len(line) <= letters else f"{line[: letters // 3]}…{line[1 - letters + letters // 3 :]}"

@@ -1,0 +1,288 @@
+"""Clipping: one decision from one measurement, and one pass over the gradients only when it engages."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, Final
+
+import numpy as np
+from torch import Tensor, nn
+
+from gradtrack.config import ClipType, GradientConfig
+from gradtrack.gradients.collected import Foreseen, Gradients, SharedGradients
+from gradtrack.gradients.distributed.merge import Ranks
+from gradtrack.gradients.measurer import Measurer
+from gradtrack.gradients.moments import MAX, MIN, SQUARES, Moments
+from gradtrack.gradients.parameters import ParameterTable
+from gradtrack.protection.agc import CutUnits, limit_units, num_units
+from gradtrack.protection.strategies import (
+    AdaptiveStrategy,
+    ClippedNorm,
+    FixedStrategy,
+    Memory,
+    Strategy,
+    ZScoreStrategy,
+)
+from gradtrack.reports import ClippingReport
+
+_RATE_WINDOW: Final = 100
+_RATE_BITS: Final = (1 << _RATE_WINDOW) - 1
+_TORCH_EPSILON: Final = 1e-6
+_MOST_UNOBSERVED: Final = 32
+_ELEMENTWISE: Final = frozenset({"value", "agc"})
+
+
+class GradientClipper:
+    """Clips the gradients of a model by the strategy of its configuration, and remembers what that strategy needs.
+
+    `norm`, `adaptive` and `zscore` scale all gradients by one factor `min(1, limit / (norm + 1e-6))`, as
+    `torch.nn.utils.clip_grad_norm_` does. `value` clamps each element and `agc` limits the gradient of each unit (row)
+    to a multiple of its weights' norm (Brock et al. 2021); their coefficient is the norm after over the norm before.
+    """
+
+    def __init__(self, config: GradientConfig | None = None, *, measurer: Measurer | None = None) -> None:
+        self.config = config if config is not None else GradientConfig()
+        self._measurer = measurer if measurer is not None else Measurer(self.config.engine)
+        self._strategies: dict[ClipType, Strategy] = {
+            "norm": FixedStrategy(),
+            "adaptive": AdaptiveStrategy(),
+            "zscore": ZScoreStrategy(),
+        }
+        self._unobserved: list[ClippedNorm] = []
+        self._memory = Memory.of(self.config)
+        """What the settings were when these norms came."""
+        self.settle: Callable[[], object] = _nothing
+        """Lets it know of the steps that it has not been told of yet."""
+        self._engaged = (0, 0)
+        """In how many of the last hundred steps clipping could engage, and a bit for each, set where it did."""
+        self._cut: tuple[Ranks, ClipType, CutUnits] | None = None
+
+    @property
+    def clip_rate(self) -> float:
+        """Return the share of the last hundred steps in which clipping engaged."""
+        num_steps, bits = self._engaged
+        return bits.bit_count() / num_steps if num_steps else 0.0
+
+    def clip_gradients(self, model: nn.Module) -> ClippingReport:
+        """Measure and clip the gradients that a model has now."""
+        self.settle()
+        grads = ParameterTable(model).gradients()
+        if isinstance(grads, SharedGradients) and self.is_elementwise:
+            moments = grads.measure(self._measurer, limited=partial(self.foresee, replace=None))
+        else:
+            moments = grads.measure(self._measurer)
+        return ClippingReport(**self.clip(grads, moments))
+
+    def clip(self, grads: Gradients, moments: Moments, *, remember: bool = True) -> dict[str, Any]:
+        """Clip gradients that were measured, and return the fields of a `ClippingReport`."""
+        config, norm = self.config, moments.norm
+        clip_type: ClipType = "adaptive" if config.adaptive_clipping else config.clip_type
+        if not config.enable_gradient_clipping:
+            return {"enabled": False, "clip_type": clip_type, "norm_before": norm, "norm_after": norm}
+        if not math.isfinite(norm):
+            return self._left_alone(clip_type, norm)
+        if clip_type in _ELEMENTWISE:
+            found = self._clip_elements(grads, moments, norm)
+        else:
+            limit = config.max_grad_norm if clip_type == "norm" else self._current_limit(clip_type)
+            found = coefficient_for(norm, limit, _TORCH_EPSILON if clip_type == "norm" else 0.0)
+            if found["clipped"]:
+                grads.scale(self._measurer, found["coefficient"])
+        if remember:
+            self.remember(norm, found)
+        found["clip_type"], found["norm_before"] = clip_type, norm
+        found["clip_rate"] = self.clip_rate
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything that rolls, as plain data."""
+        self.settle()
+        self._catch_up()
+        strategies = {name: strategy.state_dict() for name, strategy in self._strategies.items()}
+        return {"strategies": strategies, "engaged": _booleans(*self._engaged)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` returned."""
+        self.settle()
+        self._unobserved = []
+        for name, strategy in self._strategies.items():
+            strategy.load_state_dict(state["strategies"][name])
+        self._engaged = (0, 0)
+        for clipped in state["engaged"]:
+            self.engage(clipped)
+
+    def _left_alone(self, clip_type: ClipType, norm: float) -> dict[str, Any]:
+        """Scale nothing by a norm that is not finite, since that would make every gradient non-finite."""
+        return {"clip_type": clip_type, "norm_before": norm, "norm_after": norm, "clip_rate": self.clip_rate}
+
+    def limit(self) -> float:
+        """Return the limit of the norm for the coming step, for the strategies that have one."""
+        return self._current_limit(self.config.effective_clip_type)
+
+    @property
+    def epsilon(self) -> float:
+        """Return what torch adds to the norm; a limit that follows the norms is kept free of absolute numbers."""
+        return _TORCH_EPSILON if self.config.effective_clip_type == "norm" else 0.0
+
+    def remember(self, norm: float, found: Mapping[str, Any]) -> None:
+        """Let the clip rate know of a step, and the strategies as soon as they are asked."""
+        config, memory = self.config, self._memory
+        if memory.window_size != config.adaptive_window_size or memory.alpha != config.zscore_alpha:
+            self._catch_up()
+            self._memory = Memory.of(config)
+        self.observe([(norm, found["norm_after"])])
+        self.engage(found["clipped"])
+
+    def observe(self, norms: Sequence[ClippedNorm]) -> None:
+        """Let the strategies know of steps, as soon as they are asked."""
+        self._unobserved += norms
+        if len(self._unobserved) >= _MOST_UNOBSERVED:
+            self._catch_up()
+
+    def engage(self, clipped: bool) -> float:
+        """Return the clip rate with a further step."""
+        num_steps, bits = self._engaged
+        num_steps = num_steps + 1 if num_steps < _RATE_WINDOW else _RATE_WINDOW
+        bits = (bits << 1 | (1 if clipped else 0)) & _RATE_BITS
+        self._engaged = num_steps, bits  # one assignment, before or after which an exception may pass
+        return bits.bit_count() / num_steps
+
+    def _catch_up(self) -> None:
+        """Let the strategies know of the steps since they were asked last."""
+        if self._unobserved:
+            unobserved, self._unobserved = self._unobserved, []
+            for strategy in self._strategies.values():
+                strategy.observe(unobserved, self._memory)
+
+    def _current_limit(self, clip_type: ClipType) -> float:
+        self._catch_up()
+        return self._strategies[clip_type].threshold(self.config)
+
+    @property
+    def is_elementwise(self) -> bool:
+        """Whether gradients are limited one element or one unit at a time, and not all by the same factor."""
+        return self.config.enable_gradient_clipping and self.config.effective_clip_type in _ELEMENTWISE
+
+    def foresee(
+        self, grads: SharedGradients, here: Moments, replace: Callable[[Iterable[Tensor]], None] | None
+    ) -> Foreseen:
+        """Return for each tensor how much clipping would limit in it, and the sum of squares that it would leave.
+
+        Nothing is changed yet. Where NaN and Inf are replaced first, `replace` does so in place. Of units that no rank
+        has whole the ranks add up the squares first.
+        """
+        found = np.zeros((len(here.rows), 2))
+        cut = self._cut_units(grads)
+        if not grads.tensors:  # they have passed, and nothing is left to be clipped
+            return Foreseen(found, cut.sums({}).tolist())
+        with np.errstate(over="ignore"):  # what is beyond the range is beyond the limit
+            found[:, 1] = np.ldexp(here.rows[:, SQUARES], 2 * here.exponent)
+        bad = set(here.nonfinite_rows()) if replace is not None else set()
+        parts: dict[int, Tensor] = {}
+        for index in sorted(bad.union(self._beyond(here))):
+            param, part = grads.layout.params[index], grads.tensors[index].detach()
+            if replace is not None and index in bad:
+                part = part.clone()
+                replace([part])
+            if id(param) in cut:
+                parts[id(param)], found[index, 1] = part, 0.0
+            else:
+                copy = part if index in bad and replace is not None else part.clone()
+                count = self._limit(copy, grads, index)
+                norm = self._measurer.measure([copy], np.zeros(1, dtype=np.int64), 1).norm
+                found[index] = count, norm * norm
+        return Foreseen(found, cut.sums(parts).tolist())
+
+    def _cut_units(self, grads: SharedGradients) -> CutUnits:
+        """Return the units that no rank has whole, none where each element is limited by itself."""
+        ranks, clip_type = grads.ranks, self.config.effective_clip_type
+        if self._cut is None or self._cut[0] is not ranks or self._cut[1] != clip_type:
+            # Before they are measured they have a place for every parameter.
+            self._cut = ranks, clip_type, CutUnits(grads.layout.params if clip_type == "agc" else (), ranks)
+        return self._cut[2]
+
+    def _clip_elements(self, grads: Gradients, moments: Moments, norm: float) -> dict[str, Any]:
+        """Limit elements or units; what all ranks do together has been foreseen."""
+        by_value = self.config.effective_clip_type == "value"
+        count: float
+        if isinstance(grads, SharedGradients):
+            count, after = self._clip_together(grads, norm)
+        else:
+            if beyond := self._beyond(moments):
+                grads.own()
+            count = sum(self._limit(grads.tensors[index], grads, index) for index in beyond)
+            after = grads.measure(self._measurer).norm if count else norm
+        if count:
+            grads.install()
+        return {
+            "clipped": count > 0,
+            "threshold": self.config.max_grad_norm if by_value else self.config.agc_clip_factor,
+            "coefficient": after / norm if norm else 1.0,
+            "norm_after": after,
+            "clipped_fraction": count / max(1, grads.layout.total_count if by_value else num_units(grads)),
+        }
+
+    def _clip_together(self, grads: SharedGradients, norm: float) -> tuple[float, float]:
+        """Limit what this rank has; return how much all of them limit, and the norm that is left."""
+        count, squares = grads.limited.tolist()
+        cut = self._cut_units(grads)
+        limited = cut.limit(grads.foreseen, self.config.agc_clip_factor)
+        if not count + limited.num_limited:
+            return 0.0, norm
+        for index, (tensor, param) in enumerate(zip(grads.tensors, grads.layout.params, strict=True)):
+            if id(param) in cut:
+                cut.scale(param, tensor, limited.factors)
+            else:
+                self._limit(tensor, grads, index)
+        return count + limited.num_limited, math.sqrt(squares + limited.squares)
+
+    def _beyond(self, moments: Moments) -> Sequence[int]:
+        """Return the tensors in which there may be something to limit."""
+        if self.config.effective_clip_type == "agc":
+            return range(len(moments.rows))
+        ends = np.maximum(moments.rows[:, MAX], -moments.rows[:, MIN])
+        with np.errstate(over="ignore"):
+            beyond = np.flatnonzero(np.ldexp(ends, moments.exponent) > self.config.max_grad_norm)
+        return [int(index) for index in beyond]
+
+    def _limit(self, tensor: Tensor, grads: Gradients, index: int) -> int:
+        """Limit the elements or units of a tensor in place; return how many were beyond their limit."""
+        if self.config.effective_clip_type == "value":
+            return _clamp(tensor, self.config.max_grad_norm)
+        return limit_units(tensor, grads.layout.params[index], self.config.agc_clip_factor, grads.stand_ins.get(index))
+
+
+def coefficient_for(norm: float, threshold: float, epsilon: float) -> dict[str, Any]:
+    """Return what clipping a norm to a threshold means, with torch's own epsilon as torch's own function scales it."""
+    coefficient = threshold / (norm + epsilon) if norm + epsilon > 0 else 1.0
+    if coefficient >= 1.0:
+        return {"clipped": False, "threshold": threshold, "coefficient": 1.0, "norm_after": norm}
+    return {"clipped": True, "threshold": threshold, "coefficient": coefficient, "norm_after": norm * coefficient}
+
+
+def _booleans(num_steps: int, bits: int) -> list[bool]:
+    """Return the bits of steps, the oldest first."""
+    return [bool(bits >> age & 1) for age in reversed(range(num_steps))]
+
+
+def clipping_fields(
+    clip_type: str, limit: float | None, epsilon: float, norm: float, clip_rate: float
+) -> dict[str, Any]:
+    """Return the fields of a `ClippingReport` of a finite norm, which is limited unless there is no limit."""
+    if limit is None:
+        return {"enabled": False, "clip_type": clip_type, "norm_before": norm, "norm_after": norm}
+    found = coefficient_for(norm, limit, epsilon)
+    found["clip_type"], found["norm_before"], found["clip_rate"] = clip_type, norm, clip_rate
+    return found
+
+
+def _nothing() -> None:
+    """Know of every step."""
+
+
+def _clamp(grad: Tensor, limit: float) -> int:
+    beyond = int((grad.detach().abs() > limit).sum())
+    grad.detach().clamp_(-limit, limit)
+    return beyond

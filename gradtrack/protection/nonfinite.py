@@ -1,0 +1,137 @@
+"""What happens to non-finite gradients and weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from gradtrack.config import GradientConfig
+from gradtrack.errors import NonFiniteGradientError
+from gradtrack.gradients.collected import Gradients
+from gradtrack.gradients.measurer import Measurer
+from gradtrack.gradients.moments import NAN, NEGINF, POSINF, Moments, replaced
+from gradtrack.gradients.parameters import ParameterTable
+from gradtrack.reports import NanInfReport, NonFiniteParameter
+
+_NAMED_IN_ERRORS: Final = 5
+
+
+class NaNInfHandler:
+    """Counts NaN and Inf per named parameter before anything is changed, and acts as its configuration says."""
+
+    def __init__(self, config: GradientConfig | None = None, *, measurer: Measurer | None = None) -> None:
+        self.config = config if config is not None else GradientConfig()
+        self._measurer = measurer if measurer is not None else Measurer(self.config.engine)
+
+    def check_and_fix_gradients(self, model: nn.Module) -> NanInfReport:
+        """Look at the gradients that a model has now and act on the non-finite ones."""
+        grads = ParameterTable(model).gradients()
+        moments = grads.measure(self._measurer)
+        if moments.finite:
+            return NanInfReport()
+        found = self.act(grads, moments, grads.layout.params)
+        if found["action"] == "raise":
+            raise self.error(found)
+        return NanInfReport(**found)
+
+    def check_and_fix_parameters(self, model: nn.Module, replace_values: bool = True) -> NanInfReport:
+        """Look at the weights themselves, frozen ones too; with `replace_values` make the non-finite ones finite."""
+        named = [(name, param) for name, param in model.named_parameters() if _holds_reals(param)]
+        tensors = [_real(param.detach()) for _, param in named]
+        moments = self._measurer.measure(tensors, torch.zeros(len(named), dtype=torch.int64).numpy(), 1)
+        if moments.finite:
+            return NanInfReport()
+        found = count_nonfinite([name for name, _ in named], moments)
+        if not replace_values:
+            return NanInfReport(**found, action="report")
+        self.replace(tensors[index] for index in moments.nonfinite_rows())
+        return NanInfReport(**found, action="replace", replaced_count=moments.nonfinite_count)
+
+    def act(self, grads: Gradients, moments: Moments, owned: Iterable[Tensor]) -> dict[str, Any]:
+        """Act on gradients of which some are not finite; `owned` are the parameters that `skip` keeps from moving.
+
+        For `raise` the gradients stay as they are and the caller raises `error(found)` when its books are in order.
+        """
+        found = count_nonfinite(grads.layout.names, moments)
+        action = self.config.nonfinite_action
+        if action == "skip":
+            for param in owned:
+                param.grad = None
+        elif action == "replace":
+            grads.own()
+            self.replace(grads.tensors[index] for index in moments.nonfinite_rows())
+            grads.install()
+            return {**found, "action": action, "replaced_count": moments.nonfinite_count}
+        return {**found, "action": action}
+
+    def replace(self, tensors: Iterable[Tensor]) -> None:
+        """Replace NaN and Inf in place; an infinity keeps its sign and stays within the range of its type."""
+        for tensor in tensors:
+            limit = self.limit_of(tensor)
+            torch.nan_to_num_(tensor.detach(), nan=self._nan_of(tensor), posinf=limit, neginf=-limit)
+
+    def replaced(self, grads: Gradients, moments: Moments) -> Moments:
+        """Return the sums of gradients once `replace` has been at them, without another look at them."""
+        pairs = [(self._nan_of(tensor), self.limit_of(tensor)) for tensor in grads.tensors]
+        values = [torch.tensor(pair, dtype=one.dtype) for pair, one in zip(pairs, grads.tensors, strict=True)]
+        nan, infinity = torch.stack([rounded.double() for rounded in values], dim=1).numpy()
+        return replaced(moments, nan, infinity, grads.layout.group_of, len(grads.layout.group_names))
+
+    @staticmethod
+    def error(found: Mapping[str, Any]) -> NonFiniteGradientError:
+        """Return the exception that names the worst parameters."""
+        parameters = found["parameters"]
+        worst = ", ".join(str(parameter) for parameter in parameters[:_NAMED_IN_ERRORS])
+        more = len(parameters) - _NAMED_IN_ERRORS
+        rest = f" and {more} more" if more > 0 else ""
+        return NonFiniteGradientError(
+            f"{found['nan_count'] + found['inf_count']} non-finite gradient elements in {worst}{rest}: "
+            "expected finite gradients. Look at the loss and the data of this batch, "
+            "or set nonfinite_action='skip' to leave such steps out."
+        )
+
+    def limit_of(self, tensor: Tensor) -> float:
+        """Return what replaces an infinity: the value of the configuration, within the range of the type."""
+        return min(self.config.replace_inf_with, torch.finfo(tensor.dtype).max)
+
+    def _nan_of(self, tensor: Tensor) -> float:
+        """Return what replaces a NaN, within the range of the type."""
+        edge = torch.finfo(tensor.dtype).max
+        return min(max(self.config.replace_nan_with, -edge), edge)
+
+    def is_critical(self, moments: Moments, count: int) -> bool:
+        """Whether the share of non-finite elements is above `nan_inf_threshold`."""
+        return moments.nonfinite_count > self.config.nan_inf_threshold * count
+
+
+def count_nonfinite(names: Sequence[str], moments: Moments) -> dict[str, Any]:
+    """Return the counts of a `NanInfReport`, in total and for each tensor that has any, the worst first."""
+    total = moments.total
+    rows = {index: [int(count) for count in moments.rows[index, NAN:]] for index in moments.nonfinite_rows()}
+    worst = sorted(rows, key=lambda index: -sum(rows[index]))
+    return {
+        "nan_count": int(total[NAN]),
+        "inf_count": int(total[POSINF] + total[NEGINF]),
+        "positive_inf_count": int(total[POSINF]),
+        "negative_inf_count": int(total[NEGINF]),
+        "parameters": [
+            NonFiniteParameter(
+                name=names[index],
+                nan_count=rows[index][0],
+                positive_inf_count=rows[index][1],
+                negative_inf_count=rows[index][2],
+            )
+            for index in worst
+        ],
+    }
+
+
+def _holds_reals(param: Tensor) -> bool:
+    return param.is_floating_point() or param.is_complex()
+
+
+def _real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor

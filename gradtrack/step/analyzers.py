@@ -1,0 +1,382 @@
+"""Runs the analyzers of a training: their schedule, hooks and faults, and eager steps of compiled models."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from gradtrack import registry
+from gradtrack.analyzers.base import OFTEN_EVERY, OFTEN_UNTIL, Analyzer, Snapshot, often
+from gradtrack.analyzers.tools.hooks import unheard
+from gradtrack.errors import InputTypeError, UsageError
+from gradtrack.gradients.distributed.shards import unwrapped
+from gradtrack.records import Panel
+from gradtrack.reports import Issue, Report
+from gradtrack.step import ranks
+from gradtrack.support.interrupts import pass_on
+
+_logger = logging.getLogger("gradtrack")
+
+
+class EagerSteps:
+    """Lets compiled code run eagerly for single steps: what was compiled stays, and nothing is compiled again.
+
+    A compiled graph does not call hooks that were placed after it was made.
+    """
+
+    def __init__(self) -> None:
+        self._stance: Any = None
+        self.active = False
+        """Whether steps run eagerly now."""
+
+    def begin(self) -> None:
+        """Run eagerly from now on."""
+        if self._stance is None:
+            self._stance = torch.compiler.set_stance("force_eager")
+            self.active = True
+
+    def backward(self) -> AbstractContextManager[Any]:
+        """Return the context for a backward pass: one that is captured looks at no stance that came after its begin.
+
+        Captured with the hooks of an analyzer, it would be captured once more without them.
+        """
+        capturing = sys.modules.get("torch._dynamo.compiled_autograd")
+        if self._stance is None or capturing is None or not capturing.compiled_autograd_enabled:
+            return nullcontext()
+        found: AbstractContextManager[Any] = capturing._disable()
+        return found
+
+    def end(self) -> None:
+        """Run as before; a second call does nothing."""
+        if self._stance is not None:
+            self._stance.__exit__(None, None, None)
+            self._stance = None
+            self.active = False
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Say whether a model or a part of it was compiled."""
+    return any(
+        type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
+        for module in model.modules()
+    )
+
+
+_PATIENCE = 3
+_VERDICTS = "verdicts"
+_NOT_WHOLE = "{}: left out, since parameters that are spread over ranks are not whole here."
+_NOT_EVERYWHERE = "{}: left out, since it has to run on every rank that shares the parameters."
+_CLOSE = 16
+_EAGER = "the model is compiled: steps at which an analyzer looks inside it run eagerly; nothing is compiled again."
+
+
+class LiveAnalyzers:
+    """Runs analyzers beside a training. One that fails is left out after three faults and never stops the training.
+
+    Where analyzers are chosen by themselves (`open_to_more`), one that is asked for by name joins them.
+    """
+
+    def __init__(self, analyzers: Mapping[str, Analyzer], *, open_to_more: bool = False) -> None:
+        self.running = dict(analyzers)
+        """The analyzers by name."""
+        self.open = open_to_more
+        self._faults: dict[str, int] = {}
+        self._armed: set[str] = set()
+        self._alerts: Sequence[int] = ()
+        self.close_steps: Sequence[int] = ()
+        """The steps after an alert on which the cheap analyzers look, and on which what all find is to be heard."""
+        self._idle: set[str] = set()
+        self._sharing: dict[str, Analyzer] = {}
+        self._sums: dict[str, Sequence[float] | None] = {}
+        self._judges = False
+        self.verdicts: list[Issue] | None = None
+        """The issues on which all ranks have just agreed; None at most steps."""
+        self.eager, self._told_eager = EagerSteps(), False
+        self.chosen: list[str] = []
+
+    def __getitem__(self, name: str) -> Analyzer:
+        if name not in self.running and self.open and name in registry.analyzers.builtin():
+            self.running[name] = registry.analyzers.load(name)()
+        if name not in self.running:
+            there = ", ".join(self.running) or "none"
+            raise UsageError(f"analyzer {name!r}: expected one of those configured ({there}).{_add(name)}")
+        return self.running[name]
+
+    def __bool__(self) -> bool:
+        return bool(self.running)
+
+    @property
+    def names(self) -> list[str]:
+        """Name the analyzers that are running."""
+        return list(self.running)
+
+    @property
+    def panels(self) -> list[Panel]:
+        """Return what the analyzers want to be drawn."""
+        found = (self._guard(name, lambda one=one: list(one.panels)) for name, one in list(self.running.items()))
+        return [panel for panels in found for panel in panels or ()]
+
+    def choose(self, model: nn.Module) -> None:
+        """Add every built-in analyzer that suits a model, and say why."""
+        model = unwrapped(model)
+        for name in registry.analyzers.builtin():
+            found = registry.analyzers.load(name)
+            reason = found.suits(model)
+            if reason is not None and name not in self.running:
+                self.running[name] = found()
+                self.chosen.append(f"analyzer {name} was chosen: {reason}.")
+
+    def alert(self, step: int) -> None:
+        """Make every analyzer due at a step, because something has just happened, and the cheap ones for a while after.
+
+        The first steps are looked at as closely in any case.
+        """
+        self._alerts = (*self._alerts[-1:], step)  # what was armed for the step before has yet to look at it
+        if step > OFTEN_UNTIL and step not in self.close_steps:
+            self.close_steps = range(step, step + _CLOSE, OFTEN_EVERY)
+
+    @property
+    def local(self) -> bool:
+        """Whether any of them tells what it finds on this rank alone."""
+        return any(not one.adds_up for name, one in self.running.items() if name not in self._idle)
+
+    @property
+    def offers(self) -> list[str]:
+        """Name what can be added up over ranks: the numbers of some, and the verdicts of all."""
+        return [*(name for name, one in self.running.items() if one.adds_up), *([_VERDICTS] if self else [])]
+
+    def share(self, names: Iterable[str]) -> None:
+        """Add up what all ranks offer from now on, also where an analyzer fails here later."""
+        wanted = sorted(names)
+        self._judges = _VERDICTS in wanted
+        wanted = [name for name in wanted if name != _VERDICTS]
+        self._sharing = {name: self.running.get(name) or self._sharing[name] for name in wanted}
+        self._idle.difference_update(wanted)
+
+    def contribute(
+        self, step: int, groups: Sequence[str], snapshot: Callable[[], Snapshot]
+    ) -> tuple[list[float], Callable[[Sequence[float], int], None]]:
+        """Return what ranks are to add up at a step, and what takes the sums over a number of ranks."""
+        sizes = {name: one.num_sums(step, len(groups)) for name, one in self._sharing.items()}
+        sizes = {name: size for name, size in sizes.items() if size}
+        judged, found = self._judges and ranks.due(step), list[float]()
+        shown = snapshot() if sizes else None
+        for name, size in sizes.items():
+            found += self._numbers(name, size, shown, groups)
+        start = len(found)
+        found += ranks.pack(self.issues()) if judged else []
+
+        def take(sums: Sequence[float], num_ranks: int) -> None:
+            self._take(sizes, sums, num_ranks)
+            self.verdicts = ranks.unpack(sums[start:], num_ranks, step) if judged else None
+
+        return found, take
+
+    def _numbers(self, name: str, size: int, snapshot: Any, groups: Sequence[str]) -> list[float]:
+        """Return a one and the numbers of an analyzer, only zeros where there are none."""
+        analyzer = self.running.get(name)
+        numbers = None if analyzer is None else self._guard(name, lambda: list(analyzer.sums(snapshot, groups)))
+        return [1.0, *numbers] if numbers and len(numbers) == size else [0.0] * (size + 1)
+
+    def _take(self, sizes: Mapping[str, int], sums: Sequence[float], num_ranks: int) -> None:
+        """Take the sums of which every rank has had its part."""
+        start = 0
+        for name, size in sizes.items():
+            whole = round(sums[start]) == num_ranks
+            self._sums[name] = list(sums[start + 1 : start + 1 + size]) if whole else None
+            start += size + 1
+
+    def rest(self) -> list[str]:
+        """Let those have no turn from now on that compute with whole parameters; return notes of those that had one.
+
+        Where parameters are spread over ranks they would have to be gathered, and a rank whose analyzer has failed
+        would leave the others waiting.
+        """
+        alone = [name for name, one in self.running.items() if one.adds_up and name not in self._sharing]
+        split = [name for name, one in self.running.items() if one.needs_whole_parameters]
+        notes = []
+        for names, text in ((split, _NOT_WHOLE), (alone, _NOT_EVERYWHERE)):
+            new = [name for name in names if name not in self._idle]
+            self._idle.update(new)
+            for name in new:
+                self._disarm(name)
+            notes += [text.format(" and ".join(new))] if new else []
+        return notes
+
+    def arm(self, model: nn.Module, step: int) -> None:
+        """Let those analyzers place their hooks that are due at the coming step, which then runs eagerly."""
+        self.eager.end()
+        for name in list(self._armed):  # for a step that is not the next one after all
+            self._disarm(name)
+        due = self._due(step)
+        if not due:
+            return
+        inner = unwrapped(model)
+        for name, analyzer in due:
+            self._armed.add(name)
+            self._guard(name, lambda analyzer=analyzer: analyzer.arm(inner))
+        if any(_looks_inside(one) for name, one in self.running.items() if name in self._armed):
+            self._run_eagerly(model)
+
+    def _run_eagerly(self, model: nn.Module) -> None:
+        if is_compiled(model):
+            self.eager.begin()
+            if not self._told_eager:
+                self._told_eager = True
+                self.chosen.append(_EAGER)
+
+    def inspect(self, snapshot: Snapshot) -> tuple[dict[str, Report], list[str]]:
+        """Let the due analyzers look at a step; return their reports and their notes."""
+        self.eager.end()
+        reports: dict[str, Report] = {}
+        notes: list[str] = []
+        for name, analyzer in self._due(snapshot.step):
+            shown = self._shown_to(name, snapshot)
+            with unheard():  # the hooks of the others are still there
+                report = self._guard(name, lambda analyzer=analyzer, shown=shown: _usable(analyzer.inspect(shown)))
+            self._disarm(name)
+            if isinstance(report, Report):
+                reports[name] = report
+            notes += self._guard(name, analyzer.notes) or []
+        return reports, notes
+
+    def _shown_to(self, name: str, snapshot: Snapshot) -> Snapshot:
+        """Give an analyzer its sums, and contain the faults of what it leaves to be called from an optimizer's step."""
+        call = snapshot.call_before_step
+        if self._sharing:
+            snapshot = replace(snapshot, sums=self._sums.pop(name, None))
+        if call is None:
+            return snapshot
+        return replace(snapshot, call_before_step=lambda look: call(lambda: self._guard(name, look)))
+
+    def issues(self) -> list[Issue]:
+        """Return the faults that the analyzers know of."""
+        found: list[Issue] = []
+        for name, analyzer in list(self.running.items()):
+            found += self._guard(name, analyzer.issues) or []
+        return found
+
+    def due(self, step: int) -> bool:
+        """Say whether any analyzer is due at a step, which may depend on what it was shown since it was last asked."""
+        return bool(self._due(step))
+
+    def quiet_until(self, step: int, most: int) -> int:
+        """Return the first step from `step` on, or the one after `most` steps, at which any analyzer may be due."""
+        running = [one for name, one in list(self.running.items()) if name not in self._idle]
+        if not all(one.foresees or type(one).due is Analyzer.due for one in running):
+            return step
+        return next((coming for coming in range(step, step + most) if self._due(coming)), step + most)
+
+    def _due(self, step: int) -> list[tuple[str, Analyzer]]:
+        """Return the analyzers that are due at a step; nearly every step of a training asks this twice."""
+        alerted, close = step in self._alerts, step in self.close_steps
+        found, faulty = [], []
+        for name, one in list(self.running.items()):  # a hook in another thread may leave one out
+            if name in self._idle:
+                continue
+            try:
+                if alerted or (close and type(one).schedule is often) or one.due(step):
+                    found.append((name, one))
+            except Exception as fault:
+                pass_on(fault)
+                faulty.append((name, fault))
+        for name, reason in faulty:
+            self._count_fault(name, reason)
+        return found
+
+    def close(self) -> None:
+        """Remove every hook."""
+        self.eager.end()
+        for name in list(self.running):
+            self._disarm(name)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the analyzers remember."""
+        return {name: self._guard(name, one.state_dict) or {} for name, one in list(self.running.items())}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` returned."""
+        for name, analyzer in list(self.running.items()):
+            if state.get(name):
+                self._guard(name, lambda analyzer=analyzer, own=state[name]: analyzer.load_state_dict(own))
+
+    def _disarm(self, name: str) -> None:
+        self._armed.discard(name)
+        if name in self.running:
+            self._guard(name, self.running[name].disarm)
+
+    def _guard(self, name: str, call: Any) -> Any:
+        try:
+            return call()
+        except Exception as fault:
+            pass_on(fault)
+            self._count_fault(name, fault)
+            return None
+
+    def _count_fault(self, name: str, fault: Exception) -> None:
+        """Tell of the first fault of an analyzer, and leave it out after the third."""
+        self._faults[name] = self._faults.get(name, 0) + 1
+        if self._faults[name] == 1:
+            _logger.warning("analyzer %s failed; training goes on", name, exc_info=fault)
+        if self._faults[name] >= _PATIENCE:
+            _logger.warning("analyzer %s failed %d times and is left out from now on", name, _PATIENCE)
+            analyzer = self.running.pop(name, None)
+            if analyzer is not None:
+                analyzer.disarm()
+
+
+def _looks_inside(analyzer: Analyzer) -> bool:
+    """Say whether an analyzer places hooks: those that do not look at what every step leaves."""
+    return type(analyzer).arm is not Analyzer.arm
+
+
+def _usable(report: Report | None) -> Report | None:
+    """Ask a report for its metrics here, where a fault of its own is contained."""
+    if report is not None:
+        report.metrics()
+    return report
+
+
+def build_analyzers(specs: Any) -> dict[str, Analyzer]:
+    """Make the analyzers that a configuration names."""
+    built: dict[str, Analyzer] = {}
+    for spec in [] if isinstance(specs, str) else specs:
+        named = registry.split_spec(spec, "analyzer")
+        if named is None:
+            name, analyzer = registry.analyzers.name_of(spec), spec
+        else:
+            name, options = named
+            analyzer = _construct(name, options)
+        if not isinstance(analyzer, Analyzer):
+            is_class = inspect.isclass(spec) and issubclass(spec, Analyzer)
+            remedy = (
+                f"Pass an instance: {spec.__name__}()." if is_class else "Derive its class from gradtrack.Analyzer."
+            )
+            raise InputTypeError(f"analyzer {spec!r}: expected an Analyzer. {remedy}")
+        if name in built:
+            raise UsageError(f"analyzer {name!r} is named twice: expected each once. Remove one of them.")
+        built[name] = analyzer
+    return built
+
+
+def _construct(name: str, options: Mapping[str, Any]) -> Analyzer:
+    found = registry.analyzers.load_for(name, options)
+    try:
+        return found(**options)  # type: ignore[no-any-return]
+    except TypeError as fault:
+        raise UsageError(f"analyzer {name!r}: {fault}. Check the values of its options.") from fault
+
+
+def _add(name: str) -> str:
+    known = registry.analyzers.names()
+    if name in known:
+        return f" Add {name!r} to analyzers in the configuration."
+    return registry.nearest(name, known)

@@ -1,0 +1,185 @@
+"""The data of one step: what the stages hand on, and the fields and metrics of its report that follow from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from gradtrack.errors import NonFiniteGradientError
+from gradtrack.gradients.groups import Layout
+from gradtrack.gradients.moments import Moments, Rows, describe, describe_whole, finite_norm
+from gradtrack.gradients.variance import Deviations
+from gradtrack.records import Histogram
+from gradtrack.reports import HealthReport, Issue, LateReport, Report, StepReport
+from gradtrack.reports.metric_names import flat_metrics
+from gradtrack.step.loss_scale import Scale
+
+if TYPE_CHECKING:
+    from gradtrack.step.on_device import LateStep
+
+
+class StepFacts:
+    """The raw numbers of one step. They are small, but for the rows of the single parameters, which can be dropped."""
+
+    # Of the class, since nearly all of them stay as they are on nearly every step.
+    rows: Rows | None = None
+    exponent = 0
+    deviations: Deviations | None = None
+    aliases: Mapping[str, list[str]] = MappingProxyType({})
+    full = with_groups = True
+    with_parameters = skipped = False
+    loss: float | None = None
+    lr: Sequence[Sequence[tuple[Any, Any]]] = ()
+    weight_norms: Mapping[str, float] = MappingProxyType({})
+    histograms: Mapping[str, Histogram] = MappingProxyType({})
+    """By group, the empty name being that of the whole; for the trackers only."""
+    ranks: Mapping[str, Any] | None = None
+    scaler: Mapping[str, Any] | None = None
+    analyzers: Mapping[str, Report] = MappingProxyType({})
+    notes: Sequence[str] = ()
+    group_rows: Rows
+    total: list[float]
+    clipping: Mapping[str, Any] = MappingProxyType({})
+    nan_inf: Mapping[str, Any]
+    health: HealthReport
+
+    def __init__(self, layout: Layout, touched_rows: Mapping[str, int]) -> None:
+        self.layout, self.touched_rows = layout, touched_rows
+
+    def take(self, moments: Moments) -> None:
+        """Take in the sums of the step."""
+        self.rows, self.group_rows = moments.rows, moments.group_rows
+        self.total, self.exponent = moments.total, moments.exponent
+
+    def __call__(self) -> dict[str, Any]:
+        """Return the fields of the report, but for those that are known from the start."""
+        fields: dict[str, Any] = {
+            "loss": self.loss,
+            "skipped": self.skipped,
+            "measured": self.full,
+            "lr": self.learning_rates(),
+            "health": self.health,
+            "clipping": self.clipping,
+            "nan_inf": self.nan_inf,
+            "ranks": self.ranks,
+            "scaler": self._scaler(),
+            "analyzers": dict(self.analyzers),
+            "notes": list(self.notes),
+        }
+        if self.full:
+            fields["statistics"] = self._statistics()
+        if self.full and self.with_groups:
+            fields["groups"] = dict(self._described_groups())
+        if self.full and self.with_parameters and self.rows is not None:
+            fields["parameters"] = self.parameters()
+        return fields
+
+    def metrics(self, step: int, source: str, *, with_statistics: bool = True) -> dict[str, float]:
+        """Return what `report.metrics()` does, without the report; without statistics only health and clipping."""
+        full = self.full and with_statistics
+        return flat_metrics(
+            step=step,
+            source=source,
+            skipped=self.skipped,
+            health=self.health,
+            clipping=self.clipping,
+            nan_inf=self.nan_inf,
+            statistics=self._statistics() if full else None,
+            groups=dict(self._described_groups()) if full and self.with_groups else {},
+            parameters=self.parameters() if full and self.with_parameters and self.rows is not None else {},
+            ranks=self.ranks,
+            scaler=self.scaler,
+            analyzers=self.analyzers,
+        )
+
+    def shrink(self) -> None:
+        """Forget what only trackers get, and the rows of the single parameters, unless the report is to show them."""
+        if self.histograms:
+            self.histograms = {}
+        if not self.with_parameters:
+            self.rows = None
+            self.group_rows = self.group_rows.copy()  # which would keep all rows, being a part of their memory
+            if self.deviations is not None:
+                self.deviations = self.deviations._replace(rows=self.deviations.rows[:0].copy())
+
+    def learning_rates(self) -> dict[str, float]:
+        """Name the learning rate of each parameter group by its name or its position."""
+        several, rates = len(self.lr) > 1, {}
+        for position, groups in enumerate(self.lr):
+            for index, (name, rate) in enumerate(groups):
+                label = f"{position}.{name}" if several else str(name)
+                rates[label if label not in rates else f"{label}.{index}"] = float(rate)
+        return rates
+
+    def norms(self) -> dict[str, float]:
+        """Return the norm of every gradient over its finite elements."""
+        assert self.rows is not None, "the rows of this step were dropped"
+        rows = zip(self.layout.names, self.rows.tolist(), strict=True)
+        return {name: finite_norm(row, self.exponent) for name, row in rows}
+
+    def groups(self) -> dict[str, str]:
+        """Return the group of every gradient."""
+        layout = self.layout
+        return {
+            name: layout.group_names[group] for name, group in zip(layout.names, layout.group_of.tolist(), strict=True)
+        }
+
+    def parameters(self) -> dict[str, dict[str, Any]]:
+        """Return the statistics of every parameter that has a gradient."""
+        layout, known = self.layout, self.deviations
+        assert self.rows is not None, "the rows of this step were dropped"
+        found = {}
+        for index, row in enumerate(self.rows.tolist()):
+            name = layout.names[index]
+            found[name] = {
+                **describe(
+                    row,
+                    layout.counts[index],
+                    self.exponent,
+                    squared_deviations=None if known is None else float(known.rows[index]),
+                ),
+                "group": layout.group_names[layout.group_of[index]],
+                "aliases": self.aliases.get(name, []),
+                "touched_rows": self.touched_rows.get(name),
+            }
+        return found
+
+    def _scaler(self) -> dict[str, Any] | None:
+        """Return what is known of the loss scale, which may have to come from its device."""
+        if self.scaler is None:
+            return None
+        scale = self.scaler["scale"]
+        return {**self.scaler, "scale": None if scale is None else float(scale)}
+
+    def _statistics(self) -> dict[str, Any]:
+        known = None if self.deviations is None else self.deviations.total
+        layout = self.layout
+        return describe_whole(self.total, layout.total_count, layout.missing, self.exponent, squared_deviations=known)
+
+    def _described_groups(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        layout, known = self.layout, self.deviations
+        for index, row in enumerate(self.group_rows.tolist()):
+            count = layout.group_counts[index]
+            if count:
+                name = layout.group_names[index]
+                deviations = None if known is None else float(known.groups[index])
+                found = describe(row, count, self.exponent, squared_deviations=deviations)
+                yield name, {**found, "weight_norm": self.weight_norms.get(name)}
+
+
+class Outcome:
+    """A step's report with what the manager needs to know of it without resolving it."""
+
+    report: StepReport
+    pending: LateStep | None = None
+    scale: Scale | None = None
+    norm: float | None = None
+    clipped = event = False
+    issues: Sequence[Issue] = ()
+    opened: Sequence[Issue] = ()
+    late: Sequence[LateReport] = ()
+    error: NonFiniteGradientError | None = None
+
+    def __init__(self, facts: StepFacts, *, repeated: bool = False) -> None:
+        self.facts, self.repeated = facts, repeated

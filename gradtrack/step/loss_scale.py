@@ -1,0 +1,178 @@
+"""The loss scale of a training in mixed precision: taken back once, reported, and agreed on by all ranks."""
+
+from __future__ import annotations
+
+import math
+import sys
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import OptState
+
+from gradtrack.errors import UsageError
+from gradtrack.gradients.distributed.shards import local_part
+
+# From a hook of an optimizer's step up to the scaler's: torch's own wrappers of a step and those of a schedule.
+_FRAMES: Final = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """The loss scale of one step, where it is known, and the flags by which its scaler will leave the step out.
+
+    Of an optimizer that is stepping already, which no flag holds back any more, the parameters are `under_way`. Steps
+    that the scaler has left out since the last one without a word to anybody are `unseen`.
+    """
+
+    value: Tensor | float | None
+    flags: Sequence[Tensor] = ()
+    under_way: Sequence[Tensor] = ()
+    unseen: int = 0
+
+    def leave_out(self) -> None:
+        """Have the scaler leave the step out, on every rank and for every optimizer, where one has found an overflow.
+
+        There is one verdict because there is one step: its gradients were judged and clipped by one norm.
+        """
+        for flag in self.flags:
+            flag.fill_(1.0)
+        for param in self.under_way:
+            param.grad = None
+
+
+class ScalerLog:
+    """How many steps the scaler has left out, in all and in a row."""
+
+    def __init__(self) -> None:
+        self._skips = self._in_a_row = 0
+
+    def take(self, scale: Scale, *, skipped: bool) -> dict[str, Any]:
+        """Count a step, and return the fields of a `ScalerReport`; the scale itself may still be on its device."""
+        self._skips += scale.unseen + skipped
+        self._in_a_row = self._in_a_row + scale.unseen + 1 if skipped else 0
+        return {"scale": scale.value, "skips": self._skips, "skips_in_a_row": self._in_a_row}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything that rolls, as plain data."""
+        return {"skips": self._skips, "in_a_row": self._in_a_row}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` returned."""
+        self._skips, self._in_a_row = int(state["skips"]), int(state["in_a_row"])
+
+
+def unscale(scaler: torch.amp.GradScaler, optimizers: Sequence[Any], *, once: bool) -> Scale | None:
+    """Unscale the gradients of optimizers; after an own backward pass (not `once`) the loop may have done so itself.
+
+    Nothing is returned for a scaler that is switched off.
+    """
+    if not optimizers:
+        raise UsageError("scaler without an optimizer: expected the one that it steps. Pass it beside the model.")
+    stepped = [_stepped(optimizer) for optimizer in optimizers]
+    for optimizer in stepped:
+        try:
+            scaler.unscale_(optimizer)
+        except RuntimeError as fault:
+            if "already been called" not in str(fault):
+                raise
+            if once:
+                raise UsageError(
+                    "a second backward pass before scaler.update(): expected one, since its scaled gradients were "
+                    "added to unscaled ones. Pass accumulate=True for all but the last micro-batch."
+                ) from fault
+    return Scale(_value(scaler), _flags(scaler, stepped)) if scaler.is_enabled() else None
+
+
+def take_over_scale(optimizer: Any) -> Scale | None:
+    """Unscale for a fused optimizer that was told to do so within its step; return nothing where no scaler decides."""
+    if not hasattr(optimizer, "found_inf") or not hasattr(optimizer, "grad_scale"):
+        return None
+    flags = [optimizer.found_inf] if isinstance(optimizer.found_inf, Tensor) else []
+    if optimizer.grad_scale is None:
+        return Scale(None, flags)
+    scale = float(optimizer.grad_scale)
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    torch._foreach_mul_([local_part(param.grad) for param in params if param.grad is not None], 1.0 / scale)
+    optimizer.grad_scale = None
+    return Scale(scale, flags)
+
+
+class UnseenSkips:
+    """Tells from a scaler's scale how many steps it has left out since the last look, in which no optimizer stepped."""
+
+    def __init__(self) -> None:
+        self._scaler: weakref.ref[torch.amp.GradScaler] | None = None
+        self._last, self._tracker = 0.0, 0
+        self._states: Mapping[int, Any] = {}
+
+    def count(self, scaler: torch.amp.GradScaler) -> int:
+        """Count them, and remember by what the scaler decides after the step of now."""
+        scale, expected, before = scaler.get_scale(), self._expected(scaler), self._tracker
+        self._scaler, self._last, self._tracker = weakref.ref(scaler), scale, scaler._get_growth_tracker()
+        self._states = scaler._per_optimizer_states  # of all of its optimizers, ours or not; it begins new ones
+        # A step left out begins the count to the next growth anew; whoever sets the scale by hand leaves it.
+        if not 0.0 < scale < expected or self._tracker >= before > 0:
+            return 0
+        steps = math.log(scale / expected) / math.log(scaler.get_backoff_factor())
+        return round(steps) if math.isclose(steps, round(steps), abs_tol=1e-3) else 0
+
+    def _expected(self, scaler: torch.amp.GradScaler) -> float:
+        """Return the scale that there is if no step was left out unseen."""
+        if self._scaler is None or self._scaler() is not scaler:
+            # One that steps were taken with before knows a scale of its own.
+            return scaler.get_scale() if scaler._get_growth_tracker() else float(scaler._init_scale)
+        flags = (flag for state in self._states.values() for flag in state.get("found_inf_per_device", {}).values())
+        if any(map(bool, flags)):
+            return self._last * scaler.get_backoff_factor()
+        return self._last * (scaler.get_growth_factor() if self._tracker + 1 == scaler.get_growth_interval() else 1.0)
+
+
+def unscale_together(optimizer: Any, others: Sequence[Any], unseen: UnseenSkips) -> Scale | None:
+    """Unscale for all optimizers of a step within the step of the first, where the scaler would unscale one by one.
+
+    Nobody tells us of the scaler, but it is the one that is calling.
+    """
+    own, scaler = take_over_scale(optimizer), _calling_scaler()
+    if scaler is None:
+        return own
+    states = scaler._per_optimizer_states
+    for other in others:
+        if other is not optimizer and states[id(other)]["stage"] is OptState.READY:
+            scaler.unscale_(other)
+    flags = [*(own.flags if own is not None else ()), *_flags(scaler, others)]
+    if own is not None:  # which steps whatever the scaler has found
+        return Scale(_value(scaler), flags)
+    under_way = [param for group in optimizer.param_groups for param in group["params"]]
+    return Scale(_value(scaler), flags, under_way, unseen.count(scaler))
+
+
+def _calling_scaler() -> torch.amp.GradScaler | None:
+    """Return the scaler, if one is at work, out of whose `step` we are called."""
+    frame = sys._getframe(1)
+    for _ in range(_FRAMES):
+        if frame.f_code.co_name == "step" and isinstance(found := frame.f_locals.get("self"), torch.amp.GradScaler):
+            return found if found.is_enabled() else None
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return None
+
+
+def _stepped(optimizer: Any) -> Any:
+    """Return what the scaler itself will step: with Accelerate, the optimizer within the one that it hands out."""
+    return optimizer.optimizer if hasattr(optimizer, "scaler") and hasattr(optimizer, "optimizer") else optimizer
+
+
+def _value(scaler: torch.amp.GradScaler) -> Tensor | float:
+    """Return the scale without waiting for a device; the scaler changes its own tensor in place."""
+    scale = getattr(scaler, "_scale", None)
+    return scale.detach().clone() if isinstance(scale, Tensor) and not scale.is_cpu else float(scaler.get_scale())
+
+
+def _flags(scaler: torch.amp.GradScaler, optimizers: Sequence[Any]) -> list[Tensor]:
+    states = scaler._per_optimizer_states
+    return [flag for one in optimizers for flag in states[id(one)].get("found_inf_per_device", {}).values()]

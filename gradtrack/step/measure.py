@@ -1,0 +1,290 @@
+"""Stage 1: collects and measures the gradients of one model at every step, and its weights when a row is due."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Container, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from gradtrack.config import GradientConfig
+from gradtrack.errors import UsageError
+from gradtrack.gradients.collected import Foresight, Gradients, SharedGradients
+from gradtrack.gradients.deviations import find_deviations
+from gradtrack.gradients.distributed.agreement import agree, digest
+from gradtrack.gradients.distributed.shards import local_part
+from gradtrack.gradients.histograms import histograms_of
+from gradtrack.gradients.in_backward import Passing, may_step_in_backward, step_in_backward
+from gradtrack.gradients.measurer import Measurer
+from gradtrack.gradients.moments import SQUARES, Moments, finite_norm
+from gradtrack.gradients.parameters import ParameterTable
+from gradtrack.step.data import StepFacts
+
+
+def weight_norms(table: ParameterTable, measurer: Measurer) -> dict[str, float]:
+    """Return the norm of each group's weights."""
+    moments, names = _measure(table, measurer), table.group_names
+    return {
+        name: finite_norm(row, moments.exponent) for name, row in zip(names, moments.group_rows.tolist(), strict=True)
+    }
+
+
+def weight_squares(table: ParameterTable, measurer: Measurer) -> NDArray[np.float64]:
+    """Return the squared norm of what this rank holds of each parameter."""
+    moments = _measure(table, measurer)
+    scale: float = np.ldexp(1.0, 2 * moments.exponent)
+    return moments.rows[:, SQUARES] * scale
+
+
+def norms_from_squares(table: ParameterTable, squares: NDArray[np.float64]) -> dict[str, float]:
+    """Return the norm of each group's weights from the squared norms of the parameters, added over the ranks."""
+    groups = np.bincount(table.group_of, squares, len(table.group_names))
+    return dict(zip(table.group_names, np.sqrt(groups).tolist(), strict=True))
+
+
+def _measure(table: ParameterTable, measurer: Measurer) -> Moments:
+    parts = [local_part(param) for param in table.params]
+    weights = [torch.view_as_real(part) if part.is_complex() else part for part in parts]
+    return measurer.measure(weights, table.group_of, len(table.group_names))
+
+
+_LOCAL_PARTS = (
+    "the parameters are spread over ranks: analyzers look at the parts that this rank holds, "
+    "so their numbers, those of updates excepted, are those of this rank, and what they find opens an issue "
+    "where most ranks find it. manager.diagnose() tells what is found here."
+)
+_NO_RANKS = (
+    "per_rank has nothing to compare: the gradients are plain tensors, which DDP makes the same on every rank. "
+    "Pass process_group to compare them."
+)
+_PASSING = (
+    "the optimizers step inside the backward pass: each gradient is measured just before, "
+    "and can neither be clipped nor left out."
+)
+_DIVIDED = (
+    "{} of the {} parameters are measured and clipped with other pairs, whose optimizers own them. "
+    "Pass all optimizers as one sequence to clip by the norm of the whole model."
+)
+_MOST_BYTES, _BYTES_OF_GROUP, _BYTES_BESIDE = 128, 48, 184
+"""What a rank gives to a report at most, for each parameter; what numbers of a group take, and those of the whole."""
+
+
+class Gauge:
+    """Reads the gradients of a model in one pass, with the parameters, groups and engine that are right at that step.
+
+    Where parameters are spread over ranks, what it reads is that of all ranks, and all of it is sent together. Where
+    `elsewhere` returns ids of parameters, those are read by others.
+    """
+
+    def __init__(self, model: nn.Module, config: GradientConfig, measurer: Measurer, process_group: Any = None) -> None:
+        self._model, self._config, self._measurer = model, config, measurer
+        self._told: set[str] = set()
+        self._passing: Passing | None = None
+        self._agreed: tuple[object, ...] = ()
+        self._weight_squares: NDArray[np.float64] | None = None
+        self.elsewhere: Callable[[], frozenset[int]] = frozenset
+        self.left_out: frozenset[int] = frozenset()
+        self.coming_notes: list[str] = []
+        self.share(process_group)
+        if not self.table.params:
+            frozen = " All of its parameters are frozen; set requires_grad on some." if self.table.frozen else ""
+            raise UsageError(
+                f"model {type(model).__name__} has no trainable parameters: expected at least one.{frozen}"
+            )
+
+    def share(self, process_group: Any) -> None:
+        """Take the gradients to be spread over the ranks of a group from now on, unless it is None."""
+        self._process_group = process_group
+        self.table = ParameterTable(self._model, self._config.groups, process_group, elsewhere=self.left_out)
+        self.close()
+        if step_in_backward(self.table.params):
+            self._watch_passing()
+
+    def divide(self) -> None:
+        """Leave to others what they read now."""
+        left_out = self.elsewhere()
+        if left_out == self.left_out:
+            return
+        self.left_out = left_out
+        self.share(self._process_group)
+        if left_out:
+            self.coming_notes.append(_DIVIDED.format(len(left_out), len(self.table.everything)))
+
+    def close(self) -> None:
+        """Take off the hooks that measure gradients on their way."""
+        if self._passing is not None:
+            self._passing.close()
+            self._passing = None
+
+    def _watch_passing(self) -> None:
+        """Measure gradients as they pass from now on."""
+        if self._passing is None:
+            self._passing = Passing(self.table.params, self._measurer)
+            self.coming_notes.append(_PASSING)
+
+    def collect(self, only: Container[int] | None = None) -> Gradients:
+        """Return the gradients that are there now; with `only`, those of the parameters with these ids."""
+        table, config = self.table, self._config
+        if table.stale() or table.patterns is not config.groups:
+            self.share(self._process_group)
+        if self.elsewhere is not frozenset:
+            self.divide()
+        if self._measurer.engine != config.engine:
+            self._measurer.use(config.engine)
+        table = self.table
+        grads = table.gradients(only)
+        if not grads.tensors or table.ranks is not None:
+            if self._passing is not None and all(param.grad is None for param in self.table.params):
+                return self._passing.take(self.table)
+            if self._passing is None and may_step_in_backward(self.table.params):
+                self._watch_passing()
+        return grads
+
+    def meet(self, facts: Callable[[], dict[str, Any]], offers: Sequence[str] = ()) -> list[str] | None:
+        """Make sure that all ranks which share the parameters are about to send and decide alike.
+
+        They meet when the parameters are new, and when a setting has changed that says what is sent; `facts` are those
+        of the pair. Return which of the offers all of them make, or None where they need not meet.
+        """
+        ranks = self.table.ranks
+        if ranks is None or (ranks, settings := self._settings()) == self._agreed:
+            return None
+        known = {"parameters": len(self.table.names), "names": digest((self.table.names, self.table.group_names))}
+        found = agree(ranks.members, {**settings, **known, **facts()}, offers)
+        self._agreed = ranks, settings
+        return [offer for offer, count in found.items() if count == len(ranks.members)]
+
+    def groups_to_send(self) -> list[str]:
+        """Return the groups, unless numbers of them would make a report too large to send."""
+        ranks, names = self.table.ranks, self.table.group_names
+        if ranks is None:
+            return names
+        clip_type = self._config.effective_clip_type if self._config.enable_gradient_clipping else ""
+        room = _MOST_BYTES - ranks.bytes_of_each - {"value": 16, "agc": 32}.get(clip_type, 0)
+        return names if _BYTES_OF_GROUP * len(names) + _BYTES_BESIDE <= room * len(self.table.params) else []
+
+    def counts_as(self) -> dict[str, float]:
+        """Return for each parameter how often a sum over the ranks has to count what is here."""
+        table = self.table
+        return {} if table.ranks is None else dict(zip(table.names, table.ranks.counts_as(), strict=True))
+
+    def _settings(self) -> dict[str, Any]:
+        """Return the settings by which it is decided what is sent."""
+        config = self._config
+        return {
+            "check_frequency": config.check_frequency,
+            "clip_type": config.effective_clip_type if config.enable_gradient_clipping else None,
+            "enable_gradient_monitoring": config.enable_gradient_monitoring,
+            "enable_nan_inf_check": config.enable_nan_inf_check,
+            "grad_log_every_n_steps": config.grad_log_every_n_steps,
+            "grad_track_per_weight_matrix": config.grad_track_per_weight_matrix,
+            "log_histograms": config.log_histograms,
+            "nonfinite_action": config.nonfinite_action,
+            "per_rank": config.per_rank,
+        }
+
+    def read(self, grads: Gradients, facts: StepFacts, loss: Tensor | float | None, *, row_due: bool) -> Moments:
+        """Measure gradients and the loss, and where a row is due what only a row shows."""
+        moments = grads.measure_as_planned(self._measurer)
+        if moments is None:
+            self.fit(grads, facts)
+            grads.prepare(self._measurer)
+            moments = grads.measure(self._measurer)
+        # Spelled out, since beside a training each call of a usual step costs about a microsecond.
+        facts.loss = loss if loss is None or type(loss) is float else float(loss)
+        facts.rows, facts.group_rows, facts.total = moments.rows, moments.group_rows, moments.total
+        if moments.exponent:
+            facts.exponent = moments.exponent
+        if facts.full and (moments.one_sided or not moments.finite):
+            facts.deviations = find_deviations(grads, moments)
+        if row_due and self._config.log_histograms:
+            self._tally(grads, facts)
+        return moments
+
+    def read_shared(
+        self,
+        grads: SharedGradients,
+        facts: StepFacts,
+        loss: Tensor | float | None,
+        *,
+        row_due: bool,
+        first_nonfinite: bool,
+        limited: Foresight | None,
+        more: Sequence[float],
+    ) -> Moments:
+        """Measure gradients of all ranks and the loss; where the step is reported the weights too; and `more` numbers.
+
+        What clipping will do (`limited`) goes along, and where an element that is not finite makes a row
+        (`first_nonfinite`) what only a row shows. What is asked for must follow from the step and the settings alone,
+        so that all ranks send the same.
+        """
+        # Whether an issue makes a row of this step is known when nothing can be sent any more.
+        weigh, config = facts.full and facts.with_groups, self._config
+        grads.prepare(self._measurer)
+        moments = grads.measure(
+            self._measurer,
+            extra=weight_squares(self.table, self._measurer) if weigh else None,
+            loss=_number(loss),
+            ends=facts.full,
+            ends_if_nonfinite=first_nonfinite and config.enable_gradient_monitoring,
+            spread=facts.full and config.per_rank,
+            limited=limited,
+            tally=row_due and config.log_histograms,
+            more=more,
+        )
+        merged = grads.merged
+        # A layout takes other sizes when they change, and this report may be read after that.
+        facts.layout, facts.ranks, facts.loss = copy.copy(grads.layout), merged.spread, merged.loss
+        facts.deviations = grads.deviations
+        self._weight_squares = merged.extra if weigh else None
+        facts.take(moments)
+        if row_due and self._config.log_histograms:
+            self._tally(grads, facts)
+        return moments
+
+    def _tally(self, grads: Gradients, facts: StepFacts) -> None:
+        """Count the elements for histograms."""
+        facts.histograms = histograms_of(grads.count(), grads.layout.group_names if facts.with_groups else ())
+
+    def fit(self, grads: Gradients, facts: StepFacts) -> None:
+        """Take the sizes that the gradients have, where a parameter was given data of another shape."""
+        if grads.tensors and list(map(Tensor.numel, grads.tensors)) != grads.layout.counts:
+            self.table.resize(grads)
+            facts.layout = grads.layout
+
+    def weigh(self, facts: StepFacts) -> None:
+        """Measure the weights of the groups, unless they were sent with the gradients."""
+        if self.table.ranks is None:
+            facts.weight_norms = weight_norms(self.table, self._measurer)
+        elif self._weight_squares is not None:
+            facts.weight_norms = norms_from_squares(self.table, self._weight_squares)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the gradients are all here, are those of no other pair, and are measured once they are complete."""
+        return self.table.ranks is None and self.elsewhere is frozenset and self._passing is None
+
+    @property
+    def has_shards(self) -> bool:
+        """Whether this rank holds only parts of any parameter."""
+        return self.table.ranks is not None and bool(self.table.ranks.sharded.any())
+
+    def notes(self, *, analyzed: bool) -> list[str]:
+        """Tell what to know of the numbers where parameters are spread over ranks, or are not; each thing once."""
+        alone = self.table.ranks is None
+        found = [_LOCAL_PARTS] if analyzed and self.has_shards else []
+        if self._config.per_rank and alone:
+            found.append(_NO_RANKS)
+        found += self.coming_notes
+        self.coming_notes = []
+        new = [note for note in found if note not in self._told]
+        self._told.update(new)
+        return new
+
+
+def _number(loss: Tensor | float | None) -> float | None:
+    return None if loss is None else float(loss)

@@ -1,0 +1,215 @@
+"""Steps whose numbers stay on the accelerator until somebody reads them, or until the next step."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gradtrack.config import GradientConfig
+from gradtrack.gradients import torch_device
+from gradtrack.gradients.collected import Gradients
+from gradtrack.gradients.moments import MAX, MIN, NAN, NEGINF, POSINF, SQUARES, Moments, merge
+from gradtrack.gradients.variance import Deviations, deviations_around
+from gradtrack.protection.clipping import GradientClipper, coefficient_for
+from gradtrack.protection.nonfinite import NaNInfHandler, count_nonfinite
+from gradtrack.step.data import Outcome
+
+_TOGETHER = ("norm", "adaptive", "zscore")
+
+
+def on_device(grads: Sequence[Tensor]) -> bool:
+    """Say whether all gradients are on one accelerator."""
+    return bool(grads) and not grads[0].is_cpu and all(grad.device == grads[0].device for grad in grads)
+
+
+def can_wait(config: GradientConfig, optimizers: Sequence[Any], *, scaled: bool) -> bool:
+    """Say whether a step can be protected without its numbers being known here.
+
+    To leave a step out, somebody has to know: the optimizers themselves, where they take `found_inf`, or the host.
+    """
+    if config.enable_gradient_clipping and config.effective_clip_type not in _TOGETHER:
+        return False
+    if scaled or not config.enable_nan_inf_check or config.nonfinite_action in ("replace", "report"):
+        return True
+    return config.nonfinite_action == "skip" and bool(optimizers) and all(map(takes_found_inf, optimizers))
+
+
+def takes_found_inf(optimizer: Any) -> bool:
+    """Say whether an optimizer leaves a step out by itself when its `found_inf` is set, as fused ones do."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+class LateStep:
+    """A step that was measured, clipped and made safe on its device; `read` waits for the numbers.
+
+    With `variances` those of float64 gradients are right where their means hide them, at the cost of a second pass.
+    """
+
+    def __init__(
+        self,
+        grads: Gradients,
+        loss: Tensor | float | None,
+        clipper: GradientClipper,
+        handler: NaNInfHandler,
+        *,
+        variances: bool = False,
+    ) -> None:
+        self._layout, self._config = grads.layout, clipper.config
+        self._groups = grads.layout.group_of, len(grads.layout.group_names)
+        self._clipper, self._handler = clipper, handler
+        self._rows = torch_device.measure(grads.tensors, exact=True)
+        wide = [index for index, grad in enumerate(grads.tensors) if grad.dtype == torch.float64]
+        self._wide = wide if variances else []
+        self._around = self._rows.new_zeros(0, 3)
+        if self._wide:
+            ends = self._rows[self._wide, MIN : MAX + 1]
+            self._around = torch_device.measure_around([grads.tensors[index] for index in self._wide], ends)
+        self.deviations: Deviations | None = None
+        self._bad = self._rows.narrow(1, NAN, 3).sum()
+        self._loss = loss
+        self._limit: float | None = None
+        self._limits: Any = [handler.limit_of(grad) for grad in grads.tensors]
+        self._action = "none"
+
+    def protect(self, grads: Gradients, optimizers: Sequence[Any], *, scaled: bool) -> None:
+        """Replace, leave out and clip by operations on the device."""
+        config = self._config
+        self._action = "off" if not config.enable_nan_inf_check else "scaler" if scaled else config.nonfinite_action
+        if self._action == "replace":
+            grads.own()
+            self._handler.replace(grads.tensors)
+            grads.install()
+        if self._action == "skip":
+            for optimizer in optimizers:
+                optimizer.found_inf = (self._bad > 0).float()
+        if config.enable_gradient_clipping:
+            grads.own()
+            self._limit = self._clipper.limit()
+            norm = self._norm_to_clip(grads)
+            coefficient = (self._limit / (norm + self._clipper.epsilon)).clamp(max=1.0)
+            if self._action != "replace":
+                coefficient = torch.where(self._bad > 0, 1.0, coefficient)
+            torch._foreach_mul_(list(grads.tensors), coefficient.float())
+            grads.install()
+        self._start_copy()
+
+    @property
+    def readable(self) -> bool:
+        """Whether there are numbers to read at all: tensors without data have none."""
+        return not (self._packed.is_meta or type(self._packed).__name__ == "FakeTensor")
+
+    def read(self) -> tuple[Moments, float | None]:
+        """Wait for the numbers of the step."""
+        if self._done is not None:
+            self._done.synchronize()
+        values = self._host.double().numpy()
+        size, end = self._rows.numel(), self._rows.numel() + self._around.numel()
+        rows, around = np.array(values[:size]).reshape(self._rows.shape), values[size:end].reshape(-1, 3)
+        self.deviations = deviations_around(rows, self._wide, around, self._layout.sizes, self._groups)
+        loss = self._loss
+        if isinstance(loss, Tensor):
+            loss = float(values[end]) if len(values) > end else float(loss)
+        return Moments(rows, *merge(rows, self._layout.group_of, len(self._layout.group_names))), loss
+
+    def nan_inf(self, moments: Moments) -> dict[str, Any]:
+        """Return the fields of a `NanInfReport`."""
+        if self._action == "off" or moments.finite:
+            return {"action": "off" if self._action == "off" else "none"}
+        found = {**count_nonfinite(self._layout.names, moments), "action": self._action}
+        return {**found, "replaced_count": moments.nonfinite_count} if self._action == "replace" else found
+
+    def clipping(self, moments: Moments) -> dict[str, Any]:
+        """Return the fields of a `ClippingReport`, and remember the norm as an ordinary step does."""
+        clipper, norm = self._clipper, moments.norm
+        clip_type = self._config.effective_clip_type
+        if self._limit is None:
+            return {"enabled": False, "clip_type": clip_type, "norm_before": norm, "norm_after": norm}
+        seen = norm
+        if self._action == "replace" and not moments.finite:
+            seen = math.sqrt(moments.total[SQUARES] + self._replaced_squares(moments.rows).sum())
+        if not math.isfinite(seen):
+            after = None if self._action == "skip" else norm
+            return {"clip_type": clip_type, "norm_before": norm, "norm_after": after, "clip_rate": clipper.clip_rate}
+        found = coefficient_for(seen, self._limit, self._clipper.epsilon)
+        clipper.remember(seen, found)
+        return {"clip_type": clip_type, "norm_before": norm, **found, "clip_rate": clipper.clip_rate}
+
+    def _norm_to_clip(self, grads: Gradients) -> Tensor:
+        squares = self._rows.select(1, SQUARES)
+        if self._action == "replace":
+            squares = squares + self._replaced_squares(self._rows)
+        return squares.sum().sqrt()
+
+    def _replaced_squares(self, rows: Any) -> Any:
+        """Return the squares that the replacements add to each tensor."""
+        nan = self._config.replace_nan_with
+        if not isinstance(rows, Tensor):
+            return rows[:, NAN] * nan**2 + (rows[:, POSINF] + rows[:, NEGINF]) * np.array(self._limits) ** 2
+        limits = torch.tensor(self._limits, dtype=rows.dtype).to(rows.device, non_blocking=True)
+        infinities = rows.select(1, POSINF) + rows.select(1, NEGINF)
+        return rows.select(1, NAN) * nan**2 + infinities * limits**2
+
+    def _start_copy(self) -> None:
+        """Send everything that the report needs to the host in one copy that nobody waits for."""
+        parts = [self._rows.flatten(), self._around.flatten()]
+        if isinstance(self._loss, Tensor) and self._loss.device == self._rows.device:
+            parts.append(self._loss.detach().to(self._rows.dtype).reshape(1))
+        self._packed = torch.cat(parts)
+        self._done: Any = None
+        if self._packed.is_meta:
+            return
+        self._host = self._packed.to("cpu", non_blocking=True)
+        if self._packed.is_cuda and self.readable:
+            self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._done.record()
+
+
+class WaitingStep:
+    """Holds a step until somebody reads its report or the next one comes, and calls `conclude` with its numbers then.
+
+    Whoever comes first waits for the device; a report may be read in another thread than the one that trains.
+    """
+
+    def __init__(self, conclude: Callable[[Moments, Outcome], None]) -> None:
+        self._conclude = conclude
+        self.held: Outcome | None = None
+        self._settling = threading.RLock()
+
+    def hold(self, outcome: Outcome) -> None:
+        """Keep a step whose numbers nobody needs yet."""
+        outcome.report.defer_to(lambda: self._fields(outcome))
+        self.held = outcome
+
+    def take(self) -> Outcome | None:
+        """Let go of the step, with its numbers; None where there is none, or where it can be read no more."""
+        outcome, self.held = self.held, None
+        if outcome is None or (outcome.pending is not None and not outcome.pending.readable):
+            return None
+        self._settle(outcome)
+        return outcome
+
+    def _fields(self, outcome: Outcome) -> dict[str, Any]:
+        self._settle(outcome)
+        return outcome.facts()
+
+    def _settle(self, outcome: Outcome) -> None:
+        """Wait for the numbers, unless somebody has done so."""
+        with self._settling:
+            if outcome.pending is not None:
+                self._take_numbers(outcome.pending, outcome)
+                outcome.pending = None
+
+    def _take_numbers(self, late: LateStep, outcome: Outcome) -> None:
+        facts = outcome.facts
+        moments, facts.loss = late.read()
+        facts.take(moments)
+        facts.deviations = late.deviations
+        facts.nan_inf, facts.clipping = late.nan_inf(moments), late.clipping(moments)
+        facts.skipped = facts.nan_inf["action"] in ("skip", "scaler")
+        self._conclude(moments, outcome)

@@ -1,0 +1,192 @@
+"""The optimizers of a pair: their rates, their closures, and what runs before each of their steps."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradtrack.analyzers.tools.optimizer_hooks import StepWatch, take_off, uncompiled
+from gradtrack.gradients.distributed.shards import is_distributed
+from gradtrack.gradients.parameters import ParameterTable
+from gradtrack.step.arguments import check_optimizer, hookable, needs_closure
+from gradtrack.step.loss_scale import UnseenSkips, unscale_together
+
+_lr = itemgetter("lr")
+
+
+class Stepping:
+    """The optimizers that step one model, watched only for closures and for who asks."""
+
+    def __init__(self) -> None:
+        self.optimizers: tuple[Any, ...] = ()
+        self.may_hold_found_inf = self.has_closures = False
+        self._closure_calls: int | None = None
+        self._rates: list[list[tuple[Any, Any]]] = []
+        self._last_rates: list[Any] = []
+        """The same of a single optimizer, where all of its groups have a rate."""
+        self._last_groups: Any = None
+        self._watch = StepWatch()
+
+    def bind(self, optimizers: Sequence[Any], table: ParameterTable) -> None:
+        """Take other optimizers; each must own at least one parameter of the table."""
+        for optimizer in optimizers:
+            # Between its passes FSDP2 has whole parameters in the place of the shards that the optimizer owns.
+            if table.has_dtensors or not _owns_shards(optimizer):
+                check_optimizer(optimizer, table.params)
+        self._watch.close()
+        self.optimizers = tuple(optimizers)
+        self._watch_closures()
+
+    def call_before_step(self, look: Callable[[], None]) -> None:
+        """Call a function once, when one of the optimizers takes the gradients, if its steps can be watched."""
+        self._watch.call_before_step(look)
+
+    def watch(self, *, running: bool = True) -> None:
+        """Watch every step from now on, for `call_before_step`; while a step may be running, from the next one on."""
+        for optimizer in map(hookable, self.optimizers):
+            if hasattr(optimizer, "_optimizer_step_pre_hooks"):
+                self._watch.add(optimizer, running=running)
+
+    def params(self) -> Iterator[nn.Parameter]:
+        """Yield what the optimizers own."""
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                yield from group["params"]
+
+    def rates(self) -> list[list[tuple[Any, Any]]]:
+        """Take down the rates now, since they may change before the report is read; their names are found then.
+
+        While they stay as they were the same list is returned.
+        """
+        groups = self.optimizers[0].param_groups if self._last_rates else None
+        if groups is not None and groups is self._last_groups:
+            with suppress(KeyError):  # a group has lost its rate
+                if list(map(_lr, groups)) == self._last_rates:
+                    return self._rates
+        found, plain = list[list[tuple[Any, Any]]](), True
+        for optimizer in self.optimizers:
+            rates = []
+            for index, group in enumerate(optimizer.param_groups):
+                rate = group.get("lr", 0.0)
+                if type(rate) is not float:
+                    rate, plain = _rate(rate), False
+                rates.append((group.get("name", index), rate))
+            found.append(rates)
+        alone = plain and len(found) == 1 and all("lr" in group for group in self.optimizers[0].param_groups)
+        self._last_groups = self.optimizers[0].param_groups if alone else None
+        self._last_rates = [rate for _, rate in found[0]] if alone else []
+        if not plain or found != self._rates:
+            self._rates = found if plain else []
+            return found
+        return self._rates
+
+    def calls_again(self) -> bool:
+        """Count a look at the gradients; say whether it comes from a further closure call of the same step."""
+        if self._closure_calls is None:
+            return False
+        self._closure_calls += 1
+        return self._closure_calls > 1
+
+    def forget_found_inf(self) -> None:
+        """Take back the flag of a late step, where the next one is decided on the host."""
+        if self.may_hold_found_inf:
+            self.may_hold_found_inf = False
+            for optimizer in self.optimizers:
+                vars(optimizer).pop("found_inf", None)
+
+    def close(self) -> None:
+        """Leave the optimizers as they were found."""
+        self._watch.close()
+        self.forget_found_inf()
+
+    def _watch_closures(self) -> None:
+        """Notice the several closure calls of one step, for optimizers like LBFGS that need a closure."""
+        found = [one for one in self.optimizers if isinstance(one, torch.optim.Optimizer) and needs_closure(one)]
+        # The first step() of a pair may come from within the closure.
+        self._closure_calls = 0 if found else None
+        self.has_closures = bool(found)
+        if found:
+            self._watch = StepWatch(partial(self._count_calls, 0), partial(self._count_calls, None))
+            for optimizer in found:
+                self._watch.add(optimizer)
+        else:
+            self._watch = StepWatch()
+
+    def _count_calls(self, calls: int | None) -> None:
+        self._closure_calls = calls
+
+
+class BeforeSteps:
+    """Calls `look(loss, scale)` just before optimizers step, or after each call of a closure, until it is removed.
+
+    Of several, which step together, it is called before the first: one that has stepped already begins anew, and so
+    does one whose gradients came after the last look, since not all of them need to step every time.
+    """
+
+    def __init__(self, optimizers: Sequence[Any], look: Callable[..., None]) -> None:
+        self._look: Callable[..., None] | None = look
+        self._optimizers = tuple(optimizers)
+        self._stepped: set[int] = set()
+        self._unseen_skips = UnseenSkips()
+        self._looked_at: dict[int, Callable[[], Tensor | None]] = {}
+        self._hooks = [(one, one.register_step_pre_hook(uncompiled(self._before_step))) for one in optimizers]
+
+    def remove(self) -> None:
+        """Look no more."""
+        self._look = None
+        take_off(self._hooks)
+        self._hooks = []
+
+    def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        look = self._look
+        if look is None or not self._begins(optimizer):
+            return None
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None:
+            look(None, unscale_together(optimizer, self._optimizers, self._unseen_skips))
+            several = len(self._optimizers) > 1
+            self._looked_at = {id(one): _first_grad(one) for one in self._optimizers} if several else {}
+            return None
+
+        def looked_at() -> Any:
+            loss = closure()
+            look(loss, None)
+            return loss
+
+        return (args[0],), {**kwargs, "closure": looked_at}
+
+    def _begins(self, optimizer: Any) -> bool:
+        """Whether this is the first of the optimizers to step after a backward pass."""
+        if id(optimizer) in self._stepped or self._has_new_grads(optimizer):
+            self._stepped.clear()
+        self._stepped.add(id(optimizer))
+        return len(self._stepped) == 1
+
+    def _has_new_grads(self, optimizer: Any) -> bool:
+        """Whether a backward pass has left other tensors than those that were looked at."""
+        before = self._looked_at.get(id(optimizer))
+        return before is not None and _first_grad(optimizer)() is not before()
+
+
+def _first_grad(optimizer: Any) -> Callable[[], Tensor | None]:
+    """Return what returns the first gradient of an optimizer as long as it lives, and does not keep it alive."""
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    found = next((param.grad for param in params if param.grad is not None), None)
+    return weakref.ref(found) if found is not None else lambda: None
+
+
+def _owns_shards(optimizer: Any) -> bool:
+    groups = getattr(optimizer, "param_groups", ())
+    return any(is_distributed(param) for group in groups for param in group["params"])
+
+
+def _rate(rate: Any) -> Any:
+    """Copy a rate that is a tensor, since a schedule changes it in place."""
+    return rate.detach().clone() if isinstance(rate, Tensor) else rate

@@ -1,0 +1,268 @@
+"""The (model, optimizer) pairs of a manager, and who owns the parameters that their models share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from gradtrack.config import GradientConfig
+from gradtrack.errors import UsageError
+from gradtrack.gradients.measurer import Measurer
+from gradtrack.health.monitor import GradientMonitor
+from gradtrack.protection.clipping import GradientClipper
+from gradtrack.protection.nonfinite import NaNInfHandler
+from gradtrack.step.analyzers import LiveAnalyzers, build_analyzers
+from gradtrack.step.arguments import as_sequence, check_model
+from gradtrack.step.history import History
+from gradtrack.step.measure import Gauge
+from gradtrack.step.pair import Components, Pair
+
+
+class Shares:
+    """The division of parameters among pairs, so that every gradient is measured and clipped once.
+
+    A parameter belongs to the pairs whose optimizers own it, and one that no optimizer owns to the first pair whose
+    model has it. Pairs whose optimizers own the same parameter step it in turns, and each looks at it before its own.
+    """
+
+    def __init__(self) -> None:
+        self._known: tuple[object, ...] = ()
+        self._elsewhere: list[frozenset[int]] = []
+
+    def elsewhere(self, pair: Pair, pairs: Sequence[Pair]) -> frozenset[int]:
+        """Return the ids of those parameters of a pair that are for the others to look at."""
+        tables = [one.table for one in pairs]
+        owned = [list(map(id, one.owned())) for one in pairs]
+        if (tables, owned) != self._known:
+            self._known = tables, owned
+            self._elsewhere = divide([list(map(id, table.everything)) for table in tables], owned)
+        return self._elsewhere[pairs.index(pair)]
+
+
+def divide(held: Sequence[Iterable[int]], owned: Sequence[Iterable[int]]) -> list[frozenset[int]]:
+    """Return for each pair what it leaves to others of what its model holds, by what its optimizers own."""
+    owners = [frozenset(ids) for ids in owned]
+    taken = frozenset().union(*owners)
+    found = []
+    for ids, own in zip(held, owners, strict=True):
+        mine = frozenset(ids)
+        found.append((mine & taken) - own)
+        taken |= mine
+    return found
+
+
+class Roster:
+    """The pairs by their model and optimizers: the first one needs no name, every further one does.
+
+    Where their models share parameters, each looks at those that its own optimizers own.
+
+    The components and analyzers of the first pair are there before it is, so that a manager can hand them out; when it
+    comes, `on_first` is called.
+    """
+
+    def __init__(
+        self,
+        config: GradientConfig,
+        process_group: Any = None,
+        *,
+        history: History | None = None,
+        on_first: Callable[[], object] = lambda: None,
+    ) -> None:
+        self._config, self._process_group, self._on_first = config, process_group, on_first
+        self._history = history
+        self._measurer = Measurer(config.engine)
+        self.first_components = self._components()
+        self.first_analyzers = self._analyzers(config.analyzers)
+        self._pairs: dict[tuple[int, ...], Pair] = {}
+        self._shares = Shares()
+        self._on_models: list[Gauge | LiveAnalyzers] = []
+        self._restored: dict[str, Any] = {}
+
+    def __iter__(self) -> Iterator[Pair]:
+        return iter(self._pairs.values())
+
+    def find(self, model: nn.Module, optimizer: Any) -> Pair:
+        """Return the pair of a model and what steps it; make it where it is the first one."""
+        pair = self._pairs.get((id(model), id(optimizer)))
+        if pair is not None:
+            return pair
+        optimizers = as_sequence(optimizer)
+        pair = self._pairs.get((id(model), *map(id, optimizers)))
+        return pair if pair is not None else self._meet(model, optimizers)
+
+    def settle(self) -> None:
+        """Let all be known of the steps so far."""
+        for pair in self:
+            pair.usual.settle()
+
+    def interrupt(self) -> None:
+        """Let all be known of the steps so far, and look at the next one of every pair closely."""
+        for pair in self:
+            pair.usual.close()
+
+    def has(self, model: nn.Module, optimizer: Any) -> bool:
+        """Whether there is a pair of a model and what steps it."""
+        return (id(model), *map(id, as_sequence(optimizer))) in self._pairs
+
+    def attach(
+        self, model: nn.Module, optimizer: Any, *, horizon: int | None, name: str, process_group: Any = None
+    ) -> Pair:
+        """Add a pair under a name, or give one that is there already its optimizers or its horizon."""
+        self.interrupt()
+        check_model(model)
+        optimizers = as_sequence(optimizer)
+        for pair in self:
+            if pair.model is model and pair.name == name:
+                if process_group is not None:
+                    pair.gauge.share(process_group)
+                found = self._rebind(pair, optimizers, horizon)
+                break
+        else:
+            self._check_name(name, optimizers)
+            found = self._add(model, optimizers, name=name, horizon=horizon, process_group=process_group)
+        found.watch(running=False)
+        return found
+
+    def named(self, name: str) -> Pair:
+        """Return the pair of a name; the first one's may be empty."""
+        for pair in self:
+            if pair.name == name:
+                return pair
+        known = ", ".join(repr(pair.name) for pair in self) or "none"
+        raise UsageError(f"pair {name!r}: expected one that is attached ({known}). Call manager.attach first.")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what every pair remembers, by its name."""
+        return {**self._restored, **{pair.name: pair.state_dict() for pair in self}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` returned; a pair that is not there yet gets its state when it is added."""
+        self._restored = dict(state)
+        for pair in self:
+            self._restore(pair)
+
+    def close(self) -> None:
+        """Remove every hook from models and optimizers."""
+        for pair in self:
+            pair.close()
+
+    def models_alone(self) -> Callable[[], None]:
+        """Return what removes the hooks from the models, and does not keep the optimizers alive as this does."""
+        return partial(_close_all, self._on_models)
+
+    def _meet(self, model: nn.Module, optimizers: Sequence[Any]) -> Pair:
+        self.interrupt()
+        check_model(model)
+        waiting = [pair for pair in self if pair.model is model and not pair.optimizers]
+        if waiting:
+            return self._rebind(waiting[0], optimizers, None)
+        if self._pairs:
+            raise UsageError(
+                f"a second (model, optimizer) pair, of {type(model).__name__}: expected it to have a name. "
+                "Call manager.attach(model, optimizer, name='...') before its first step; "
+                "after replacing the optimizer of the first pair, call manager.attach(model, optimizer)."
+            )
+        return self._add(model, optimizers)
+
+    def _add(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Any],
+        *,
+        name: str = "",
+        horizon: int | None = None,
+        process_group: Any = None,
+    ) -> Pair:
+        first = not self._pairs
+        analyzers = self.first_analyzers if first else self._analyzers(self._rebuildable())
+        pair = Pair(
+            model,
+            optimizers,
+            config=self._config,
+            measurer=self._measurer,
+            components=self.first_components if first else self._components(),
+            analyzers=analyzers,
+            name=name,
+            horizon=horizon,
+            process_group=process_group if process_group is not None else self._process_group,
+            history=self._history,
+        )
+        if self._config.analyzers == "auto":
+            analyzers.choose(model)
+        self._restore(pair)
+        pair.arm()
+        self._pairs[(id(model), *map(id, optimizers))] = pair
+        self._divide()
+        self._on_models += (pair.gauge, pair.analyzers)
+        if first:
+            self._on_first()
+        return pair
+
+    def _divide(self) -> None:
+        """Let every pair know what is for the others, as soon as there are others."""
+        pairs = list(self)
+        for pair in pairs if len(pairs) > 1 else ():
+            pair.gauge.elsewhere = partial(self._shares.elsewhere, pair, pairs)
+        for pair in pairs:
+            pair.gauge.divide()
+
+    def _rebind(self, pair: Pair, optimizers: Sequence[Any], horizon: int | None) -> Pair:
+        if optimizers:
+            pair.bind(optimizers)
+        pair.horizon = horizon if horizon is not None else pair.horizon
+        self._pairs = {key: value for key, value in self._pairs.items() if value is not pair}
+        self._pairs[(id(pair.model), *map(id, pair.optimizers))] = pair
+        self._divide()
+        return pair
+
+    def _restore(self, pair: Pair) -> None:
+        if pair.name in self._restored:
+            pair.load_state_dict(self._restored.pop(pair.name))
+
+    def _check_name(self, name: str, optimizers: Sequence[Any]) -> None:
+        taken = sorted(pair.name for pair in self)
+        if taken and not name:
+            raise UsageError("a second (model, optimizer) pair: expected a name. Pass name='...' to attach.")
+        if name in self._plain_groups(optimizers):
+            raise UsageError(
+                f"pair name {name!r} is also a group of the unnamed pair: expected another one, "
+                "since both would write the same metrics. Choose another name."
+            )
+        if name in taken:
+            raise UsageError(f"pair name {name!r} is taken: expected another one. Names in use: {taken}.")
+
+    def _plain_groups(self, newcomers: Sequence[Any]) -> set[str]:
+        """Return the groups of the unnamed pair, without what these optimizers will take over from it."""
+        taken = {
+            id(param) for one in newcomers for group in getattr(one, "param_groups", ()) for param in group["params"]
+        }
+        return {
+            pair.table.group_names[group]
+            for pair in self
+            if not pair.name
+            for param, group in zip(pair.table.params, pair.table.group_of.tolist(), strict=True)
+            if id(param) not in taken
+        }
+
+    def _rebuildable(self) -> Any:
+        """Leave out analyzers that were passed as instances, which belong to the first pair."""
+        specs = self._config.analyzers
+        return specs if isinstance(specs, str) else [spec for spec in specs if isinstance(spec, (str, dict))]
+
+    def _analyzers(self, specs: Any) -> LiveAnalyzers:
+        return LiveAnalyzers(build_analyzers(specs), open_to_more=self._config.analyzers == "auto")
+
+    def _components(self) -> Components:
+        return (
+            GradientMonitor(self._config, measurer=self._measurer),
+            GradientClipper(self._config, measurer=self._measurer),
+            NaNInfHandler(self._config, measurer=self._measurer),
+        )
+
+
+def _close_all(parts: Sequence[Gauge | LiveAnalyzers]) -> None:
+    for part in parts:
+        part.close()

@@ -1,0 +1,84 @@
+"""The two decisions that keep a step safe, in their order: about non-finite gradients, then about clipping."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from gradtrack.errors import NonFiniteGradientError
+from gradtrack.gradients.collected import Foresight, Gradients
+from gradtrack.gradients.moments import Moments, true_norm
+from gradtrack.protection.clipping import GradientClipper
+from gradtrack.protection.nonfinite import NaNInfHandler, count_nonfinite
+
+Owned = Callable[[], Iterable[Tensor]]
+
+
+@dataclass(slots=True)  # not frozen: a frozen one costs three times as much to make, at every step
+class Protection:
+    """What was done to the gradients of a step: the fields of two reports, and the error to raise at its end."""
+
+    nan_inf: Mapping[str, Any]
+    clipping: Mapping[str, Any]
+    skipped: bool = False
+    error: NonFiniteGradientError | None = None
+
+
+class Guard:
+    """Makes measured gradients safe to step with, as the handler's and the clipper's configuration says."""
+
+    def __init__(self, handler: NaNInfHandler, clipper: GradientClipper) -> None:
+        self._handler, self.clipper = handler, clipper
+
+    def foresight(self, *, scaled: bool) -> Foresight | None:
+        """Return what tells how clipping is going to limit the gradients that are here, unless the norm is enough."""
+        if not self.clipper.is_elementwise:
+            return None
+        config = self._handler.config
+        replaces = config.enable_nan_inf_check and config.nonfinite_action == "replace" and not scaled
+        return partial(self.clipper.foresee, replace=self._handler.replace if replaces else None)
+
+    def protect(self, grads: Gradients, moments: Moments, owned: Owned, *, scaled: bool, remember: bool) -> Protection:
+        """Act on the gradients; `owned` returns the parameters that a skipped step must not move.
+
+        Where a loss scaler decides (`scaled`), non-finite gradients are counted and left to it. Without `remember` the
+        clipping windows stay as they are.
+        """
+        if grads.passed:
+            return self._too_late(grads, moments)
+        checks = self._handler.config.enable_nan_inf_check
+        if moments.finite or not checks:
+            clipping = self.clipper.clip(grads, moments, remember=remember)
+            if not moments.finite:
+                clipping = _with_true_norm(clipping, moments)
+            return Protection({"action": "none" if checks else "off"}, clipping)
+        found = self._handle(grads, moments, owned, scaled=scaled)
+        action = found["action"]
+        error = self._handler.error(found) if action == "raise" else None
+        now = self._handler.replaced(grads, moments) if action == "replace" else moments
+        clipping = _with_true_norm(self.clipper.clip(grads, now, remember=remember), moments)
+        if action == "skip":
+            clipping["norm_after"] = None
+        return Protection(found, clipping, skipped=action in ("skip", "scaler"), error=error)
+
+    def _too_late(self, grads: Gradients, moments: Moments) -> Protection:
+        """Report on gradients that the optimizers have used already."""
+        counts = {} if moments.finite else count_nonfinite(grads.layout.names, moments)
+        checks = self._handler.config.enable_nan_inf_check
+        action = "off" if not checks else "none" if moments.finite else "report"
+        norm, clip_type = moments.norm, self.clipper.config.effective_clip_type
+        clipping = {"enabled": False, "clip_type": clip_type, "norm_before": norm, "norm_after": norm}
+        return Protection({**counts, "action": action} if checks else {"action": action}, clipping)
+
+    def _handle(self, grads: Gradients, moments: Moments, owned: Owned, *, scaled: bool) -> dict[str, Any]:
+        if scaled:
+            return {**count_nonfinite(grads.layout.names, moments), "action": "scaler"}
+        return self._handler.act(grads, moments, owned())
+
+
+def _with_true_norm(clipping: Mapping[str, Any], moments: Moments) -> dict[str, Any]:
+    return {**clipping, "norm_before": true_norm(moments.total, moments.exponent)}

@@ -1,0 +1,122 @@
+"""What ranks exchange beside the sums of gradients: the order of their calls, and issues of analyzers as numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+from torch import Tensor
+
+from gradtrack.analyzers.base import Snapshot, rarely
+from gradtrack.gradients.collected import SharedGradients
+from gradtrack.gradients.distributed.agreement import digest
+from gradtrack.gradients.moments import Moments
+from gradtrack.reports import Issue, IssueSeverity, IssueType
+from gradtrack.step.data import Outcome
+from gradtrack.step.judge import Judgement
+from gradtrack.step.measure import Gauge
+from gradtrack.step.protect import Guard
+
+if TYPE_CHECKING:
+    from gradtrack.step.analyzers import LiveAnalyzers
+
+_AFTER: Final = 2
+_MOST_RANKS: Final = 2**16
+_TYPES: Final = tuple(IssueType)
+_SEVERITIES: Final = tuple(IssueSeverity)
+NUM_VERDICTS: Final = len(_TYPES)
+
+
+def due(step: int) -> bool:
+    """Say whether ranks exchange verdicts: two steps after each at which analyzers are judged, when little is sent."""
+    return step > _AFTER and rarely(step - _AFTER)
+
+
+def pack(issues: Iterable[Issue]) -> list[float]:
+    """Return a number for each type of issue, from whose sum over ranks follow how many have it and how severe."""
+    worst: dict[IssueType, int] = {}
+    for issue in issues:
+        worst[issue.issue_type] = max(worst.get(issue.issue_type, 0), _SEVERITIES.index(issue.severity))
+    return [float(1 + _MOST_RANKS * worst[kind]) if kind in worst else 0.0 for kind in _TYPES]
+
+
+def unpack(sums: Sequence[float], num_ranks: int, step: int) -> list[Issue]:
+    """Return the issues that more than half of the ranks have, each as severe as it is on average."""
+    found = []
+    for kind, number in zip(_TYPES, sums, strict=True):
+        severities, count = divmod(round(number), _MOST_RANKS)
+        if 2 * count > num_ranks:
+            found.append(_issue(kind, _SEVERITIES[round(severities / count)], count, num_ranks, step))
+    return found
+
+
+def _issue(kind: IssueType, severity: IssueSeverity, count: int, num_ranks: int, step: int) -> Issue:
+    return Issue(
+        issue_type=kind,
+        severity=severity,
+        message=f"{count} of {num_ranks} ranks find it in the parts of the model that they hold.",
+        statistic="ranks that find it",
+        value=float(count),
+        threshold=num_ranks / 2,
+        step=step,
+        recommendation="Call manager.diagnose() on a rank: it names the layers and tells what to do.",
+    )
+
+
+_Take = Callable[[Sequence[float], int], None]
+
+
+class SharedReading:
+    """Reads the gradients of all ranks, and takes to the analyzers what the ranks have sent for them along with it."""
+
+    def __init__(self, gauge: Gauge, guard: Guard, judgement: Judgement, analyzers: LiveAnalyzers) -> None:
+        self._gauge, self._guard, self._judgement, self._analyzers = gauge, guard, judgement, analyzers
+
+    def read(
+        self,
+        grads: SharedGradients,
+        outcome: Outcome,
+        loss: Tensor | float | None,
+        *,
+        row_due: bool,
+        shown: Callable[[], Snapshot],
+    ) -> Moments:
+        """Measure the gradients; `shown` returns what there is to see of them before that."""
+        common = self._gauge.meet(partial(self._remembered, outcome.report.step), self._analyzers.offers)
+        if common is not None:
+            self._analyzers.share(common)
+        more, take = self._contribute(outcome, shown)
+        moments = self._gauge.read_shared(
+            grads,
+            outcome.facts,
+            loss,
+            row_due=row_due,
+            first_nonfinite=not (self._judgement.nonfinite_before or outcome.repeated),
+            limited=self._guard.foresight(scaled=outcome.scale is not None),
+            more=more,
+        )
+        take(grads.more, len(grads.ranks.members))
+        return moments
+
+    def _contribute(self, outcome: Outcome, shown: Callable[[], Snapshot]) -> tuple[Sequence[float], _Take]:
+        """Return what the ranks add up for the analyzers, and what takes the sums."""
+        if outcome.repeated or not self._gauge.has_shards:
+            return (), _nothing
+        more, take_sums = self._analyzers.contribute(outcome.report.step, self._gauge.groups_to_send(), shown)
+
+        def take(sums: Sequence[float], num_ranks: int) -> None:
+            take_sums(sums, num_ranks)
+            if self._analyzers.verdicts is not None:
+                self._judgement.hear(self._analyzers.verdicts)
+
+        return more, take
+
+    def _remembered(self, step: int) -> dict[str, Any]:
+        """Return what ranks decide by beside the settings and the sums: it has to be the same on all of them."""
+        memory = digest((self._guard.clipper.state_dict(), self._judgement.nonfinite_before))
+        return {"step": step, "max_grad_norm": self._guard.clipper.config.max_grad_norm, "memory": memory}
+
+
+def _nothing(sums: Sequence[float], num_ranks: int) -> None:
+    """Take no sums."""

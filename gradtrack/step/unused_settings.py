@@ -1,0 +1,115 @@
+"""Settings that say something and do nothing: those that others switch off, and names that nothing has."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Final
+
+from torch import nn
+
+from gradtrack import registry
+from gradtrack.config import GradientConfig, explicit
+from gradtrack.gradients.distributed.shards import unwrapped
+from gradtrack.reports import IssueType
+from gradtrack.support.interrupts import process_rank
+
+_LIMITS: Final = ("max_grad_norm", "clip_type", "adaptive_clipping")
+_ADAPTIVE: Final = ("adaptive_window_size", "adaptive_percentile")
+_AGC: Final = ("agc_clip_factor",)
+_ZSCORE: Final = ("zscore_threshold", "zscore_alpha")
+CLIPPING: Final = (*_LIMITS, *_ADAPTIVE, *_AGC, *_ZSCORE)
+"""What says how gradtrack clips, and nothing where it does not."""
+_REPLACING: Final = ("replace_nan_with", "replace_inf_with")
+_MONITORED: Final = ("vanishing_threshold", "exploding_threshold", "log_histograms", "track_parameters", "groups")
+# By then the pairs of a game have been attached, since a second one without a name would have been an error.
+_ALL_ARE_HERE: Final = 2
+_logger = logging.getLogger("gradtrack")
+
+
+class IdleSettings:
+    """Tells once what of a configuration has no effect, as its author will not have meant it.
+
+    A setting with its default value has nothing to say, so a configuration that lists them all is as good as none.
+    """
+
+    def __init__(self, config: GradientConfig) -> None:
+        self._config = config
+        self._num_steps = 0
+        self.waits = process_rank() == 0 and bool(config.mute or config.groups)
+        """Whether names are still to be looked for in the models."""
+        for setting, reason in switched_off(config) if process_rank() == 0 else ():
+            _logger.warning("%s has no effect: %s", setting, reason)
+
+    def step(self, models: Mapping[str, nn.Module]) -> None:
+        """Look for the names after a step, as soon as every pair of a game must be there."""
+        self._num_steps += 1
+        if self._num_steps == _ALL_ARE_HERE:
+            self.waits = False
+            self._check_names(models)
+
+    def _check_names(self, models: Mapping[str, nn.Module]) -> None:
+        config = self._config
+        layers, params = _names(models.values())
+        for group, pattern in config.groups.items():
+            if not any(re.search(pattern, name) for name in params):
+                close = registry.nearest(pattern, params)
+                _logger.warning("group %r is empty: %r is found in the name of no parameter.%s", group, pattern, close)
+        known = ["", *layers, *params, *config.groups, *models]  # an issue of the whole run has no layer
+        for entry in config.mute:
+            pattern = _layer(entry)
+            if pattern and not any(re.search(pattern, name) for name in known):
+                types = [kind.value for kind in IssueType]
+                close = registry.nearest(entry.upper(), types, cutoff=0.75) or registry.nearest(pattern, layers)
+                _logger.warning("mute %r silences nothing: it is no type of issue and no layer.%s", entry, close)
+
+
+def switched_off(config: GradientConfig) -> Iterator[tuple[str, str]]:
+    """Yield each setting that was changed and has no effect, as it is written, with the reason."""
+    kind = config.effective_clip_type
+    others = {"adaptive": _ADAPTIVE, "agc": _AGC, "zscore": _ZSCORE}
+    reasons: list[tuple[bool, Iterable[str], str]] = [
+        (not config.enable_gradient_clipping, CLIPPING, "enable_gradient_clipping is off"),
+        (config.adaptive_clipping and config.clip_type != "adaptive", ("clip_type",), "adaptive_clipping wins over it"),
+        (kind == "agc", ("max_grad_norm",), "clip_type agc limits each unit by agc_clip_factor"),
+        *((kind != one, names, f"the gradients are clipped by {kind}") for one, names in others.items()),
+        (not config.enable_nan_inf_check, ("nonfinite_action", *_REPLACING), "enable_nan_inf_check is off"),
+        (config.nonfinite_action != "replace", _REPLACING, f"nonfinite_action is {config.nonfinite_action}"),
+        (not config.enable_gradient_monitoring, _MONITORED, "enable_gradient_monitoring is off"),
+        (not config.grad_track_per_weight_matrix, ("groups",), "grad_track_per_weight_matrix is off"),
+    ]
+    changed = changed_settings(config)
+    for applies, names, reason in reasons:
+        for name in names if applies else ():
+            if name in changed:
+                yield f"{name}={changed.pop(name)!r}", reason
+
+
+def changed_settings(config: GradientConfig) -> dict[str, Any]:
+    """Return the settings that were given and are not those that would be taken anyway."""
+    fields = type(config).model_fields
+    return {
+        name: value
+        for name, value in explicit(config).items()
+        if value != fields[name].get_default(call_default_factory=True)
+    }
+
+
+def _names(models: Iterable[nn.Module]) -> tuple[list[str], list[str]]:
+    """Return the names of layers, as issues have them, and of parameters."""
+    layers, params = [], []
+    for model in map(unwrapped, models):
+        for name, module in model.named_modules():
+            layers.append(name)
+            if isinstance(module, nn.RNNBase):
+                levels = [f"l{level}{way}" for level in range(module.num_layers) for way in ("", "_reverse")]
+                layers += [f"{name}.{level}" if name else level for level in levels]
+        params += [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    return [name for name in layers if name], params
+
+
+def _layer(entry: str) -> str:
+    """Return the part of an entry that stands for layers; none where a type is muted everywhere."""
+    kind, _, layer = entry.partition(":")
+    return layer if kind.upper() in IssueType.__members__ else entry

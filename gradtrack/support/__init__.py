@@ -1,0 +1,1 @@
+"""Helpers that know nothing of gradients: names, secrets, progress, interrupts, ranks, statistics."""

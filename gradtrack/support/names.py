@@ -1,0 +1,46 @@
+"""Names: for trackers and files that do not take every name, and of the modules that own parameters."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable
+from typing import Final
+
+_MAPPED: Final = re.compile(r"-gt[0-9a-f]{12}$")
+HASH_LENGTH: Final = 12
+_LONGEST_PART: Final = 80
+
+
+def digest_of(text: str) -> str:
+    """Return a short fingerprint of a text."""
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:HASH_LENGTH]
+
+
+def valid_name(name: str, *, plain: Callable[[str], str | None], clean: Callable[[str], str], longest: int) -> str:
+    """Return the plain form of a name where a tracker has one, else a cleaned name that ends in its fingerprint.
+
+    Two names never become one as long as no two have the same plain form: a plain form that looks like a fingerprinted
+    name is not used.
+    """
+    found = plain(name)
+    if found is not None and not _MAPPED.search(found):
+        return found
+    suffix = f"-gt{digest_of(name)}"
+    return f"{clean(name)[: longest - len(suffix)].rstrip('/ ') or 'unnamed'}{suffix}"
+
+
+def file_part(source: str) -> str:
+    """Turn any name of a pair into a part of a file's name."""
+    usual = re.compile(rf"[A-Za-z0-9_-]{{1,{_LONGEST_PART}}}")
+    return valid_name(
+        source,
+        plain=lambda name: name if usual.fullmatch(name) else None,
+        clean=lambda name: re.sub(r"[^A-Za-z0-9_-]", "_", name),
+        longest=_LONGEST_PART,
+    )
+
+
+def module_of(parameter: str) -> str:
+    """Return the module that a parameter belongs to."""
+    return parameter.rpartition(".")[0] or parameter

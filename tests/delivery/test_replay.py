@@ -1,0 +1,391 @@
+"""A replay brings every journaled row to its destination exactly once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gradtrack import registry
+from gradtrack.backends.base import Backend
+from gradtrack.delivery import replay as module
+from gradtrack.delivery.delivery import Delivery
+from gradtrack.delivery.journal.offsets import offsets_path, read_offsets
+from gradtrack.delivery.journal.writing import Journal
+from gradtrack.delivery.replay import Replayed, replay
+from gradtrack.errors import BackendError, JournalError, PermanentBackendError, UnknownPluginError, UsageError
+from gradtrack.records import Panel, Record, RunInfo
+from tests.delivery.doubles import RUN, row
+
+PANEL = Panel(title="norms", section="gradients", metrics=("train/grad_norm",))
+
+
+class Store(Backend):
+    """A destination that outlives the backends that write to it."""
+
+    records: ClassVar[list[Record]] = []
+    made: ClassVar[list[dict[str, Any]]] = []
+    asked: ClassVar[int] = 0
+    faults: ClassVar[list[BaseException]] = []
+    can_tell: ClassVar[bool] = True
+    refuses: ClassVar[frozenset[int]] = frozenset()
+
+    def __init__(self, *, tracking_uri: str = "", place: str = "default", api_key: str = "") -> None:
+        self.made.append({"tracking_uri": tracking_uri, "place": place, "api_key": api_key})
+        self.place = place
+
+    def write(self, records: Sequence[Record]) -> None:
+        """Keep the records, unless something is wrong."""
+        if self.faults:
+            raise self.faults.pop(0)
+        if any(record.step in self.refuses for record in records):
+            raise PermanentBackendError("never")
+        self.records.extend(records)
+
+    def present(self, records: Sequence[Record]) -> set[tuple[str, int]] | None:
+        """Look into the store."""
+        type(self).asked += 1
+        return {(record.source, record.step) for record in self.records} if self.can_tell else None
+
+    def address(self) -> Mapping[str, Any]:
+        """Return the place."""
+        return {"place": self.place}
+
+
+@pytest.fixture(autouse=True)
+def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Store]]:
+    """Install the store as a plugin, empty."""
+    monkeypatch.setitem(registry.backends._loaded, "store", Store)
+    monkeypatch.setattr(module, "_DELAYS_SECONDS", (0.0, 0.0))
+    reset()
+    yield Store
+    reset()
+
+
+def reset() -> None:
+    """Empty the store."""
+    Store.records.clear()
+    Store.made.clear()
+    Store.faults.clear()
+    Store.asked, Store.can_tell, Store.refuses = 0, True, frozenset()
+
+
+def journaled(directory: Path, steps: Sequence[int], options: Mapping[str, Any] | None = None) -> Path:
+    """Write a journal of these steps that was to go to the store, as a killed process leaves it."""
+    journal = Journal(directory, RUN, backends=[{"name": "store", "options": dict(options or {})}])
+    for number, step in enumerate(steps):
+        journal.append(number, row(step, panels=(PANEL,) if number == 0 else ()))
+    journal.close(10.0)
+    return directory
+
+
+def stored() -> list[int]:
+    """Return the steps in the store."""
+    return [record.step for record in Store.records]
+
+
+def test_missing_rows_are_delivered(tmp_path: Path) -> None:
+    """Everything arrives in order, the run and the panels with the first row."""
+    found = replay(journaled(tmp_path, range(1200)))
+    assert stored() == list(range(1200))
+    assert found == [Replayed(run_id="run-1", backend="store", rows=1200, delivered=1200)]
+    assert found[0].complete
+    first = Store.records[0]
+    assert first.run is not None
+    assert (first.run.run_id, first.run.run_dir, first.panels) == ("run-1", str(tmp_path), (PANEL,))
+    assert all(record.run is None for record in Store.records[1:])
+
+
+def test_second_replay_finds_nothing_to_do(tmp_path: Path) -> None:
+    """However often it is called, each row is there once."""
+    journaled(tmp_path, range(700))
+    replay(tmp_path)
+    (again,) = replay(tmp_path)
+    assert stored() == list(range(700))
+    assert (again.present, again.delivered) == (700, 0)
+
+
+@given(st.sets(st.integers(0, 29)))
+def test_whatever_is_there_stays_once(there: set[int]) -> None:
+    """For every part of the rows that the destination has, the replay brings exactly the others."""
+    import tempfile
+
+    reset()
+    Store.records.extend(row(step) for step in sorted(there))
+    with tempfile.TemporaryDirectory() as name:
+        (found,) = replay(journaled(Path(name), range(30)))
+    assert sorted(stored()) == list(range(30))
+    assert (found.present, found.delivered) == (len(there), 30 - len(there))
+
+
+def test_panels_reach_a_destination_that_has_the_first_rows(tmp_path: Path) -> None:
+    """What came with a row that is there already goes with the first one that is not."""
+    Store.records.append(row(0))
+    replay(journaled(tmp_path, range(3)))
+    assert [record.panels for record in Store.records] == [(), (PANEL,), ()]
+    assert Store.records[1].run is not None
+
+
+def test_acknowledged_rows_are_left_out_where_the_destination_cannot_tell(tmp_path: Path) -> None:
+    """Without an answer the offsets decide: what was acknowledged is not sent twice, what was refused is tried."""
+    Store.can_tell = False
+    journaled(tmp_path, range(10))
+    offsets = {"store": {"next": 6, "refused": [2], "address": {"place": "elsewhere"}}}
+    path = offsets_path(tmp_path / "journal-000.jsonl")
+    path.write_text(json.dumps({"gradtrack_offsets": 1, "backends": offsets}))
+    (found,) = replay(tmp_path)
+    assert stored() == [2, 6, 7, 8, 9]
+    assert (found.present, found.delivered) == (5, 5)
+    assert Store.made == [{"tracking_uri": "", "place": "elsewhere", "api_key": ""}]
+    assert replay(tmp_path)[0].delivered == 0
+
+
+def test_wrong_offsets_cost_no_row(tmp_path: Path) -> None:
+    """A destination that lost what it had acknowledged gets it again."""
+    journaled(tmp_path, range(10))
+    path = offsets_path(tmp_path / "journal-000.jsonl")
+    path.write_text(
+        json.dumps({"gradtrack_offsets": 1, "backends": {"store": {"next": 9, "refused": [], "address": {}}}})
+    )
+    replay(tmp_path)
+    assert stored() == list(range(10))
+
+
+def test_repeated_steps_are_told_apart(tmp_path: Path) -> None:
+    """Rows of one step, as after a resumed checkpoint, are never asked for together."""
+    Store.can_tell = False
+    replay(journaled(tmp_path, [1, 2, 2, 1, 3]))
+    assert stored() == [1, 2, 2, 1, 3]
+
+
+def test_options_come_from_the_run_and_secrets_from_outside(tmp_path: Path) -> None:
+    """Hidden options are left out, and what the caller gives goes first."""
+    options = {"tracking_uri": "http://***@host", "place": "here", "api_key": "***"}
+    journaled(tmp_path, [1], options)
+    replay(tmp_path)
+    replay(tmp_path, tracking_uri="http://user:secret@host")
+    assert Store.made == [
+        {"tracking_uri": "", "place": "default", "api_key": ""} | {"place": "here"},
+        {"tracking_uri": "http://user:secret@host", "place": "here", "api_key": ""},
+    ]
+    assert "secret" not in (tmp_path / "journal-000.acknowledged.json").read_text()
+
+
+def test_rows_can_go_to_another_backend(tmp_path: Path) -> None:
+    """A destination that the run did not have gets all of it."""
+    journaled(tmp_path, range(5))
+    (found,) = replay(tmp_path, to="json")
+    assert found.delivered == 5
+    assert json.loads((tmp_path / "gradient_statistics.json").read_text())["step"] == list(range(5))
+    assert replay(tmp_path, to="json")[0].delivered == 0
+    assert stored() == []
+
+
+def test_address_outlives_a_replay_with_nothing_to_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A destination that knows its place only once it has written there is found by the next replay as well."""
+    journaled(tmp_path, range(3))
+    replay(tmp_path, options={"place": "there"})
+    monkeypatch.setattr(Store, "address", lambda self: {})
+    for _ in range(2):
+        replay(tmp_path)
+        assert Store.made[-1]["place"] == "there"
+
+
+def test_trackers_without_the_option_are_replayed_as_well(tmp_path: Path) -> None:
+    """A tracking address is for those that have one."""
+    backends: list[dict[str, Any]] = [{"name": name, "options": {}} for name in ("store", "json")]
+    journal = Journal(tmp_path, RUN, backends=backends)
+    journal.append(0, row(1))
+    journal.close(10.0)
+    found = replay(tmp_path, tracking_uri="http://host")
+    assert [(one.backend, one.delivered, one.fault) for one in found] == [("store", 1, None), ("json", 1, None)]
+
+
+def test_outage_is_waited_for(tmp_path: Path) -> None:
+    """A tracker that comes back during the replay gets everything once."""
+    Store.faults.extend([OSError("down"), BackendError("down")])
+    (found,) = replay(journaled(tmp_path, range(5)))
+    assert (stored(), found.fault) == (list(range(5)), None)
+
+
+def test_dead_tracker_is_reported_without_secrets(tmp_path: Path) -> None:
+    """What cannot be delivered is said, and nothing is lost for the next attempt."""
+    Store.faults.extend(OSError("http://user:s3cr3t@host refused") for _ in range(3))
+    (found,) = replay(journaled(tmp_path, range(5)))
+    assert (found.delivered, found.complete) == (0, False)
+    assert found.fault == "OSError: http://***@host refused"
+    assert replay(tmp_path)[0].delivered == 5
+
+
+def test_refused_rows_are_counted(tmp_path: Path) -> None:
+    """A row that the destination will never take does not keep the others."""
+    Store.refuses = frozenset({3})
+    (found,) = replay(journaled(tmp_path, range(8)))
+    assert stored() == [0, 1, 2, 4, 5, 6, 7]
+    assert (found.refused, found.complete) == (1, False)
+
+
+def test_damaged_lines_are_reported(tmp_path: Path) -> None:
+    """What could not be read is part of the answer."""
+    journaled(tmp_path, range(3))
+    with (tmp_path / "journal-000.jsonl").open("a") as stream:
+        stream.write("garbage\n")
+    (found,) = replay(tmp_path)
+    assert (found.delivered, len(found.damaged)) == (3, 1)
+
+
+def test_progress_reaches_the_end(tmp_path: Path) -> None:
+    """Whoever draws a bar hears of every part and of the whole."""
+    told: list[tuple[str, int, int]] = []
+    replay(journaled(tmp_path, range(1200)), progress=lambda *found: told.append(found))
+    assert told == [("store", 500, 1200), ("store", 1000, 1200), ("store", 1200, 1200)]
+
+
+def test_live_run_is_refused(tmp_path: Path) -> None:
+    """A run whose process still records delivers by itself; two writers would send rows twice."""
+    journal = Journal(tmp_path, RUN, backends=[{"name": "store", "options": {}}])
+    journal.append(0, row(1))
+    with pytest.raises(JournalError, match="still being written"):
+        replay(tmp_path)
+    journal.close(10.0)
+    assert replay(tmp_path)[0].delivered == 1
+
+
+def test_every_run_of_a_directory_is_replayed(tmp_path: Path) -> None:
+    """A directory that was used twice has two runs, each with its own rows."""
+    journaled(tmp_path, [1])
+    second = Journal(tmp_path, RunInfo(run_id="run-2"), backends=[{"name": "store", "options": {}}])
+    second.append(0, row(2))
+    second.close(10.0)
+    assert [(one.run_id, one.delivered) for one in replay(tmp_path)] == [("run-1", 1), ("run-2", 1)]
+
+
+def test_rows_of_other_ranks_stay(tmp_path: Path) -> None:
+    """Every rank reports the same; only those of rank 0 are delivered."""
+    journaled(tmp_path, [1])
+    other = Journal(tmp_path, RUN, rank=1, backends=[{"name": "store", "options": {}}])
+    other.append(0, row(2))
+    other.close(10.0)
+    replay(tmp_path)
+    assert stored() == [1]
+
+
+def test_what_an_interrupted_run_left_is_completed(tmp_path: Path) -> None:
+    """After a close that met its deadline, delivery and replay together bring each row once."""
+    backend = Store()
+    Store.faults.extend(OSError("down") for _ in range(3))
+    journal = Journal(tmp_path, RUN, backends=[{"name": "store", "options": {}}])
+    delivery = Delivery({"store": backend}, run=RUN, journal=journal, close_timeout_seconds=0.0)
+    for step in range(10):
+        delivery.write(row(step))
+    delivery.close()
+    Store.faults.clear()
+    assert delivery._workers["store"].join(30)
+    replay(tmp_path)
+    assert sorted(stored()) == list(range(10))
+    assert read_offsets(offsets_path(tmp_path / "journal-000.jsonl"))["store"]["next"] == 10
+
+
+def test_tracker_that_is_not_installed_does_not_stop_the_others(tmp_path: Path) -> None:
+    """A backend that was an object of the run's own process is reported, and the next one gets its rows."""
+    journal = Journal(tmp_path, RUN, backends=[{"name": name, "options": {}} for name in ("own", "store")])
+    journal.append(0, row(1))
+    journal.close(10.0)
+    own, store = replay(tmp_path, tracking_uri="http://host")
+    assert own.fault is not None
+    assert "unknown backend 'own'" in own.fault
+    assert store.complete
+
+
+def test_misuse_is_explained(tmp_path: Path) -> None:
+    """A wrong directory, a journal without trackers and an unknown name each say what to do."""
+    with pytest.raises(JournalError, match="is not a directory"):
+        replay(tmp_path / "nowhere")
+    journal = Journal(tmp_path, RUN)
+    journal.append(0, row(1))
+    journal.close(10.0)
+    with pytest.raises(UsageError, match="no tracker is known"):
+        replay(tmp_path)
+    with pytest.raises(UnknownPluginError, match="Did you mean 'json'"):
+        replay(tmp_path, to="jsn")
+    with pytest.raises(UsageError, match="Its options: tracking_uri, place, api_key"):
+        replay(tmp_path, to="store", options={"colour": 1})
+
+
+@pytest.mark.parametrize("to", [None, "store"])
+def test_journal_without_a_row_is_told(tmp_path: Path, to: str | None) -> None:
+    """Where a process ended before its header was whole, or only other ranks have left rows, that is the reason."""
+    (tmp_path / "journal-000.jsonl").write_text('{"gradtrack_jour')
+    other = Journal(tmp_path, RUN, rank=1, backends=[{"name": "store", "options": {}}])
+    other.append(0, row(1))
+    other.close(10.0)
+    with pytest.raises(JournalError, match="holds no row for a tracker"):
+        replay(tmp_path, to=to)
+
+
+def test_two_replays_do_not_meet(tmp_path: Path) -> None:
+    """A second replay of a directory would write what the first is about to write, so it is refused."""
+    refused: list[str] = []
+
+    def again(*_: object) -> None:
+        with pytest.raises(JournalError, match="another replay reads it") as caught:
+            replay(tmp_path)
+        refused.append(str(caught.value))
+
+    journaled(tmp_path, range(3))
+    assert replay(tmp_path, progress=again)[0].complete
+    assert (stored(), len(refused)) == ([0, 1, 2], 1)
+    assert replay(tmp_path)[0].present == 3
+
+
+def test_moved_run_finds_what_lay_in_its_directory(tmp_path: Path) -> None:
+    """A tracker's files inside of a run's directory move with it, whatever kind of address names them."""
+    old, new = tmp_path / "old", tmp_path / "new"
+    options = {"place": f"{old}/logs", "tracking_uri": f"sqlite:///{old}/store.db", "api_key": f"{old}er/x"}
+    run = RunInfo(run_id="run-1", run_dir=str(old))
+    journal = Journal(old, run, backends=[{"name": "store", "options": options}])
+    journal.append(0, row(1))
+    journal.close(10.0)
+    old.rename(new)
+    replay(new)
+    assert Store.made == [
+        {"place": f"{new}/logs", "tracking_uri": f"sqlite:///{new}/store.db", "api_key": f"{old}er/x"}
+    ]
+
+
+def test_address_since_the_move_stays_as_it_is(tmp_path: Path) -> None:
+    """Where a run lies within its old place, what the first replay has noted is not moved once more by the second."""
+    new = journaled(tmp_path / "old" / "new", [1])
+    header, rest = (new / "journal-000.jsonl").read_text().split("\n", 1)
+    values = json.loads(header)
+    values["run"]["run_dir"] = str(tmp_path / "old")
+    values["backends"][0]["options"] = {"place": str(tmp_path / "old" / "logs")}
+    (new / "journal-000.jsonl").write_text(f"{json.dumps(values)}\n{rest}")
+    for _ in range(3):
+        replay(new)
+        assert Store.made[-1]["place"] == str(new / "logs")
+
+
+def test_interrupted_replay_lets_the_tracker_go_and_can_be_called_again(tmp_path: Path) -> None:
+    """Whoever interrupts a replay keeps what it delivered, and the next one brings the rest."""
+    closed: list[bool] = []
+
+    class Closing(Store):
+        def close(self, *, failed: bool = False) -> None:
+            closed.append(failed)
+
+    def stop(name: str, done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    registry.backends._loaded["store"] = Closing
+    journaled(tmp_path, range(1200))
+    with pytest.raises(KeyboardInterrupt):
+        replay(tmp_path, progress=stop)
+    assert (len(stored()), closed) == (500, [False])
+    assert replay(tmp_path)[0].delivered == 700
+    assert stored() == list(range(1200))

@@ -1,0 +1,88 @@
+"""The analyzers beside a training look at every step that they were made ready for, and leave nothing on the model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as modules
+
+from gradtrack import GradientManager
+from gradtrack.analyzers.flow import GradientFlowAnalyzer
+from gradtrack.analyzers.jacobian import JacobianAnalyzer
+from gradtrack.analyzers.transformer import TransformerAnalyzer
+from gradtrack.step.analyzers import LiveAnalyzers
+
+
+def num_hooks(model: nn.Module) -> int:
+    """Count the hooks of a model and those that every module has."""
+    own = sum(len(part._forward_hooks) + len(part._forward_pre_hooks) for part in model.modules())
+    return own + len(modules._global_forward_hooks) + len(modules._global_forward_pre_hooks)
+
+
+@pytest.mark.parametrize("step", [5, 8])
+def test_hooks_for_a_step_that_does_not_come_are_removed(step: int) -> None:
+    """Who counts steps anew while hooks wait for the next one has them on the model once, or not at all."""
+    model = nn.TransformerEncoderLayer(8, 2, 16)
+    live = LiveAnalyzers({"flow": GradientFlowAnalyzer(), "transformer": TransformerAnalyzer()})
+    live.arm(model, 4)
+    once = num_hooks(model)
+    assert once > 0
+    live.arm(model, step)
+    assert num_hooks(model) == (once if step == 8 else 0)
+    live.close()
+    assert num_hooks(model) == 0
+
+
+def test_an_alert_does_not_take_back_the_one_before() -> None:
+    """What was made ready for a step looks at it, though something else has happened on that step."""
+    live = LiveAnalyzers({"jacobian": JacobianAnalyzer()})
+    live.alert(21)
+    assert not live.due(20)
+    live.alert(22)
+    assert live.due(21)
+    assert live.due(22)
+    live.alert(40)
+    live.alert(41)
+    assert not live.due(21)
+
+
+class Block(nn.Module):
+    """A block of which every analyzer has something to say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.read = nn.GRU(4, 4, batch_first=True), nn.Linear(4, 4)
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Run the block."""
+        x = x + self.attention(x, x, x, need_weights=False)[0]
+        found: Tensor = x + self.read(self.rnn(x)[0]).tanh()
+        return found
+
+
+def looks(names: list[str]) -> dict[str, Any]:
+    """Train eight steps beside analyzers, in their order, and return the reports of the last."""
+    torch.manual_seed(0)
+    model, batch = nn.Sequential(*(Block() for _ in range(3))), torch.randn(3, 5, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with GradientManager(analyzers=names) as manager:
+        manager.attach(model, optimizer)
+        if "vector" in names:
+            observer: Any = manager.analyzer("vector")
+            observer.observe(lambda: model(3 * batch).pow(4).sum())
+        for _ in range(8):
+            optimizer.zero_grad()
+            report = manager.step(model, optimizer, model(batch).square().mean())
+            optimizer.step()
+    return dict(report.analyzers)
+
+
+@pytest.mark.parametrize("name", ["flow", "gain", "jacobian", "recurrent", "transformer"])
+def test_no_analyzer_hears_what_another_one_runs(name: str) -> None:
+    """After one that runs the model again, or blocks of it, an analyzer reports what it reports alone."""
+    others = [other for other in ("vector", "jacobian", "recurrent") if other != name]
+    assert looks([*others, name])[name] == looks([name])[name]

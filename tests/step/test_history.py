@@ -1,0 +1,107 @@
+"""What a training keeps, and the files of it."""
+
+import json
+import math
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gradtrack import GradientManager, StepReport
+from gradtrack.delivery.run_files import new_run_id, write_atomically
+from gradtrack.step.history import History
+from tests.training import train
+
+
+def test_summary_agrees_with_the_reports() -> None:
+    """The running sums are those of the reports, non-finite norms left out."""
+    manager = GradientManager(max_grad_norm=0.3)
+    reports = train(manager, 30, change=lambda step, loss: loss * (math.nan if step == 9 else 1.0))
+    norms = np.array([report.clipping.norm_before for report in reports if report.step != 9], dtype=float)
+    summary = manager.get_training_summary()
+    found = summary["gradient_statistics"]["gradient_norms"]
+    assert found["mean"] == pytest.approx(norms.mean())
+    assert found["std"] == pytest.approx(norms.std(ddof=1))
+    assert (found["min"], found["max"], found["count"]) == (norms.min(), norms.max(), 29)
+    assert summary["total_steps"] == 30
+    assert summary["health_issues"]["unhealthy_steps"] == 1
+    assert summary.health_issues.issues == {"NUMERICAL": 1}
+    assert summary.nan_inf_summary.skipped_steps == summary.nan_inf_summary.nonfinite_steps == 1
+    clipped = sum(report.clipping.clipped for report in reports)
+    assert clipped > 0
+    assert summary.clipping_summary.clipped_steps == clipped
+
+
+def test_steps_that_wait_are_gone_with_a_state_that_is_loaded() -> None:
+    """A summary that is continued is that of the run that was saved."""
+    saved, manager = GradientManager(), GradientManager()
+    train(saved, 40)
+    train(manager, 45)
+    manager.load_state_dict(saved.state_dict())
+    assert manager.get_training_summary() == saved.get_training_summary()
+
+
+def test_a_summary_may_be_asked_for_in_other_threads() -> None:
+    """Every step is in the sums once, however often they are asked for while it comes."""
+    history, training = History(5), threading.Event()
+    before = sys.getswitchinterval()
+    readers = [threading.Thread(target=lambda: [history.summary() for _ in iter(training.is_set, True)]) for _ in "ab"]
+    sys.setswitchinterval(1e-6)
+    try:
+        for reader in readers:
+            reader.start()
+        for step in range(5_000):
+            history.append(StepReport(step=step), size=5, norm=1.0, clipped=True, skipped=False, healthy=True)
+    finally:
+        training.set()
+        for reader in readers:
+            reader.join()
+        sys.setswitchinterval(before)
+    found = history.summary()
+    assert found.total_steps == found.clipping_summary.clipped_steps == 5_000
+    assert found.gradient_statistics.gradient_norms.count == 5_000
+
+
+def test_replacements_are_counted_by_element() -> None:
+    """The total of replacements is that of elements."""
+    manager = GradientManager(nonfinite_action="replace")
+    train(manager, 2, change=lambda step, loss: loss * (math.nan if step == 2 else 1.0))
+    assert manager.get_training_summary()["nan_inf_summary"]["total_replacements"] == 53
+
+
+def test_training_log(tmp_path: Path) -> None:
+    """The log holds configuration, summary and steps, NaN as Python's json reads it."""
+    manager = GradientManager(max_grad_norm=0.3)
+    train(manager, 5, change=lambda step, loss: loss * (math.nan if step == 3 else 1.0))
+    values = json.loads(manager.save_training_log(tmp_path / "deep" / "log.json").read_text())
+    assert values["config"]["max_grad_norm"] == 0.3
+    assert values["summary"]["total_steps"] == 5
+    assert [step["step"] for step in values["steps"]] == [1, 2, 3, 4, 5]
+    assert math.isnan(values["steps"][2]["clipping"]["norm_before"])
+    assert values["steps"][2]["health"]["issues"][0]["severity"] == "CRITICAL"
+
+
+class TestAtomicFiles:
+    """Files that are whole or not there."""
+
+    def test_replaces(self, tmp_path: Path) -> None:
+        """The new text is there and nothing else is left behind."""
+        for text in ("one", "two"):
+            write_atomically(tmp_path / "file", text)
+        assert (tmp_path / "file").read_text() == "two"
+        assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+    def test_failure_keeps_the_old_file(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A write that fails leaves what was there."""
+        write_atomically(tmp_path / "file", "old")
+        with pytest.raises(UnicodeEncodeError):
+            write_atomically(tmp_path / "file", "\udcff")
+        assert (tmp_path / "file").read_text() == "old"
+        assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_run_ids_differ() -> None:
+    """Two runs of one process in one second have different names."""
+    assert new_run_id() != new_run_id()

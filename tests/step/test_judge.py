@@ -1,0 +1,80 @@
+"""The judgement of one pair's steps."""
+
+import json
+import math
+
+import torch
+
+from gradtrack import GradientConfig, GradientMonitor, Issue, IssueSeverity, IssueType
+from gradtrack.gradients.measurer import Measurer
+from gradtrack.gradients.parameters import ParameterTable
+from gradtrack.reports import HealthReport, StepReport
+from gradtrack.step.data import Outcome, StepFacts
+from gradtrack.step.judge import Judgement
+from tests.training import with_gradients
+
+
+def judgement(**settings: object) -> Judgement:
+    """Return a judgement that has seen nothing."""
+    config = GradientConfig.load(None, **settings)
+    return Judgement(config, GradientMonitor(config))
+
+
+def judge(made: Judgement, step: int, value: float) -> Outcome:
+    """Judge a step whose only gradient is this number."""
+    grads = ParameterTable(with_gradients([torch.tensor([value])])).gradients()
+    facts = StepFacts(grads.layout, {})
+    facts.nan_inf = {"action": "report"}
+    outcome = Outcome(facts)
+    outcome.report = StepReport.deferred(dict, step=step)
+    made.judge(grads.measure(Measurer("torch")), outcome, critical=False)
+    return outcome
+
+
+def issue(layer: str) -> Issue:
+    """Return an issue as an analyzer would give it."""
+    return Issue(
+        issue_type=IssueType.VANISHING, severity=IssueSeverity.HIGH, layer=layer, message="", recommendation=""
+    )
+
+
+def test_a_streak_of_nonfinite_steps_is_one_event() -> None:
+    """The first non-finite step is an event of its own, and the harm is known after it is over."""
+    made = judgement()
+    events = [judge(made, step, value).event for step, value in enumerate([1.0, math.nan, math.nan, math.nan], 1)]
+    assert events == [False, True, False, False]
+    for step in range(5, 200):
+        judge(made, step, 1.0)
+    assert made.health.healthy
+    assert [found.issue_type for found in made.diagnose([])] == [IssueType.NUMERICAL]
+
+
+def test_issues_of_analyzers_stay_until_they_are_heard_again() -> None:
+    """What the analyzers say opens on the next step, once, unless its layer is muted."""
+    made = judgement(mute=["quiet"])
+    made.hear([issue("loud"), issue("quiet")])
+    first, second = judge(made, 1, 1.0), judge(made, 2, 1.0)
+    assert [found.layer for found in first.opened] == ["loud"]
+    assert second.opened == []
+    assert [found.layer for found in second.issues] == ["loud"]
+    made.hear([])
+    assert judge(made, 3, 1.0).issues == []
+
+
+def test_without_monitoring_nothing_is_judged() -> None:
+    """With monitoring off a step is healthy whatever the analyzers said."""
+    made = judgement(enable_gradient_monitoring=False)
+    made.hear([issue("loud")])
+    outcome = judge(made, 1, 1.0)
+    assert outcome.facts.health == HealthReport()
+    assert not outcome.issues
+
+
+def test_state_comes_back() -> None:
+    """A restored judgement knows what is open, so that it does not open again."""
+    made, later = judgement(), judgement()
+    judge(made, 1, math.nan)
+    later.load_state_dict(json.loads(json.dumps(made.state_dict())))
+    assert later.health == made.health
+    outcome = judge(later, 2, math.nan)
+    assert (outcome.opened, outcome.event) == ([], False)

@@ -1,0 +1,207 @@
+"""What a handler of the user's raises when a signal comes reaches the training, whatever of ours it strikes."""
+
+from __future__ import annotations
+
+import functools
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from gradtrack import GradientManager
+from gradtrack.analyzers.base import Analyzer, Schedule, always
+from gradtrack.analyzers.tools.hooks import Faults
+from gradtrack.backends.base import Backend
+from gradtrack.delivery.journal import writing as journal_module
+from gradtrack.delivery.journal.reading import find_journals
+from gradtrack.delivery.journal.writing import Journal
+from gradtrack.health.rule_engine import Health
+from gradtrack.records import Record
+from gradtrack.reports import Report
+from gradtrack.support.interrupts import pass_on
+from tests.delivery.doubles import RUN, row
+from tests.training import train
+
+
+class TerminatedError(Exception):
+    """What a training raises when it is told to end: no KeyboardInterrupt, and no SystemExit."""
+
+
+def usual(number: int, frame: FrameType | None) -> None:
+    """End the training."""
+    raise TerminatedError
+
+
+def once(number: int, frame: FrameType | None) -> None:
+    """End the training, and leave the next signal to the system."""
+    signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+    _raise()
+
+
+def loose(*_: object) -> None:
+    """End the training, whatever one is told."""
+    raise TerminatedError
+
+
+def late(number: int, frame: FrameType | None) -> None:
+    """Say that the time is over, as many do with an alarm."""
+    raise TimeoutError
+
+
+class Handler:
+    """A handler that is a method."""
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        """End the training."""
+        raise TerminatedError
+
+
+def _raise() -> None:
+    raise TerminatedError
+
+
+HANDLERS: dict[str, Callable[..., Any]] = {
+    "function": usual,
+    "resets itself": once,
+    "any arguments": loose,
+    "TimeoutError": late,
+    "method": Handler().handle,
+    "lambda": lambda number, frame: _raise(),
+    "partial": functools.partial(lambda text, number, frame: _raise(), "text"),
+}
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    before = signal.getsignal(signal.SIGUSR1)
+    signal.signal(signal.SIGUSR1, usual)
+    yield
+    signal.signal(signal.SIGUSR1, before)
+
+
+def strike(*_: object, **__: object) -> Any:
+    """Be struck by the signal here."""
+    signal.raise_signal(signal.SIGUSR1)
+
+
+class Struck(Backend):
+    """A backend on the training thread that a signal strikes."""
+
+    inline = True
+    name = "struck"
+
+    def write(self, records: Sequence[Record]) -> None:
+        """Be struck."""
+        strike()
+
+
+class StruckAnalyzer(Analyzer):
+    """An analyzer that a signal strikes."""
+
+    name = "struck"
+    schedule: ClassVar[Schedule] = staticmethod(always)
+
+    def inspect(self, snapshot: Any) -> Report | None:
+        """Be struck."""
+        strike()
+        return None
+
+
+@pytest.mark.parametrize("name", HANDLERS)
+def test_handler_is_told_from_a_fault(name: str) -> None:
+    """Whatever the handler is, what it raised is passed on, and what the line itself raised is not."""
+    signal.signal(signal.SIGUSR1, HANDLERS[name])
+    with pytest.raises((TerminatedError, TimeoutError)):
+        contained(strike)
+    assert isinstance(contained(lambda: torch.zeros(2) @ torch.zeros(3)), RuntimeError)
+
+
+def test_fault_of_what_looks_at_its_caller_is_contained() -> None:
+    """A tracker that looks at who is calling it, as those that warn or log do, is no handler of signals."""
+
+    def looks_at_its_caller() -> None:
+        caller = sys._getframe(1)
+        raise ValueError(caller.f_code.co_name)
+
+    assert isinstance(contained(lambda: looks_at_its_caller()), ValueError)
+
+
+def contained(call: Callable[[], Any]) -> Exception | None:
+    """Contain the fault of a call, as a guard of ours does."""
+    try:
+        call()
+    except Exception as fault:
+        pass_on(fault)
+        return fault
+    return None
+
+
+@pytest.mark.parametrize("where", ["backend", "analyzer", "rule", "journal"])
+def test_training_ends_wherever_the_signal_strikes(
+    tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A step that is struck raises what the handler raised; nobody takes it for a fault of his own."""
+    backends: list[Any] = [Struck()] if where == "backend" else ["json"]
+    manager = GradientManager(
+        backends=backends,
+        analyzers=[StruckAnalyzer()] if where == "analyzer" else [],
+        run_dir=tmp_path,
+        grad_log_every_n_steps=1,
+    )
+    if where == "rule":
+        rule = next(iter(_rules(manager)))
+        monkeypatch.setattr(rule, "judge", strike)
+    if where == "journal":
+        monkeypatch.setattr(journal_module, "encode_row", strike)
+    with pytest.raises(TerminatedError):
+        train(manager, 1)
+    monkeypatch.undo()
+    manager.close()
+    assert "failed" not in caplog.text
+    assert "misses rows" not in caplog.text
+
+
+def _rules(manager: GradientManager) -> list[Any]:
+    """Return the rules that every manager that is made now will have."""
+    return [type(rule) for rule in Health()._rules.values()]
+
+
+def test_hooks_pass_it_on() -> None:
+    """A hook of ours in the user's forward pass lets it through."""
+    faults = Faults()
+    with pytest.raises(TerminatedError):
+        faults.guarded(strike)()
+    faults.check()
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_timeout_in_the_middle_of_a_write_leaves_whole_rows(
+    tmp_path: Path, moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A TimeoutError is an OSError like that of a full disk: a row that was written stays, and none is cut."""
+    signal.signal(signal.SIGUSR1, late)
+    journal = Journal(tmp_path, RUN)
+    assert journal.append(0, row(0))
+    write = journal_module._write_whole
+
+    def struck(*arguments: Any) -> None:
+        if moment == "after":
+            write(*arguments)
+        strike()
+
+    monkeypatch.setattr(journal_module, "_write_whole", struck)
+    with pytest.raises(TimeoutError):
+        journal.append(1, row(1))
+    monkeypatch.setattr(journal_module, "_write_whole", write)
+    assert journal.append(2, row(2))
+    limit = journal._size
+    journal.close(10.0)
+    (found,) = find_journals(tmp_path)
+    assert [record.step for _, record in found.rows()] == ([0, 1, 2] if moment == "after" else [0, 2])
+    assert found.damaged == []
+    assert found.parts[0].stat().st_size == limit
