@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, Self, SupportsIndex
@@ -18,19 +18,20 @@ from gradtrack.delivery.at_exit import CloseAtExit
 from gradtrack.delivery.run import Sink
 from gradtrack.delivery.run_files import RunEnd, save_training_log
 from gradtrack.errors import ClosedError, InputTypeError, UsageError
+from gradtrack.health.monitor import GradientMonitor
 from gradtrack.pages import at_close
+from gradtrack.protection.clipping import GradientClipper
+from gradtrack.protection.nonfinite import NaNInfHandler
 from gradtrack.reports import Issue, StepReport, TrainingSummary
 from gradtrack.step.arguments import as_sequence, check_loss, check_state, is_several, run_backward
-from gradtrack.step.data import Outcome
 from gradtrack.step.history import History
 from gradtrack.step.loss_scale import Scale, unscale
 from gradtrack.step.optimizers import BeforeSteps
-from gradtrack.step.pair import Pair
-from gradtrack.step.pairs import Roster
+from gradtrack.step.pair import IssueCallback, Pair
+from gradtrack.step.pairs import Pairs
 from gradtrack.step.rows import Rows
-from gradtrack.step.unused_settings import IdleSettings
+from gradtrack.step.unused_settings import UnusedSettings
 
-IssueCallback = Callable[[Issue, StepReport], object]
 _CLOSED = "this GradientManager is closed: expected an open one. Make a new one for another run."
 
 
@@ -56,16 +57,21 @@ class GradientManager:
         if analyzers is not None:
             overrides["analyzers"] = list(analyzers) if is_several(analyzers) else analyzers
         self.config = GradientConfig.load(config, **overrides)
-        self._idle = IdleSettings(self.config)
+        self._unused_settings = UnusedSettings(self.config)
         self._sink = Sink(self.config)
         self._rows, self._history = Rows(self.config, self._sink), History(self.config.max_gradient_history)
-        self._roster = Roster(self.config, process_group, history=self._history, on_first=self._sink.prepare)
-        self.monitor, self.clipper, self.nan_inf_handler = self._roster.first_components
         self._callbacks: list[IssueCallback] = []
-        self._flight: list[StepReport] = []
+        self._pairs = Pairs(
+            self.config,
+            process_group,
+            history=self._history,
+            rows=self._rows,
+            callbacks=self._callbacks,
+            on_first=self._sink.prepare,
+        )
         self._hooks: list[Any] = []
         self._closed = False
-        self._at_exit = CloseAtExit(self, self._sink, self._roster.close)
+        self._at_exit = CloseAtExit(self, self._sink, self._pairs.close)
 
     def step(
         self,
@@ -90,7 +96,7 @@ class GradientManager:
             raise ClosedError(_CLOSED)
         if not (backward and type(loss) is Tensor):  # a backward pass finds out by itself
             check_loss(loss, backward)
-        pair = self._roster.find(model, optimizer)
+        pair = self._pairs.find(model, optimizer)
         if backward:
             assert isinstance(loss, Tensor)
             scaled = loss if scaler is None else scaler.scale(loss)
@@ -99,28 +105,27 @@ class GradientManager:
                     run_backward(scaled)
             else:
                 run_backward(scaled)
-        if scaler is None and not accumulate:
-            report = pair.usual.take(loss, epoch, batch)
-            if report is not None:
-                pair.seen_before_step = True
-                return report
-        pair.add_loss(loss)
         if accumulate:
+            pair.add_loss(loss)
             return pair.unmeasured(epoch)
         scale = None if scaler is None else unscale(scaler, pair.optimizers, once=backward)
         pair.seen_before_step = True
-        return self._look(pair, scale, epoch=epoch, batch=batch)
+        return self._look(pair, loss, scale, epoch=epoch, batch=batch)
 
-    def _look(self, pair: Pair, scale: Scale | None, *, epoch: int | None = None, batch: object = None) -> StepReport:
+    def _look(
+        self,
+        pair: Pair,
+        loss: Tensor | float | None,
+        scale: Scale | None,
+        *,
+        epoch: int | None = None,
+        batch: object = None,
+    ) -> StepReport:
         """Measure, protect and report the unscaled gradients that a pair has now."""
-        if pair.waiting.held is not None:
-            self._catch_up(pair)
-        outcome = pair.step(scale=scale, epoch=epoch, batch=batch)
-        if not outcome.repeated and outcome.pending is None:
-            self._conclude(pair, outcome)
-        if outcome.error is not None:
-            raise outcome.error
-        return outcome.report
+        report = pair.step(loss, scale=scale, epoch=epoch, batch=batch)
+        if self._unused_settings.waits:
+            self._unused_settings.step({pair.name: pair.model for pair in self._pairs})
+        return report
 
     def attach(
         self,
@@ -138,28 +143,43 @@ class GradientManager:
         """
         if self._closed:
             raise ClosedError(_CLOSED)
-        self._roster.attach(model, optimizer, horizon=horizon, name=name or "", process_group=process_group)
+        self._pairs.attach(model, optimizer, horizon=horizon, name=name or "", process_group=process_group)
 
     def continue_from(self, step: int, *, name: str = "") -> None:
         """Count the next optimizer step of a pair as the one after `step`, as the framework counts that trains it."""
         if type(step) is not int or step < 0:
             raise UsageError(f"step {step!r}: expected a number of optimizer steps. Pass how many were made.")
-        self._catch_up()
-        self._roster.named(name).continue_from(step)
+        self._pairs.settle()
+        self._pairs.named(name).continue_from(step)
 
     def note(self, text: str, *, name: str = "") -> None:
         """Put something that is good to know into the next report of a pair."""
-        self._roster.interrupt()
-        self._roster.named(name).coming_notes.append(text)
+        self._pairs.interrupt()
+        self._pairs.named(name).coming_notes.append(text)
 
     def knows(self, model: nn.Module, optimizer: Any) -> bool:
         """Whether a model and what steps it have been seen or attached."""
-        return self._roster.has(model, optimizer)
+        return self._pairs.has(model, optimizer)
+
+    @property
+    def monitor(self) -> GradientMonitor:
+        """Return the monitor of the first pair; each step is applied to it at once from now on."""
+        return self._pairs.share_components()[0]
+
+    @property
+    def clipper(self) -> GradientClipper:
+        """Return the clipper of the first pair; each step is applied to it at once from now on."""
+        return self._pairs.share_components()[1]
+
+    @property
+    def nan_inf_handler(self) -> NaNInfHandler:
+        """Return the handler of non-finite gradients of the first pair."""
+        return self._pairs.first_components[2]
 
     def analyzer(self, name: str) -> Analyzer:
         """Return a running analyzer, for those that take observations from the training loop."""
-        self._roster.interrupt()
-        return self._roster.first_analyzers[name]
+        self._pairs.interrupt()
+        return self._pairs.first_analyzers[name]
 
     def backend(self, name: str) -> Backend:
         """Return a backend by its name."""
@@ -171,13 +191,13 @@ class GradientManager:
     @property
     def reports(self) -> list[StepReport]:
         """Return the last reports, at most `max_gradient_history`, the newest last."""
-        self._roster.settle()
+        self._pairs.settle()
         return list(self._history.reports)
 
     @property
     def flight_recorder(self) -> list[StepReport]:
         """Return the steps up to the first fault, each with the statistics of every parameter; empty before it."""
-        return list(self._flight)
+        return list(self._history.first_fault)
 
     @property
     def run_dir(self) -> Path | None:
@@ -193,8 +213,8 @@ class GradientManager:
 
     def diagnose(self) -> list[Issue]:
         """Return what is wrong with the run so far, in every pair: root causes first, at most a handful."""
-        self._catch_up()
-        return [issue for pair in self._roster for issue in pair.diagnose()]
+        self._pairs.settle()
+        return [issue for pair in self._pairs for issue in pair.diagnose()]
 
     def status(self) -> dict[str, Any]:
         """Tell what was recorded, and for each backend what it has taken and what it has not, and why."""
@@ -202,14 +222,14 @@ class GradientManager:
             "run_id": self._sink.run_id,
             "run_dir": None if self.run_dir is None else str(self.run_dir),
             "closed": self._closed,
-            "steps": {pair.name or "default": pair.step_count for pair in self._roster},
+            "steps": {pair.name or "default": pair.step_count for pair in self._pairs},
             "journal": self._sink.journal_status(),
             "backends": self._sink.status(),
         }
 
     def get_training_summary(self) -> TrainingSummary:
         """Sum up the training so far."""
-        self._catch_up()
+        self._pairs.settle()
         return self._history.summary()
 
     def _repr_html_(self) -> str:
@@ -227,15 +247,15 @@ class GradientManager:
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that rolls, as plain data for a checkpoint."""
-        self._catch_up()
-        return {"version": 1, "pairs": self._roster.state_dict(), "history": self._history.state_dict()}
+        self._pairs.settle()
+        return {"version": 1, "pairs": self._pairs.state_dict(), "history": self._history.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` returned; pairs that are not there yet get theirs when they are attached."""
         check_state(state)
-        self._roster.interrupt()
+        self._pairs.interrupt()
         self._history.load_state_dict(state["history"])
-        self._roster.load_state_dict(state["pairs"])
+        self._pairs.load_state_dict(state["pairs"])
 
     def follow(self, model: nn.Module, optimizer: Any) -> None:
         """Look by itself just before the first of the optimizers steps, or after each call of its closure.
@@ -247,32 +267,31 @@ class GradientManager:
         optimizers = as_sequence(optimizer)
 
         def look(loss: Tensor | float | None, scale: Scale | None) -> None:
-            pair = self._roster.find(model, optimizers)
+            pair = self._pairs.find(model, optimizers)
             if pair.seen_before_step:
                 pair.seen_before_step = False
-            elif not self._closed and (scale is not None or pair.usual.take(loss, None, None) is None):
-                pair.add_loss(loss)
-                self._look(pair, scale)
+            elif not self._closed:
+                self._look(pair, loss, scale)
 
         self._hooks.append(BeforeSteps(optimizers, look))
         # The optimizer keeps the manager from now on; what is kept until that is collected must not keep the optimizer.
-        self._at_exit.unhook = self._roster.models_alone()
+        self._at_exit.unhook = self._pairs.models_alone()
 
     def flush(self) -> None:
         """Make everything that was recorded durable."""
-        self._catch_up()
+        self._pairs.settle()
         self._sink.flush()
 
     def close(self, *, failed: bool = False) -> None:
         """Deliver what is left and take every hook off; a second call does nothing."""
         if self._closed or self._sink.forked:
             return
-        self._catch_up()
+        self._pairs.settle()
         self._closed = True
         try:
             for hook in self._hooks:
                 hook.remove()
-            self._roster.close()
+            self._pairs.close()
             self._sink.tell_if_empty(self._history.num_steps)
             self._leave_files(failed=failed)
         finally:  # whoever has no patience for the pictures keeps the rows
@@ -296,59 +315,24 @@ class GradientManager:
         left_on_purpose = isinstance(fault, SystemExit) and fault.code in (None, 0)
         self.close(failed=kind is not None and not left_on_purpose)
 
-    def _catch_up(self, *pairs: Pair) -> None:
-        """Keep and record the last steps of pairs that nobody has asked about so far."""
-        self._roster.settle()
-        for pair in pairs or self._roster:
-            outcome = pair.take_late()
-            if outcome is not None:
-                self._conclude(pair, outcome)
-
-    def _conclude(self, pair: Pair, outcome: Outcome) -> None:
-        """Keep and record a step, then tell the callbacks, who may stop the training."""
-        report, facts = outcome.report, outcome.facts
-        healthy = facts.health.healthy
-        self._history.append(
-            report,
-            size=self.config.max_gradient_history,
-            norm=outcome.norm,
-            clipped=outcome.clipped,
-            skipped=facts.skipped,
-            healthy=healthy,
-        )
-        if "nan_count" in facts.nan_inf:
-            self._history.add_nonfinite(facts.nan_inf)
-        if self._idle.waits:
-            self._idle.step({pair.name: pair.model for pair in self._roster})
-        for issue in outcome.issues:
-            self._history.add_issue(issue.issue_type.value)
-        if not healthy and not self._flight:
-            self._flight = pair.flight.read()
-        if outcome.event or outcome.late:
-            self._rows.send(outcome, pair.analyzers.panels if self._rows.is_new(pair.name) else ())
-            self._rows.talk(outcome)
-        for issue in outcome.opened:
-            for callback in self._callbacks:
-                callback(issue, report)
-
     def _leave_files(self, *, failed: bool) -> None:
         """Write how the run ended, and what the configuration asks for of pictures and a report."""
         config = self.config
         directory = self._sink.claim() if self._history.reports and self._sink.rank == 0 else None
         if directory is None:
             return
-        last = [report for pair in self._roster for report in pair.flight.read()[-1:]]
+        last = [report for pair in self._pairs for report in pair.flight.read()[-1:]]
         end = RunEnd(
             run_id=self._sink.run_id,
             summary=self.get_training_summary(),
             failed=failed,
             last=last,
-            flight_recorder=self._flight,
+            flight_recorder=self._history.first_fault,
         )
         at_close.save_run_end(directory, end)
         left: list[Path] = []
         if config.save_gradient_plots and config.run_dir is not None:
-            left += at_close.save_pictures(directory, self.reports, self.monitor.history)
+            left += at_close.save_pictures(directory, self.reports, self._pairs.first_components[0].history)
         if config.save_html_report:
             left += at_close.save_page(directory, left)
         at_close.save_names(directory, self._sink.run_id, left)

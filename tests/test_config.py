@@ -208,7 +208,7 @@ class TestAssignment:
         model = small_model()
         assert not train(manager, 1, model=model)[0].clipping.clipped
         config.max_grad_norm = 1e-6
-        report = manager.step(model, next(iter(manager._roster)).optimizers[0], None, backward=False)
+        report = manager.step(model, next(iter(manager._pairs)).optimizers[0], None, backward=False)
         assert report.clipping.clipped
         assert report.clipping.threshold == 1e-6
 

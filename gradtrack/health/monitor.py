@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,22 +38,15 @@ class GradientMonitor:
         self._kept: deque[GradientStatistics | StepReport] = deque(maxlen=self.config.max_gradient_history)
         self._measurer = measurer if measurer is not None else Measurer(self.config.engine)
         self._step = 0
-        self.settle: Callable[[], object] = _nothing
-        """Lets it know of the steps that it has not been told of yet."""
-        self.interrupt: Callable[[], object] = _nothing
-        """The same, before it takes part in a training of its own accord."""
 
     def check_gradient_health(self, gradients: Sequence[Tensor | None]) -> HealthReport:
         """Judge gradients as those of the coming step."""
-        self.interrupt()
         grads, moments = self._measure(gradients)
-        self.health.catch_up()
         issues = copy.deepcopy(self.health).judge(self._evidence(moments, grads.layout), self.config)
         return HealthReport.of(issues)
 
     def update_statistics(self, gradients: Sequence[Tensor | None]) -> GradientStatistics:
         """Take in the gradients of one step and return their statistics, as one vector."""
-        self.interrupt()
         grads, moments = self._measure(gradients)
         self.judge(self._evidence(moments, grads.layout))
         known, count = find_deviations(grads, moments), grads.layout.total_count
@@ -68,8 +61,7 @@ class GradientMonitor:
     @property
     def history(self) -> list[GradientStatistics]:
         """Return the statistics of the last measured steps."""
-        self.settle()
-        found = (kept.statistics if isinstance(kept, StepReport) else kept for kept in self._kept)
+        found = (kept.statistics if isinstance(kept, StepReport) else kept for kept in list(self._kept))
         return [statistics for statistics in found if statistics is not None]
 
     def keep(self, *reports: StepReport) -> None:
@@ -95,12 +87,10 @@ class GradientMonitor:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the windows of the rules, as plain data."""
-        self.settle()
         return {"health": self.health.state_dict(), "step": self._step}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` returned."""
-        self.interrupt()
         self.health.load_state_dict(state["health"])
         self._step = int(state["step"])
 
@@ -115,10 +105,6 @@ class GradientMonitor:
         layout = Layout(names, [], [grad.numel() for grad in dense], group_of, ["all"], [])
         grads = Gradients(dense, layout, {})
         return grads, grads.measure(self._measurer)
-
-
-def _nothing() -> None:
-    """Know of every step."""
 
 
 def _dense(grad: Tensor) -> Tensor:

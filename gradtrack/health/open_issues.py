@@ -94,7 +94,7 @@ def _weight(issue: Issue) -> float:
 _HARMFUL = (IssueType.NUMERICAL, IssueType.EXPLODING)
 
 
-class Ledger:
+class OpenIssues:
     """The open issues of a pair, by type and layer."""
 
     def __init__(self) -> None:

@@ -79,8 +79,8 @@ Band = tuple[float, float]
 """What lies above its first and below its second number."""
 ANY: Final[Band] = (-math.inf, math.inf)
 TENFOLD: Final = math.log(10.0)
-MOST_WAITING: Final = 16
-"""How many steps are judged together at most."""
+MOST_TOGETHER: Final = 16
+"""How many steps are remembered together at most."""
 SLACK: Final = 1e-6
 """By how much a band is narrower than the rule has it, so that no rounding decides."""
 
@@ -97,7 +97,7 @@ class Rule(ABC):
         """Take in the evidence of one step and return the issues that are open now."""
 
     def calm(self, config: GradientConfig) -> Band | None:
-        """Return between which ln of the norm a step opens nothing, nor do those after it, `MOST_WAITING` in all.
+        """Return between which ln of the norm a step opens nothing, nor do those after it, `MOST_TOGETHER` in all.
 
         That is of steps with gradients, whose numbers are finite, of which clipping leaves more than `LEAST_LEFT`, and
         whose norm is neither ten times that of the step before nor a tenth. Return None where every step has to be
@@ -105,7 +105,7 @@ class Rule(ABC):
         """
         return None
 
-    def take_in(self, steps: Sequence[CalmStep]) -> None:
+    def remember(self, steps: Sequence[CalmStep]) -> None:
         """Remember of steps what `judge` would have remembered; they were within what `calm` returned."""
 
     def state_dict(self) -> dict[str, Any]:

@@ -9,8 +9,9 @@ from typing import Any, ClassVar
 from gradtrack.config import GradientConfig
 from gradtrack.errors import UsageError
 from gradtrack.integrations.patching import embrace
-from gradtrack.manager import GradientManager, IssueCallback
+from gradtrack.manager import GradientManager
 from gradtrack.reports import StepReport
+from gradtrack.step.pair import IssueCallback
 
 
 class ManagedTraining:

@@ -14,7 +14,8 @@ from gradtrack.errors import MissingExtraError
 from gradtrack.integrations.callback import ManagedTraining
 from gradtrack.integrations.clipping_owner import joined, only_measuring, wants_clipping
 from gradtrack.integrations.patching import stand_in
-from gradtrack.manager import GradientManager, IssueCallback
+from gradtrack.manager import GradientManager
+from gradtrack.step.pair import IssueCallback
 
 try:
     from lightning.pytorch.callbacks import Callback

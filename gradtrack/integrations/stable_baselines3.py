@@ -15,8 +15,8 @@ from gradtrack.errors import MissingExtraError, UsageError
 from gradtrack.integrations.callback import ManagedTraining
 from gradtrack.integrations.clipping_owner import Source, only_measuring, wants_clipping
 from gradtrack.integrations.patching import AfterBackward, embrace, stand_in
-from gradtrack.manager import IssueCallback
 from gradtrack.records import Record, tail_of
+from gradtrack.step.pair import IssueCallback
 
 try:
     from stable_baselines3.common.callbacks import BaseCallback

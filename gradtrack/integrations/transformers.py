@@ -17,7 +17,7 @@ from gradtrack.errors import MissingExtraError
 from gradtrack.integrations.callback import ManagedTraining
 from gradtrack.integrations.clipping_owner import Source, joined, only_measuring
 from gradtrack.integrations.patching import AfterBackward, embrace, stand_in
-from gradtrack.manager import IssueCallback
+from gradtrack.step.pair import IssueCallback
 
 try:
     from accelerate.state import GradientState

@@ -30,7 +30,6 @@ from gradtrack.reports import ClippingReport
 _RATE_WINDOW: Final = 100
 _RATE_BITS: Final = (1 << _RATE_WINDOW) - 1
 _TORCH_EPSILON: Final = 1e-6
-_MOST_UNOBSERVED: Final = 32
 _ELEMENTWISE: Final = frozenset({"value", "agc"})
 
 
@@ -50,11 +49,6 @@ class GradientClipper:
             "adaptive": AdaptiveStrategy(),
             "zscore": ZScoreStrategy(),
         }
-        self._unobserved: list[ClippedNorm] = []
-        self._memory = Memory.of(self.config)
-        """What the settings were when these norms came."""
-        self.settle: Callable[[], object] = _nothing
-        """Lets it know of the steps that it has not been told of yet."""
         self._engaged = (0, 0)
         """In how many of the last hundred steps clipping could engage, and a bit for each, set where it did."""
         self._cut: tuple[Ranks, ClipType, CutUnits] | None = None
@@ -67,7 +61,6 @@ class GradientClipper:
 
     def clip_gradients(self, model: nn.Module) -> ClippingReport:
         """Measure and clip the gradients that a model has now."""
-        self.settle()
         grads = ParameterTable(model).gradients()
         if isinstance(grads, SharedGradients) and self.is_elementwise:
             moments = grads.measure(self._measurer, limited=partial(self.foresee, replace=None))
@@ -98,15 +91,11 @@ class GradientClipper:
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that rolls, as plain data."""
-        self.settle()
-        self._catch_up()
         strategies = {name: strategy.state_dict() for name, strategy in self._strategies.items()}
         return {"strategies": strategies, "engaged": _booleans(*self._engaged)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` returned."""
-        self.settle()
-        self._unobserved = []
         for name, strategy in self._strategies.items():
             strategy.load_state_dict(state["strategies"][name])
         self._engaged = (0, 0)
@@ -127,19 +116,14 @@ class GradientClipper:
         return _TORCH_EPSILON if self.config.effective_clip_type == "norm" else 0.0
 
     def remember(self, norm: float, found: Mapping[str, Any]) -> None:
-        """Let the clip rate know of a step, and the strategies as soon as they are asked."""
-        config, memory = self.config, self._memory
-        if memory.window_size != config.adaptive_window_size or memory.alpha != config.zscore_alpha:
-            self._catch_up()
-            self._memory = Memory.of(config)
-        self.observe([(norm, found["norm_after"])])
+        """Remember a step, for the clip rate and for the strategies."""
+        self.observe([(norm, found["norm_after"])], Memory.of(self.config))
         self.engage(found["clipped"])
 
-    def observe(self, norms: Sequence[ClippedNorm]) -> None:
-        """Let the strategies know of steps, as soon as they are asked."""
-        self._unobserved += norms
-        if len(self._unobserved) >= _MOST_UNOBSERVED:
-            self._catch_up()
+    def observe(self, norms: Sequence[ClippedNorm], memory: Memory) -> None:
+        """Let the strategies remember the norms of steps, as long as the settings of these steps say."""
+        for strategy in self._strategies.values():
+            strategy.observe(norms, memory)
 
     def engage(self, clipped: bool) -> float:
         """Return the clip rate with a further step."""
@@ -149,15 +133,7 @@ class GradientClipper:
         self._engaged = num_steps, bits  # one assignment, before or after which an exception may pass
         return bits.bit_count() / num_steps
 
-    def _catch_up(self) -> None:
-        """Let the strategies know of the steps since they were asked last."""
-        if self._unobserved:
-            unobserved, self._unobserved = self._unobserved, []
-            for strategy in self._strategies.values():
-                strategy.observe(unobserved, self._memory)
-
     def _current_limit(self, clip_type: ClipType) -> float:
-        self._catch_up()
         return self._strategies[clip_type].threshold(self.config)
 
     @property
@@ -254,9 +230,15 @@ class GradientClipper:
         return limit_units(tensor, grads.layout.params[index], self.config.agc_clip_factor, grads.stand_ins.get(index))
 
 
+def coefficient_of(norm: float, limit: float, epsilon: float) -> float:
+    """Return the factor that clipping to a limit multiplies gradients by: at most 1, as torch computes it."""
+    coefficient = limit / (norm + epsilon) if norm + epsilon > 0 else 1.0
+    return coefficient if coefficient < 1.0 else 1.0
+
+
 def coefficient_for(norm: float, threshold: float, epsilon: float) -> dict[str, Any]:
     """Return what clipping a norm to a threshold means, with torch's own epsilon as torch's own function scales it."""
-    coefficient = threshold / (norm + epsilon) if norm + epsilon > 0 else 1.0
+    coefficient = coefficient_of(norm, threshold, epsilon)
     if coefficient >= 1.0:
         return {"clipped": False, "threshold": threshold, "coefficient": 1.0, "norm_after": norm}
     return {"clipped": True, "threshold": threshold, "coefficient": coefficient, "norm_after": norm * coefficient}
@@ -276,10 +258,6 @@ def clipping_fields(
     found = coefficient_for(norm, limit, epsilon)
     found["clip_type"], found["norm_before"], found["clip_rate"] = clip_type, norm, clip_rate
     return found
-
-
-def _nothing() -> None:
-    """Know of every step."""
 
 
 def _clamp(grad: Tensor, limit: float) -> int:

@@ -78,7 +78,7 @@ _CLOSE = 16
 _EAGER = "the model is compiled: steps at which an analyzer looks inside it run eagerly; nothing is compiled again."
 
 
-class LiveAnalyzers:
+class RunningAnalyzers:
     """Runs analyzers beside a training. One that fails is left out after three faults and never stops the training.
 
     Where analyzers are chosen by themselves (`open_to_more`), one that is asked for by name joins them.

@@ -4,55 +4,86 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gradtrack.errors import NonFiniteGradientError
 from gradtrack.gradients.groups import Layout
 from gradtrack.gradients.moments import Moments, Rows, describe, describe_whole, finite_norm
 from gradtrack.gradients.variance import Deviations
 from gradtrack.records import Histogram
-from gradtrack.reports import HealthReport, Issue, LateReport, Report, StepReport
+from gradtrack.reports import HealthReport, Issue, LateReport, Report
 from gradtrack.reports.metric_names import flat_metrics
 from gradtrack.step.loss_scale import Scale
 
-if TYPE_CHECKING:
-    from gradtrack.step.on_device import LateStep
 
+class StepData:
+    """What is known of one step, handed from stage to stage: raw numbers, decisions, issues, and what has to follow.
 
-class StepFacts:
-    """The raw numbers of one step. They are small, but for the rows of the single parameters, which can be dropped."""
+    It stays with the report of the step, which makes its fields of it when it is read. It is small, but for the rows of
+    the single parameters, which `shrink` drops; `release` drops what only the stages need.
+    """
 
     # Of the class, since nearly all of them stay as they are on nearly every step.
+    step = 0
+    epoch: int | None = None
+    source = ""
+    time = 0.0
+    # 1 measured
     rows: Rows | None = None
+    group_rows: Rows
+    total: list[float]
     exponent = 0
     deviations: Deviations | None = None
     aliases: Mapping[str, list[str]] = MappingProxyType({})
     full = with_groups = True
-    with_parameters = skipped = False
+    with_parameters = repeated = False
     loss: float | None = None
     lr: Sequence[Sequence[tuple[Any, Any]]] = ()
     weight_norms: Mapping[str, float] = MappingProxyType({})
     histograms: Mapping[str, Histogram] = MappingProxyType({})
     """By group, the empty name being that of the whole; for the trackers only."""
     ranks: Mapping[str, Any] | None = None
+    scale: Scale | None = None
     scaler: Mapping[str, Any] | None = None
-    analyzers: Mapping[str, Report] = MappingProxyType({})
-    notes: Sequence[str] = ()
-    group_rows: Rows
-    total: list[float]
+    # 2 protected
     clipping: Mapping[str, Any] = MappingProxyType({})
-    nan_inf: Mapping[str, Any]
+    nan_inf: Mapping[str, Any] = MappingProxyType({"action": "none"})
+    skipped = False
+    error: NonFiniteGradientError | None = None
+    """What is raised at the end of the step."""
+    # 3 judged
     health: HealthReport
+    issues: Sequence[Issue] = ()
+    opened: Sequence[Issue] = ()
+    # 4 looked at
+    analyzers: Mapping[str, Report] = MappingProxyType({})
+    late: Sequence[LateReport] = ()
+    """Reports on earlier steps, which become known with this one."""
+    notes: Sequence[str] = ()
+    # 5 and 6 kept and recorded
+    norm: float | None = None
+    event = False
+    """Whether the step makes a row."""
 
     def __init__(self, layout: Layout, touched_rows: Mapping[str, int]) -> None:
         self.layout, self.touched_rows = layout, touched_rows
+
+    @property
+    def clipped(self) -> bool:
+        """Whether clipping engaged."""
+        return bool(self.clipping.get("clipped", False))
+
+    def release(self) -> None:
+        """Drop what only the stages need, so that a report that is kept keeps no model alive."""
+        self.scale = self.error = None
+        self.late = ()
 
     def take(self, moments: Moments) -> None:
         """Take in the sums of the step."""
         self.rows, self.group_rows = moments.rows, moments.group_rows
         self.total, self.exponent = moments.total, moments.exponent
 
-    def __call__(self) -> dict[str, Any]:
+    def fields(self) -> dict[str, Any]:
         """Return the fields of the report, but for those that are known from the start."""
         fields: dict[str, Any] = {
             "loss": self.loss,
@@ -75,12 +106,12 @@ class StepFacts:
             fields["parameters"] = self.parameters()
         return fields
 
-    def metrics(self, step: int, source: str, *, with_statistics: bool = True) -> dict[str, float]:
+    def metrics(self, *, with_statistics: bool = True) -> dict[str, float]:
         """Return what `report.metrics()` does, without the report; without statistics only health and clipping."""
         full = self.full and with_statistics
         return flat_metrics(
-            step=step,
-            source=source,
+            step=self.step,
+            source=self.source,
             skipped=self.skipped,
             health=self.health,
             clipping=self.clipping,
@@ -166,20 +197,3 @@ class StepFacts:
                 deviations = None if known is None else float(known.groups[index])
                 found = describe(row, count, self.exponent, squared_deviations=deviations)
                 yield name, {**found, "weight_norm": self.weight_norms.get(name)}
-
-
-class Outcome:
-    """A step's report with what the manager needs to know of it without resolving it."""
-
-    report: StepReport
-    pending: LateStep | None = None
-    scale: Scale | None = None
-    norm: float | None = None
-    clipped = event = False
-    issues: Sequence[Issue] = ()
-    opened: Sequence[Issue] = ()
-    late: Sequence[LateReport] = ()
-    error: NonFiniteGradientError | None = None
-
-    def __init__(self, facts: StepFacts, *, repeated: bool = False) -> None:
-        self.facts, self.repeated = facts, repeated

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import math
-import os
 import threading
-import weakref
+from collections.abc import Callable
 from functools import partial
 from math import isfinite, log
 from operator import attrgetter
@@ -21,22 +21,42 @@ from gradtrack.gradients.collected import Gradients
 from gradtrack.gradients.groups import Layout
 from gradtrack.gradients.moments import SMALLEST_SQUARES
 from gradtrack.gradients.parameters import ParameterTable
-from gradtrack.health.rule import LEAST_LEFT, SLACK, TENFOLD, CalmStep, has_chosen_limit
-from gradtrack.protection.clipping import clipping_fields
-from gradtrack.protection.strategies import ClippedNorm
+from gradtrack.health.rule import LEAST_LEFT, MOST_TOGETHER, SLACK, TENFOLD, Band, CalmStep, has_chosen_limit
+from gradtrack.protection.clipping import clipping_fields, coefficient_of
+from gradtrack.protection.strategies import ClippedNorm, Memory
 from gradtrack.reports import HEALTHY, StepReport
-from gradtrack.step.data import Outcome, StepFacts
+from gradtrack.step.data import StepData
 from gradtrack.step.history import History, Known
+from gradtrack.step.pending import PendingSteps
+from gradtrack.support.interrupts import pass_on
 
 if TYPE_CHECKING:
     from gradtrack.step.pair import Pair
 
-Entry = tuple[float | None, float, float, float, Any]
-"""What is known of a step beside its sums: loss, norm, ln of the norm, clip rate and learning rates."""
+_STEP: Final = TENFOLD - SLACK
+_LOWEST: Final = 0.5 * math.log(SMALLEST_SQUARES)
+_FIRST: Final = 2
+"""The fast path starts after this step, at which settings without effect are reported."""
+_FAR: Final = 2**63
+_PATIENCE: Final = 4
+_LONGEST_PAUSE: Final = 32
+"""Upper bound of the back-off, in steps, after more than `_PATIENCE` attempts in a row to enter the path failed."""
+_grad = attrgetter("grad")
+_logger = logging.getLogger("gradtrack")
 
 
-class Common(NamedTuple):
-    """What usual steps have in common for as long as nothing changes."""
+class FastStep(NamedTuple):
+    """What is known of a step beside its sums."""
+
+    loss: float | None
+    norm: float
+    log_norm: float
+    clip_rate: float
+    rates: Any
+
+
+class Terms(NamedTuple):
+    """What fast steps have in common, for as long as no setting changes."""
 
     layout: Layout
     aliases: dict[str, list[str]]
@@ -44,118 +64,136 @@ class Common(NamedTuple):
     with_parameters: bool
     clip_type: str
     limit: float | None
+    chosen_limit: float | None
+    """The same, where it was passed explicitly."""
     epsilon: float
+    memory: Memory
     nan_inf: dict[str, Any]
 
-    def clipping(self, norm: float, clip_rate: float) -> dict[str, Any]:
-        """Return the fields of a `ClippingReport`."""
-        return clipping_fields(self.clip_type, self.limit, self.epsilon, norm, clip_rate)
+    @classmethod
+    def of(cls, pair: Pair, layout: Layout) -> Terms:
+        """Return those of the next steps of a pair."""
+        config = pair.config
+        limit = config.max_grad_norm if config.enable_gradient_clipping else None
+        return cls(
+            layout=layout,
+            aliases=pair.table.aliases,
+            with_groups=config.grad_track_per_weight_matrix,
+            with_parameters=config.track_parameters,
+            clip_type=config.effective_clip_type,
+            limit=limit,
+            chosen_limit=limit if has_chosen_limit(config) else None,
+            epsilon=pair.clipper.epsilon,
+            memory=Memory.of(config),
+            nan_inf={"action": "none" if config.enable_nan_inf_check else "off"},
+        )
 
 
-class Stretch:
-    """Steps that wait to be taken in; their reports can be read before, and keep neither model nor gradients alive."""
+class FastSteps:
+    """Steps of the fast path in the ring. Their reports keep neither the model nor its gradients alive.
 
-    __slots__ = ("_facts", "_first", "_lock", "_results", "_shared", "common", "entries")
+    A step has been made as soon as its report is among the `reports`, whatever an exception ends after that.
+    """
 
-    def __init__(self, common: Common, results: NDArray[np.float64]) -> None:
-        self.common, self.entries = common, list[Entry]()
+    def __init__(self, terms: Terms, results: NDArray[np.float64]) -> None:
+        self.terms, self.steps, self.reports = terms, list[FastStep](), list[StepReport]()
+        self.num_applied = 0
+        """To how many of the other components they were applied."""
         self._results, self._shared = results, True
-        self._first = len(common.layout.names)
-        """The row of the first group; what comes before belongs to the parameters."""
-        self._facts: dict[int, StepFacts] = {}
+        self._first = len(terms.layout.names)
+        """The row of the first group; the rows before it belong to the parameters."""
+        self._data: dict[int, StepData] = {}
         self._lock = threading.RLock()  # another thread may read a report, and a handler of a signal
-
-    def leave(self) -> None:
-        """Let the memory of the results be used for the next steps."""
-        with self._lock:
-            self._results, self._shared = self._results[: len(self.entries)].copy(), False
 
     def shrink(self) -> None:
         """Forget the rows of the single parameters, unless the reports are to show them."""
         with self._lock:
-            for facts in self._facts.values():
-                facts.shrink()
-            if not self.common.with_parameters:
+            for data in self._data.values():
+                data.shrink()
+            if not self.terms.with_parameters and self._first:
                 self._results, self._first = self._results[:, self._first :].copy(), 0
 
     def fields(self, slot: int) -> dict[str, Any]:
         """Return the fields of the report of a step."""
-        return self.facts(slot)()
+        return self.data(slot).fields()
 
-    def facts(self, slot: int) -> StepFacts:
+    def data(self, slot: int) -> StepData:
         """Return what is known of a step."""
         with self._lock:
-            facts = self._facts.get(slot)
-            if facts is None:
-                facts = self._facts[slot] = self._make(slot)
-            return facts
+            data = self._data.get(slot)
+            if data is None:
+                data = self._data[slot] = self._make(slot)
+            return data
 
-    def _make(self, slot: int) -> StepFacts:
-        common, results, first = self.common, self._results[slot], self._first
-        loss, norm, _, clip_rate, rates = self.entries[slot]
-        facts = StepFacts(common.layout, {})
-        facts.aliases = common.aliases
-        facts.with_groups, facts.with_parameters = common.with_groups, common.with_parameters
+    def leave(self) -> None:
+        """Let the memory of the results be used for the next steps."""
+        with self._lock:
+            if self._shared:
+                self._results, self._shared = self._results[: len(self.reports)].copy(), False
+
+    def _make(self, slot: int) -> StepData:
+        terms, results, first, step = self.terms, self._results[slot], self._first, self.steps[slot]
+        data = StepData(terms.layout, {})
+        data.aliases = terms.aliases
+        data.with_groups, data.with_parameters = terms.with_groups, terms.with_parameters
         if self._shared:
             results = results.copy()
         if first:
-            facts.rows = results[:first]
-        facts.group_rows, facts.total = results[first:-1], results[-1].tolist()
-        facts.loss, facts.lr = loss, rates
-        facts.nan_inf, facts.clipping, facts.health = common.nan_inf, common.clipping(norm, clip_rate), HEALTHY
-        return facts
+            data.rows = results[:first]
+        data.group_rows, data.total = results[first:-1], results[-1].tolist()
+        data.loss, data.lr, data.nan_inf, data.health = step.loss, step.rates, terms.nan_inf, HEALTHY
+        data.clipping = clipping_fields(terms.clip_type, terms.limit, terms.epsilon, step.norm, step.clip_rate)
+        return data
 
 
-_STEP: Final = TENFOLD - SLACK
-_LOWEST: Final = 0.5 * math.log(SMALLEST_SQUARES)
-_FIRST: Final = 2
-"""Before that step there is something to be told of the settings."""
-_FAR: Final = 2**63
-_PATIENCE: Final = 4
-_LONGEST_PAUSE: Final = 32
-"""After so many steps that were none, it is asked less and less often whether the next may be usual."""
-_grad = attrgetter("grad")
+class _Unsettled(NamedTuple):
+    """Steps in the ring, which unlike the steps themselves hold the model."""
 
+    path: FastPath
+    steps: FastSteps
 
-_everyone: weakref.WeakSet[UsualSteps] = weakref.WeakSet()
+    def settle(self) -> None:
+        """Apply the steps, of which no more are taken."""
+        self.steps.leave()
+        self.path.apply(self.steps)
 
 
 @final
-class UsualSteps:
-    """Looks at the steps of a pair on which nothing can open, and lets everything else know of several together.
+class FastPath:
+    """Measures and clips steps on which no rule can open an issue, and puts them into the pending ring.
 
-    Between two other steps it stays open: whoever changes what it relies on, but for the settings and the model, which
-    it watches itself, has to `close` it. Whoever reads what steps leave behind has it `settle` first.
+    Between two other steps it stays open: a change of what it relies on, but for the settings and the model, which it
+    watches itself, has to `close` it.
     """
 
-    def __init__(self, pair: Pair, history: History) -> None:
-        self._pair, self._history = pair, history
-        self._fruitless = self._pause = 0
-        self._open = self._taking = self._is_to_close = self._watched = False
-        self._lock = threading.RLock()  # a handler of a signal may want to read
+    def __init__(self, pair: Pair, history: History, pending: PendingSteps) -> None:
+        self._pair, self._history, self._pending = pair, history, pending
+        self._failures = self._pause = 0
+        self._is_open = self._is_to_close = self._is_watched = False
         self._assignments = self._until = self._room = 0
-        self._band, self._low, self._high = (math.inf, -math.inf), math.inf, -math.inf
+        self._band: Band = (math.inf, -math.inf)
+        self._low, self._high = self._band
         self._table: ParameterTable
         self._plan: Any
-        self._common: Common
-        self._stretch: Stretch
-        self._reports: list[StepReport] = []
-        _everyone.add(self)
+        self._steps: FastSteps
+        self._unsettled: _Unsettled
 
     def take(self, loss: Tensor | float | None, epoch: int | None, batch: object) -> StepReport | None:
-        """Look at the gradients of a step that is usual; else return None, and leave them as they are."""
-        if not self._open:
+        """Measure and clip the gradients of an uneventful step; else return None, and leave them as they are."""
+        if not self._is_open:
             return None
         # In one piece, since beside a training each call costs about a microsecond.
-        pair = self._pair
-        with self._lock:
-            self._taking = True
+        pair, pending = self._pair, self._pending
+        with pending.lock:
+            pending.is_taking = True
             try:
-                step, table = pair.step_count + 1, self._table
-                stretch, slot = self._stretch, len(self._reports)
+                if self._steps.num_applied and not self._go_on():  # they were settled to be read
+                    return None
+                step, table, steps = pair.step_count + 1, self._table, self._steps
+                slot = len(steps.reports)
                 if (
                     step >= self._until
-                    or slot >= self._room  # what should have been settled was interrupted
+                    or slot >= self._room  # an exception ended the step that should have settled them
                     or assignments.count != self._assignments
                     or pair.coming_loss is not None
                     or table.stale()
@@ -169,152 +207,139 @@ class UsualSteps:
                     return None
                 if epoch is not None and not (type(epoch) is int and -_FAR < epoch < _FAR):
                     return None
-                if len(stretch.entries) > slot:  # one was interrupted
-                    del stretch.entries[slot:]
+                if len(steps.steps) > slot:  # an exception ended the step that it was of
+                    del steps.steps[slot:]
                 norm = self._plan.look(list(map(_grad, table.params)), slot, self._low, self._high)
                 if not norm > 0:
                     return None
                 report = StepReport.deferred(
-                    partial(stretch.fields, slot), step=step, epoch=epoch, source=pair.name, time=now(), batch=batch
+                    partial(steps.fields, slot), step=step, epoch=epoch, source=pair.name, time=now(), batch=batch
                 )
-                limit, log_norm = self._limit, log(norm)
-                rate = 0.0 if limit is None else pair.clipper.engage(limit / (norm + self._epsilon) < 1.0)
-                stretch.entries.append((loss, norm, log_norm, rate, pair.stepping.rates()))
+                terms, log_norm, rate = steps.terms, log(norm), 0.0
+                if terms.limit is not None:
+                    rate = pair.clipper.engage(coefficient_of(norm, terms.limit, terms.epsilon) < 1.0)
+                steps.steps.append(FastStep(loss, norm, log_norm, rate, pair.optimizer_steps.rates()))
                 pair.step_count = step
-                self._reports.append(report)  # from here on the step has been made, whatever passes
-                self._fruitless = 0
+                steps.reports.append(report)
+                self._failures = 0
                 low, high = self._band
                 self._low = low if low > log_norm - _STEP else log_norm - _STEP
                 self._high = high if high < log_norm + _STEP else log_norm + _STEP
             finally:
-                self._taking = False
-            if self._watched and pair.judgement.startles(log_norm, loss):
+                pending.is_taking = False
+            if pending.held is not self._unsettled:
+                pending.hold(self._unsettled)
+            if self._is_watched and pair.judge.startles(log_norm, loss):
                 self._startle()
             elif self._is_to_close:
                 self.close()
             elif slot + 1 >= self._room:
-                self.settle()
-                self._refresh()
+                pending.settle()
+                self._go_on()
         return report
 
-    def open(self, grads: Gradients, outcome: Outcome) -> None:
-        """Take the next steps where they may be usual, after this one, which has set everything up for them."""
-        if self._pause:  # the last ones after which it was open were all unusual
+    def open(self, grads: Gradients, *, scaled: bool) -> None:
+        """Take the next steps where they may be uneventful, after this one, which has set everything up for them."""
+        if self._pause:  # none of the last attempts has led to a fast step
             self._pause -= 1
             return
         pair, config, count = self._pair, self._pair.config, assignments.count
-        clips, clip_type = config.enable_gradient_clipping, config.effective_clip_type
         if not (
             grads.as_planned
             and pair.step_count >= _FIRST
-            and outcome.scale is None
+            and not scaled
             and config.enable_gradient_monitoring
             and config.check_frequency == 1
             and not (config.debug_mode or config.per_rank)
-            and (clip_type == "norm" or not clips)
+            and (config.effective_clip_type == "norm" or not config.enable_gradient_clipping)
             and pair.is_plain
         ):
             return
-        layout, limit = grads.layout, config.max_grad_norm if clips else None
-        self._plan, self._table = layout.plan, pair.table
-        self._limit, self._epsilon = limit, pair.clipper.epsilon
-        self._chosen = limit if has_chosen_limit(config) else None
-        self._common = Common(
-            layout,
-            pair.table.aliases,
-            config.grad_track_per_weight_matrix,
-            config.track_parameters,
-            clip_type,
-            limit,
-            self._epsilon,
-            {"action": "none" if config.enable_nan_inf_check else "off"},
-        )
-        self._plan.limit(math.inf if limit is None else limit, self._epsilon)
-        self._assignments = count
-        self._fruitless += 1
-        self._pause = min(self._fruitless, _LONGEST_PAUSE) if self._fruitless > _PATIENCE else 0
-        self._refresh()
+        layout = grads.layout
+        self._plan, self._table, self._assignments = layout.plan, pair.table, count
+        terms = Terms.of(pair, layout)
+        self._plan.limit(math.inf if terms.limit is None else terms.limit, terms.epsilon)
+        if self._go_on(terms):
+            self._failures += 1
+            self._pause = min(self._failures, _LONGEST_PAUSE) if self._failures > _PATIENCE else 0
 
     def close(self) -> None:
-        """Let all know of what waits, and take no step until opened."""
-        if not self._open:
+        """Settle, and take no step until opened."""
+        if not self._is_open:
+            self._pending.settle()
             return
-        with self._lock:
-            self._is_to_close = self._taking  # a handler of a signal does so: the step is taken first
-            if not self._taking:
-                self.settle()
-                self._open, self._until = False, 0
+        with self._pending.lock:
+            if self._pending.is_taking:  # a handler of a signal closes: the step is taken first
+                self._is_to_close = True
+            else:
+                self._is_open, self._until = False, 0
+                self._pending.settle()
 
-    def settle(self) -> None:
-        """Let all know of the steps that wait."""
-        if not self._open:
+    def apply(self, steps: FastSteps) -> None:
+        """Apply steps to the other components; each gets them at most once, whatever an exception ends."""
+        del steps.steps[len(steps.reports) :]
+        if not steps.reports:
             return
-        with self._lock:
-            stretch = self._stretch
-            if self._taking or not self._reports:
-                return
-            reports, self._reports = self._reports, []
-            del stretch.entries[len(reports) :]
-            stretch.leave()
-            self._stretch = Stretch(self._common, self._plan.results)
-            self._room -= len(reports)
-            self._take_in(stretch, reports)
-
-    def _take_in(self, stretch: Stretch, reports: list[StepReport]) -> None:
-        pair, limit, epsilon = self._pair, self._limit, self._epsilon
+        pair, terms, reports = self._pair, steps.terms, steps.reports
         calm, norms, known = list[CalmStep](), list[ClippedNorm](), list[Known]()
-        for loss, norm, log_norm, _, _ in stretch.entries:
-            coefficient = 1.0 if limit is None else min(limit / (norm + epsilon), 1.0)
+        for step in steps.steps:
+            coefficient = 1.0 if terms.limit is None else coefficient_of(step.norm, terms.limit, terms.epsilon)
             clipped = coefficient < 1.0
-            calm.append(CalmStep(log_norm, loss, self._chosen, clipped))
-            norms.append((norm, norm * coefficient))
-            known.append((norm, clipped, False, True))
-        if limit is not None:
-            pair.clipper.observe(norms)
-        pair.judgement.take_in(calm, stretch.common.layout.missing)
-        pair.flight.push(reports, stretch.facts, stretch.shrink)
-        pair.monitor.keep(*reports)
-        self._history.extend(reports, known, size=pair.config.max_gradient_history)
+            calm.append(CalmStep(step.log_norm, step.loss, terms.chosen_limit, clipped))
+            norms.append((step.norm, step.norm * coefficient))
+            known.append(Known(step.norm, clipped))
+        components: tuple[Callable[[], object], ...] = (
+            lambda: pair.clipper.observe(norms, terms.memory) if terms.limit is not None else None,
+            lambda: pair.judge.remember(calm, terms.layout.missing),
+            lambda: pair.flight.push(reports, steps.data, steps.shrink),
+            lambda: pair.monitor.keep(*reports),
+            lambda: self._history.extend(reports, known, size=pair.config.max_gradient_history),
+        )
+        while steps.num_applied < len(components):
+            apply = components[steps.num_applied]
+            steps.num_applied += 1
+            try:
+                apply()
+            except Exception as fault:
+                pass_on(fault)
+                _logger.exception("steps %d to %d are incomplete", reports[0].step, reports[-1].step)
 
-    def _refresh(self) -> None:
-        """Find out how many steps may come, and between which norms they have to be."""
-        pair, health = self._pair, self._pair.monitor.health
-        self._room = min(health.room, self._plan.num_slots)
+    def _go_on(self, terms: Terms | None = None) -> bool:
+        """Find out how many steps may come, between which norms they have to be, and whether the path is open."""
+        pair = self._pair
         following = pair.step_count + 1
         every = pair.config.grad_log_every_n_steps
-        self._until = following + (every - following % every) % every
-        self._watched = bool(pair.analyzers.running)
-        if self._watched and self._room:  # what is due at a step is placed at the end of the one before
-            self._until = min(self._until, pair.analyzers.quiet_until(following, self._room + 1) - 1)
-        self._band = max(health.band[0], _LOWEST), min(health.band[1], self._ceiling())
-        self._low, self._high = max(health.low, self._band[0]), min(health.high, self._band[1])
-        self._open = self._room > 0 and following < self._until
-        self._stretch = Stretch(self._common, self._plan.results)
-
-    def _ceiling(self) -> float:
-        """Return ln of the norm of which clipping would leave so little that it is judged at once."""
-        limit, epsilon = self._limit, self._epsilon
-        if limit is None:
-            return math.inf
-        highest = limit / LEAST_LEFT - epsilon
-        return math.log(highest) - SLACK if highest > 0 else -math.inf
-
-    def enter_child(self) -> None:
-        """Go on in a forked copy of the process, whose parent's threads may have held the lock."""
-        self._lock, self._taking = threading.RLock(), False
+        self._is_open, self._until = False, following + (every - following % every) % every
+        self._is_watched = bool(pair.analyzers.running)
+        room = min(MOST_TOGETHER, self._plan.num_slots)
+        if self._is_watched:  # hooks for the step at which something is due are placed at the end of the one before
+            self._until = min(self._until, pair.analyzers.quiet_until(following, room + 1) - 1)
+        if following >= self._until:
+            return False
+        terms = terms if terms is not None else self._steps.terms
+        last = pair.judge.last_log_norm
+        if not isfinite(last):
+            return False
+        low, high = pair.monitor.health.band(pair.config)
+        self._band = max(low, _LOWEST), min(high, _ceiling(terms))
+        self._low, self._high = max(self._band[0], last - _STEP), min(self._band[1], last + _STEP)
+        if self._low < self._high:
+            self._steps = FastSteps(terms, self._plan.results)
+            self._unsettled = _Unsettled(self, self._steps)
+            self._room, self._is_to_close, self._is_open = room, False, True
+        return self._is_open
 
     def _startle(self) -> None:
-        """Let the analyzers look at the next step, which then is not a usual one."""
+        """Let the analyzers look at the next step, which then is not a fast one."""
         pair = self._pair
         self.close()
         pair.analyzers.alert(pair.step_count + 1)
         pair.analyzers.arm(pair.model, pair.step_count + 1)
 
 
-def _enter_child() -> None:
-    for one in list(_everyone):
-        one.enter_child()
-
-
-if hasattr(os, "register_at_fork"):  # which Windows has not
-    os.register_at_fork(after_in_child=_enter_child)
+def _ceiling(terms: Terms) -> float:
+    """Return ln of the norm of which clipping would leave so little that it is judged at once."""
+    if terms.limit is None:
+        return math.inf
+    highest = terms.limit / LEAST_LEFT - terms.epsilon
+    return math.log(highest) - SLACK if highest > 0 else -math.inf

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,19 +10,19 @@ from gradtrack.analyzers.base import Series
 from gradtrack.config import GradientConfig
 from gradtrack.gradients.moments import Moments, log_norm
 from gradtrack.health.monitor import GradientMonitor
-from gradtrack.health.open_issues import Ledger, order, unmuted
-from gradtrack.health.rule import CalmStep, Evidence, has_chosen_limit
+from gradtrack.health.open_issues import OpenIssues, order, unmuted
+from gradtrack.health.rule import CalmStep, Evidence
 from gradtrack.health.series import Jump
 from gradtrack.reports import HEALTHY, HealthReport, Issue
-from gradtrack.step.data import Outcome, StepFacts
+from gradtrack.step.data import StepData
 
 
-class Judgement:
+class Judge:
     """The open issues of a pair, those of the rules and those of its analyzers, and the series they are judged by."""
 
     def __init__(self, config: GradientConfig, monitor: GradientMonitor) -> None:
         self._config, self._monitor = config, monitor
-        self._ledger = Ledger()
+        self._open_issues = OpenIssues()
         self._of_rules: list[Issue] = []
         self._of_analyzers: list[Issue] = []
         self.nonfinite_before = False
@@ -30,47 +31,33 @@ class Judgement:
         self._jump = Jump()
         self.startled = False
         """Whether norm or loss have left what they were, which is a reason to look more closely."""
+        self.last_log_norm = math.nan
+        """ln of the norm of the last step."""
         self.health: HealthReport = HEALTHY
 
-    def judge(self, moments: Moments, outcome: Outcome, *, critical: bool, watched: bool = True) -> None:
+    def judge(self, moments: Moments, data: StepData, *, critical: bool, watched: bool = True) -> None:
         """Judge a step that was measured and protected; a change of what is open makes it an event.
 
         Only where somebody looks more closely then (`watched`) is it asked whether the step is a reason to.
         """
-        facts, finite = outcome.facts, moments.finite
+        finite = moments.finite
         if not finite and not self.nonfinite_before:
-            outcome.event = True
+            data.event = True
         self.nonfinite_before = not finite
         if not self._config.enable_gradient_monitoring:
-            facts.health, self.startled = HEALTHY, False
+            data.health, self.startled = HEALTHY, False
             return
-        norm_then = log_norm(moments.norm)
-        self.startled = watched and self._jump.take(norm_then, facts.loss)
-        self.series.append(norm_then, facts.loss, facts.layout.missing, finite=finite)
-        if self._is_calm(norm_then, facts):
-            facts.health = HEALTHY
-            limit, clipped = facts.clipping.get("threshold"), facts.clipping.get("clipped", False)
-            limit = limit if has_chosen_limit(self._config) else None
-            self._monitor.health.postpone([CalmStep(norm_then, facts.loss, limit, clipped)], self._config)
-            return
-        evidence = _evidence(moments, outcome.report.step, facts, critical=critical)
-        outcome.issues = self._of_rules = self._monitor.judge(evidence)
-        self._ledger.remember(self._of_rules)
+        norm_then = self.last_log_norm = log_norm(moments.norm)
+        self.startled = watched and self._jump.take(norm_then, data.loss)
+        self.series.append(norm_then, data.loss, data.layout.missing, finite=finite)
+        data.issues = self._of_rules = self._monitor.judge(_evidence(moments, data, critical=critical))
+        self._open_issues.remember(self._of_rules)
         if self._of_analyzers:
-            known = {issue.key for issue in outcome.issues}
-            outcome.issues = [*outcome.issues, *(issue for issue in self._of_analyzers if issue.key not in known)]
-        outcome.opened, changed = self._ledger.update(outcome.issues)
-        outcome.event = outcome.event or changed
-        facts.health = self.health = HealthReport.of(outcome.issues)
-
-    def _is_calm(self, norm: float, facts: StepFacts) -> bool:
-        """Say whether nothing is open, and no rule can open at a step of this ln of the norm."""
-        return (
-            self._monitor.health.may_wait(norm, facts.loss, facts.clipping, self._config)
-            and self.health is HEALTHY
-            and not self._of_analyzers
-            and bool(facts.layout.names)
-        )
+            known = {issue.key for issue in data.issues}
+            data.issues = [*data.issues, *(issue for issue in self._of_analyzers if issue.key not in known)]
+        data.opened, changed = self._open_issues.update(data.issues)
+        data.event = data.event or changed
+        data.health = self.health = HealthReport.of(data.issues)
 
     @property
     def is_calm(self) -> bool:
@@ -82,11 +69,12 @@ class Judgement:
         self.startled = self._jump.take(log_norm, loss)
         return self.startled
 
-    def take_in(self, steps: Sequence[CalmStep], missing: Sequence[str]) -> None:
-        """Take in steps on which nothing can open, of each of which it was asked whether it startles."""
+    def remember(self, steps: Sequence[CalmStep], missing: Sequence[str]) -> None:
+        """Remember steps on which nothing can open, of each of which it was asked whether it startles."""
         for step in steps:
             self.series.append(step.log_norm, step.loss, missing, finite=True)
-        self._monitor.health.postpone(steps, self._config)
+        self._monitor.health.remember(steps)
+        self.last_log_norm = steps[-1].log_norm
 
     def hear(self, issues: Sequence[Issue]) -> None:
         """Take the issues of the analyzers, which stay open from the next step on until they are heard again."""
@@ -97,14 +85,14 @@ class Judgement:
 
         What the analyzers said on an earlier step does not count beside what they say now.
         """
-        found = [*self._of_rules, *self._ledger.harm, *issues]
+        found = [*self._of_rules, *self._open_issues.harm, *issues]
         return order(unmuted(found, self._config.mute))
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that rolls, as plain data."""
         return {
             "monitor": self._monitor.state_dict(),
-            "ledger": self._ledger.state_dict(),
+            "ledger": self._open_issues.state_dict(),
             "series": self.series.state_dict(),
             "jump": self._jump.state_dict(),
             "nonfinite_before": self.nonfinite_before,
@@ -116,7 +104,7 @@ class Judgement:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` returned."""
         self._monitor.load_state_dict(state["monitor"])
-        self._ledger.load_state_dict(state["ledger"])
+        self._open_issues.load_state_dict(state["ledger"])
         if "series" in state:  # which states of older versions do not have
             self.series.load_state_dict(state["series"])
         if "jump" in state:
@@ -127,15 +115,15 @@ class Judgement:
         self._of_analyzers = [Issue.model_validate(issue) for issue in state.get("of_analyzers", ())]
 
 
-def _evidence(moments: Moments, step: int, facts: StepFacts, *, critical: bool) -> Evidence:
+def _evidence(moments: Moments, data: StepData, *, critical: bool) -> Evidence:
     return Evidence(
-        step=step,
+        step=data.step,
         norm=moments.norm,
         moments=moments,
-        layout=facts.layout,
-        loss=facts.loss,
-        clipped=bool(facts.clipping.get("clipped")),
-        clip_threshold=facts.clipping.get("threshold"),
-        nonfinite_action=facts.nan_inf["action"],
+        layout=data.layout,
+        loss=data.loss,
+        clipped=bool(data.clipping.get("clipped")),
+        clip_threshold=data.clipping.get("threshold"),
+        nonfinite_action=data.nan_inf["action"],
         critical=critical,
     )

@@ -22,7 +22,7 @@ from gradtrack.gradients.in_backward import Passing, may_step_in_backward, step_
 from gradtrack.gradients.measurer import Measurer
 from gradtrack.gradients.moments import SQUARES, Moments, finite_norm
 from gradtrack.gradients.parameters import ParameterTable
-from gradtrack.step.data import StepFacts
+from gradtrack.step.data import StepData
 
 
 def weight_norms(table: ParameterTable, measurer: Measurer) -> dict[str, float]:
@@ -73,7 +73,7 @@ _MOST_BYTES, _BYTES_OF_GROUP, _BYTES_BESIDE = 128, 48, 184
 """What a rank gives to a report at most, for each parameter; what numbers of a group take, and those of the whole."""
 
 
-class Gauge:
+class Measurement:
     """Reads the gradients of a model in one pass, with the parameters, groups and engine that are right at that step.
 
     Where parameters are spread over ranks, what it reads is that of all ranks, and all of it is sent together. Where
@@ -144,17 +144,17 @@ class Gauge:
                 self._watch_passing()
         return grads
 
-    def meet(self, facts: Callable[[], dict[str, Any]], offers: Sequence[str] = ()) -> list[str] | None:
+    def meet(self, of_pair: Callable[[], dict[str, Any]], offers: Sequence[str] = ()) -> list[str] | None:
         """Make sure that all ranks which share the parameters are about to send and decide alike.
 
-        They meet when the parameters are new, and when a setting has changed that says what is sent; `facts` are those
-        of the pair. Return which of the offers all of them make, or None where they need not meet.
+        They meet when the parameters are new, and when a setting has changed that says what is sent; `of_pair`
+        returns those of the pair. Return which of the offers all of them make, or None where they need not meet.
         """
         ranks = self.table.ranks
         if ranks is None or (ranks, settings := self._settings()) == self._agreed:
             return None
         known = {"parameters": len(self.table.names), "names": digest((self.table.names, self.table.group_names))}
-        found = agree(ranks.members, {**settings, **known, **facts()}, offers)
+        found = agree(ranks.members, {**settings, **known, **of_pair()}, offers)
         self._agreed = ranks, settings
         return [offer for offer, count in found.items() if count == len(ranks.members)]
 
@@ -187,28 +187,28 @@ class Gauge:
             "per_rank": config.per_rank,
         }
 
-    def read(self, grads: Gradients, facts: StepFacts, loss: Tensor | float | None, *, row_due: bool) -> Moments:
+    def read(self, grads: Gradients, data: StepData, loss: Tensor | float | None, *, row_due: bool) -> Moments:
         """Measure gradients and the loss, and where a row is due what only a row shows."""
         moments = grads.measure_as_planned(self._measurer)
         if moments is None:
-            self.fit(grads, facts)
+            self.fit(grads, data)
             grads.prepare(self._measurer)
             moments = grads.measure(self._measurer)
         # Spelled out, since beside a training each call of a usual step costs about a microsecond.
-        facts.loss = loss if loss is None or type(loss) is float else float(loss)
-        facts.rows, facts.group_rows, facts.total = moments.rows, moments.group_rows, moments.total
+        data.loss = loss if loss is None or type(loss) is float else float(loss)
+        data.rows, data.group_rows, data.total = moments.rows, moments.group_rows, moments.total
         if moments.exponent:
-            facts.exponent = moments.exponent
-        if facts.full and (moments.one_sided or not moments.finite):
-            facts.deviations = find_deviations(grads, moments)
+            data.exponent = moments.exponent
+        if data.full and (moments.one_sided or not moments.finite):
+            data.deviations = find_deviations(grads, moments)
         if row_due and self._config.log_histograms:
-            self._tally(grads, facts)
+            self._tally(grads, data)
         return moments
 
     def read_shared(
         self,
         grads: SharedGradients,
-        facts: StepFacts,
+        data: StepData,
         loss: Tensor | float | None,
         *,
         row_due: bool,
@@ -223,45 +223,45 @@ class Gauge:
         so that all ranks send the same.
         """
         # Whether an issue makes a row of this step is known when nothing can be sent any more.
-        weigh, config = facts.full and facts.with_groups, self._config
+        weigh, config = data.full and data.with_groups, self._config
         grads.prepare(self._measurer)
         moments = grads.measure(
             self._measurer,
             extra=weight_squares(self.table, self._measurer) if weigh else None,
             loss=_number(loss),
-            ends=facts.full,
+            ends=data.full,
             ends_if_nonfinite=first_nonfinite and config.enable_gradient_monitoring,
-            spread=facts.full and config.per_rank,
+            spread=data.full and config.per_rank,
             limited=limited,
             tally=row_due and config.log_histograms,
             more=more,
         )
         merged = grads.merged
         # A layout takes other sizes when they change, and this report may be read after that.
-        facts.layout, facts.ranks, facts.loss = copy.copy(grads.layout), merged.spread, merged.loss
-        facts.deviations = grads.deviations
+        data.layout, data.ranks, data.loss = copy.copy(grads.layout), merged.spread, merged.loss
+        data.deviations = grads.deviations
         self._weight_squares = merged.extra if weigh else None
-        facts.take(moments)
+        data.take(moments)
         if row_due and self._config.log_histograms:
-            self._tally(grads, facts)
+            self._tally(grads, data)
         return moments
 
-    def _tally(self, grads: Gradients, facts: StepFacts) -> None:
+    def _tally(self, grads: Gradients, data: StepData) -> None:
         """Count the elements for histograms."""
-        facts.histograms = histograms_of(grads.count(), grads.layout.group_names if facts.with_groups else ())
+        data.histograms = histograms_of(grads.count(), grads.layout.group_names if data.with_groups else ())
 
-    def fit(self, grads: Gradients, facts: StepFacts) -> None:
+    def fit(self, grads: Gradients, data: StepData) -> None:
         """Take the sizes that the gradients have, where a parameter was given data of another shape."""
         if grads.tensors and list(map(Tensor.numel, grads.tensors)) != grads.layout.counts:
             self.table.resize(grads)
-            facts.layout = grads.layout
+            data.layout = grads.layout
 
-    def weigh(self, facts: StepFacts) -> None:
+    def weigh(self, data: StepData) -> None:
         """Measure the weights of the groups, unless they were sent with the gradients."""
         if self.table.ranks is None:
-            facts.weight_norms = weight_norms(self.table, self._measurer)
+            data.weight_norms = weight_norms(self.table, self._measurer)
         elif self._weight_squares is not None:
-            facts.weight_norms = norms_from_squares(self.table, self._weight_squares)
+            data.weight_norms = norms_from_squares(self.table, self._weight_squares)
 
     @property
     def is_plain(self) -> bool:

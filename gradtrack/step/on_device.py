@@ -1,4 +1,4 @@
-"""Steps whose numbers stay on the accelerator until somebody reads them, or until the next step."""
+"""Steps whose numbers stay on the accelerator until their report is read, or until the next step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from gradtrack.gradients.moments import MAX, MIN, NAN, NEGINF, POSINF, SQUARES, 
 from gradtrack.gradients.variance import Deviations, deviations_around
 from gradtrack.protection.clipping import GradientClipper, coefficient_for
 from gradtrack.protection.nonfinite import NaNInfHandler, count_nonfinite
-from gradtrack.step.data import Outcome
+from gradtrack.reports import StepReport
+from gradtrack.step.data import StepData
 
 _TOGETHER = ("norm", "adaptive", "zscore")
 
@@ -31,7 +32,7 @@ def on_device(grads: Sequence[Tensor]) -> bool:
 def can_wait(config: GradientConfig, optimizers: Sequence[Any], *, scaled: bool) -> bool:
     """Say whether a step can be protected without its numbers being known here.
 
-    To leave a step out, somebody has to know: the optimizers themselves, where they take `found_inf`, or the host.
+    To leave a step out, the optimizers have to know, which take `found_inf`, or else the host.
     """
     if config.enable_gradient_clipping and config.effective_clip_type not in _TOGETHER:
         return False
@@ -45,7 +46,7 @@ def takes_found_inf(optimizer: Any) -> bool:
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
-class LateStep:
+class DeviceStep:
     """A step that was measured, clipped and made safe on its device; `read` waits for the numbers.
 
     With `variances` those of float64 gradients are right where their means hide them, at the cost of a second pass.
@@ -156,7 +157,7 @@ class LateStep:
         return rows.select(1, NAN) * nan**2 + infinities * limits**2
 
     def _start_copy(self) -> None:
-        """Send everything that the report needs to the host in one copy that nobody waits for."""
+        """Send everything that the report needs to the host in one copy, without waiting for it."""
         parts = [self._rows.flatten(), self._around.flatten()]
         if isinstance(self._loss, Tensor) and self._loss.device == self._rows.device:
             parts.append(self._loss.detach().to(self._rows.dtype).reshape(1))
@@ -170,46 +171,52 @@ class LateStep:
             self._done.record()
 
 
-class WaitingStep:
-    """Holds a step until somebody reads its report or the next one comes, and calls `conclude` with its numbers then.
+class PendingDeviceStep:
+    """A step in the ring whose numbers are still on a device: its report waits for them, and so does `settle`.
 
-    Whoever comes first waits for the device; a report may be read in another thread than the one that trains.
+    `judge` is called with the numbers as soon as they are here, `conclude` when the step is settled. A report may be
+    read in another thread than the one that trains.
     """
 
-    def __init__(self, conclude: Callable[[Moments, Outcome], None]) -> None:
-        self._conclude = conclude
-        self.held: Outcome | None = None
-        self._settling = threading.RLock()
+    def __init__(
+        self,
+        report: StepReport,
+        data: StepData,
+        step: DeviceStep,
+        *,
+        judge: Callable[[Moments, StepData], object],
+        conclude: Callable[[StepReport, StepData], object],
+    ) -> None:
+        self._report, self._data, self._judge = report, data, judge
+        self._step: DeviceStep | None = step
+        self._conclude: Callable[[StepReport, StepData], object] | None = conclude
+        self._reading = threading.RLock()
+        report.defer_to(self._fields)
 
-    def hold(self, outcome: Outcome) -> None:
-        """Keep a step whose numbers nobody needs yet."""
-        outcome.report.defer_to(lambda: self._fields(outcome))
-        self.held = outcome
+    def settle(self) -> None:
+        """Wait for the numbers and end the step; one whose tensors hold no data is left as it is."""
+        if self._step is not None and not self._step.readable:
+            return
+        self._read()
+        conclude, self._conclude = self._conclude, None
+        if conclude is not None:  # else a callback of the user has raised
+            conclude(self._report, self._data)
 
-    def take(self) -> Outcome | None:
-        """Let go of the step, with its numbers; None where there is none, or where it can be read no more."""
-        outcome, self.held = self.held, None
-        if outcome is None or (outcome.pending is not None and not outcome.pending.readable):
-            return None
-        self._settle(outcome)
-        return outcome
+    def _fields(self) -> dict[str, Any]:
+        self._read()
+        return self._data.fields()
 
-    def _fields(self, outcome: Outcome) -> dict[str, Any]:
-        self._settle(outcome)
-        return outcome.facts()
-
-    def _settle(self, outcome: Outcome) -> None:
-        """Wait for the numbers, unless somebody has done so."""
-        with self._settling:
-            if outcome.pending is not None:
-                self._take_numbers(outcome.pending, outcome)
-                outcome.pending = None
-
-    def _take_numbers(self, late: LateStep, outcome: Outcome) -> None:
-        facts = outcome.facts
-        moments, facts.loss = late.read()
-        facts.take(moments)
-        facts.deviations = late.deviations
-        facts.nan_inf, facts.clipping = late.nan_inf(moments), late.clipping(moments)
-        facts.skipped = facts.nan_inf["action"] in ("skip", "scaler")
-        self._conclude(moments, outcome)
+    def _read(self) -> None:
+        """Wait for the numbers and judge them, unless that was done."""
+        with self._reading:
+            step, self._step = self._step, None
+            if step is None:
+                return
+            data = self._data
+            moments, data.loss = step.read()
+            data.take(moments)
+            data.deviations = step.deviations
+            data.nan_inf, data.clipping = step.nan_inf(moments), step.clipping(moments)
+            data.skipped = data.nan_inf["action"] in ("skip", "scaler")
+            self._judge(moments, data)
+            self._report.defer_to(data.fields)  # so that a report that is kept keeps no model alive

@@ -21,7 +21,7 @@ from gradtrack.step.loss_scale import UnseenSkips, unscale_together
 _lr = itemgetter("lr")
 
 
-class Stepping:
+class PairOptimizers:
     """The optimizers that step one model, watched only for closures and for who asks."""
 
     def __init__(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,18 +21,21 @@ from gradtrack.health.monitor import GradientMonitor
 from gradtrack.protection.clipping import GradientClipper
 from gradtrack.protection.nonfinite import NaNInfHandler
 from gradtrack.reports import Issue, LateReport, StepReport
-from gradtrack.step.analyzers import LiveAnalyzers
-from gradtrack.step.data import Outcome, StepFacts
-from gradtrack.step.fast_path import UsualSteps
-from gradtrack.step.history import FlightRecorder, History
-from gradtrack.step.judge import Judgement
+from gradtrack.step.analyzers import RunningAnalyzers
+from gradtrack.step.data import StepData
+from gradtrack.step.fast_path import FastPath
+from gradtrack.step.history import FlightRecorder, History, Known
+from gradtrack.step.judge import Judge
 from gradtrack.step.loss_scale import Scale, ScalerLog
-from gradtrack.step.measure import Gauge
-from gradtrack.step.on_device import LateStep, WaitingStep, can_wait, on_device
-from gradtrack.step.optimizers import Stepping
-from gradtrack.step.protect import Guard
-from gradtrack.step.ranks import SharedReading
+from gradtrack.step.measure import Measurement
+from gradtrack.step.on_device import DeviceStep, PendingDeviceStep, can_wait, on_device
+from gradtrack.step.optimizers import PairOptimizers
+from gradtrack.step.pending import PendingSteps
+from gradtrack.step.protect import Protection
+from gradtrack.step.ranks import RankExchange
+from gradtrack.step.rows import Rows
 
+IssueCallback = Callable[[Issue, StepReport], object]
 Components = tuple[GradientMonitor, GradientClipper, NaNInfHandler]
 
 
@@ -47,19 +50,21 @@ class Pair:
         config: GradientConfig,
         measurer: Measurer,
         components: Components,
-        analyzers: LiveAnalyzers,
+        analyzers: RunningAnalyzers,
         name: str = "",
         horizon: int | None = None,
         process_group: Any = None,
         history: History | None = None,
+        rows: Rows | None = None,
+        callbacks: Sequence[IssueCallback] = (),
     ) -> None:
         self.model, self.name, self.horizon = model, name, horizon
         self.config, self.analyzers = config, analyzers
         self.monitor, self.clipper, self.handler = components
-        self.guard = Guard(self.handler, self.clipper)
-        self.gauge = Gauge(model, config, measurer, process_group)
-        self.judgement = Judgement(config, self.monitor)
-        self._sharing = SharedReading(self.gauge, self.guard, self.judgement, analyzers)
+        self.protection = Protection(self.handler, self.clipper)
+        self.measurement = Measurement(model, config, measurer, process_group)
+        self.judge = Judge(config, self.monitor)
+        self._rank_exchange = RankExchange(self.measurement, self.protection, self.judge, analyzers)
         self.scaler_log = ScalerLog()
         self.step_count = 0
         self.flight = FlightRecorder()
@@ -68,37 +73,39 @@ class Pair:
         """Whether the loop itself has shown the gradients for the optimizer's coming step."""
         self.coming_loss: Tensor | float | None = None
         """The sum over the micro-batches of the coming step."""
-        self.waiting = WaitingStep(self._conclude_late)
-        self.stepping = Stepping()
-        self.usual = UsualSteps(self, history if history is not None else History(config.max_gradient_history))
-        self.monitor.settle, self.monitor.interrupt = self.usual.settle, self.usual.close
-        self.clipper.settle = self.usual.settle
+        self.optimizer_steps = PairOptimizers()
+        self.history = history if history is not None else History(config.max_gradient_history)
+        self._rows, self._callbacks = rows, callbacks
+        self.components_are_shared = False
+        """Whether the user holds monitor or clipper, so that every step has to be applied to them at once."""
+        self.pending = PendingSteps()
+        self.fast_path = FastPath(self, self.history, self.pending)
         self.bind(optimizers)
 
     @property
     def table(self) -> ParameterTable:
         """Return the parameters of the model as they were at the last step."""
-        return self.gauge.table
+        return self.measurement.table
 
     @property
     def optimizers(self) -> tuple[Any, ...]:
         """Return what steps the model."""
-        return self.stepping.optimizers
+        return self.optimizer_steps.optimizers
 
     def owned(self) -> Iterator[nn.Parameter]:
         """Yield the parameters that the optimizers own."""
-        return self.stepping.params()
+        return self.optimizer_steps.params()
 
     def bind(self, optimizers: Sequence[Any]) -> None:
         """Take the optimizers that step the model; each must own at least one of its parameters."""
-        self.usual.close()
-        self.stepping.bind(optimizers, self.table)
+        self.fast_path.close()
+        self.optimizer_steps.bind(optimizers, self.table)
         self.watch()
 
     def watch(self, *, running: bool = True) -> None:
         """Watch what the optimizers take where an analyzer may ask; one of them may be `running` a step now."""
         if self.analyzers:
-            self.stepping.watch(running=running)
+            self.optimizer_steps.watch(running=running)
 
     def arm(self) -> None:
         """Arm the analyzers for the coming step, and watch what the optimizers take."""
@@ -107,7 +114,7 @@ class Pair:
 
     def continue_from(self, step: int) -> None:
         """Count the next step as the one after `step`, and arm what is due there."""
-        self.usual.close()
+        self.fast_path.close()
         if step != self.step_count:
             self.step_count = step
             self.analyzers.arm(self.model, step + 1)
@@ -122,7 +129,7 @@ class Pair:
         """Report a micro-batch whose gradients are not complete yet."""
         loss = self.coming_loss
         fields = {
-            "health": self.judgement.health,
+            "health": self.judge.health,
             "clipping": {
                 "enabled": self.config.enable_gradient_clipping,
                 "clip_type": self.config.effective_clip_type,
@@ -135,138 +142,168 @@ class Pair:
     @property
     def is_plain(self) -> bool:
         """Whether nothing makes its steps other than those of one optimizer over parameters of its own."""
-        told = self.coming_notes or self.gauge.coming_notes or self.analyzers.chosen
-        return self.gauge.is_plain and self.judgement.is_calm and not (self.stepping.has_closures or told)
+        told = self.coming_notes or self.measurement.coming_notes or self.analyzers.chosen
+        special = self.optimizer_steps.has_closures or self.components_are_shared
+        return self.measurement.is_plain and self.judge.is_calm and not (special or told)
 
-    def step(self, *, scale: Scale | None, epoch: int | None, batch: object) -> Outcome:
-        """Measure, protect and judge the gradients that are there now; with a scale a loss scaler steps by them."""
-        self.usual.close()
-        repeated = self.stepping.has_closures and self.stepping.calls_again()
+    def share_components(self) -> None:
+        """Apply every step to monitor and clipper at once from now on."""
+        self.components_are_shared = True
+        self.fast_path.close()
+
+    def step(
+        self, loss: Tensor | float | None, *, scale: Scale | None = None, epoch: int | None = None, batch: object = None
+    ) -> StepReport:
+        """Measure, protect, judge and record the gradients of a step; with a scale a loss scaler steps by them."""
+        if scale is None:
+            report = self.fast_path.take(loss, epoch, batch)
+            if report is not None:
+                return report
+        self.fast_path.close()
+        self.add_loss(loss)
+        repeated = self.optimizer_steps.has_closures and self.optimizer_steps.calls_again()
         if not repeated:
             self.step_count += 1
-        grads = self.gauge.collect(None if scale is None else {id(param) for param in self.owned()})
-        outcome = self._open(grads, epoch=epoch, batch=batch, repeated=repeated)
-        outcome.scale = scale
-        loss, self.coming_loss = self.coming_loss, None
-        if on_device(grads.tensors) and self._may_be_late(outcome, scaled=scale is not None):
-            self._leave_on_device(grads, outcome, loss)
-        else:
-            self._finish(grads, outcome, loss)
-        return outcome
-
-    def take_late(self) -> Outcome | None:
-        """Return the last step with its numbers, where nobody has waited for them so far."""
-        return self.waiting.take()
-
-    def _open(self, grads: Gradients, *, epoch: int | None, batch: object, repeated: bool) -> Outcome:
-        """Begin the report of a step with what is known before its numbers."""
-        config, step = self.config, self.step_count
-        facts = StepFacts(grads.layout, grads.touched_rows)
-        facts.aliases = self.gauge.table.aliases
-        due = not (repeated or step % config.grad_log_every_n_steps)
-        facts.full = config.enable_gradient_monitoring and (due or not (repeated or step % config.check_frequency))
-        facts.with_groups, facts.with_parameters = config.grad_track_per_weight_matrix, config.track_parameters
-        facts.lr = self.stepping.rates()
-        outcome = Outcome(facts, repeated=repeated)
-        outcome.event = due
-        outcome.report = StepReport.deferred(
-            facts, step=step, epoch=epoch, source=self.name, time=time.time(), batch=batch
+        grads = self.measurement.collect(None if scale is None else {id(param) for param in self.owned()})
+        data = self._begin(grads, epoch=epoch, repeated=repeated)
+        data.scale = scale
+        report = StepReport.deferred(
+            data.fields, step=data.step, epoch=epoch, source=self.name, time=data.time, batch=batch
         )
-        return outcome
+        loss, self.coming_loss = self.coming_loss, None
+        if on_device(grads.tensors) and self._can_stay_on_device(data):
+            self._leave_on_device(grads, report, data, loss)
+        else:
+            self._finish(grads, report, data, loss)
+        return report
 
-    def _may_be_late(self, outcome: Outcome, *, scaled: bool) -> bool:
-        """Whether nobody needs the numbers of this step, which are on a device, before the next one."""
+    def _begin(self, grads: Gradients, *, epoch: int | None, repeated: bool) -> StepData:
+        """Return what is known of a step before its numbers."""
+        config, step = self.config, self.step_count
+        data = StepData(grads.layout, grads.touched_rows)
+        data.step, data.epoch, data.source, data.time = step, epoch, self.name, time.time()
+        data.aliases, data.repeated = self.measurement.table.aliases, repeated
+        data.event = not (repeated or step % config.grad_log_every_n_steps)
+        measured = data.event or not (repeated or step % config.check_frequency)
+        data.full = config.enable_gradient_monitoring and measured
+        data.with_groups, data.with_parameters = config.grad_track_per_weight_matrix, config.track_parameters
+        data.lr = self.optimizer_steps.rates()
+        return data
+
+    def _can_stay_on_device(self, data: StepData) -> bool:
+        """Whether the numbers of this step, which are on a device, are not needed before the next one."""
         return (
             self.table.ranks is None
-            and not (outcome.event or outcome.repeated or self.analyzers.due(self.step_count))
-            and can_wait(self.config, self.optimizers, scaled=scaled)
+            and not (data.event or data.repeated or self.analyzers.due(self.step_count))
+            and can_wait(self.config, self.optimizers, scaled=data.scale is not None)
         )
 
-    def _leave_on_device(self, grads: Gradients, outcome: Outcome, loss: Tensor | float | None) -> None:
-        self.gauge.fit(grads, outcome.facts)
-        outcome.pending = LateStep(grads, loss, self.clipper, self.handler, variances=outcome.facts.full)
-        outcome.pending.protect(grads, self.optimizers, scaled=outcome.scale is not None)
-        self.stepping.may_hold_found_inf = True
-        self.waiting.hold(outcome)
+    def _leave_on_device(
+        self, grads: Gradients, report: StepReport, data: StepData, loss: Tensor | float | None
+    ) -> None:
+        self.measurement.fit(grads, data)
+        step = DeviceStep(grads, loss, self.clipper, self.handler, variances=data.full)
+        step.protect(grads, self.optimizers, scaled=data.scale is not None)
+        self.optimizer_steps.may_hold_found_inf = True
+        self.pending.hold(PendingDeviceStep(report, data, step, judge=self._judge_late, conclude=self._conclude))
+        self.monitor.keep(report)
         self.analyzers.arm(self.model, self.step_count + 1)
 
-    def _conclude_late(self, moments: Moments, outcome: Outcome) -> None:
-        """Judge and keep a step whose numbers have come."""
-        self._judge(moments, outcome)
-        outcome.report.defer_to(outcome.facts)  # so that a report that nobody reads keeps no model alive
-        self._keep(moments, outcome)
+    def _judge_late(self, moments: Moments, data: StepData) -> None:
+        """Judge a step whose numbers have come."""
+        self._judge(moments, data)
+        self._complete(moments, data)
 
-    def _finish(self, grads: Gradients, outcome: Outcome, loss: Tensor | float | None) -> None:
-        """Measure, protect, judge and keep a step here and now."""
-        facts = outcome.facts
-        if self.stepping.may_hold_found_inf:
-            self.stepping.forget_found_inf()
-        scaled = outcome.scale is not None
-        row_due = outcome.event and facts.full
+    def _finish(self, grads: Gradients, report: StepReport, data: StepData, loss: Tensor | float | None) -> None:
+        """Measure, protect, judge, look at and keep a step here and now."""
+        if self.optimizer_steps.may_hold_found_inf:
+            self.optimizer_steps.forget_found_inf()
+        row_due = data.event and data.full
         if isinstance(grads, SharedGradients):
             shown = partial(self._unmeasured_snapshot, grads)
-            moments = self._sharing.read(grads, outcome, loss, row_due=row_due, shown=shown)
+            moments = self._rank_exchange.read(grads, data, loss, row_due=row_due, shown=shown)
         else:
-            moments = self.gauge.read(grads, facts, loss, row_due=row_due)
-        made = self.guard.protect(grads, moments, self._stepped, scaled=scaled, remember=not outcome.repeated)
-        facts.nan_inf, facts.clipping = made.nan_inf, made.clipping
-        if made.skipped or made.error is not None:
-            facts.skipped, outcome.error = made.skipped, made.error
-            if outcome.scale is not None and made.skipped:
-                outcome.scale.leave_out()
-        if outcome.repeated:
-            facts.health = self.judgement.health
-            return
-        self._judge(moments, outcome)
-        if outcome.event and facts.full and facts.with_groups:
-            self.gauge.weigh(facts)
-        gauge, several = self.gauge, self.gauge.table.ranks is not None or self.config.per_rank
-        if several or self.coming_notes or gauge.coming_notes or self.analyzers.chosen:
-            self._note(facts)
-        if self.analyzers.running:
-            self._look(grads, outcome)
-        self._keep(moments, outcome)
-        if self.monitor.health.room:
-            self.usual.open(grads, outcome)
+            moments = self.measurement.read(grads, data, loss, row_due=row_due)
+        self.protection.protect(grads, moments, data, self._stepped)
+        if data.skipped and data.scale is not None:
+            data.scale.leave_out()
+        error = data.error
+        if data.repeated:
+            data.health = self.judge.health
+            data.release()
+        else:
+            scaled = data.scale is not None
+            self._judge(moments, data)
+            if data.event and data.full and data.with_groups:
+                self.measurement.weigh(data)
+            measurement, several = self.measurement, self.measurement.table.ranks is not None or self.config.per_rank
+            if several or self.coming_notes or measurement.coming_notes or self.analyzers.chosen:
+                self._note(data)
+            if self.analyzers.running:
+                self._look(grads, data)
+            self._complete(moments, data)
+            self.monitor.keep(report)
+            self._conclude(report, data)
+            self.fast_path.open(grads, scaled=scaled)
+        if error is not None:
+            raise error
 
-    def _keep(self, moments: Moments, outcome: Outcome) -> None:
-        facts = outcome.facts
-        outcome.norm, outcome.clipped = moments.norm, facts.clipping.get("clipped", False)
-        if outcome.event and moments.has_ends:
-            facts.full = self.config.enable_gradient_monitoring
-        self.flight.push((outcome.report,), lambda _: facts, facts.shrink)
-        self.monitor.keep(outcome.report)
-
-    def _judge(self, moments: Moments, outcome: Outcome) -> None:
-        facts, scale = outcome.facts, outcome.scale
+    def _judge(self, moments: Moments, data: StepData) -> None:
+        scale = data.scale
         if scale is not None:
-            facts.scaler = self.scaler_log.take(scale, skipped=facts.skipped)
-        critical = not moments.finite and self.handler.is_critical(moments, facts.layout.total_count)
-        self.judgement.judge(moments, outcome, critical=critical, watched=bool(self.analyzers.running))
-        if outcome.opened or self.judgement.startled:
-            self.analyzers.alert(outcome.report.step + 1)
+            data.scaler = self.scaler_log.take(scale, skipped=data.skipped)
+        critical = not moments.finite and self.handler.is_critical(moments, data.layout.total_count)
+        self.judge.judge(moments, data, critical=critical, watched=bool(self.analyzers.running))
+        if data.opened or self.judge.startled:
+            self.analyzers.alert(data.step + 1)
 
-    def _note(self, facts: StepFacts) -> None:
+    def _complete(self, moments: Moments, data: StepData) -> None:
+        """Take what only the end of a step can say: its true norm, and that a row shows statistics."""
+        data.norm = moments.norm
+        if data.event and moments.has_ends:
+            data.full = self.config.enable_gradient_monitoring
+
+    def _conclude(self, report: StepReport, data: StepData) -> None:
+        """Keep and record a step, then call the user's callbacks, which may stop the training."""
+        healthy, opened = data.health.healthy, data.opened
+        self.flight.push((report,), lambda _: data, data.shrink)
+        known = Known(data.norm, data.clipped, data.skipped, healthy)
+        self.history.extend((report,), (known,), size=self.config.max_gradient_history)
+        if "nan_count" in data.nan_inf:
+            self.history.add_nonfinite(data.nan_inf)
+        for issue in data.issues:
+            self.history.add_issue(issue.issue_type.value)
+        if not healthy and not self.history.first_fault:
+            self.history.first_fault = self.flight.read()
+        if self._rows is not None and (data.event or data.late):
+            self._rows.send(data, self.analyzers.panels if self._rows.is_new(self.name) else ())
+            self._rows.log(report, data)
+        data.release()
+        for issue in opened:
+            for callback in self._callbacks:
+                callback(issue, report)
+
+    def _note(self, data: StepData) -> None:
         """Let the report tell what is good to know."""
-        of_gauge = self.gauge.notes(analyzed=self.analyzers.local)
-        facts.notes = [*self.coming_notes, *self.analyzers.chosen, *of_gauge]
+        of_gauge = self.measurement.notes(analyzed=self.analyzers.local)
+        data.notes = [*self.coming_notes, *self.analyzers.chosen, *of_gauge]
         self.coming_notes, self.analyzers.chosen = [], []
 
-    def _look(self, grads: Gradients, outcome: Outcome) -> None:
+    def _look(self, grads: Gradients, data: StepData) -> None:
         """Let the analyzers that are due look at the step, and arm those that are due at the next one."""
-        facts, step = outcome.facts, self.step_count
-        if self.gauge.has_shards:
-            facts.notes = [*facts.notes, *self.analyzers.rest()]
+        step = self.step_count
+        if self.measurement.has_shards:
+            data.notes = [*data.notes, *self.analyzers.rest()]
         if self.analyzers.due(step):
-            reports, notes = self.analyzers.inspect(self._snapshot(grads, outcome))
-            facts.analyzers = reports
-            facts.notes = [*facts.notes, *notes]
+            reports, notes = self.analyzers.inspect(self._snapshot(grads, data))
+            data.analyzers = reports
+            data.notes = [*data.notes, *notes]
             # Judging a window costs more than looking at a step; what one rank sees of its part is one voice of many.
             heard = rarely(step) or step in self.analyzers.close_steps
-            if heard and not self.gauge.has_shards:
-                self.judgement.hear(self.analyzers.issues())
-            outcome.late = [one for one in reports.values() if isinstance(one, LateReport) and one.step != step]
-            outcome.event = outcome.event or len(reports) > len(outcome.late)
+            if heard and not self.measurement.has_shards:
+                self.judge.hear(self.analyzers.issues())
+            data.late = [one for one in reports.values() if isinstance(one, LateReport) and one.step != step]
+            data.event = data.event or len(reports) > len(data.late)
         self.analyzers.arm(self.model, step + 1)
 
     def _unmeasured_snapshot(self, grads: Gradients) -> Snapshot:
@@ -276,34 +313,33 @@ class Pair:
             model=unwrapped(self.model),
             optimizers=self.optimizers,
             gradients=dict(zip(grads.layout.names, grads.tensors, strict=True)) if grads.tensors else {},
-            elsewhere=self.gauge.left_out,
-            counts_as=self.gauge.counts_as(),
+            elsewhere=self.measurement.left_out,
+            counts_as=self.measurement.counts_as(),
         )
 
-    def _snapshot(self, grads: Gradients, outcome: Outcome) -> Snapshot:
-        facts = outcome.facts
+    def _snapshot(self, grads: Gradients, data: StepData) -> Snapshot:
         return Snapshot(
             step=self.step_count,
             model=unwrapped(self.model),
-            epoch=outcome.report.epoch,
-            loss=facts.loss,
+            epoch=data.epoch,
+            loss=data.loss,
             optimizers=self.optimizers,
             gradients=dict(zip(grads.layout.names, grads.tensors, strict=True)) if grads.tensors else {},
-            norms=facts.norms(),
-            groups=facts.groups(),
-            lr=facts.learning_rates(),
+            norms=data.norms(),
+            groups=data.groups(),
+            lr=data.learning_rates(),
             horizon=self.horizon,
-            skipped=facts.skipped,
-            scaled=outcome.scale is not None,
-            series=self.judgement.series,
-            call_before_step=self.stepping.call_before_step,
-            elsewhere=self.gauge.left_out,
-            counts_as=self.gauge.counts_as() if self.gauge.has_shards else None,
+            skipped=data.skipped,
+            scaled=data.scale is not None,
+            series=self.judge.series,
+            call_before_step=self.optimizer_steps.call_before_step,
+            elsewhere=self.measurement.left_out,
+            counts_as=self.measurement.counts_as() if self.measurement.has_shards else None,
         )
 
     def diagnose(self) -> list[Issue]:
         """Return the faults of the run so far, those of the rules that are open or did harm and the analyzers'."""
-        return self.judgement.diagnose(self.analyzers.issues())
+        return self.judge.diagnose(self.analyzers.issues())
 
     def _stepped(self) -> Iterable[nn.Parameter]:
         yield from self.table.params
@@ -311,17 +347,17 @@ class Pair:
 
     def close(self) -> None:
         """Remove what was hooked to the model and the optimizers."""
-        self.usual.close()
-        self.stepping.close()
-        self.gauge.close()
+        self.fast_path.close()
+        self.optimizer_steps.close()
+        self.measurement.close()
         self.analyzers.close()
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that rolls, as plain data."""
-        self.usual.settle()
+        self.pending.settle()
         return {
             "step": self.step_count,
-            **self.judgement.state_dict(),
+            **self.judge.state_dict(),
             "clipper": self.clipper.state_dict(),
             "scaler": self.scaler_log.state_dict(),
             "analyzers": self.analyzers.state_dict(),
@@ -330,9 +366,9 @@ class Pair:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` returned."""
-        self.usual.close()
+        self.fast_path.close()
         self.step_count = int(state["step"])
-        self.judgement.load_state_dict(state)
+        self.judge.load_state_dict(state)
         self.clipper.load_state_dict(state["clipper"])
         if "scaler" in state:  # which states of older versions do not have
             self.scaler_log.load_state_dict(state["scaler"])

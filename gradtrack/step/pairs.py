@@ -14,11 +14,12 @@ from gradtrack.gradients.measurer import Measurer
 from gradtrack.health.monitor import GradientMonitor
 from gradtrack.protection.clipping import GradientClipper
 from gradtrack.protection.nonfinite import NaNInfHandler
-from gradtrack.step.analyzers import LiveAnalyzers, build_analyzers
+from gradtrack.step.analyzers import RunningAnalyzers, build_analyzers
 from gradtrack.step.arguments import as_sequence, check_model
 from gradtrack.step.history import History
-from gradtrack.step.measure import Gauge
-from gradtrack.step.pair import Components, Pair
+from gradtrack.step.measure import Measurement
+from gradtrack.step.pair import Components, IssueCallback, Pair
+from gradtrack.step.rows import Rows
 
 
 class Shares:
@@ -54,7 +55,7 @@ def divide(held: Sequence[Iterable[int]], owned: Sequence[Iterable[int]]) -> lis
     return found
 
 
-class Roster:
+class Pairs:
     """The pairs by their model and optimizers: the first one needs no name, every further one does.
 
     Where their models share parameters, each looks at those that its own optimizers own.
@@ -69,16 +70,19 @@ class Roster:
         process_group: Any = None,
         *,
         history: History | None = None,
+        rows: Rows | None = None,
+        callbacks: Sequence[IssueCallback] = (),
         on_first: Callable[[], object] = lambda: None,
     ) -> None:
         self._config, self._process_group, self._on_first = config, process_group, on_first
-        self._history = history
+        self._history, self._rows, self._callbacks = history, rows, callbacks
+        self._components_are_shared = False
         self._measurer = Measurer(config.engine)
         self.first_components = self._components()
         self.first_analyzers = self._analyzers(config.analyzers)
         self._pairs: dict[tuple[int, ...], Pair] = {}
         self._shares = Shares()
-        self._on_models: list[Gauge | LiveAnalyzers] = []
+        self._on_models: list[Measurement | RunningAnalyzers] = []
         self._restored: dict[str, Any] = {}
 
     def __iter__(self) -> Iterator[Pair]:
@@ -94,14 +98,22 @@ class Roster:
         return pair if pair is not None else self._meet(model, optimizers)
 
     def settle(self) -> None:
-        """Let all be known of the steps so far."""
+        """Apply the pending steps of every pair."""
         for pair in self:
-            pair.usual.settle()
+            pair.pending.settle()
 
     def interrupt(self) -> None:
-        """Let all be known of the steps so far, and look at the next one of every pair closely."""
+        """Apply the pending steps of every pair, and let the next one not take the fast path."""
         for pair in self:
-            pair.usual.close()
+            pair.fast_path.close()
+
+    def share_components(self) -> Components:
+        """Return monitor, clipper and handler of the first pair, to which every step is applied at once from now on."""
+        self._components_are_shared = True
+        for pair in self:
+            if pair.monitor is self.first_components[0]:
+                pair.share_components()
+        return self.first_components
 
     def has(self, model: nn.Module, optimizer: Any) -> bool:
         """Whether there is a pair of a model and what steps it."""
@@ -117,7 +129,7 @@ class Roster:
         for pair in self:
             if pair.model is model and pair.name == name:
                 if process_group is not None:
-                    pair.gauge.share(process_group)
+                    pair.measurement.share(process_group)
                 found = self._rebind(pair, optimizers, horizon)
                 break
         else:
@@ -189,14 +201,18 @@ class Roster:
             horizon=horizon,
             process_group=process_group if process_group is not None else self._process_group,
             history=self._history,
+            rows=self._rows,
+            callbacks=self._callbacks,
         )
         if self._config.analyzers == "auto":
             analyzers.choose(model)
+        if first and self._components_are_shared:
+            pair.share_components()
         self._restore(pair)
         pair.arm()
         self._pairs[(id(model), *map(id, optimizers))] = pair
         self._divide()
-        self._on_models += (pair.gauge, pair.analyzers)
+        self._on_models += (pair.measurement, pair.analyzers)
         if first:
             self._on_first()
         return pair
@@ -205,9 +221,9 @@ class Roster:
         """Let every pair know what is for the others, as soon as there are others."""
         pairs = list(self)
         for pair in pairs if len(pairs) > 1 else ():
-            pair.gauge.elsewhere = partial(self._shares.elsewhere, pair, pairs)
+            pair.measurement.elsewhere = partial(self._shares.elsewhere, pair, pairs)
         for pair in pairs:
-            pair.gauge.divide()
+            pair.measurement.divide()
 
     def _rebind(self, pair: Pair, optimizers: Sequence[Any], horizon: int | None) -> Pair:
         if optimizers:
@@ -252,8 +268,8 @@ class Roster:
         specs = self._config.analyzers
         return specs if isinstance(specs, str) else [spec for spec in specs if isinstance(spec, (str, dict))]
 
-    def _analyzers(self, specs: Any) -> LiveAnalyzers:
-        return LiveAnalyzers(build_analyzers(specs), open_to_more=self._config.analyzers == "auto")
+    def _analyzers(self, specs: Any) -> RunningAnalyzers:
+        return RunningAnalyzers(build_analyzers(specs), open_to_more=self._config.analyzers == "auto")
 
     def _components(self) -> Components:
         return (
@@ -263,6 +279,6 @@ class Roster:
         )
 
 
-def _close_all(parts: Sequence[Gauge | LiveAnalyzers]) -> None:
+def _close_all(parts: Sequence[Measurement | RunningAnalyzers]) -> None:
     for part in parts:
         part.close()

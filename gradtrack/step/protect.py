@@ -1,34 +1,25 @@
-"""The two decisions that keep a step safe, in their order: about non-finite gradients, then about clipping."""
+"""Stage 2: the two decisions that keep a step safe, in their order: about non-finite gradients, then about clipping."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 from torch import Tensor
 
-from gradtrack.errors import NonFiniteGradientError
 from gradtrack.gradients.collected import Foresight, Gradients
 from gradtrack.gradients.moments import Moments, true_norm
 from gradtrack.protection.clipping import GradientClipper
 from gradtrack.protection.nonfinite import NaNInfHandler, count_nonfinite
+from gradtrack.step.data import StepData
 
 Owned = Callable[[], Iterable[Tensor]]
+_NONE: Final[Mapping[str, Any]] = {"action": "none"}
+_OFF: Final[Mapping[str, Any]] = {"action": "off"}
 
 
-@dataclass(slots=True)  # not frozen: a frozen one costs three times as much to make, at every step
 class Protection:
-    """What was done to the gradients of a step: the fields of two reports, and the error to raise at its end."""
-
-    nan_inf: Mapping[str, Any]
-    clipping: Mapping[str, Any]
-    skipped: bool = False
-    error: NonFiniteGradientError | None = None
-
-
-class Guard:
     """Makes measured gradients safe to step with, as the handler's and the clipper's configuration says."""
 
     def __init__(self, handler: NaNInfHandler, clipper: GradientClipper) -> None:
@@ -42,37 +33,38 @@ class Guard:
         replaces = config.enable_nan_inf_check and config.nonfinite_action == "replace" and not scaled
         return partial(self.clipper.foresee, replace=self._handler.replace if replaces else None)
 
-    def protect(self, grads: Gradients, moments: Moments, owned: Owned, *, scaled: bool, remember: bool) -> Protection:
+    def protect(self, grads: Gradients, moments: Moments, data: StepData, owned: Owned) -> None:
         """Act on the gradients; `owned` returns the parameters that a skipped step must not move.
 
-        Where a loss scaler decides (`scaled`), non-finite gradients are counted and left to it. Without `remember` the
-        clipping windows stay as they are.
+        Where a loss scaler decides, non-finite gradients are counted and left to it. A closure's repeated calls leave
+        the clipping windows as they are.
         """
         if grads.passed:
-            return self._too_late(grads, moments)
-        checks = self._handler.config.enable_nan_inf_check
+            data.nan_inf, data.clipping = self._too_late(grads, moments)
+            return
+        remember, checks = not data.repeated, self._handler.config.enable_nan_inf_check
         if moments.finite or not checks:
             clipping = self.clipper.clip(grads, moments, remember=remember)
-            if not moments.finite:
-                clipping = _with_true_norm(clipping, moments)
-            return Protection({"action": "none" if checks else "off"}, clipping)
-        found = self._handle(grads, moments, owned, scaled=scaled)
+            data.clipping = clipping if moments.finite else _with_true_norm(clipping, moments)
+            data.nan_inf = _NONE if checks else _OFF
+            return
+        found = data.nan_inf = self._handle(grads, moments, owned, scaled=data.scale is not None)
         action = found["action"]
-        error = self._handler.error(found) if action == "raise" else None
         now = self._handler.replaced(grads, moments) if action == "replace" else moments
         clipping = _with_true_norm(self.clipper.clip(grads, now, remember=remember), moments)
         if action == "skip":
             clipping["norm_after"] = None
-        return Protection(found, clipping, skipped=action in ("skip", "scaler"), error=error)
+        data.clipping, data.skipped = clipping, action in ("skip", "scaler")
+        data.error = self._handler.error(found) if action == "raise" else None
 
-    def _too_late(self, grads: Gradients, moments: Moments) -> Protection:
-        """Report on gradients that the optimizers have used already."""
+    def _too_late(self, grads: Gradients, moments: Moments) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return what is reported of gradients that the optimizers have used already."""
         counts = {} if moments.finite else count_nonfinite(grads.layout.names, moments)
         checks = self._handler.config.enable_nan_inf_check
         action = "off" if not checks else "none" if moments.finite else "report"
         norm, clip_type = moments.norm, self.clipper.config.effective_clip_type
         clipping = {"enabled": False, "clip_type": clip_type, "norm_before": norm, "norm_after": norm}
-        return Protection({**counts, "action": action} if checks else {"action": action}, clipping)
+        return {**counts, "action": action} if checks else {"action": action}, clipping
 
     def _handle(self, grads: Gradients, moments: Moments, owned: Owned, *, scaled: bool) -> dict[str, Any]:
         if scaled:

@@ -13,13 +13,13 @@ from gradtrack.gradients.collected import SharedGradients
 from gradtrack.gradients.distributed.agreement import digest
 from gradtrack.gradients.moments import Moments
 from gradtrack.reports import Issue, IssueSeverity, IssueType
-from gradtrack.step.data import Outcome
-from gradtrack.step.judge import Judgement
-from gradtrack.step.measure import Gauge
-from gradtrack.step.protect import Guard
+from gradtrack.step.data import StepData
+from gradtrack.step.judge import Judge
+from gradtrack.step.measure import Measurement
+from gradtrack.step.protect import Protection
 
 if TYPE_CHECKING:
-    from gradtrack.step.analyzers import LiveAnalyzers
+    from gradtrack.step.analyzers import RunningAnalyzers
 
 _AFTER: Final = 2
 _MOST_RANKS: Final = 2**16
@@ -67,55 +67,57 @@ def _issue(kind: IssueType, severity: IssueSeverity, count: int, num_ranks: int,
 _Take = Callable[[Sequence[float], int], None]
 
 
-class SharedReading:
+class RankExchange:
     """Reads the gradients of all ranks, and takes to the analyzers what the ranks have sent for them along with it."""
 
-    def __init__(self, gauge: Gauge, guard: Guard, judgement: Judgement, analyzers: LiveAnalyzers) -> None:
-        self._gauge, self._guard, self._judgement, self._analyzers = gauge, guard, judgement, analyzers
+    def __init__(
+        self, measurement: Measurement, guard: Protection, judgement: Judge, analyzers: RunningAnalyzers
+    ) -> None:
+        self._measurement, self._protection, self._judge, self._analyzers = measurement, guard, judgement, analyzers
 
     def read(
         self,
         grads: SharedGradients,
-        outcome: Outcome,
+        data: StepData,
         loss: Tensor | float | None,
         *,
         row_due: bool,
         shown: Callable[[], Snapshot],
     ) -> Moments:
         """Measure the gradients; `shown` returns what there is to see of them before that."""
-        common = self._gauge.meet(partial(self._remembered, outcome.report.step), self._analyzers.offers)
+        common = self._measurement.meet(partial(self._remembered, data.step), self._analyzers.offers)
         if common is not None:
             self._analyzers.share(common)
-        more, take = self._contribute(outcome, shown)
-        moments = self._gauge.read_shared(
+        more, take = self._contribute(data, shown)
+        moments = self._measurement.read_shared(
             grads,
-            outcome.facts,
+            data,
             loss,
             row_due=row_due,
-            first_nonfinite=not (self._judgement.nonfinite_before or outcome.repeated),
-            limited=self._guard.foresight(scaled=outcome.scale is not None),
+            first_nonfinite=not (self._judge.nonfinite_before or data.repeated),
+            limited=self._protection.foresight(scaled=data.scale is not None),
             more=more,
         )
         take(grads.more, len(grads.ranks.members))
         return moments
 
-    def _contribute(self, outcome: Outcome, shown: Callable[[], Snapshot]) -> tuple[Sequence[float], _Take]:
+    def _contribute(self, data: StepData, shown: Callable[[], Snapshot]) -> tuple[Sequence[float], _Take]:
         """Return what the ranks add up for the analyzers, and what takes the sums."""
-        if outcome.repeated or not self._gauge.has_shards:
+        if data.repeated or not self._measurement.has_shards:
             return (), _nothing
-        more, take_sums = self._analyzers.contribute(outcome.report.step, self._gauge.groups_to_send(), shown)
+        more, take_sums = self._analyzers.contribute(data.step, self._measurement.groups_to_send(), shown)
 
         def take(sums: Sequence[float], num_ranks: int) -> None:
             take_sums(sums, num_ranks)
             if self._analyzers.verdicts is not None:
-                self._judgement.hear(self._analyzers.verdicts)
+                self._judge.hear(self._analyzers.verdicts)
 
         return more, take
 
     def _remembered(self, step: int) -> dict[str, Any]:
         """Return what ranks decide by beside the settings and the sums: it has to be the same on all of them."""
-        memory = digest((self._guard.clipper.state_dict(), self._judgement.nonfinite_before))
-        return {"step": step, "max_grad_norm": self._guard.clipper.config.max_grad_norm, "memory": memory}
+        memory = digest((self._protection.clipper.state_dict(), self._judge.nonfinite_before))
+        return {"step": step, "max_grad_norm": self._protection.clipper.config.max_grad_norm, "memory": memory}
 
 
 def _nothing(sums: Sequence[float], num_ranks: int) -> None:

@@ -11,7 +11,7 @@ from gradtrack.delivery.run import Sink
 from gradtrack.records import Histogram, Panel, Record, tail_of
 from gradtrack.reports import StepReport
 from gradtrack.reports.panels import Dashboard
-from gradtrack.step.data import Outcome
+from gradtrack.step.data import StepData
 
 _logger = logging.getLogger("gradtrack")
 
@@ -32,62 +32,58 @@ class Rows:
         """Whether a pair has had no row yet."""
         return source not in self._dashboard.shown
 
-    def send(self, outcome: Outcome, panels: Sequence[Panel] = ()) -> None:
+    def send(self, data: StepData, panels: Sequence[Panel] = ()) -> None:
         """Send what a step leaves; with the first row of a pair the panels of its analyzers."""
         if not self.go_somewhere:
             return
-        for record in late_records(outcome) if outcome.late else ():
+        for record in late_records(data) if data.late else ():
             self._sink.write(record)
-        if outcome.event:
-            source = outcome.report.source
-            shown = self._dashboard.take(source, panels) if self.is_new(source) else ()
-            self._sink.write(to_record(outcome, self._config, shown))
+        if data.event:
+            shown = self._dashboard.take(data.source, panels) if self.is_new(data.source) else ()
+            self._sink.write(to_record(data, self._config, shown))
 
-    def talk(self, outcome: Outcome) -> None:
+    def log(self, report: StepReport, data: StepData) -> None:
         """Log lines for a recorded step, as far as the configuration asks for it."""
-        if outcome.event and (self._config.verbose_logging or self._config.debug_mode):
-            talk(outcome, self._config)
+        if data.event and (self._config.verbose_logging or self._config.debug_mode):
+            _log(report, data, self._config)
 
 
-def to_record(outcome: Outcome, config: GradientConfig, panels: tuple[Panel, ...] = ()) -> Record:
+def to_record(data: StepData, config: GradientConfig, panels: tuple[Panel, ...] = ()) -> Record:
     """Return the row that goes to the backends; without `log_gradient_stats` it has health and clipping only."""
-    report, facts = outcome.report, outcome.facts
-    step, source, with_statistics = report.step, report.source, config.log_gradient_stats
+    with_statistics = config.log_gradient_stats
     histograms: Mapping[str, Histogram] = {}
-    if facts.histograms and with_statistics:
-        name = f"train/grad_histogram{tail_of(source)}"
-        histograms = {f"{name}/{group}" if group else name: found for group, found in facts.histograms.items()}
+    if data.histograms and with_statistics:
+        name = f"train/grad_histogram{tail_of(data.source)}"
+        histograms = {f"{name}/{group}" if group else name: found for group, found in data.histograms.items()}
     return Record(
-        step=step,
-        time=report.time,
-        metrics=facts.metrics(step, source, with_statistics=with_statistics),
-        epoch=report.epoch,
-        loss=facts.loss,
-        source=source,
+        step=data.step,
+        time=data.time,
+        metrics=data.metrics(with_statistics=with_statistics),
+        epoch=data.epoch,
+        loss=data.loss,
+        source=data.source,
         panels=panels,
-        issues=tuple(issue.model_dump(mode="json") for issue in outcome.issues) if outcome.issues else (),
+        issues=tuple(issue.model_dump(mode="json") for issue in data.issues) if data.issues else (),
         histograms=histograms,
     )
 
 
-def late_records(outcome: Outcome) -> list[Record]:
+def late_records(data: StepData) -> list[Record]:
     """Return the rows of earlier steps that became known with this one."""
-    report = outcome.report
-    tail = tail_of(report.source)
+    tail = tail_of(data.source)
     return [
         Record(
             step=late.step,
-            time=report.time,
+            time=data.time,
             metrics={f"{name}{tail}": value for name, value in late.metrics().items()},
-            source=report.source,
+            source=data.source,
         )
-        for late in outcome.late
+        for late in data.late
     ]
 
 
-def talk(outcome: Outcome, config: GradientConfig) -> None:
+def _log(report: StepReport, data: StepData, config: GradientConfig) -> None:
     """Log a line for a recorded step, and every parameter, as far as the configuration asks for it."""
-    report = outcome.report
     if config.verbose_logging:
         clipping = report.clipping
         _logger.info(
@@ -102,8 +98,8 @@ def talk(outcome: Outcome, config: GradientConfig) -> None:
     if config.debug_mode:
         for broken in contradictions(report):
             _logger.error("step %d: %s. This is a fault of gradtrack: please report it.", report.step, broken)
-    if config.debug_mode and outcome.facts.rows is not None:
-        for name, found in outcome.facts.parameters().items():
+    if config.debug_mode and data.rows is not None:
+        for name, found in data.parameters().items():
             _logger.debug(
                 "step %d: %s norm %s mean %s",
                 report.step,

@@ -28,7 +28,7 @@ _ALL_ARE_HERE: Final = 2
 _logger = logging.getLogger("gradtrack")
 
 
-class IdleSettings:
+class UnusedSettings:
     """Tells once what of a configuration has no effect, as its author will not have meant it.
 
     A setting with its default value has nothing to say, so a configuration that lists them all is as good as none.

@@ -122,7 +122,7 @@ def test_interrupted_manager_closes_its_trackers_at_the_end(tmp_path: Path, monk
     recorder = Recorder()
     manager = GradientManager(backends=[recorder], run_dir=tmp_path, grad_log_every_n_steps=1)
     train(manager, 2)
-    monkeypatch.setattr(manager._roster, "close", _interrupt)
+    monkeypatch.setattr(manager._pairs, "close", _interrupt)
     with pytest.raises(KeyboardInterrupt):
         manager.close()
     assert (recorder.steps, recorder.closed) == ([1, 2], [False])

@@ -47,7 +47,7 @@ def _grow(model: nn.Module, step: int) -> None:
 
 
 WAYS = {
-    "usual": Way(settings={"engine": "native", "grad_log_every_n_steps": 20}, watched=18),
+    "fast path": Way(settings={"engine": "native", "grad_log_every_n_steps": 20}, watched=18),
     "row": Way(settings={"engine": "native", "grad_log_every_n_steps": 1}),
     "row of torch": Way(settings={"engine": "torch", "grad_log_every_n_steps": 1}),
     "statistics of parameters": Way(settings={"track_parameters": True, "grad_log_every_n_steps": 2}, watched=4),

@@ -8,20 +8,29 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from gradtrack import GradientConfig, GradientMonitor
 from gradtrack.gradients.groups import Layout
-from gradtrack.gradients.moments import Moments, empty_row
-from gradtrack.health.rule import MOST_WAITING, TENFOLD, Band, CalmStep, Evidence, Rule
-from gradtrack.health.rule_engine import RULES, Health
+from gradtrack.gradients.moments import Moments, empty_row, log_norm
+from gradtrack.health.rule import (
+    LEAST_LEFT,
+    MOST_TOGETHER,
+    SLACK,
+    TENFOLD,
+    Band,
+    CalmStep,
+    Evidence,
+    Rule,
+    has_chosen_limit,
+)
+from gradtrack.health.rule_engine import NEVER, RULES, Health
 from gradtrack.health.rules.spike import SpikeRule
 from gradtrack.protection.clipping import coefficient_for
-from gradtrack.reports import Issue, IssueSeverity, IssueType, StepReport
-from gradtrack.step.data import Outcome, StepFacts
-from gradtrack.step.judge import Judgement
+from gradtrack.reports import HEALTHY, Issue, IssueSeverity, IssueType
+from gradtrack.step.data import StepData
+from gradtrack.step.judge import Judge
 
 LAYOUT = Layout(["a"], [], [4], np.zeros(1, dtype=np.int64), ["all"], [])
 Run = list[tuple[float, float | None]]
@@ -39,11 +48,49 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 
 
-class EachAtOnce(Judgement):
-    """A judgement for which no step may wait."""
+class Together:
+    """Remembers steps of which the rules say that nothing can open together, as the fast path does."""
 
-    def _is_calm(self, norm: float, facts: StepFacts) -> bool:
-        return False
+    def __init__(self, made: Judge, config: GradientConfig) -> None:
+        self._made, self._config, self._steps = made, config, list[CalmStep]()
+        self._low, self._high = self._band = NEVER
+        self.num_remembered = 0
+
+    def take(self, moments: Moments, data: StepData) -> bool:
+        """Hold a step back, unless it has to be judged at once."""
+        clipping = data.clipping
+        if not (
+            len(self._steps) < MOST_TOGETHER
+            and self._made.is_calm
+            and self._low < log_norm(moments.norm) < self._high
+            and clipping["coefficient"] > LEAST_LEFT
+            and (data.loss is None or math.isfinite(data.loss))
+        ):
+            return False
+        limit = clipping["threshold"] if has_chosen_limit(self._config) else None
+        self._steps.append(CalmStep(log_norm(moments.norm), data.loss, limit, clipping["clipped"]))
+        self._made.startles(log_norm(moments.norm), data.loss)
+        self._close_in(log_norm(moments.norm))
+        return True
+
+    def settle(self) -> None:
+        """Let the rules remember what was held back, after which nothing is."""
+        if self._steps:
+            self._made.remember(self._steps, LAYOUT.missing)
+            self.num_remembered += len(self._steps)
+        self._steps = []
+        self._low, self._high = self._band = NEVER
+
+    def go_on(self, health: Health) -> None:
+        """Find out between which norms the next steps may be held back."""
+        self.settle()
+        if math.isfinite(self._made.last_log_norm):
+            self._band = health.band(self._config)
+            self._close_in(self._made.last_log_norm)
+
+    def _close_in(self, last: float) -> None:
+        step = TENFOLD - SLACK
+        self._low, self._high = max(self._band[0], last - step), min(self._band[1], last + step)
 
 
 @st.composite
@@ -65,39 +112,48 @@ def runs(draw: st.DrawFn) -> Run:
     return found
 
 
-def outcome_of(step: int, norm: float, loss: float | None, config: GradientConfig) -> tuple[Moments, Outcome]:
+def step_of(step: int, norm: float, loss: float | None, config: GradientConfig) -> tuple[Moments, StepData]:
     """Return a step with this norm, measured and protected."""
     row = empty_row()
     row[1 if math.isfinite(norm) else 5] = norm * norm if math.isfinite(norm) else 1.0
     rows = np.array([row])
-    moments, facts = Moments(rows, rows, list(row)), StepFacts(LAYOUT, {})
-    facts.loss, facts.nan_inf = loss, {"action": "none" if moments.finite else "skip"}
+    moments, data = Moments(rows, rows, list(row)), StepData(LAYOUT, {})
+    data.step, data.loss, data.nan_inf = step, loss, {"action": "none" if moments.finite else "skip"}
     if moments.finite:  # of single elements far less is clipped
         limit = config.max_grad_norm * (1.0 if config.clip_type == "norm" else 200.0)
-        facts.clipping = {**coefficient_for(moments.norm, limit, 1e-6), "threshold": config.max_grad_norm}
-    outcome = Outcome(facts)
-    outcome.report = StepReport.deferred(dict, step=step)
-    return moments, outcome
+        data.clipping = {**coefficient_for(moments.norm, limit, 1e-6), "threshold": config.max_grad_norm}
+    return moments, data
 
 
 def verdicts(
-    kind: type[Judgement], run: Run, chosen: dict[str, Any], changes: Mapping[int, tuple[str, Any]]
-) -> tuple[list[Any], dict[str, Any]]:
-    """Return what each step was found to be, and what is remembered in the end.
+    run: Run, chosen: dict[str, Any], changes: Mapping[int, tuple[str, Any]], *, together: bool
+) -> tuple[list[Any], dict[str, Any], int]:
+    """Return what each step was found to be, what is remembered in the end, and how many were remembered together.
 
     After some steps a setting is changed, or a checkpoint is made.
     """
     config = GradientConfig(**chosen)
-    made, found = kind(config, GradientMonitor(config)), []
+    monitor = GradientMonitor(config)
+    made, found = Judge(config, monitor), list[Any]()
+    held = Together(made, config)
     for step, (norm, loss) in enumerate(run, 1):
-        moments, outcome = outcome_of(step, norm, loss, config)
-        made.judge(moments, outcome, critical=False)
-        found.append((outcome.event, list(outcome.issues), list(outcome.opened), outcome.facts.health))
-        if step in changes and changes[step][0]:
-            setattr(config, *changes[step])
-        elif step in changes:
-            made.state_dict()
-    return found, made.state_dict()
+        moments, data = step_of(step, norm, loss, config)
+        if together and math.isfinite(norm) and held.take(moments, data):
+            found.append((False, [], [], HEALTHY))
+        else:
+            held.settle()
+            made.judge(moments, data, critical=False)
+            found.append((data.event, list(data.issues), list(data.opened), data.health))
+            if together:
+                held.go_on(monitor.health)
+        if step in changes:
+            held.settle()
+            if changes[step][0]:
+                setattr(config, *changes[step])
+            else:
+                made.state_dict()
+    held.settle()
+    return found, made.state_dict(), held.num_remembered
 
 
 CHANGES = [
@@ -122,105 +178,69 @@ QUIET: Run = [(1.0, 1.0)] * 50
 @example([(3.0 if step % 2 else 0.31, None) for step in range(120)], {}, {})
 @example([*QUIET, *[(0.15, 1.0)] * 29, (0.6, 1.0), (3.4, 1.0), (3.4, 1.0)], {}, {65: ("", None)})
 @example([(5.0, 1.0)] * 140, {"max_grad_norm": 0.01, "clip_type": "agc"}, {60: ("clip_type", "norm")})
-def test_a_step_that_waits_is_judged_as_if_it_had_not(
+def test_steps_that_are_remembered_together_are_as_if_each_was_judged(
     run: Run, chosen: dict[str, Any], changes: dict[int, tuple[str, Any]]
 ) -> None:
     """Every step has the same issues, events and health, and what the rules remember in the end is the same."""
-    waiting, at_once = (verdicts(kind, run, chosen, changes) for kind in (Judgement, EachAtOnce))
-    np.testing.assert_equal(waiting[0], at_once[0])
-    np.testing.assert_equal(waiting[1], at_once[1])
+    together, each = (verdicts(run, chosen, changes, together=together) for together in (True, False))
+    np.testing.assert_equal(together[0], each[0])
+    np.testing.assert_equal(together[1], each[1])
 
 
-@given(st.lists(st.floats(-9, 9), min_size=34, max_size=60), st.lists(st.floats(-99, -9), max_size=MOST_WAITING - 1))
+@given(st.lists(st.floats(-9, 9), min_size=34, max_size=60), st.lists(st.floats(-99, -9), max_size=MOST_TOGETHER - 1))
 def test_a_median_is_not_lowered_further_than_the_band_allows_for(window: list[float], lower: list[float]) -> None:
     """A norm within the band is no ten times it, however low the steps were that waited before."""
     rule, config = SpikeRule(), GradientConfig()
-    for log_norm in window:
-        rule.window.push(log_norm)
+    for norm in window:
+        rule.window.push(norm)
     rule.first_norms, rule.last = [0.0] * 8, window[-1]
     band = rule.calm(config)
     assert band is not None
-    for log_norm in lower:
-        rule.window.push(log_norm)
+    for norm in lower:
+        rule.window.push(norm)
     assert band[1] < rule.window.median + TENFOLD
 
 
 def test_what_an_analyzer_takes_back_is_an_event() -> None:
-    """The step after it is judged at once, since an issue closes there."""
+    """The step after it makes a row, since an issue closes there."""
     config = GradientConfig()
-    made = Judgement(config, GradientMonitor(config))
+    made = Judge(config, GradientMonitor(config))
     for step in range(1, 60):
-        made.judge(*outcome_of(step, 1.0, 1.0, config), critical=False)
+        made.judge(*step_of(step, 1.0, 1.0, config), critical=False)
     issue = Issue(issue_type=IssueType.DEAD, severity=IssueSeverity.HIGH, layer="a", message="")
     events = []
     for heard in ([issue], [], []):
         made.hear(heard)
-        moments, outcome = outcome_of(60, 1.0, 1.0, config)
-        made.judge(moments, outcome, critical=False)
-        events.append((outcome.event, outcome.facts.health.healthy))
+        moments, data = step_of(60, 1.0, 1.0, config)
+        made.judge(moments, data, critical=False)
+        events.append((data.event, data.health.healthy))
     assert events == [(True, False), (True, True), (False, True)]
 
 
-def test_most_steps_of_a_quiet_run_wait() -> None:
-    """Where the norm stays within a factor of ten from step to step, rules are asked about a few steps only."""
-    random, asked = np.random.default_rng(0), list[int]()
+def test_most_steps_of_a_quiet_run_are_remembered_together() -> None:
+    """Where the norm stays within a factor of ten from step to step, rules judge a few steps only."""
+    random = np.random.default_rng(0)
     run: Run = [(float(np.exp(random.normal(-step / 100, 0.5))), 1.0) for step in range(300)]
+    assert verdicts(run, {}, {}, together=True)[2] > 200
 
-    class Counting(GradientMonitor):
-        def judge(self, evidence: Evidence) -> list[Issue]:
-            asked.append(evidence.step)
-            return super().judge(evidence)
 
+def test_a_state_that_is_loaded_replaces_what_was_remembered() -> None:
+    """What a rule remembers is what was saved, and the band is found anew."""
     config = GradientConfig()
-    made = Judgement(config, Counting(config))
-    for step, (norm, loss) in enumerate(run, 1):
-        made.judge(*outcome_of(step, norm, loss, config), critical=False)
-    assert len(asked) < 100
-
-
-def test_a_limit_that_is_set_on_the_way_counts_at_once() -> None:
-    """The bounds keep to the absolute limits that there were, and are not used with others."""
-    config = GradientConfig()
-    made = Judgement(config, GradientMonitor(config))
-    for step in range(1, 60):
-        made.judge(*outcome_of(step, 1.0, 1.0, config), critical=False)
-    config.exploding_threshold = 0.5
-    moments, outcome = outcome_of(60, 1.0, 1.0, config)
-    made.judge(moments, outcome, critical=False)
-    assert [issue.threshold for issue in outcome.opened] == [0.5]
-
-
-def test_a_monitor_that_is_asked_has_seen_every_step() -> None:
-    """Gradients are judged against the steps that wait, too, which wait no more after that."""
-    config = GradientConfig()
-    monitor = GradientMonitor(config)
-    made = Judgement(config, monitor)
+    saved, made = (Judge(config, GradientMonitor(config)) for _ in range(2))
     for step in range(1, 45):
-        made.judge(*outcome_of(step, 1.0, 1.0, config), critical=False)
-    monitor.check_gradient_health([torch.ones(2)])
-    rule = monitor.health._rules["spike"]
-    assert isinstance(rule, SpikeRule)
-    assert len(rule.window) == 44
-    assert monitor.state_dict()["health"]["spike"]["window"] == [0.0] * 44
-
-
-def test_steps_that_wait_are_gone_with_a_state_that_is_loaded() -> None:
-    """What a rule remembers is what was saved, and the bounds are found anew."""
-    config = GradientConfig()
-    saved, made = (Judgement(config, GradientMonitor(config)) for _ in range(2))
-    for step in range(1, 45):
-        saved.judge(*outcome_of(step, 7.0, 1.0, config), critical=False)
-        made.judge(*outcome_of(step, 1.0, 1.0, config), critical=False)
+        saved.judge(*step_of(step, 7.0, 1.0, config), critical=False)
+        made.judge(*step_of(step, 1.0, 1.0, config), critical=False)
     state = saved.state_dict()
     made.load_state_dict(state)
     np.testing.assert_equal(made.state_dict(), state)
-    moments, outcome = outcome_of(45, 70.1, 1.0, config)
-    made.judge(moments, outcome, critical=False)
-    assert [issue.issue_type for issue in outcome.opened] == [IssueType.EXPLODING]
+    moments, data = step_of(45, 70.1, 1.0, config)
+    made.judge(moments, data, critical=False)
+    assert [issue.issue_type for issue in data.opened] == [IssueType.EXPLODING]
 
 
 class Broken(Rule):
-    """A rule that fails when it is asked which steps may wait."""
+    """A rule that fails when it is asked which steps can open nothing."""
 
     def calm(self, config: GradientConfig) -> Band | None:
         """Fail."""
@@ -234,27 +254,27 @@ class Broken(Rule):
 def test_a_rule_that_fails_leaves_the_others_alone(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is left out with one warning, also where it fails while steps wait."""
-    types = {**RULES, "broken": Broken}
-    monkeypatch.setattr("gradtrack.health.rule_engine.RULES", types)
+    """It is left out with one warning, also where it fails while the band is found."""
+    monkeypatch.setattr("gradtrack.health.rule_engine.RULES", {**RULES, "broken": Broken})
     config = GradientConfig()
-    made = Judgement(config, GradientMonitor(config))
+    monitor = GradientMonitor(config)
+    made = Judge(config, monitor)
     for step in range(1, 120):
-        made.judge(*outcome_of(step, 1.0, 1.0, config), critical=False)
+        made.judge(*step_of(step, 1.0, 1.0, config), critical=False)
+        monitor.health.band(config)
     assert caplog.text.count("rule broken failed") == 1
     assert "broken" not in made.state_dict()["monitor"]["health"]
 
 
 @pytest.mark.parametrize("name", sorted(RULES))
-def test_every_rule_says_which_steps_may_wait(name: str) -> None:
+def test_every_rule_says_which_steps_can_open_nothing(name: str) -> None:
     """One that never does would make every step of every training dearer."""
-    health = Health()
-    rule, config = health._rules[name], GradientConfig()
+    rule, config = RULES[name](), GradientConfig()
     for step in range(1, 60):
-        moments, _ = outcome_of(step, 1.0, 1.0, config)
+        moments, _ = step_of(step, 1.0, 1.0, config)
         rule.judge(Evidence(step=step, norm=1.0, moments=moments, layout=LAYOUT, loss=1.0), config)
     band = rule.calm(config)
     assert band is not None
     assert band[0] < 0.0 < band[1]
-    rule.take_in([CalmStep(0.0, 1.0, None, False)] * MOST_WAITING)
+    rule.remember([CalmStep(0.0, 1.0, None, False)] * MOST_TOGETHER)
     assert rule.calm(config) is not None

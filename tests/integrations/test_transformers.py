@@ -137,7 +137,7 @@ class Twice(transformers.Trainer):  # type: ignore[misc]
         return sum(loss.detach() for loss in losses)
 
 
-class Stepping(transformers.Trainer):  # type: ignore[misc]
+class PairOptimizers(transformers.Trainer):  # type: ignore[misc]
     """Steps by itself, so that the Trainer's own step finds nothing to do."""
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
@@ -167,7 +167,7 @@ def test_steps_of_other_kinds_of_trainers(kind: Any, accumulation: int, tmp_path
 def test_a_step_within_the_trainers_is_looked_at_before(tmp_path: Path) -> None:
     """Where a Trainer's step makes the optimizer's itself, that is what is measured and clipped."""
     callback = GradtrackCallback(max_grad_norm=0.2)
-    trainer = train(callback, tmp_path, kind=Stepping, max_grad_norm=0)
+    trainer = train(callback, tmp_path, kind=PairOptimizers, max_grad_norm=0)
     assert [report.step for report in callback.reports] == [1, 2, 3, 4, 5, 6]
     assert all(report.clipping.clipped for report in callback.reports)
     assert not trainer.optimizer.optimizer._optimizer_step_pre_hooks

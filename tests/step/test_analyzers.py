@@ -13,7 +13,7 @@ from gradtrack import GradientManager
 from gradtrack.analyzers.flow import GradientFlowAnalyzer
 from gradtrack.analyzers.jacobian import JacobianAnalyzer
 from gradtrack.analyzers.transformer import TransformerAnalyzer
-from gradtrack.step.analyzers import LiveAnalyzers
+from gradtrack.step.analyzers import RunningAnalyzers
 
 
 def num_hooks(model: nn.Module) -> int:
@@ -26,7 +26,7 @@ def num_hooks(model: nn.Module) -> int:
 def test_hooks_for_a_step_that_does_not_come_are_removed(step: int) -> None:
     """Who counts steps anew while hooks wait for the next one has them on the model once, or not at all."""
     model = nn.TransformerEncoderLayer(8, 2, 16)
-    live = LiveAnalyzers({"flow": GradientFlowAnalyzer(), "transformer": TransformerAnalyzer()})
+    live = RunningAnalyzers({"flow": GradientFlowAnalyzer(), "transformer": TransformerAnalyzer()})
     live.arm(model, 4)
     once = num_hooks(model)
     assert once > 0
@@ -38,7 +38,7 @@ def test_hooks_for_a_step_that_does_not_come_are_removed(step: int) -> None:
 
 def test_an_alert_does_not_take_back_the_one_before() -> None:
     """What was made ready for a step looks at it, though something else has happened on that step."""
-    live = LiveAnalyzers({"jacobian": JacobianAnalyzer()})
+    live = RunningAnalyzers({"jacobian": JacobianAnalyzer()})
     live.alert(21)
     assert not live.due(20)
     live.alert(22)

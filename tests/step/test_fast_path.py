@@ -1,4 +1,4 @@
-"""Usual steps are looked at in one call and taken in together, which nobody notices."""
+"""Fast steps are looked at in one call and taken in together, which nobody notices."""
 
 from __future__ import annotations
 
@@ -26,20 +26,21 @@ from torch import Tensor, nn
 
 from gradtrack import GradientManager, StepReport
 from gradtrack.delivery.journal.reading import find_journals
-from gradtrack.step.fast_path import UsualSteps
+from gradtrack.step.fast_path import FastPath
+from gradtrack.step.pair import Pair
 from tests.training import small_model
 
 pytest.importorskip("gradtrack.gradients.native.engine", reason="numba is not installed")
 
 Loop = tuple[GradientManager, nn.Sequential, torch.optim.Optimizer]
 QUIET = 60
-"""After so many steps of a quiet training some are usual."""
+"""After so many steps of a quiet training some are fast."""
 
 
 @contextmanager
 def closely() -> Any:
     """Look at every step closely."""
-    with mock.patch.object(UsualSteps, "open"):
+    with mock.patch.object(FastPath, "open"):
         yield
 
 
@@ -71,14 +72,14 @@ def a_loop(lr: float = 1e-4, **chosen: Any) -> Loop:
     return GradientManager(engine="native", **chosen), model, optimizer
 
 
-def usual(loop: Loop) -> UsualSteps:
-    """Return what looks at the usual steps of a training."""
-    return next(iter(loop[0]._roster)).usual
+def pair_of(loop: Loop) -> Pair:
+    """Return the only pair of a training."""
+    return next(iter(loop[0]._pairs))
 
 
 def assert_waiting(loop: Loop) -> None:
-    """Make sure that the last step was a usual one that nobody has asked about."""
-    assert usual(loop)._reports, "no step waits: the test shows nothing"
+    """Make sure that the last step was a fast one that is still pending."""
+    assert pair_of(loop).pending.held is not None, "no step waits: the test shows nothing"
 
 
 ACTIONS: dict[str, Callable[[Loop, int], object]] = {
@@ -181,7 +182,9 @@ SETTINGS: list[dict[str, Any]] = [
     st.dictionaries(st.integers(QUIET, 104), st.sampled_from(sorted(ACTIONS)), max_size=4),
     st.booleans(),
 )
-def test_nobody_can_tell_usual_steps_from_others(chosen: dict[str, Any], actions: dict[int, str], late: bool) -> None:
+def test_reports_do_not_tell_fast_steps_from_others(
+    chosen: dict[str, Any], actions: dict[int, str], late: bool
+) -> None:
     """Reports, rows, state and weights are what they are where every step is looked at closely, whatever happens."""
     together = outcome(chosen, actions, late)
     with closely():
@@ -191,7 +194,7 @@ def test_nobody_can_tell_usual_steps_from_others(chosen: dict[str, Any], actions
 
 
 @pytest.mark.parametrize("action", sorted(ACTIONS))
-def test_whatever_comes_between_usual_steps(action: str) -> None:
+def test_whatever_comes_between_fast_steps(action: str) -> None:
     """Each thing that may happen in between leaves the same behind."""
     actions = dict.fromkeys((QUIET + 7, QUIET + 8, QUIET + 30), action)
     together = outcome({}, actions, True)
@@ -237,7 +240,7 @@ def run_action(loop: Loop, actions: Mapping[int, str], step: int) -> None:
 
 @pytest.mark.parametrize("epoch", [None, 3, 2**70, 1.5, np.int64(4), "three", True])
 def test_epochs_of_every_kind(tmp_path: Path, epoch: Any) -> None:
-    """What is passed as an epoch never stops a usual step, and is what it is on others."""
+    """What is passed as an epoch never stops a fast step, and is what it is on others."""
     loop = a_loop(run_dir=tmp_path, grad_log_every_n_steps=1, grad_track_per_weight_matrix=False)
     train(loop, range(QUIET))
     loop[2].zero_grad()
@@ -247,16 +250,16 @@ def test_epochs_of_every_kind(tmp_path: Path, epoch: Any) -> None:
 
 
 @pytest.mark.parametrize("limit", [0.05, 100.0])
-def test_most_steps_of_a_quiet_training_are_usual(limit: float) -> None:
+def test_most_steps_of_a_quiet_training_are_fast(limit: float) -> None:
     """Only the first ones and those that make rows are looked at closely, whether clipping engages or not."""
     loop, taken = a_loop(max_grad_norm=limit), []
-    take = UsualSteps.take
+    take = FastPath.take
 
-    def counted(self: UsualSteps, *args: Any) -> StepReport | None:
+    def counted(self: FastPath, *args: Any) -> StepReport | None:
         taken.append(take(self, *args))
         return taken[-1]
 
-    with mock.patch.object(UsualSteps, "take", counted):
+    with mock.patch.object(FastPath, "take", counted):
         train(loop, range(300))
     assert sum(report is not None for report in taken[QUIET:]) > 0.95 * len(taken[QUIET:])
 
@@ -309,7 +312,7 @@ def test_a_handler_of_a_signal_may_ask_within_a_step() -> None:
     train(loop, range(QUIET))
     assert_waiting(loop)
     seen = []
-    plan = usual(loop)._plan
+    plan = pair_of(loop).fast_path._plan
     look = plan.look
 
     class Interrupted:
@@ -322,7 +325,7 @@ def test_a_handler_of_a_signal_may_ask_within_a_step() -> None:
             seen.append(len(loop[0].reports))
             return look(*args)  # type: ignore[no-any-return]
 
-    usual(loop)._plan = Interrupted()
+    pair_of(loop).fast_path._plan = Interrupted()
     train(loop, range(QUIET, QUIET + 3))
     assert seen
     assert [report.step for report in loop[0].reports] == list(range(1, QUIET + 4))
@@ -330,7 +333,7 @@ def test_a_handler_of_a_signal_may_ask_within_a_step() -> None:
 
 def hook_look(loop: Loop, hook: Callable[[], object]) -> None:
     """Call something within the next look, as a handler of a signal does."""
-    plan = usual(loop)._plan
+    plan = pair_of(loop).fast_path._plan
 
     class Hooked:
         """A plan in whose look a handler runs."""
@@ -339,11 +342,11 @@ def hook_look(loop: Loop, hook: Callable[[], object]) -> None:
             return getattr(plan, name)
 
         def look(self, *args: Any) -> float:
-            usual(loop)._plan = plan
+            pair_of(loop).fast_path._plan = plan
             hook()
             return plan.look(*args)  # type: ignore[no-any-return]
 
-    usual(loop)._plan = Hooked()
+    pair_of(loop).fast_path._plan = Hooked()
 
 
 def test_a_handler_of_a_signal_may_close_within_a_step(tmp_path: Path) -> None:
@@ -376,8 +379,8 @@ def test_an_interrupt_within_a_step_costs_no_other() -> None:
         loop = a_loop(max_grad_norm=100.0)
         train(loop, range(QUIET))
         assert_waiting(loop)
-        pair = next(iter(loop[0]._roster))
-        owner: Any = {"rates": pair.stepping, "deferred": StepReport, "engage": pair.clipper}[name]
+        pair = next(iter(loop[0]._pairs))
+        owner: Any = {"rates": pair.optimizer_steps, "deferred": StepReport, "engage": pair.clipper}[name]
         with mock.patch.object(owner, name, side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
             train(loop, range(QUIET, QUIET + 1))
         train(loop, range(QUIET + 1, QUIET + 5))
@@ -398,7 +401,7 @@ def test_a_group_that_has_lost_its_rate() -> None:
     assert report.lr == {"0": 0.0}
 
 
-def test_lines_are_logged_for_usual_steps_too(caplog: pytest.LogCaptureFixture) -> None:
+def test_lines_are_logged_for_fast_steps_too(caplog: pytest.LogCaptureFixture) -> None:
     """One for every recorded step, also where rows go nowhere."""
     caplog.set_level("INFO", "gradtrack")
     settings = {"verbose_logging": True, "grad_log_every_n_steps": 5, "grad_track_per_weight_matrix": False}
@@ -421,7 +424,7 @@ def test_a_setting_counts_from_the_step_after_its_assignment() -> None:
     assert train(loop, range(QUIET + 2, QUIET + 3))[0].clipping.threshold == 0.01
 
 
-def test_where_no_step_is_usual_it_is_hardly_asked() -> None:
+def test_where_no_step_is_fast_the_path_is_hardly_tried() -> None:
     """As where the limit is assigned before every step."""
     loop = a_loop()
     train(loop, range(QUIET))
@@ -429,7 +432,7 @@ def test_where_no_step_is_usual_it_is_hardly_asked() -> None:
     def assign(step: int) -> None:
         loop[0].config.max_grad_norm = 1.0 + step
 
-    with mock.patch.object(UsualSteps, "_refresh", autospec=True, side_effect=UsualSteps._refresh) as asked:
+    with mock.patch.object(FastPath, "_go_on", autospec=True, side_effect=FastPath._go_on) as asked:
         train(loop, range(QUIET, QUIET + 300), assign)
     assert asked.call_count < 40
     train(loop, range(QUIET, QUIET + 100))
@@ -441,17 +444,17 @@ def test_a_forked_copy_trains_on(tmp_path: Path) -> None:
     loop = a_loop()
     train(loop, range(QUIET))
     with ThreadPoolExecutor(1) as other:
-        other.submit(usual(loop)._lock.acquire).result()
+        other.submit(pair_of(loop).pending.lock.acquire).result()
         child = os.fork()
         if not child:
             train(loop, range(QUIET, QUIET + 3))
             os._exit(0)
-        other.submit(usual(loop)._lock.release).result()
+        other.submit(pair_of(loop).pending.lock.release).result()
     assert os.waitpid(child, 0)[1] == 0
 
 
 def test_a_loss_that_cannot_be_read_is_refused_as_ever() -> None:
-    """Also where the step would have been a usual one."""
+    """Also where the step would have been a fast one."""
     loop = a_loop()
     train(loop, range(QUIET))
     with pytest.raises(ValueError, match="expected a single number"):

@@ -46,7 +46,7 @@ def test_a_report_that_is_kept_keeps_no_model_alive() -> None:
         model.zero_grad()
         manager.step(model, optimizer, model(torch.ones(4, 3)).sum())
     reports, weight = manager.reports, weakref.ref(model.weight)
-    with_histograms = [one for one in reports if _facts(one) is not None and _facts(one).histograms]
+    with_histograms = [one for one in reports if _data(one) is not None and _data(one).histograms]
     assert len(with_histograms) <= 8
     manager.close()
     del model, optimizer, manager
@@ -55,6 +55,7 @@ def test_a_report_that_is_kept_keeps_no_model_alive() -> None:
     assert [report.groups["weight"].element_count for report in reports] == [6] * 20
 
 
-def _facts(report: StepReport) -> Any:
+def _data(report: StepReport) -> Any:
+    """Return what a report that was not read yet makes its fields of."""
     private = report.__pydantic_private__
-    return private.get("resolve") if private else None
+    return getattr(private.get("resolve") if private else None, "__self__", None)

@@ -1,4 +1,4 @@
-"""The judgement of one pair's steps."""
+"""The judge_of of one pair's steps."""
 
 import json
 import math
@@ -8,27 +8,25 @@ import torch
 from gradtrack import GradientConfig, GradientMonitor, Issue, IssueSeverity, IssueType
 from gradtrack.gradients.measurer import Measurer
 from gradtrack.gradients.parameters import ParameterTable
-from gradtrack.reports import HealthReport, StepReport
-from gradtrack.step.data import Outcome, StepFacts
-from gradtrack.step.judge import Judgement
+from gradtrack.reports import HealthReport
+from gradtrack.step.data import StepData
+from gradtrack.step.judge import Judge
 from tests.training import with_gradients
 
 
-def judgement(**settings: object) -> Judgement:
-    """Return a judgement that has seen nothing."""
+def judge_of(**settings: object) -> Judge:
+    """Return a judge_of that has seen nothing."""
     config = GradientConfig.load(None, **settings)
-    return Judgement(config, GradientMonitor(config))
+    return Judge(config, GradientMonitor(config))
 
 
-def judge(made: Judgement, step: int, value: float) -> Outcome:
+def judge(made: Judge, step: int, value: float) -> StepData:
     """Judge a step whose only gradient is this number."""
     grads = ParameterTable(with_gradients([torch.tensor([value])])).gradients()
-    facts = StepFacts(grads.layout, {})
-    facts.nan_inf = {"action": "report"}
-    outcome = Outcome(facts)
-    outcome.report = StepReport.deferred(dict, step=step)
-    made.judge(grads.measure(Measurer("torch")), outcome, critical=False)
-    return outcome
+    data = StepData(grads.layout, {})
+    data.step, data.nan_inf = step, {"action": "report"}
+    made.judge(grads.measure(Measurer("torch")), data, critical=False)
+    return data
 
 
 def issue(layer: str) -> Issue:
@@ -40,7 +38,7 @@ def issue(layer: str) -> Issue:
 
 def test_a_streak_of_nonfinite_steps_is_one_event() -> None:
     """The first non-finite step is an event of its own, and the harm is known after it is over."""
-    made = judgement()
+    made = judge_of()
     events = [judge(made, step, value).event for step, value in enumerate([1.0, math.nan, math.nan, math.nan], 1)]
     assert events == [False, True, False, False]
     for step in range(5, 200):
@@ -51,7 +49,7 @@ def test_a_streak_of_nonfinite_steps_is_one_event() -> None:
 
 def test_issues_of_analyzers_stay_until_they_are_heard_again() -> None:
     """What the analyzers say opens on the next step, once, unless its layer is muted."""
-    made = judgement(mute=["quiet"])
+    made = judge_of(mute=["quiet"])
     made.hear([issue("loud"), issue("quiet")])
     first, second = judge(made, 1, 1.0), judge(made, 2, 1.0)
     assert [found.layer for found in first.opened] == ["loud"]
@@ -63,16 +61,16 @@ def test_issues_of_analyzers_stay_until_they_are_heard_again() -> None:
 
 def test_without_monitoring_nothing_is_judged() -> None:
     """With monitoring off a step is healthy whatever the analyzers said."""
-    made = judgement(enable_gradient_monitoring=False)
+    made = judge_of(enable_gradient_monitoring=False)
     made.hear([issue("loud")])
     outcome = judge(made, 1, 1.0)
-    assert outcome.facts.health == HealthReport()
+    assert outcome.health == HealthReport()
     assert not outcome.issues
 
 
 def test_state_comes_back() -> None:
-    """A restored judgement knows what is open, so that it does not open again."""
-    made, later = judgement(), judgement()
+    """A restored judge_of knows what is open, so that it does not open again."""
+    made, later = judge_of(), judge_of()
     judge(made, 1, math.nan)
     later.load_state_dict(json.loads(json.dumps(made.state_dict())))
     assert later.health == made.health

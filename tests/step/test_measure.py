@@ -9,28 +9,28 @@ from torch import distributed, nn
 from gradtrack import GradientConfig, GradientManager
 from gradtrack.errors import UsageError
 from gradtrack.gradients.measurer import Measurer
-from gradtrack.step.data import StepFacts
-from gradtrack.step.measure import Gauge
+from gradtrack.step.data import StepData
+from gradtrack.step.measure import Measurement
 from tests.training import batch_loss, small_model
 
 
-def read(gauge: Gauge, loss: torch.Tensor | None = None) -> StepFacts:
+def read(measurement: Measurement, loss: torch.Tensor | None = None) -> StepData:
     """Collect and read the gradients that are there."""
-    grads = gauge.collect()
-    facts = StepFacts(grads.layout, grads.touched_rows)
-    gauge.read(grads, facts, loss, row_due=False)
+    grads = measurement.collect()
+    facts = StepData(grads.layout, grads.touched_rows)
+    measurement.read(grads, facts, loss, row_due=False)
     return facts
 
 
 def test_the_parameters_of_the_step() -> None:
     """A layer that is frozen or a grouping that is changed during the training counts from the next step on."""
     model, config = small_model(), GradientConfig(engine="torch")
-    gauge = Gauge(model, config, Measurer("torch"))
+    measurement = Measurement(model, config, Measurer("torch"))
     torch.autograd.backward(batch_loss(model))
-    assert set(read(gauge).norms()) == {"0.weight", "0.bias", "2.weight", "2.bias"}
+    assert set(read(measurement).norms()) == {"0.weight", "0.bias", "2.weight", "2.bias"}
     model.get_parameter("0.weight").requires_grad_(False)
     config.groups = {"heads": r"^2\."}
-    facts = read(gauge)
+    facts = read(measurement)
     assert set(facts.norms()) == {"0.bias", "2.weight", "2.bias"}
     assert facts.groups()["2.bias"] == "heads"
 
@@ -38,22 +38,22 @@ def test_the_parameters_of_the_step() -> None:
 def test_the_engine_of_the_step() -> None:
     """An engine that is chosen during the training is used from the next step on."""
     config, measurer = GradientConfig(engine="torch"), Measurer("torch")
-    gauge = Gauge(small_model(), config, measurer)
+    measurement = Measurement(small_model(), config, measurer)
     config.engine = "native"
-    gauge.collect()
+    measurement.collect()
     assert measurer.engine == "native"
 
 
 def test_loss_and_weights() -> None:
     """The loss is read with the gradients, the weights when they are asked for."""
     model = small_model()
-    gauge = Gauge(model, GradientConfig(), Measurer("torch"))
+    measurement = Measurement(model, GradientConfig(), Measurer("torch"))
     loss = batch_loss(model)
     torch.autograd.backward(loss)
-    facts = read(gauge, loss.detach())
+    facts = read(measurement, loss.detach())
     assert facts.loss == loss.item()
     assert not facts.weight_norms
-    gauge.weigh(facts)
+    measurement.weigh(facts)
     expected = torch.cat([param.detach().flatten().double() for param in model[0].parameters()]).norm()
     assert facts.weight_norms["0"] == pytest.approx(float(expected), rel=1e-9)
 
@@ -62,7 +62,7 @@ def test_loss_and_weights() -> None:
 def test_nothing_to_read(model: nn.Module, hint: str) -> None:
     """A model without trainable parameters is refused, with the reason where it is known."""
     with pytest.raises(UsageError, match=hint):
-        Gauge(model.requires_grad_(False), GradientConfig(), Measurer("torch"))
+        Measurement(model.requires_grad_(False), GradientConfig(), Measurer("torch"))
 
 
 def test_a_report_that_is_read_later_has_the_sizes_of_its_step() -> None:

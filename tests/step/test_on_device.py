@@ -201,7 +201,7 @@ def test_a_mean_does_not_hide_the_variance(monkeypatch: pytest.MonkeyPatch) -> N
     model = with_gradients([grad.clone() for grad in grads])
     manager = GradientManager(nonfinite_action="report", engine="torch", track_parameters=True)
     report = manager.step(model, optimizer_of(model), None, backward=False)
-    assert manager.reports == []
+    assert next(iter(manager._pairs)).pending.held is not None
     assert report.statistics is not None
     for index, grad in enumerate(grads):
         expected = variance(grad) if len(grad) > 1 else 0.0
@@ -213,3 +213,21 @@ def test_a_mean_does_not_hide_the_variance(monkeypatch: pytest.MonkeyPatch) -> N
 def variance(values: Tensor) -> float:
     """Return the variance of the finite elements, from their deviations."""
     return float(values[values.isfinite()].numpy().var(ddof=1))
+
+
+def test_the_last_step_is_among_the_reports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reports and the monitor's history have the step whose numbers are still on the device, as it was before."""
+    torch.manual_seed(0)
+    monkeypatch.setattr(pair, "on_device", lambda grads: True)
+    model = small_model()
+    optimizer = optimizer_of(model)
+    manager = GradientManager(engine="torch", max_grad_norm=1e-3)
+    monitor = manager.monitor
+    for step in range(1, 4):
+        optimizer.zero_grad()
+        manager.step(model, optimizer, batch_loss(model, step))
+        last = manager.reports[-1]
+        assert (last.step, len(monitor.history)) == (step, step)
+        assert last.clipping.norm_before == pytest.approx(monitor.history[-1].total_norm)
+        assert monitor.history[-1].total_norm > 1e-3 >= (last.clipping.norm_after or 1.0)
+        optimizer.step()

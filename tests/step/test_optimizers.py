@@ -10,13 +10,13 @@ import gradtrack
 from gradtrack import GradientManager
 from gradtrack.errors import UsageError
 from gradtrack.gradients.parameters import ParameterTable
-from gradtrack.step.optimizers import Stepping
+from gradtrack.step.optimizers import PairOptimizers
 from tests.training import batch_loss, optimizer_of, small_model
 
 
-def stepping(model: nn.Module, *optimizers: object) -> Stepping:
+def stepping(model: nn.Module, *optimizers: object) -> PairOptimizers:
     """Bind optimizers to a model."""
-    made = Stepping()
+    made = PairOptimizers()
     made.bind(optimizers, ParameterTable(model))
     return made
 

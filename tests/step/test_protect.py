@@ -1,6 +1,7 @@
 """The decisions about one step, together."""
 
 import math
+from unittest.mock import create_autospec
 
 import pytest
 import torch
@@ -8,19 +9,23 @@ import torch
 from gradtrack import GradientClipper, GradientConfig, NaNInfHandler
 from gradtrack.gradients.measurer import Measurer
 from gradtrack.gradients.parameters import ParameterTable
-from gradtrack.step.protect import Guard, Protection
+from gradtrack.step.data import StepData
+from gradtrack.step.loss_scale import Scale
+from gradtrack.step.protect import Protection
 from tests.training import with_gradients
 
 
-def protect(*gradients: torch.Tensor, scaled: bool = False, **settings: object) -> tuple[Protection, list[object]]:
+def protect(*gradients: torch.Tensor, scaled: bool = False, **settings: object) -> tuple[StepData, list[object]]:
     """Protect gradients; return what was done and the gradients that are left."""
     config, measurer = GradientConfig.load(None, **settings), Measurer("torch")
     model = with_gradients(list(gradients))
     grads = ParameterTable(model).gradients()
-    guard = Guard(NaNInfHandler(config), GradientClipper(config))
+    protection = Protection(NaNInfHandler(config), GradientClipper(config))
     moments = grads.measure(measurer)
-    made = guard.protect(grads, moments, model.parameters, scaled=scaled, remember=True)
-    return made, [param.grad for param in model.parameters()]
+    data = StepData(grads.layout, {})
+    data.scale = create_autospec(Scale, instance=True) if scaled else None
+    protection.protect(grads, moments, data, model.parameters)
+    return data, [param.grad for param in model.parameters()]
 
 
 def test_a_skipped_step_has_no_norm_after() -> None:

@@ -31,7 +31,7 @@ class ClipSaturatedRule(Rule):
     def calm(self, config: GradientConfig) -> Band | None:
         return ANY if max(self.excess, default=0.0) < _EXCESS else None
 
-    def take_in(self, steps: Sequence[CalmStep]) -> None:
+    def remember(self, steps: Sequence[CalmStep]) -> None:
         for step in steps:
             if step.limit is not None:
                 self.excess.append(step.log_norm - math.log(step.limit) if step.clipped else _NOT_CLIPPED)

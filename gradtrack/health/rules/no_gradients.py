@@ -23,7 +23,7 @@ class NoGradientsRule(Rule):
     def calm(self, config: GradientConfig) -> Band | None:
         return ANY
 
-    def take_in(self, steps: Sequence[CalmStep]) -> None:
+    def remember(self, steps: Sequence[CalmStep]) -> None:
         self.streak = 0
 
     def judge(self, evidence: Evidence, config: GradientConfig) -> list[Issue]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Final, final
 
 from gradtrack.config import GradientConfig
-from gradtrack.health.rule import MOST_WAITING, SLACK, TENFOLD, Band, CalmStep, Evidence, Rule, beyond_limit
+from gradtrack.health.rule import MOST_TOGETHER, SLACK, TENFOLD, Band, CalmStep, Evidence, Rule, beyond_limit
 from gradtrack.reports import Issue, IssueSeverity, IssueType
 from gradtrack.support.statistics import RollingMedian
 
@@ -51,13 +51,13 @@ class SpikeRule(Rule):
     def calm(self, config: GradientConfig) -> Band | None:
         # However low the steps to come are, at most all of them join what is below this one, and it is still below
         # the median.
-        surely_below_median = (len(self.window) - 2 * (MOST_WAITING + 1)) // 2
+        surely_below_median = (len(self.window) - 2 * (MOST_TOGETHER + 1)) // 2
         if self.streak or surely_below_median < 0 or len(self.first_norms) < _FIRST:
             return None
         limit = math.inf if config.exploding_threshold is None else math.log(config.exploding_threshold)
         return (-math.inf, min(self.window[surely_below_median] + _JUMP, limit) - SLACK)
 
-    def take_in(self, steps: Sequence[CalmStep]) -> None:
+    def remember(self, steps: Sequence[CalmStep]) -> None:
         for step in steps:
             self.window.push(step.log_norm)
         self.last = steps[-1].log_norm

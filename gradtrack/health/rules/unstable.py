@@ -41,7 +41,7 @@ class UnstableRule(Rule):
     def calm(self, config: GradientConfig) -> Band | None:
         return None if self.opened or self._is_jumping() or math.isnan(self.last) else ANY
 
-    def take_in(self, steps: Sequence[CalmStep]) -> None:
+    def remember(self, steps: Sequence[CalmStep]) -> None:
         for step in steps:
             self._follow(step.loss)
         self.jumps.extend([0] * len(steps))

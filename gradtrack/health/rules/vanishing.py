@@ -36,7 +36,7 @@ class VanishingRule(Rule):
         limit = config.vanishing_threshold
         return (max(max(self.first_norms) + _FALL, -math.inf if limit is None else math.log(limit)) + SLACK, math.inf)
 
-    def take_in(self, steps: Sequence[CalmStep]) -> None:
+    def remember(self, steps: Sequence[CalmStep]) -> None:
         self.streak = 0
 
     def judge(self, evidence: Evidence, config: GradientConfig) -> list[Issue]:
