@@ -157,8 +157,9 @@ class GradientClipper:
             found[:, 1] = np.ldexp(here.rows[:, SQUARES], 2 * here.exponent)
         bad = set(here.nonfinite_rows()) if replace is not None else set()
         parts: dict[int, Tensor] = {}
+        params = grads.layout.params
         for index in sorted(bad.union(self._beyond(here))):
-            param, part = grads.layout.params[index], grads.tensors[index].detach()
+            param, part = params[index], grads.tensors[index].detach()
             if replace is not None and index in bad:
                 part = part.clone()
                 replace([part])
@@ -166,7 +167,7 @@ class GradientClipper:
                 parts[id(param)], found[index, 1] = part, 0.0
             else:
                 copy = part if index in bad and replace is not None else part.clone()
-                count = self._limit(copy, grads, index)
+                count = self._limit(copy, param, grads.stand_ins.get(index))
                 norm = self._measurer.measure([copy], np.zeros(1, dtype=np.int64), 1).norm
                 found[index] = count, norm * norm
         return Foreseen(found, cut.sums(parts).tolist())
@@ -188,7 +189,8 @@ class GradientClipper:
         else:
             if beyond := self._beyond(moments):
                 grads.own()
-            count = sum(self._limit(grads.tensors[index], grads, index) for index in beyond)
+            tensors, params, stand_ins = grads.tensors, grads.layout.params, grads.stand_ins
+            count = sum(self._limit(tensors[index], params[index], stand_ins.get(index)) for index in beyond)
             after = grads.measure(self._measurer).norm if count else norm
         if count:
             grads.install()
@@ -211,7 +213,7 @@ class GradientClipper:
             if id(param) in cut:
                 cut.scale(param, tensor, limited.factors)
             else:
-                self._limit(tensor, grads, index)
+                self._limit(tensor, param, grads.stand_ins.get(index))
         return count + limited.num_limited, math.sqrt(squares + limited.squares)
 
     def _beyond(self, moments: Moments) -> Sequence[int]:
@@ -223,11 +225,11 @@ class GradientClipper:
             beyond = np.flatnonzero(np.ldexp(ends, moments.exponent) > self.config.max_grad_norm)
         return [int(index) for index in beyond]
 
-    def _limit(self, tensor: Tensor, grads: Gradients, index: int) -> int:
+    def _limit(self, tensor: Tensor, param: nn.Parameter, stand_in: Tensor | None) -> int:
         """Limit the elements or units of a tensor in place; return how many were beyond their limit."""
         if self.config.effective_clip_type == "value":
             return _clamp(tensor, self.config.max_grad_norm)
-        return limit_units(tensor, grads.layout.params[index], self.config.agc_clip_factor, grads.stand_ins.get(index))
+        return limit_units(tensor, param, self.config.agc_clip_factor, stand_in)
 
 
 def coefficient_of(norm: float, limit: float, epsilon: float) -> float:

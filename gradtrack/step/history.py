@@ -148,25 +148,33 @@ class History:
 _STEPS: Final = 8
 
 
+class _Kept(NamedTuple):
+    reports: Sequence[StepReport]
+    data: Callable[[int], StepData]
+    shrink: Callable[[], object]
+    end: int
+    """How many steps were kept up to and with these, so that no count can contradict them."""
+
+
 class FlightRecorder:
     """Keeps the last steps in full; of a step that falls out only the sums stay in its report."""
 
     def __init__(self) -> None:
-        self._kept: deque[tuple[Sequence[StepReport], Callable[[int], StepData], Callable[[], object]]] = deque()
+        self._kept: deque[_Kept] = deque()
 
     def push(
         self, reports: Sequence[StepReport], data: Callable[[int], StepData], shrink: Callable[[], object]
     ) -> None:
         """Keep steps, with what returns the data of each; `shrink` is called when all of them have fallen out."""
         kept = self._kept
-        kept.append((reports, data, shrink))
-        # Counted anew, so that an exception between two lines leaves nothing that contradicts the steps.
-        while sum(len(found) for found, _, _ in kept) - len(kept[0][0]) >= _STEPS:
-            kept.popleft()[2]()
+        end = (kept[-1].end if kept else 0) + len(reports)
+        kept.append(_Kept(reports, data, shrink, end))
+        while end - kept[0].end >= _STEPS:
+            kept.popleft().shrink()
 
     def read(self) -> list[StepReport]:
         """Return the last steps with the statistics of every parameter, the newest last."""
-        steps = [(report, data(index)) for reports, data, _ in self._kept for index, report in enumerate(reports)]
+        steps = [(report, data(index)) for reports, data, _, _ in self._kept for index, report in enumerate(reports)]
         return [_in_full(report, found) for report, found in steps[-_STEPS:]]
 
 
