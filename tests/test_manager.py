@@ -693,7 +693,7 @@ def test_rows_are_made_only_where_they_go_somewhere(monkeypatch: pytest.MonkeyPa
     made: list[int] = []
 
     def counted(outcome: Any, *rest: Any) -> Any:
-        made.append(outcome.report.step)
+        made.append(outcome.step)
         return to_record(outcome, *rest)
 
     monkeypatch.setattr(rows_module, "to_record", counted)

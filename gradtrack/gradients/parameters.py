@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Mapping, Sequence
 from itertools import chain, repeat
 from operator import attrgetter, is_, is_not
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -26,8 +26,18 @@ _LAST: Final = (object(),)
 """What comes after the modules and parameters that there are."""
 
 
+class OutsideParameter(NamedTuple):
+    """A parameter that an optimizer of the model owns and no module has, as a temperature, a prompt, a loss weight."""
+
+    name: str
+    group: str
+    param: nn.Parameter
+
+
 class ParameterTable:
     """The trainable parameters of a model by name and group, each once, with the other names of tied ones.
+
+    Those `outside` of the model follow behind, unless ranks share the parameters.
 
     With a process group the gradients are those of all its ranks, also where nothing about a tensor says so. The
     parameters with the ids in `elsewhere` are left to another table.
@@ -40,6 +50,7 @@ class ParameterTable:
         process_group: Any = None,
         *,
         elsewhere: Container[int] = (),
+        outside: Sequence[OutsideParameter] = (),
     ) -> None:
         wrapped, model = list(model.modules()), unwrapped(model)
         self._modules = list(model.modules())
@@ -57,6 +68,13 @@ class ParameterTable:
             else:
                 by_id[id(param)] = name
                 everything.append(param)
+        group = process_group if process_group is not None else group_of_modules(wrapped)
+        shared = group is not None or any(map(is_distributed, everything))
+        beside = {} if shared else {id(one.param): one for one in outside if id(one.param) not in by_id}
+        by_id |= {key: one.name for key, one in beside.items()}
+        everything += [one.param for one in beside.values()]
+        self.outside = frozenset(one.name for one in beside.values())
+        """The names of parameters that are in no module."""
         self.everything = everything
         self._trainable = [param.requires_grad for param in everything]
         self.params = [param for param in everything if param.requires_grad and id(param) not in elsewhere]
@@ -64,13 +82,14 @@ class ParameterTable:
         self._has_complex = any(param.is_complex() for param in self.params)
         self.frozen = [by_id[id(param)] for param in everything if not param.requires_grad]
         self.patterns = patterns
-        groups = assign_groups(model, self.names, patterns or {})
+        within = [name for name in self.names if name not in self.outside]
+        groups = assign_groups(model, within, patterns or {})
+        groups += [beside[id(param)].group for param in self.params[len(within) :]]
         self.group_names = list(dict.fromkeys(groups))
         index = {name: position for position, name in enumerate(self.group_names)}
         self.group_of = np.array([index[group] for group in groups], dtype=np.int64)
         self.ranks: Ranks | None = None
         """The ranks that share the parameters, where any of them is a DTensor or there is a group that does."""
-        group = process_group if process_group is not None else group_of_modules(wrapped)
         if self.params and (group is not None or self.has_dtensors):
             self.ranks = Ranks(self.params, group, replicas=replicated_params(wrapped))
         self._layout: Layout | None = None

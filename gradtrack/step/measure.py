@@ -21,7 +21,7 @@ from gradtrack.gradients.histograms import histograms_of
 from gradtrack.gradients.in_backward import Passing, may_step_in_backward, step_in_backward
 from gradtrack.gradients.measurer import Measurer
 from gradtrack.gradients.moments import SQUARES, Moments, finite_norm
-from gradtrack.gradients.parameters import ParameterTable
+from gradtrack.gradients.parameters import OutsideParameter, ParameterTable
 from gradtrack.step.data import StepData
 
 
@@ -69,6 +69,9 @@ _DIVIDED = (
     "{} of the {} parameters are measured and clipped with other pairs, whose optimizers own them. "
     "Pass all optimizers as one sequence to clip by the norm of the whole model."
 )
+_OUTSIDE = (
+    "{} parameter(s) of the optimizer are in no module of {}: they are measured, clipped and protected with it, as {}."
+)
 _MOST_BYTES, _BYTES_OF_GROUP, _BYTES_BESIDE = 128, 48, 184
 """What a rank gives to a report at most, for each parameter; what numbers of a group take, and those of the whole."""
 
@@ -88,6 +91,7 @@ class Measurement:
         self._weight_squares: NDArray[np.float64] | None = None
         self.elsewhere: Callable[[], frozenset[int]] = frozenset
         self.left_out: frozenset[int] = frozenset()
+        self._outside: list[OutsideParameter] = []
         self.coming_notes: list[str] = []
         self.share(process_group)
         if not self.table.params:
@@ -99,10 +103,21 @@ class Measurement:
     def share(self, process_group: Any) -> None:
         """Take the gradients to be spread over the ranks of a group from now on, unless it is None."""
         self._process_group = process_group
-        self.table = ParameterTable(self._model, self._config.groups, process_group, elsewhere=self.left_out)
+        self.table = ParameterTable(
+            self._model, self._config.groups, process_group, elsewhere=self.left_out, outside=self._outside
+        )
         self.close()
         if step_in_backward(self.table.params):
             self._watch_passing()
+
+    def add_outside(self, outside: Sequence[OutsideParameter]) -> None:
+        """Measure parameters as well that the optimizers own and no module has."""
+        if [id(one.param) for one in outside] != [id(one.param) for one in self._outside]:
+            self._outside = list(outside)
+            self.share(self._process_group)
+            if self.table.outside:
+                groups = ", ".join(dict.fromkeys(one.group for one in outside))
+                self.coming_notes.append(_OUTSIDE.format(len(self.table.outside), type(self._model).__name__, groups))
 
     def divide(self) -> None:
         """Leave to others what they read now."""

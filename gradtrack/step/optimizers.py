@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from operator import itemgetter
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from gradtrack.analyzers.tools.optimizer_hooks import StepWatch, take_off, uncompiled
 from gradtrack.gradients.distributed.shards import is_distributed
-from gradtrack.gradients.parameters import ParameterTable
+from gradtrack.gradients.parameters import OutsideParameter, ParameterTable
 from gradtrack.step.arguments import check_optimizer, hookable, needs_closure
 from gradtrack.step.loss_scale import UnseenSkips, unscale_together
 
@@ -27,6 +27,7 @@ class PairOptimizers:
     def __init__(self) -> None:
         self.optimizers: tuple[Any, ...] = ()
         self.may_hold_found_inf = self.has_closures = False
+        self._num_groups: list[int] = []
         self._closure_calls: int | None = None
         self._rates: list[list[tuple[Any, Any]]] = []
         self._last_rates: list[Any] = []
@@ -42,7 +43,29 @@ class PairOptimizers:
                 check_optimizer(optimizer, table.params)
         self._watch.close()
         self.optimizers = tuple(optimizers)
+        self._num_groups = self._count_groups()
         self._watch_closures()
+
+    def outside(self, known: Container[int]) -> list[OutsideParameter]:
+        """Return the parameters that the optimizers own beside those with the ids, named by their groups."""
+        found: dict[int, OutsideParameter] = {}
+        for position, optimizer in enumerate(self.optimizers):
+            prefix = f"optimizer_{position}" if len(self.optimizers) > 1 else "optimizer"
+            for index, group in enumerate(optimizer.param_groups):
+                label = str(group.get("name") or f"{prefix}_group_{index}")
+                params = [param for param in group["params"] if id(param) not in known and _can_be_measured(param)]
+                for number, param in enumerate(params):
+                    name = label if len(params) == 1 else f"{label}.{number}"
+                    found.setdefault(id(param), OutsideParameter(name, label, param))
+        return list(found.values())
+
+    def has_new_groups(self) -> bool:
+        """Say whether a group was added or removed since the last call."""
+        before, self._num_groups = self._num_groups, self._count_groups()
+        return before != self._num_groups
+
+    def _count_groups(self) -> list[int]:
+        return [len(optimizer.param_groups) for optimizer in self.optimizers]
 
     def call_before_step(self, look: Callable[[], None]) -> None:
         """Call a function once, when one of the optimizers takes the gradients, if its steps can be watched."""
@@ -180,6 +203,10 @@ def _first_grad(optimizer: Any) -> Callable[[], Tensor | None]:
     params = (param for group in optimizer.param_groups for param in group["params"])
     found = next((param.grad for param in params if param.grad is not None), None)
     return weakref.ref(found) if found is not None else lambda: None
+
+
+def _can_be_measured(param: Any) -> bool:
+    return isinstance(param, Tensor) and param.requires_grad and not is_distributed(param)
 
 
 def _owns_shards(optimizer: Any) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,7 @@ from gradtrack.step.ranks import RankExchange
 from gradtrack.step.rows import Rows
 
 IssueCallback = Callable[[Issue, StepReport], object]
+Value = TypeVar("Value")
 Components = tuple[GradientMonitor, GradientClipper, NaNInfHandler]
 
 
@@ -100,7 +101,13 @@ class Pair:
         """Take the optimizers that step the model; each must own at least one of its parameters."""
         self.fast_path.close()
         self.optimizer_steps.bind(optimizers, self.table)
+        self._add_outside()
         self.watch()
+
+    def _add_outside(self) -> None:
+        """Measure what the optimizers own beside the model, whatever other pairs do with it."""
+        within = {id(param) for name, param in unwrapped(self.model).named_parameters(remove_duplicate=False)}
+        self.measurement.add_outside(self.optimizer_steps.outside(within))
 
     def watch(self, *, running: bool = True) -> None:
         """Watch what the optimizers take where an analyzer may ask; one of them may be `running` a step now."""
@@ -160,6 +167,8 @@ class Pair:
             if report is not None:
                 return report
         self.fast_path.close()
+        if self.optimizer_steps.has_new_groups():
+            self._add_outside()
         self.add_loss(loss)
         repeated = self.optimizer_steps.has_closures and self.optimizer_steps.calls_again()
         if not repeated:
@@ -324,9 +333,9 @@ class Pair:
             epoch=data.epoch,
             loss=data.loss,
             optimizers=self.optimizers,
-            gradients=dict(zip(grads.layout.names, grads.tensors, strict=True)) if grads.tensors else {},
-            norms=data.norms(),
-            groups=data.groups(),
+            gradients=self._within(dict(zip(grads.layout.names, grads.tensors, strict=True)) if grads.tensors else {}),
+            norms=self._within(data.norms()),
+            groups=self._within(data.groups()),
             lr=data.learning_rates(),
             horizon=self.horizon,
             skipped=data.skipped,
@@ -336,6 +345,11 @@ class Pair:
             elsewhere=self.measurement.left_out,
             counts_as=self.measurement.counts_as() if self.measurement.has_shards else None,
         )
+
+    def _within(self, by_name: dict[str, Value]) -> dict[str, Value]:
+        """Leave out what is in no module, which analyzers know nothing of."""
+        outside = self.table.outside
+        return {name: value for name, value in by_name.items() if name not in outside} if outside else by_name
 
     def diagnose(self) -> list[Issue]:
         """Return the faults of the run so far, those of the rules that are open or did harm and the analyzers'."""

@@ -10,6 +10,7 @@ from torch import nn
 
 from gradtrack.config import GradientConfig
 from gradtrack.errors import UsageError
+from gradtrack.gradients.distributed.shards import unwrapped
 from gradtrack.gradients.measurer import Measurer
 from gradtrack.health.monitor import GradientMonitor
 from gradtrack.protection.clipping import GradientClipper
@@ -39,7 +40,12 @@ class Shares:
         owned = [list(map(id, one.owned())) for one in pairs]
         if (tables, owned) != self._known:
             self._known = tables, owned
-            self._elsewhere = divide([list(map(id, table.everything)) for table in tables], owned)
+            within = [set(map(id, unwrapped(one.model).parameters())) for one in pairs]
+            held = [list(map(id, table.everything)) for table in tables]
+            self._elsewhere = [
+                left | {key for key in ids if key not in mine and any(key in other for other in within)}
+                for left, ids, mine in zip(divide(held, owned), held, within, strict=True)
+            ]
         return self._elsewhere[pairs.index(pair)]
 
 
