@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple
+from typing import Any, ClassVar, Final, NamedTuple
 
 from gradtrack.config import GradientConfig
 from gradtrack.gradients.groups import Layout
@@ -88,9 +88,12 @@ SLACK: Final = 1e-6
 class Rule(ABC):
     """One kind of finding, judged from a window of evidence that the rule keeps itself.
 
-    A rule is one file with one class. Its attributes are numbers, lists, deques and rolling medians, so that it can be
-    saved with a checkpoint.
+    A rule is one file with one class. What it remembers are numbers, lists, deques and rolling medians, so that it can
+    be saved with a checkpoint.
     """
+
+    kept_in_checkpoints: ClassVar[tuple[str, ...]]
+    """The attributes that a checkpoint keeps, under the same names."""
 
     @abstractmethod
     def judge(self, evidence: Evidence, config: GradientConfig) -> list[Issue]:
@@ -110,12 +113,13 @@ class Rule(ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the window, as plain data."""
-        return {name: _plain(value) for name, value in vars(self).items()}
+        return {name: _plain(getattr(self, name)) for name in self.kept_in_checkpoints}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` returned."""
-        for name, value in state.items():
-            setattr(self, name, _like(getattr(self, name), value))
+        for name in self.kept_in_checkpoints:
+            if name in state:
+                setattr(self, name, _like(getattr(self, name), state[name]))
 
 
 def _plain(value: Any) -> Any:

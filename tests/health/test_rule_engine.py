@@ -242,6 +242,8 @@ def test_a_state_that_is_loaded_replaces_what_was_remembered() -> None:
 class Broken(Rule):
     """A rule that fails when it is asked which steps can open nothing."""
 
+    kept_in_checkpoints = ()
+
     def calm(self, config: GradientConfig) -> Band | None:
         """Fail."""
         raise ArithmeticError("no band")

@@ -200,3 +200,10 @@ def test_state_continues(cut: int) -> None:
 def test_each_rule_is_one_file() -> None:
     """Every file in the folder holds a rule that can be made without arguments."""
     assert {"numerical", "spike", "vanishing", "unstable", "clip_saturated"} <= set(RULES)
+
+
+@pytest.mark.parametrize("name", sorted(RULES))
+def test_checkpoints_keep_all_that_a_rule_remembers(name: str) -> None:
+    """An attribute that is added is either kept or named here with the reason."""
+    rule = RULES[name]()
+    assert set(vars(rule)) == set(rule.kept_in_checkpoints)

@@ -25,6 +25,8 @@ class ClipSaturatedRule(Rule):
     Silent on a limit that nobody chose: what the default clips says nothing about the training.
     """
 
+    kept_in_checkpoints = ("excess",)
+
     def __init__(self) -> None:
         self.excess: deque[float] = deque(maxlen=_WINDOW)
 

@@ -17,6 +17,8 @@ _PATIENCE: Final = 3
 class NoGradientsRule(Rule):
     """Opens when no parameter has a gradient on three steps in a row, and closes with the first gradient."""
 
+    kept_in_checkpoints = ("streak",)
+
     def __init__(self) -> None:
         self.streak = 0
 

@@ -18,6 +18,8 @@ _SCALER_PATIENCE: Final = 5
 class NumericalRule(Rule):
     """Opens when an element is NaN or infinite and closes with the first finite step."""
 
+    kept_in_checkpoints = ("streak",)
+
     def __init__(self) -> None:
         self.streak = 0
 

@@ -39,6 +39,8 @@ class SpikeRule(Rule):
     jump of a single batch; so does one of less than thirtyfold, which is over when it is over.
     """
 
+    kept_in_checkpoints = ("window", "streak", "last", "grown", "largest", "first_norms", "first_losses")
+
     def __init__(self) -> None:
         self.window = RollingMedian(_WINDOW)
         self.streak = 0

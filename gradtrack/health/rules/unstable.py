@@ -31,6 +31,8 @@ class UnstableRule(Rule):
     not learned yet, and the norm is theirs. Once open it closes when half as many steps are left that do.
     """
 
+    kept_in_checkpoints = ("last", "last_loss", "jumps", "first_losses", "losses", "opened")
+
     def __init__(self) -> None:
         self.last = self.last_loss = math.nan
         self.jumps: deque[int] = deque(maxlen=_WINDOW)

@@ -25,6 +25,8 @@ class VanishingRule(Rule):
     is then LOW.
     """
 
+    kept_in_checkpoints = ("first_norms", "first_losses", "streak")
+
     def __init__(self) -> None:
         self.first_norms: list[float] = []
         self.first_losses: list[float] = []
