@@ -43,6 +43,11 @@ class Metric:
         pattern = ".+".join(re.escape(part) for part in _PLACE.split(self.name))
         return re.fullmatch(pattern, name) is not None
 
+    @staticmethod
+    def filled(name: str, part: str) -> str:
+        """Return a name with the first of its `<...>` replaced."""
+        return _PLACE.sub(lambda _: part, name, count=1)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Panel:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from gradtrack import registry
 from gradtrack.reports import Report, StepReport, TrainingSummary
+from gradtrack.reports.base import reports_in
 from reference.markdown import code, table
 
 _HEAD = """# Reports
@@ -33,17 +33,10 @@ def _tree(report: type[Report], seen: tuple[type[Report], ...] = ()) -> list[typ
     """Return a report and those inside of it, each once, the outer ones first."""
     found = [report]
     for field in report.model_fields.values():
-        for inner in _reports_in(field.annotation):
+        for inner in reports_in(field.annotation):
             if inner not in (*seen, *found):
                 found += [one for one in _tree(inner, (*seen, *found)) if one not in found]
     return found
-
-
-def _reports_in(annotation: Any) -> Iterator[type[Report]]:
-    if inspect.isclass(annotation) and issubclass(annotation, Report) and annotation is not Report:
-        yield annotation
-    for inner in get_args(annotation):
-        yield from _reports_in(inner)
 
 
 def _section(report: type[Report]) -> str:

@@ -2,25 +2,49 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import KeysView, Mapping
-from typing import Any, ClassVar
+from collections.abc import Iterator, KeysView, Mapping, Sequence
+from contextlib import suppress
+from functools import cache
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic.fields import FieldInfo
 
 from gradtrack.records import Metric
 from gradtrack.reports import html
 
 
+def measured(name: str, meaning: str, *, unit: str = "", when: str = "", default: float | None = None) -> Any:
+    """Return the default of a report's field whose value is a metric."""
+    field: FieldInfo = Field(default)  # type: ignore[assignment]
+    field.metadata.append(Metric(name, meaning, unit=unit, when=when))
+    return field
+
+
+class _Described:
+    """The metrics that a class of reports declares."""
+
+    def __get__(self, report: object, owner: type[Report]) -> tuple[Metric, ...]:
+        own = (one.metric for one in _declared(owner))
+        return tuple(dict.fromkeys((*own, *_joined(_declared_inside(owner)))))
+
+
 class Report(BaseModel):
-    """A frozen, typed result that also reads like a dictionary and keeps NaN and Inf through JSON."""
+    """A frozen, typed result that also reads like a dictionary and keeps NaN and Inf through JSON.
+
+    A metric is declared on its field: `share: float | None = measured("own/share", "What it is.", unit="share")`, or
+    `Annotated[float, Metric(...)]` as the type of a field without a default or of a property. Where other reports hold
+    this one in a dictionary or a list, `<...>` in the metric's name stands for the key, or for the entry's `name`.
+    """
 
     model_config: ClassVar[ConfigDict] = ConfigDict(
         frozen=True, extra="forbid", ser_json_inf_nan="strings", protected_namespaces=()
     )
 
-    described: ClassVar[tuple[Metric, ...]] = ()
-    """A sentence on every name that `metrics` can return."""
+    described: ClassVar[tuple[Metric, ...]] = _Described()  # type: ignore[assignment]
+    """A sentence on every name that `metrics` can return: what is declared, unless a class writes both by hand."""
 
     def __getitem__(self, key: str) -> Any:
         if key in type(self).__pydantic_fields__:
@@ -46,8 +70,20 @@ class Report(BaseModel):
         return html.card(type(self).__name__, rows, table=tables)
 
     def metrics(self) -> dict[str, float]:
-        """Return what the trackers plot, under its full names."""
-        return {}
+        """Return what the trackers plot, under its full names: the declared metrics that are known and finite."""
+        return finite_only(declared_values(self))
+
+    def metric_parts(self) -> Iterator[tuple[str | None, Report]]:
+        """Return the inner reports that declare metrics, each with the name that `<...>` in theirs stands for."""
+        for field in _declared_inside(type(self)):
+            value = getattr(self, field)
+            if isinstance(value, Mapping):
+                entries = list(value.items())
+            elif isinstance(value, (list, tuple)):
+                entries = [(getattr(entry, "name", str(place)), entry) for place, entry in enumerate(value)]
+            else:
+                entries = [(None, value)]
+            yield from ((name, entry) for name, entry in entries if isinstance(entry, Report))
 
 
 class LateReport(Report):
@@ -59,6 +95,92 @@ class LateReport(Report):
 def finite_only(values: Mapping[str, float | None]) -> dict[str, float]:
     """Return the metrics that are known and that a chart can show."""
     return {name: value for name, value in values.items() if value is not None and math.isfinite(value)}
+
+
+def declared_values(report: Report) -> dict[str, float | None]:
+    """Return every declared metric of a report and of its parts; a label is its place in its `Literal`, from 0."""
+    found = {one.metric.name: one.number(getattr(report, one.attribute)) for one in _declared(type(report))}
+    for name, part in report.metric_parts():
+        values = declared_values(part)
+        if name is not None:
+            values = {Metric.filled(metric, name): value for metric, value in values.items() if "<" in metric}
+        found |= values
+    return found
+
+
+def reports_in(annotation: Any) -> Iterator[type[Report]]:
+    """Find the classes of reports that a type names."""
+    if isinstance(annotation, type) and issubclass(annotation, Report) and annotation is not Report:
+        yield annotation
+    for inner in get_args(annotation):
+        yield from reports_in(inner)
+
+
+class _Declaration(NamedTuple):
+    """A metric, the field or property with its value, and the labels of which that is one."""
+
+    metric: Metric
+    attribute: str
+    labels: tuple[str, ...]
+
+    def number(self, value: Any) -> float | None:
+        """Return what a tracker plots of a value."""
+        if isinstance(value, str):
+            return float(self.labels.index(value))
+        return None if value is None else float(value)
+
+
+@cache
+def _declared(report: type[Report]) -> tuple[_Declaration, ...]:
+    """Return the metrics that a class declares itself."""
+    fields = {name: (field.annotation, field.metadata) for name, field in report.__pydantic_fields__.items()}
+    return tuple(
+        _Declaration(metric, name, _labels(annotation))
+        for name, (annotation, metadata) in (fields | dict(_properties(report))).items()
+        for metric in metadata
+        if isinstance(metric, Metric)
+    )
+
+
+@cache
+def _declared_inside(report: type[Report]) -> Mapping[str, tuple[Metric, ...]]:
+    """Return by field the metrics that the reports in it declare, without fields that have none."""
+    return _inside(report, ())
+
+
+def _inside(report: type[Report], outer: tuple[type[Report], ...]) -> Mapping[str, tuple[Metric, ...]]:
+    outer = (*outer, report)
+    found = {
+        name: tuple(
+            metric
+            for inner in reports_in(field.annotation)
+            if inner not in outer
+            for metric in (*(one.metric for one in _declared(inner)), *_joined(_inside(inner, outer)))
+        )
+        for name, field in report.__pydantic_fields__.items()
+    }
+    return {name: metrics for name, metrics in found.items() if metrics}
+
+
+def _joined(metrics: Mapping[str, tuple[Metric, ...]]) -> tuple[Metric, ...]:
+    return tuple(itertools.chain.from_iterable(metrics.values()))
+
+
+def _properties(report: type[Report]) -> Iterator[tuple[str, tuple[Any, Sequence[object]]]]:
+    """Return the type of every property that is annotated, and its annotations."""
+    members = {name: member for base in reversed(report.__mro__) for name, member in vars(base).items()}
+    for name, member in members.items():
+        if isinstance(member, property):
+            with suppress(NameError):  # a plugin may import types for the type checker alone
+                returned = get_type_hints(member.fget, include_extras=True).get("return")
+                if get_origin(returned) is Annotated:
+                    yield name, (get_args(returned)[0], get_args(returned)[1:])
+
+
+def _labels(annotation: Any) -> tuple[str, ...]:
+    if get_origin(annotation) is Literal:
+        return get_args(annotation)
+    return tuple(label for inner in get_args(annotation) for label in _labels(inner))
 
 
 def _is_plain(value: object) -> bool:

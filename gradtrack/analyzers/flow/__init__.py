@@ -15,8 +15,9 @@ from gradtrack.analyzers.flow.samples import Case, Sample, median
 from gradtrack.analyzers.flow.verdict import Thresholds, diagnose, judge_absolutely
 from gradtrack.analyzers.tools.offline import untouched
 from gradtrack.errors import UsageError
-from gradtrack.records import Metric, Panel
+from gradtrack.records import Panel
 from gradtrack.reports import Issue, Report
+from gradtrack.reports.base import declared_values, measured
 
 _ALL = 1000
 
@@ -30,38 +31,28 @@ class FlowReport(Report):
     `subnormal` is the share of float16 gradients there that were too small for all of their digits.
     """
 
-    gain_min: float | None = None
-    gain_max: float | None = None
-    update_ratio: float | None = None
-    cosine: float | None = None
-    subnormal: float | None = None
-
-    described: ClassVar[tuple[Metric, ...]] = (
-        Metric("flow/gain_min", "Smallest gradient at a layer's output, over that at the last layer."),
-        Metric("flow/gain_max", "Largest gradient at a layer's output, over that at the last layer."),
-        Metric(
-            "flow/update_ratio", "Relative change of the median weight at the sample before.", when="second sample on"
-        ),
-        Metric(
-            "flow/gradient_cosine", "Cosine of two successive gradients at the sample before.", when="second sample on"
-        ),
-        Metric(
-            "flow/subnormal_fraction",
-            "Gradients too small for all digits of float16, at the sample before.",
-            unit="share",
-            when="float16",
-        ),
+    gain_min: float | None = measured(
+        "flow/gain_min", "Smallest gradient at a layer's output, over that at the last layer."
+    )
+    gain_max: float | None = measured(
+        "flow/gain_max", "Largest gradient at a layer's output, over that at the last layer."
+    )
+    update_ratio: float | None = measured(
+        "flow/update_ratio", "Relative change of the median weight at the sample before.", when="second sample on"
+    )
+    cosine: float | None = measured(
+        "flow/gradient_cosine", "Cosine of two successive gradients at the sample before.", when="second sample on"
+    )
+    subnormal: float | None = measured(
+        "flow/subnormal_fraction",
+        "Gradients too small for all digits of float16, at the sample before.",
+        unit="share",
+        when="float16",
     )
 
     def metrics(self) -> dict[str, float]:
-        values = {
-            "gain_min": self.gain_min,
-            "gain_max": self.gain_max,
-            "update_ratio": self.update_ratio,
-            "gradient_cosine": self.cosine,
-            "subnormal_fraction": self.subnormal,
-        }
-        return {f"flow/{name}": value for name, value in values.items() if value is not None}
+        """Return the numbers that are known, infinite gains among them."""
+        return {name: value for name, value in declared_values(self).items() if value is not None}
 
 
 @final

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, final
+from typing import Annotated, Any, ClassVar, final
 
 from torch import nn
 
@@ -16,6 +16,7 @@ from gradtrack.analyzers.gain.profile import GainProfile, SampleSpread, summaris
 from gradtrack.analyzers.tools.blocks import Blocks, describe_chain, find_chain, is_compiled_around
 from gradtrack.records import Metric, Panel
 from gradtrack.reports import Report, StepReport
+from gradtrack.reports.base import measured
 
 _COMPILED = "gain: the model is compiled around its blocks, where no hook can look at them; compile the blocks instead."
 _APART = (
@@ -39,50 +40,30 @@ class GainReport(Report):
     rms_norms: list[float | None]
     gains: list[float | None]
     cumulative_gains: list[float | None]
-    mean_gain: float
-    min_gain: float
-    max_gain: float
-    num_vanishing: int
-    cumulative_gain: float | None = None
-    gain_per_block: float | None = None
-    slope_standard_error: float | None = None
-    jump: float | None = None
-    jump_at: str | None = None
-    silent_fraction: float = 0.0
-    num_samples: int = 0
-
-    described: ClassVar[tuple[Metric, ...]] = (
-        Metric("gain/mean", "Mean gain of the transitions from each block to the one before."),
-        Metric("gain/min", "The smallest gain of a transition."),
-        Metric("gain/max", "The largest gain of a transition."),
-        Metric("gain/cumulative", "Norm at the first block over that at the last.", when="both have a gradient"),
-        Metric("gain/per_block", "One gain for all, from a line through the log norms.", when="three blocks or more"),
-        Metric(
-            "gain/jump", "Logarithm of the oddest gain over the median.", unit="nats", when="three transitions or more"
-        ),
-        Metric("gain/vanishing", "Transitions behind which no gradient is left.", unit="transitions"),
-        Metric(
-            "gain/silent_fraction",
-            "Samples under a thousandth of the largest gradient, at the worst block.",
-            unit="share",
-        ),
+    mean_gain: Annotated[float, Metric("gain/mean", "Mean gain of the transitions from each block to the one before.")]
+    min_gain: Annotated[float, Metric("gain/min", "The smallest gain of a transition.")]
+    max_gain: Annotated[float, Metric("gain/max", "The largest gain of a transition.")]
+    num_vanishing: Annotated[
+        int, Metric("gain/vanishing", "Transitions behind which no gradient is left.", unit="transitions")
+    ]
+    cumulative_gain: float | None = measured(
+        "gain/cumulative", "Norm at the first block over that at the last.", when="both have a gradient"
     )
-
-    def metrics(self) -> dict[str, float]:
-        """Return the gains that are known, under `gain/`."""
-        found = {
-            "mean": self.mean_gain,
-            "min": self.min_gain,
-            "max": self.max_gain,
-            "cumulative": self.cumulative_gain,
-            "per_block": self.gain_per_block,
-            "jump": self.jump,
-            "vanishing": self.num_vanishing,
-            "silent_fraction": self.silent_fraction,
-        }
-        return {
-            f"gain/{name}": float(value) for name, value in found.items() if value is not None and math.isfinite(value)
-        }
+    gain_per_block: float | None = measured(
+        "gain/per_block", "One gain for all, from a line through the log norms.", when="three blocks or more"
+    )
+    slope_standard_error: float | None = None
+    jump: float | None = measured(
+        "gain/jump", "Logarithm of the oddest gain over the median.", unit="nats", when="three transitions or more"
+    )
+    jump_at: str | None = None
+    silent_fraction: float = measured(
+        "gain/silent_fraction",
+        "Samples under a thousandth of the largest gradient, at the worst block.",
+        unit="share",
+        default=0.0,
+    )
+    num_samples: int = 0
 
 
 @final

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from typing import ClassVar, Final, NamedTuple
+from typing import Annotated, Final, NamedTuple
 
 import torch
 from pydantic import Field
@@ -20,7 +20,7 @@ from gradtrack.analyzers.tools.linear_maps import (
 from gradtrack.analyzers.tools.spectra import arnoldi_radius, condition_number, effective_rank, spectral_radius
 from gradtrack.records import Metric
 from gradtrack.reports import Report
-from gradtrack.reports.base import finite_only
+from gradtrack.reports.base import measured
 
 EXACT_LIMIT: Final = 512
 _CAP: Final = 16.0
@@ -132,12 +132,17 @@ class BlockJacobian(Report):
     num_outputs: int
     num_samples: int
     exact: bool
-    sigma_max: float
+    sigma_max: Annotated[
+        float, Metric("jacobian/sigma_max/<block>", "The most that one block stretches a direction of its input.")
+    ]
     sigma_min: float | None
     condition: float | None
     log10_condition: float | None
     effective_rank: float
-    mean_square_gain: float
+    mean_square_gain: Annotated[
+        float,
+        Metric("jacobian/mean_square_gain/<block>", "Change of a random gradient's squared norm on its way back."),
+    ]
     mean_square_gain_error: float
     spectral_radius: float | None
 
@@ -150,11 +155,24 @@ class JacobianReport(Report):
     """
 
     blocks: dict[str, BlockJacobian]
-    sigma_max: float | None = None
-    log10_condition: float | None = None
-    rank_share: float | None = None
-    gain_per_block: float | None = None
-    spectral_radius: float | None = None
+    sigma_max: float | None = measured(
+        "jacobian/sigma_max", "The most that any block stretches a direction of its input."
+    )
+    log10_condition: float | None = measured(
+        "jacobian/log10_condition",
+        "Largest over smallest singular value.",
+        unit="decades",
+        when="taken in full, none is 0",
+    )
+    rank_share: float | None = measured(
+        "jacobian/rank_share", "Effective rank over the full rank, of the worst block.", unit="share"
+    )
+    gain_per_block: float | None = measured(
+        "jacobian/gain_per_block", "Geometric mean over the blocks of the gain of a random gradient."
+    )
+    spectral_radius: float | None = measured(
+        "jacobian/spectral_radius", "Largest eigenvalue by magnitude of any block.", when="a block is square"
+    )
     skipped: dict[str, str] = Field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -166,35 +184,6 @@ class JacobianReport(Report):
                 f"{_text(found.spectral_radius):>7}"
             )
         return "\n".join([*lines, *(f"{name}: {reason}" for name, reason in self.skipped.items())])
-
-    described: ClassVar[tuple[Metric, ...]] = (
-        Metric("jacobian/sigma_max", "The most that any block stretches a direction of its input."),
-        Metric(
-            "jacobian/log10_condition",
-            "Largest over smallest singular value.",
-            unit="decades",
-            when="taken in full, none is 0",
-        ),
-        Metric("jacobian/rank_share", "Effective rank over the full rank, of the worst block.", unit="share"),
-        Metric("jacobian/gain_per_block", "Geometric mean over the blocks of the gain of a random gradient."),
-        Metric("jacobian/spectral_radius", "Largest eigenvalue by magnitude of any block.", when="a block is square"),
-        Metric("jacobian/sigma_max/<block>", "The most that one block stretches a direction of its input."),
-        Metric("jacobian/mean_square_gain/<block>", "Change of a random gradient's squared norm on its way back."),
-    )
-
-    def metrics(self) -> dict[str, float]:
-        """Return the extremes over the blocks and two numbers of each block, under `jacobian/`."""
-        found: dict[str, float | None] = {
-            "jacobian/sigma_max": self.sigma_max,
-            "jacobian/log10_condition": self.log10_condition,
-            "jacobian/rank_share": self.rank_share,
-            "jacobian/gain_per_block": self.gain_per_block,
-            "jacobian/spectral_radius": self.spectral_radius,
-        }
-        for name, block in self.blocks.items():
-            found[f"jacobian/sigma_max/{name}"] = block.sigma_max
-            found[f"jacobian/mean_square_gain/{name}"] = block.mean_square_gain
-        return finite_only(found)
 
 
 def middle(numbers: Sequence[JacobianNumbers]) -> BlockJacobian:

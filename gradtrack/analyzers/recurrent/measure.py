@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Annotated, Final
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from gradtrack.analyzers.recurrent.trajectories import Trajectory
 from gradtrack.analyzers.tools.offline import kept
 from gradtrack.analyzers.tools.spectra import centred, effective_rank, participation_ratio
 from gradtrack.gradients.native.threads import threads_for
+from gradtrack.records import Metric
 from gradtrack.reports import Report
 
 _SATURATED: Final = (0.03, 0.97)
@@ -30,16 +31,28 @@ _SMALL_WORK: Final = 4096
 class GateStatistics(Report):
     """One gate over units, steps and sequences: its mean, and the share of it that is closed or open for good."""
 
-    mean: float
+    mean: Annotated[
+        float, Metric("rnn/gates/<gate>/<cell>", "Mean opening of one gate.", unit="share", when="LSTM or GRU")
+    ]
     saturated: float
 
 
 class StateField(Report):
     """The change of the state per step as a vector field: expansion, share of rotation, and steadiness of direction."""
 
-    divergence: float
-    rotation: float
-    coherence: float
+    divergence: Annotated[
+        float,
+        Metric("rnn/divergence/<cell>", "Divergence of the field of state changes.", when="enable_vector_analysis"),
+    ]
+    rotation: Annotated[
+        float,
+        Metric(
+            "rnn/rotation/<cell>", "Antisymmetric share of its Jacobian.", unit="share", when="enable_vector_analysis"
+        ),
+    ]
+    coherence: Annotated[
+        float, Metric("rnn/coherence/<cell>", "Cosine between successive state changes.", when="enable_vector_analysis")
+    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,7 @@ from pydantic import Field
 from gradtrack.analyzers.recurrent.dynamics import Decay, asymptotic_memory, decay_rate, effective_memory
 from gradtrack.analyzers.recurrent.measure import CellLook, GateStatistics, StateField
 from gradtrack.reports import Report
+from gradtrack.reports.base import measured
 
 
 class CellDynamics(Report):
@@ -29,7 +30,9 @@ class CellDynamics(Report):
     num_looks: int
     num_sequences: int
     window: int
-    spectral_radius: float | None = None
+    spectral_radius: float | None = measured(
+        "rnn/spectral_radius/<cell>", "Spectral radius of one layer and direction.", when="several cells"
+    )
     spectral_radius_range: tuple[float, float] | None = None
     spectral_radius_count: int = 0
     eigenvalues: list[tuple[float, float]] = Field(default_factory=list)
@@ -38,7 +41,9 @@ class CellDynamics(Report):
     lyapunov_count: int = 0
     decay_profile: list[float] = Field(default_factory=list)
     temporal_decay_rate: float | None = None
-    effective_memory_length: float | None = None
+    effective_memory_length: float | None = measured(
+        "rnn/effective_memory_length/<cell>", "Memory of one cell.", unit="steps", when="several cells"
+    )
     censored: bool = False
     asymptotic_memory_length: float | None = None
     long_memory_length: float | None = None

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Final
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, Final
 
 from pydantic import Field
 
@@ -12,8 +12,17 @@ from gradtrack.analyzers.recurrent.report import CellDynamics
 from gradtrack.analyzers.recurrent.verdict import Criticality
 from gradtrack.records import Metric
 from gradtrack.reports import Issue, Report
+from gradtrack.reports.base import measured
 
 _MOST_CELLS: Final = 8
+_OF_SEVERAL: Final = ("spectral_radius", "effective_memory_length")
+_Rank = Annotated[
+    float | None, Metric("rnn/effective_rank", "What the hidden states fill, smallest cell.", unit="dimensions")
+]
+_FirstShare = Annotated[
+    float | None,
+    Metric("rnn/gradient_first_share", "What reaches the first step of the largest gradient.", unit="share"),
+]
 
 
 class RecurrentReport(Report):
@@ -26,68 +35,50 @@ class RecurrentReport(Report):
 
     num_looks: int = 1
     horizon: int | None = None
-    spectral_radius: float | None = None
+    spectral_radius: float | None = measured(
+        "rnn/spectral_radius", "Largest eigenvalue of the state Jacobian by magnitude, median over time."
+    )
     criticality: Criticality | None = None
-    effective_memory_length: float | None = None
+    effective_memory_length: float | None = measured(
+        "rnn/effective_memory_length", "From the first step back until 1/e of a gradient is left.", unit="steps"
+    )
     censored: bool = False
     asymptotic_memory_length: float | None = None
-    temporal_decay_rate: float | None = None
-    lyapunov_exponent: float | None = None
-    growth_rate: float | None = None
+    temporal_decay_rate: float | None = measured(
+        "rnn/temporal_decay_rate", "Decay of a gradient on its way back.", unit="factor per step"
+    )
+    lyapunov_exponent: float | None = measured(
+        "rnn/lyapunov_exponent", "The logarithm of the growth rate.", unit="nats per step"
+    )
+    growth_rate: float | None = measured(
+        "rnn/growth_rate", "Growth of a difference of states in the long run.", unit="factor per step"
+    )
     cells: dict[str, CellDynamics] = Field(default_factory=dict)
     issues: list[Issue] = Field(default_factory=list)
     notes: list[str] = Field(default_factory=list)
 
     @property
-    def effective_rank(self) -> float | None:
+    def effective_rank(self) -> _Rank:
         """Return the effective rank of the hidden states, of the cell where it is the smallest."""
         return min(
             (cell.effective_rank for cell in self.cells.values() if cell.effective_rank is not None), default=None
         )
 
-    described: ClassVar[tuple[Metric, ...]] = (
-        Metric("rnn/spectral_radius", "Largest eigenvalue of the state Jacobian by magnitude, median over time."),
-        Metric("rnn/growth_rate", "Growth of a difference of states in the long run.", unit="factor per step"),
-        Metric("rnn/temporal_decay_rate", "Decay of a gradient on its way back.", unit="factor per step"),
-        Metric(
-            "rnn/effective_memory_length", "From the first step back until 1/e of a gradient is left.", unit="steps"
-        ),
-        Metric("rnn/lyapunov_exponent", "The logarithm of the growth rate.", unit="nats per step"),
-        Metric("rnn/effective_rank", "What the hidden states fill, smallest cell.", unit="dimensions"),
-        Metric("rnn/gradient_first_share", "What reaches the first step of the largest gradient.", unit="share"),
-        Metric("rnn/gates/<gate>/<cell>", "Mean opening of one gate.", unit="share", when="LSTM or GRU"),
-        Metric("rnn/spectral_radius/<cell>", "Spectral radius of one layer and direction.", when="several cells"),
-        Metric("rnn/effective_memory_length/<cell>", "Memory of one cell.", unit="steps", when="several cells"),
-        Metric("rnn/divergence/<cell>", "Divergence of the field of state changes.", when="enable_vector_analysis"),
-        Metric(
-            "rnn/rotation/<cell>", "Antisymmetric share of its Jacobian.", unit="share", when="enable_vector_analysis"
-        ),
-        Metric("rnn/coherence/<cell>", "Cosine between successive state changes.", when="enable_vector_analysis"),
-    )
+    @property
+    def gradient_first_share(self) -> _FirstShare:
+        """Return the share of the largest loss gradient that reaches the first step, of the cell where most does."""
+        shares = [cell.first_step_share for cell in self.cells.values() if cell.first_step_share is not None]
+        return max(shares, default=None)
+
+    def metric_parts(self) -> Iterator[tuple[str, Report]]:
+        """Return the first cells, by name."""
+        for name, cell in list(self.cells.items())[:_MOST_CELLS]:
+            yield name or "cell", cell
 
     def metrics(self) -> dict[str, float]:
-        """Return what is known of the whole and of the first cells, under `rnn/`."""
-        found = {f"rnn/{name}": getattr(self, name) for name in _METRICS}
-        shares = [cell.first_step_share for cell in self.cells.values() if cell.first_step_share is not None]
-        found["rnn/gradient_first_share"] = max(shares, default=None)
-        for name, cell in list(self.cells.items())[:_MOST_CELLS]:
-            found |= {f"rnn/gates/{gate}/{name or 'cell'}": value.mean for gate, value in cell.gates.items()}
-            if len(self.cells) > 1:
-                found[f"rnn/spectral_radius/{name}"] = cell.spectral_radius
-                found[f"rnn/effective_memory_length/{name}"] = cell.effective_memory_length
-            if cell.state_field is not None:
-                found |= {f"rnn/{key}/{name or 'cell'}": value for key, value in cell.state_field.model_dump().items()}
-        return {name: value for name, value in found.items() if value is not None and math.isfinite(value)}
-
-
-_METRICS: Final = (
-    "spectral_radius",
-    "growth_rate",
-    "temporal_decay_rate",
-    "effective_memory_length",
-    "lyapunov_exponent",
-    "effective_rank",
-)
+        """Return the metrics of the model and of its first cells; a single cell does not repeat those of the model."""
+        only = {f"rnn/{name}/{cell or 'cell'}" for cell in self.cells for name in _OF_SEVERAL if len(self.cells) == 1}
+        return {name: value for name, value in super().metrics().items() if name not in only}
 
 
 def summarise(issues: Sequence[Issue], dynamics: RecurrentReport) -> str:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from typing import ClassVar, Literal, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Annotated, Literal, TypeVar
 
 import torch
 from pydantic import Field
@@ -14,6 +14,7 @@ from gradtrack.analyzers.transformer.statistics import HeadStatistics
 from gradtrack.analyzers.transformer.tokens import TokenStatistics
 from gradtrack.records import Metric
 from gradtrack.reports import Issue, Report
+from gradtrack.reports.base import measured
 
 Risk = Literal["LOW", "MEDIUM", "HIGH"]
 RISKS: tuple[Risk, ...] = ("LOW", "MEDIUM", "HIGH")
@@ -34,13 +35,21 @@ class LayerReport(Report):
     """The attention of one module, averaged over heads; `entropy_p5` is the 5th percentile over rows and heads."""
 
     name: str
-    entropy_mean: float
+    entropy_mean: Annotated[float, Metric("attention/entropy_mean/<layer>", "Entropy of one layer.", unit="share")]
     entropy_min_head: float
     entropy_p5: float
     entropy_floor: float
-    max_logit: float
+    max_logit: Annotated[float, Metric("attention/max_logit/<layer>", "The largest logit of one layer.")]
     sparsity: float
-    head_diversity: float | None
+    head_diversity: Annotated[
+        float | None,
+        Metric(
+            "attention/head_diversity/<layer>",
+            "How different they are in one layer.",
+            unit="share",
+            when="several heads",
+        ),
+    ]
     softmax_jacobian: float | None = None
     heads: list[HeadReport]
     num_rows: int
@@ -51,7 +60,10 @@ class BlockReport(Report):
     """The residual stream after one block: how different its tokens are, their mean cosine and their effective rank."""
 
     name: str
-    residual: float
+    residual: Annotated[
+        float,
+        Metric("attention/rank_residual/<block>", "Difference left between tokens after one block.", unit="share"),
+    ]
     mean_cosine: float
     effective_rank: float
 
@@ -62,77 +74,47 @@ class AttentionReport(Report):
     Fields are None where nothing was seen that could tell them. `rank_slope` is the change of ln(residual) per block.
     """
 
-    attention_entropy_mean: float | None = None
-    attention_entropy_min_head: float | None = None
-    attention_entropy_p5: float | None = None
-    attention_entropy_floor: float | None = None
-    attention_sparsity: float | None = None
-    attention_max_logit: float | None = None
-    head_diversity: float | None = None
-    rank_residual: float | None = None
+    attention_entropy_mean: float | None = measured(
+        "attention/entropy_mean", "Entropy over that of uniform attention, mean over layers.", unit="share"
+    )
+    attention_entropy_min_head: float | None = measured(
+        "attention/entropy_min_head", "The same of the lowest head of all layers.", unit="share"
+    )
+    attention_entropy_p5: float | None = measured(
+        "attention/entropy_p5", "5th percentile over rows and heads, of the lowest layer.", unit="share"
+    )
+    attention_entropy_floor: float | None = measured(
+        "attention/entropy_floor", "The least entropy that logits of this size allow.", unit="share"
+    )
+    attention_sparsity: float | None = measured(
+        "attention/sparsity", "Visible keys that get less than a tenth of the uniform weight.", unit="share"
+    )
+    attention_max_logit: float | None = measured(
+        "attention/max_logit", "The largest attention logit; its growth comes before a collapse of entropy."
+    )
+    head_diversity: float | None = measured(
+        "attention/head_diversity", "How different heads are; 0 when alike.", unit="share", when="several heads"
+    )
+    rank_residual: float | None = measured(
+        "attention/rank_residual", "Difference left between tokens after the last block.", unit="share"
+    )
     rank_slope: float | None = None
-    rank_collapse_risk: Risk | None = None
-    gradient_coherence: float | None = None
+    rank_collapse_risk: Risk | None = measured(
+        "attention/rank_collapse_risk", "Risk that depth makes tokens equal: 2 is HIGH.", unit="0 to 2"
+    )
+    gradient_coherence: float | None = measured(
+        "attention/gradient_coherence", "Mean cosine of consecutive gradients.", when="offline, enable_vector_analysis"
+    )
     layers: list[LayerReport] = Field(default_factory=list)
     blocks: list[BlockReport] = Field(default_factory=list)
     issues: list[Issue] = Field(default_factory=list)
     num_passes: int = 1
     num_unread_calls: int = 0
 
-    described: ClassVar[tuple[Metric, ...]] = (
-        Metric("attention/entropy_mean", "Entropy over that of uniform attention, mean over layers.", unit="share"),
-        Metric("attention/entropy_min_head", "The same of the lowest head of all layers.", unit="share"),
-        Metric("attention/entropy_p5", "5th percentile over rows and heads, of the lowest layer.", unit="share"),
-        Metric("attention/entropy_floor", "The least entropy that logits of this size allow.", unit="share"),
-        Metric("attention/sparsity", "Visible keys that get less than a tenth of the uniform weight.", unit="share"),
-        Metric("attention/max_logit", "The largest attention logit; its growth comes before a collapse of entropy."),
-        Metric(
-            "attention/head_diversity", "How different heads are; 0 when alike.", unit="share", when="several heads"
-        ),
-        Metric("attention/rank_residual", "Difference left between tokens after the last block.", unit="share"),
-        Metric("attention/rank_collapse_risk", "Risk that depth makes tokens equal: 2 is HIGH.", unit="0 to 2"),
-        Metric(
-            "attention/gradient_coherence",
-            "Mean cosine of consecutive gradients.",
-            when="offline, enable_vector_analysis",
-        ),
-        Metric("attention/entropy_mean/<layer>", "Entropy of one layer.", unit="share"),
-        Metric("attention/max_logit/<layer>", "The largest logit of one layer."),
-        Metric(
-            "attention/head_diversity/<layer>",
-            "How different they are in one layer.",
-            unit="share",
-            when="several heads",
-        ),
-        Metric("attention/rank_residual/<block>", "Difference left between tokens after one block.", unit="share"),
-    )
-
-    def metrics(self) -> dict[str, float]:
-        """Return the numbers of the whole model and of up to 32 layers, under `attention/`."""
-        values = {
-            "entropy_mean": self.attention_entropy_mean,
-            "entropy_min_head": self.attention_entropy_min_head,
-            "entropy_p5": self.attention_entropy_p5,
-            "entropy_floor": self.attention_entropy_floor,
-            "sparsity": self.attention_sparsity,
-            "max_logit": self.attention_max_logit,
-            "head_diversity": self.head_diversity,
-            "rank_residual": self.rank_residual,
-            "gradient_coherence": self.gradient_coherence,
-        }
-        if self.rank_collapse_risk is not None:
-            values["rank_collapse_risk"] = RISKS.index(self.rank_collapse_risk)
-        for layer in _spread_out(self.layers):
-            values[f"entropy_mean/{layer.name}"] = layer.entropy_mean
-            values[f"max_logit/{layer.name}"] = layer.max_logit
-            values[f"head_diversity/{layer.name}"] = layer.head_diversity
-        for block in _spread_out(self.blocks):
-            values[f"rank_residual/{block.name}"] = block.residual
-        return {
-            f"attention/{name}": float(value)
-            for name, value in values.items()
-            if value is not None and math.isfinite(value)
-        }
+    def metric_parts(self) -> Iterator[tuple[str, Report]]:
+        """Return up to 32 layers and blocks, by name."""
+        yield from ((layer.name, layer) for layer in _spread_out(self.layers))
+        yield from ((block.name, block) for block in _spread_out(self.blocks))
 
 
 def report_attention(passes: Sequence[ForwardPass], *, softmax_jacobian: bool = False) -> AttentionReport:

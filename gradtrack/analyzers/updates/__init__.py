@@ -15,9 +15,9 @@ from gradtrack.analyzers.updates.sums import NUM_SHORT, NUM_SUMS, UpdateSums, We
 from gradtrack.errors import UsageError
 from gradtrack.gradients.groups import assign_groups
 from gradtrack.gradients.native.threads import one_thread
-from gradtrack.records import Metric, Panel
+from gradtrack.records import Panel
 from gradtrack.reports import LateReport, Report
-from gradtrack.reports.base import finite_only
+from gradtrack.reports.base import measured
 
 _NUMBERS = ("ratio", "unchanged_fraction", "gradient_cosine", "momentum_cosine", "moment_ratio")
 
@@ -25,8 +25,10 @@ _NUMBERS = ("ratio", "unchanged_fraction", "gradient_cosine", "momentum_cosine",
 class GroupUpdates(Report):
     """The update of one group of parameters; see `UpdatesReport`."""
 
-    ratio: float | None = None
-    unchanged_fraction: float | None = None
+    ratio: float | None = measured("updates/ratio/<group>", "The update ratio of one group of parameters.")
+    unchanged_fraction: float | None = measured(
+        "updates/unchanged_fraction/<group>", "Elements of one group that the step did not move.", unit="share"
+    )
     gradient_cosine: float | None = None
     momentum_cosine: float | None = None
     moment_ratio: float | None = None
@@ -44,37 +46,25 @@ class UpdatesReport(LateReport):
     where they are noise.
     """
 
-    ratio: float | None = None
-    unchanged_fraction: float | None = None
-    gradient_cosine: float | None = None
-    momentum_cosine: float | None = None
-    moment_ratio: float | None = None
+    ratio: float | None = measured("updates/ratio", "Length of the optimizer's step over that of the weights.")
+    unchanged_fraction: float | None = measured(
+        "updates/unchanged_fraction", "Elements with a gradient that the step did not move.", unit="share"
+    )
+    gradient_cosine: float | None = measured(
+        "updates/gradient_cosine", "Cosine between the gradient of this step and of the next one."
+    )
+    momentum_cosine: float | None = measured(
+        "updates/momentum_cosine",
+        "Cosine between the gradient and the optimizer's first moment.",
+        when="a first moment",
+    )
+    moment_ratio: float | None = measured(
+        "updates/moment_ratio", "First moment over the root of the second.", when="both moments"
+    )
     groups: dict[str, GroupUpdates] = Field(default_factory=dict)
     num_elements: int = 0
     num_sampled: int = 0
     num_steps: int = 1
-
-    described: ClassVar[tuple[Metric, ...]] = (
-        Metric("updates/ratio", "Length of the optimizer's step over that of the weights."),
-        Metric("updates/unchanged_fraction", "Elements with a gradient that the step did not move.", unit="share"),
-        Metric("updates/gradient_cosine", "Cosine between the gradient of this step and of the next one."),
-        Metric(
-            "updates/momentum_cosine",
-            "Cosine between the gradient and the optimizer's first moment.",
-            when="a first moment",
-        ),
-        Metric("updates/moment_ratio", "First moment over the root of the second.", when="both moments"),
-        Metric("updates/ratio/<group>", "The update ratio of one group of parameters."),
-        Metric("updates/unchanged_fraction/<group>", "Elements of one group that the step did not move.", unit="share"),
-    )
-
-    def metrics(self) -> dict[str, float]:
-        """Return what is known of the whole and two numbers of each group, under `updates/`."""
-        found = {f"updates/{name}": getattr(self, name) for name in _NUMBERS}
-        for group, one in self.groups.items():
-            found[f"updates/ratio/{group}"] = one.ratio
-            found[f"updates/unchanged_fraction/{group}"] = one.unchanged_fraction
-        return finite_only(found)
 
 
 @final

@@ -19,9 +19,9 @@ from gradtrack.analyzers.vector.field import FieldLook, Loss, Player, players_of
 from gradtrack.analyzers.vector.noise import MicroBatches, cosine
 from gradtrack.analyzers.vector.verdict import judge
 from gradtrack.errors import UsageError
-from gradtrack.records import Metric, Panel
+from gradtrack.records import Panel
 from gradtrack.reports import Issue, Report
-from gradtrack.reports.base import finite_only
+from gradtrack.reports.base import measured
 from gradtrack.support.progress import counted
 
 _LIVE_SAMPLE = 4096
@@ -40,52 +40,36 @@ class VectorReport(Report):
     2021).
     """
 
-    divergence: float | None = None
+    divergence: float | None = measured(
+        "vector/divergence", "Trace of the field's Jacobian, of the Hessian for one loss.", when="offline or observe()"
+    )
     divergence_standard_error: float | None = None
-    rotation: float | None = None
+    rotation: float | None = measured(
+        "vector/rotation", "Antisymmetric share of the squared Jacobian.", unit="share", when="games and fields"
+    )
     rotation_standard_error: float | None = None
     antisymmetric_norm: float | None = None
     symmetric_norm: float | None = None
-    coherence: float | None = None
-    temporal_coherence: float | None = None
-    noise_scale: float | None = None
-    directional_sharpness: float | None = None
-    step_sharpness: float | None = None
+    coherence: float | None = measured(
+        "vector/coherence", "Squared mean gradient over the mean square.", unit="share", when="several batches"
+    )
+    temporal_coherence: float | None = measured(
+        "vector/temporal_coherence", "Cosine between one gradient and the next."
+    )
+    noise_scale: float | None = measured(
+        "vector/noise_scale", "Variance between batches over the squared mean.", unit="batches", when="several batches"
+    )
+    directional_sharpness: float | None = measured(
+        "vector/directional_sharpness", "Curvature along the gradient.", when="offline or observe()"
+    )
+    step_sharpness: float | None = measured(
+        "vector/step_sharpness", "Curvature along a step over its slope.", when="offline, with an optimizer"
+    )
     issues: list[Issue] = Field(default_factory=list)
     exact: bool = False
     num_parameters: int = 0
     num_steps: int = 0
     num_probes: int = 0
-
-    described: ClassVar[tuple[Metric, ...]] = (
-        Metric(
-            "vector/divergence",
-            "Trace of the field's Jacobian, of the Hessian for one loss.",
-            when="offline or observe()",
-        ),
-        Metric(
-            "vector/rotation", "Antisymmetric share of the squared Jacobian.", unit="share", when="games and fields"
-        ),
-        Metric("vector/coherence", "Squared mean gradient over the mean square.", unit="share", when="several batches"),
-        Metric("vector/temporal_coherence", "Cosine between one gradient and the next."),
-        Metric(
-            "vector/noise_scale",
-            "Variance between batches over the squared mean.",
-            unit="batches",
-            when="several batches",
-        ),
-        Metric("vector/directional_sharpness", "Curvature along the gradient.", when="offline or observe()"),
-        Metric("vector/step_sharpness", "Curvature along a step over its slope.", when="offline, with an optimizer"),
-    )
-
-    def metrics(self) -> dict[str, float]:
-        """Return what is known, under `vector/`."""
-        names = (
-            *("divergence", "rotation", "coherence", "temporal_coherence"),
-            *("noise_scale", "directional_sharpness", "step_sharpness"),
-        )
-        found = {f"vector/{name}": getattr(self, name) for name in names}
-        return finite_only(found)
 
 
 @final
