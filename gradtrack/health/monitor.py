@@ -43,7 +43,7 @@ class GradientMonitor:
         """Judge gradients as those of the coming step."""
         grads, moments = self._measure(gradients)
         issues = copy.deepcopy(self.health).judge(self._evidence(moments, grads.layout), self.config)
-        return HealthReport.of(issues)
+        return HealthReport.of(issues).copied()
 
     def update_statistics(self, gradients: Sequence[Tensor | None]) -> GradientStatistics:
         """Take in the gradients of one step and return their statistics, as one vector."""

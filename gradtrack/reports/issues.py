@@ -107,6 +107,14 @@ class HealthReport(Report):
             recommendations=list(advice),
         )
 
+    def copied(self) -> HealthReport:
+        """Return an equal report with lists of its own."""
+        found = self.model_copy()
+        vars(found).update(
+            issues=list(self.issues), warnings=list(self.warnings), recommendations=list(self.recommendations)
+        )
+        return found
+
     @property
     def verdict(self) -> str:
         """Say in a word how it is."""
@@ -120,3 +128,4 @@ class HealthReport(Report):
 
 
 HEALTHY = HealthReport()
+"""The health of every step without an open issue. It is shared, so what a user gets is a copy."""

@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Final, Literal, Self
 
-from pydantic import Field, SerializationInfo, SerializeAsAny, field_serializer, model_serializer, model_validator
+from pydantic import (
+    BaseModel,
+    Field,
+    SerializationInfo,
+    SerializeAsAny,
+    field_serializer,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 from pydantic import SerializerFunctionWrapHandler as Handler
 
 from gradtrack import registry
 from gradtrack.records import Metric
 from gradtrack.reports import html
 from gradtrack.reports.base import Report
-from gradtrack.reports.issues import HEALTHY, HealthReport
+from gradtrack.reports.issues import HealthReport
 from gradtrack.reports.metric_names import flat_metrics
 from gradtrack.reports.summary import (
     ClippingReport,
@@ -28,6 +37,8 @@ from gradtrack.reports.summary import (
 )
 
 _NONE_SET: Final[set[str]] = set()
+_VALUES: Final[Any] = BaseModel.__dict__["__dict__"]
+"""Where a model keeps its values, without the property of the same name that finds them first."""
 
 
 class StepReport(Report):
@@ -47,7 +58,7 @@ class StepReport(Report):
     time: float = 0.0
     lr: dict[str, float] = Field(default_factory=dict)
     batch: Any = None
-    health: HealthReport = HEALTHY
+    health: HealthReport = Field(default_factory=HealthReport)
     clipping: ClippingReport = Field(default_factory=ClippingReport)
     nan_inf: NanInfReport = Field(default_factory=NanInfReport)
     statistics: GradientStatistics | None = None
@@ -67,11 +78,17 @@ class StepReport(Report):
             return {**values, "analyzers": typed}
         return values
 
+    @field_validator("health", mode="after")
+    @classmethod
+    def _copy_health(cls, health: HealthReport) -> HealthReport:
+        """Give the report lists of its own, for steps share what is open."""
+        return health.copied()
+
     @classmethod
     def deferred(cls, resolve: Callable[[], Mapping[str, Any]], **known: object) -> Self:
         """Make a report whose fields, but for the known ones, are found at the first read of one of them."""
         report = cls.__new__(cls)
-        object.__setattr__(report, "__dict__", known)
+        _VALUES.__set__(report, known)
         object.__setattr__(report, "__pydantic_fields_set__", _NONE_SET)  # replaced when the fields are found
         object.__setattr__(report, "__pydantic_extra__", None)
         object.__setattr__(report, "__pydantic_private__", {"resolve": resolve})
@@ -87,15 +104,30 @@ class StepReport(Report):
         """Find every field now."""
         private = self.__pydantic_private__
         if private and private.get("resolve"):
-            found = type(self).model_validate({**private["resolve"](), **self.__dict__})
-            object.__setattr__(self, "__dict__", found.__dict__)
+            found = type(self).model_validate({**private["resolve"](), **_VALUES.__get__(self)})
+            _VALUES.__set__(self, _VALUES.__get__(found))
             object.__setattr__(self, "__pydantic_fields_set__", found.__pydantic_fields_set__)
             object.__setattr__(self, "__pydantic_private__", None)
         return self
 
+    @property
+    def __dict__(self) -> dict[str, Any]:
+        """Resolve for pydantic and `vars`, which read all values of a report from here."""
+        values: dict[str, Any] = _VALUES.__get__(self.resolve())
+        return values
+
+    @__dict__.setter
+    def __dict__(self, values: dict[str, Any]) -> None:
+        _VALUES.__set__(self, values)
+
+    @property
+    def model_fields_set(self) -> set[str]:
+        """Name the fields that were not left at their defaults."""
+        return super(StepReport, self.resolve()).model_fields_set
+
     def __getattr__(self, name: str) -> Any:
         if name in type(self).__pydantic_fields__:
-            return self.resolve().__dict__[name]
+            return vars(self)[name]
         raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
 
     @field_serializer("batch", when_used="json")
@@ -119,12 +151,6 @@ class StepReport(Report):
         return super(StepReport, self.resolve()).__eq__(other)
 
     __hash__ = None  # type: ignore[assignment]
-
-    def __iter__(self) -> Iterator[tuple[str, Any]]:  # type: ignore[override]
-        yield from self.resolve().__dict__.items()
-
-    def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
-        yield from super(StepReport, self.resolve()).__repr_args__()
 
     def __getstate__(self) -> dict[Any, Any]:
         return super(StepReport, self.resolve()).__getstate__()

@@ -138,6 +138,12 @@ class TestDeferred:
         assert late == StepReport.model_validate(values(2.0))
         assert late.model_dump_json() == StepReport.model_validate(values(2.0)).model_dump_json()
 
+    def test_knows_which_fields_were_set(self) -> None:
+        """The set fields and the dictionary behind a report are those of the whole report before any field is read."""
+        whole = StepReport.model_validate(values(2.0))
+        assert StepReport.deferred(lambda: values(2.0), step=3).model_fields_set == whole.model_fields_set
+        assert vars(StepReport.deferred(lambda: values(2.0), step=3)) == vars(whole)
+
     def test_unknown_attribute(self) -> None:
         """A typo is an AttributeError and resolves nothing."""
         with pytest.raises(AttributeError, match="no attribute 'helth'"):
@@ -180,6 +186,20 @@ class TestMetrics:
 
 class TestHealth:
     """Issues and what they add up to."""
+
+    @pytest.mark.parametrize("make", [StepReport, StepReport.deferred])
+    def test_each_report_has_lists_of_its_own(self, make: Any) -> None:
+        """What a caller adds to one report's health is in no other report's, made from the same health or not."""
+        for health in (HealthReport.of([]), HealthReport.of([issue(IssueSeverity.HIGH)])):
+            fields = {"step": 1, "health": health}
+            one, other = (make(lambda fields=fields: fields) if make != StepReport else make(**fields) for _ in "ab")
+            before = health.model_copy(deep=True)
+            one.health.warnings.append("mine")
+            one.health.issues.clear()
+            one.health.recommendations.append("mine")
+            assert other.health == health == before
+            assert StepReport(step=2).health == HealthReport.of([]) == HealthReport()
+            assert other.health.model_fields_set == health.model_fields_set
 
     @given(st.lists(st.sampled_from(IssueSeverity)))
     def test_healthy_means_nothing_of_medium_or_above(self, severities: list[IssueSeverity]) -> None:

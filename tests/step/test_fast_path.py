@@ -246,7 +246,7 @@ def test_epochs_of_every_kind(tmp_path: Path, epoch: Any) -> None:
     loop[2].zero_grad()
     report = loop[0].step(loop[1], loop[2], quiet_loss(loop[1], 0), epoch=epoch)
     loop[0].flush()
-    assert dict(report.__dict__)["epoch"] is epoch
+    assert report.epoch is epoch
 
 
 @pytest.mark.parametrize("limit", [0.05, 100.0])

@@ -14,6 +14,7 @@ from gradtrack.analyzers.gain import picture
 from gradtrack.analyzers.gain.monitor import GradientGainMonitor, NormType
 from gradtrack.analyzers.gain.profile import GainProfile, SampleSpread, summarise
 from gradtrack.analyzers.tools.blocks import Blocks, describe_chain, find_chain, is_compiled_around
+from gradtrack.analyzers.tools.issue_memory import Notes
 from gradtrack.records import Metric, Panel
 from gradtrack.reports import Report, StepReport
 from gradtrack.reports.base import measured
@@ -109,7 +110,7 @@ class GainAnalyzer(Analyzer):
         self._blocks = blocks
         self._names: list[str] = []
         self._monitor: GradientGainMonitor | None = None
-        self._notes: list[str] = []
+        self._notes = Notes()
 
     @classmethod
     def suits(cls, model: nn.Module) -> str | None:
@@ -119,11 +120,10 @@ class GainAnalyzer(Analyzer):
     def arm(self, model: nn.Module) -> None:
         self.disarm()
         chain = find_chain(model, self._blocks)
-        self._notes = []
         if not chain:
-            self._notes = ["gain: the model has no chain of three or more blocks of one type; name them with blocks=."]
+            self._notes.add("gain: the model has no chain of three or more blocks of one type; name them with blocks=.")
         elif any(is_compiled_around(model, name) for name in chain):
-            self._notes = [_COMPILED]
+            self._notes.add(_COMPILED)
         else:
             self._names = list(chain)
             self._monitor = GradientGainMonitor(chain.values(), strict_single_backward=False, **self._options)
@@ -141,7 +141,7 @@ class GainAnalyzer(Analyzer):
             return None
         report = _report(self._names, profile, monitor.rms_norms(), monitor.sample_spread())
         if report.gains and all(gain is None for gain in report.gains):
-            self._notes = [_APART]
+            self._notes.add(_APART)
         return report
 
     def disarm(self) -> None:
@@ -150,7 +150,7 @@ class GainAnalyzer(Analyzer):
             self._monitor = None
 
     def notes(self) -> list[str]:
-        return self._notes
+        return self._notes.take()
 
 
 def _report(

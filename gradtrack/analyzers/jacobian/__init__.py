@@ -19,6 +19,7 @@ from gradtrack.analyzers.jacobian.report import (
     sum_up,
 )
 from gradtrack.analyzers.tools.blocks import Blocks, find_chain, is_compiled_around
+from gradtrack.analyzers.tools.issue_memory import Notes
 from gradtrack.analyzers.tools.linear_maps import differentiable_twice
 from gradtrack.analyzers.tools.modules import first_floating
 from gradtrack.analyzers.tools.offline import call, kept, untouched
@@ -85,7 +86,7 @@ class JacobianAnalyzer(Analyzer):
         self._num_samples, self._exact_limit, self._seed = num_samples, exact_limit, seed
         self._inputs: BlockInputs | None = None
         self._chain: dict[str, nn.Module] = {}
-        self._notes: list[str] = []
+        self._notes = Notes()
 
     def analyze(
         self, input_fn: Callable[[], Any], blocks: Blocks | nn.Module | Iterable[nn.Module] = None
@@ -107,10 +108,9 @@ class JacobianAnalyzer(Analyzer):
 
     def arm(self, model: nn.Module) -> None:
         self.disarm()
-        self._notes = []
         chain = find_chain(model, self._blocks)
         if not chain or any(is_compiled_around(model, name) for name in chain):
-            self._notes = [_COMPILED if chain else _NO_CHAIN]
+            self._notes.add(_COMPILED if chain else _NO_CHAIN)
             return
         self._chain = chain
         self._inputs = BlockInputs(chain, self._num_samples)
@@ -127,7 +127,7 @@ class JacobianAnalyzer(Analyzer):
             self._inputs = None
 
     def notes(self) -> list[str]:
-        return self._notes
+        return self._notes.take()
 
     def _choose(self, blocks: Any) -> tuple[nn.Module, dict[str, nn.Module]]:
         given: Any = list(blocks) if isinstance(blocks, nn.ModuleList) else blocks

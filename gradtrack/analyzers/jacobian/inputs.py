@@ -25,16 +25,19 @@ class BlockCall:
         first = _main(args, kwargs)
         size = first.size(0) if first is not None and first.dim() > 1 else None  # a vector is one sample
 
+        batched: list[Tensor] = []
+
         def keep(tensor: Tensor) -> Tensor:
             if tensor.is_nested:
                 return _nested([part.detach().clone() for part in tensor.unbind()[:num_samples]], tensor)
-            part = tensor[:num_samples] if size and tensor.dim() and tensor.shape[0] == size else tensor
-            return part.detach().clone()
+            if size is None or not tensor.dim() or tensor.shape[0] != size:
+                return tensor.detach().clone()
+            batched.append(tensor[:num_samples].detach().clone())
+            return batched[-1]
 
-        self._batched = size is not None
-        self._size = size
         self._args, self._kwargs = replace((args, kwargs), _once(keep))
         self._main = _main(self._args, self._kwargs)
+        self._batched = {id(tensor) for tensor in batched}
         self.num_samples = min(num_samples, size) if size else 1
 
     def function(self, module: nn.Module, sample: int) -> tuple[Callable[[Tensor], Tensor], Tensor]:
@@ -51,7 +54,7 @@ class BlockCall:
         def cut(tensor: Tensor) -> Tensor:
             if tensor.is_nested:
                 part = tensor.unbind()[sample].unsqueeze(0)
-            elif self._batched and tensor.dim() and tensor.shape[0] == main.size(0):
+            elif id(tensor) in self._batched:
                 part = tensor[sample : sample + 1]
             else:
                 part = tensor

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Final, final
 from torch import Tensor, nn
 
 from gradtrack.analyzers.base import Analyzer, Schedule, Series, Snapshot, Suggested, model_of, often
-from gradtrack.analyzers.tools.issue_memory import Lasting
+from gradtrack.analyzers.tools.issue_memory import Lasting, Notes
 from gradtrack.analyzers.tools.offline import offline_steps, untouched
 from gradtrack.analyzers.tools.spectra import GradientCoherence
 from gradtrack.analyzers.transformer import picture
@@ -125,8 +125,7 @@ class TransformerAnalyzer(Analyzer):
         self.max_sequences, self.max_rows = max_sequences, max_rows
         self._recorder: AttentionRecorder | None = None
         self._coherence = GradientCoherence()
-        self._notes: list[str] = []
-        self._said: set[str] = set()
+        self._notes = Notes()
         self._history = Lasting()
         self._series: Series | None = None
 
@@ -170,7 +169,7 @@ class TransformerAnalyzer(Analyzer):
 
     def arm(self, model: nn.Module) -> None:
         if _is_compiled(model):
-            self._say("attention was not looked at: the model is compiled. Analyze the uncompiled model offline.")
+            self._notes.add("attention was not looked at: the model is compiled. Analyze the uncompiled model offline.")
             return
         self._recorder = self._new_recorder(model)
         self._recorder.arm()
@@ -182,7 +181,7 @@ class TransformerAnalyzer(Analyzer):
     def inspect(self, snapshot: Snapshot) -> Report | None:
         found = None if self._recorder is None else self._recorder.take()
         if found is not None and found.num_calls == 0:
-            self._say("attention was not seen: the forward pass called no attention that can be heard.")
+            self._notes.add("attention was not seen: the forward pass called no attention that can be heard.")
             found = None
         if found is None:
             return AttentionReport(num_passes=0) if self._notes else None
@@ -199,8 +198,7 @@ class TransformerAnalyzer(Analyzer):
             self._recorder = None
 
     def notes(self) -> list[str]:
-        told, self._notes = self._notes, []
-        return told
+        return self._notes.take()
 
     def issues(self) -> list[Issue]:
         return self._history.issues(self._series, firm=self._chosen)
@@ -223,12 +221,6 @@ class TransformerAnalyzer(Analyzer):
         if state.get("series") is not None:
             self._series = Series()
             self._series.load_state_dict(state["series"])
-
-    def _say(self, note: str) -> None:
-        """Say something once."""
-        if note not in self._said:
-            self._said.add(note)
-            self._notes.append(note)
 
     def _new_recorder(self, model: nn.Module) -> AttentionRecorder:
         limits = Limits(self.max_sequences, self.max_rows)

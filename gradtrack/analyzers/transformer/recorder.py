@@ -6,9 +6,9 @@ import logging
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor, nn
@@ -59,6 +59,40 @@ class _Frame:
     attended: list[tuple[str, AttentionRows | None, tuple[int, int] | None]] = field(default_factory=list)
 
 
+class _WarningFilter:
+    """The filter that ignores torch's warning of global hooks, installed while any recorder is armed.
+
+    Torch warns whenever a compiled module, which may be another one than the recorder's, runs under any global hook.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users = 0
+        self._installed: list[Any] = []
+
+    def install(self) -> None:
+        """Install the filter for one more recorder."""
+        with self._lock:
+            self._users += 1
+            if self._users == 1:
+                before = list(warnings.filters)
+                warnings.filterwarnings("ignore", message="Using `torch.compile.* when there are global hooks")
+                self._installed = [one for one in warnings.filters if one not in before]  # none if the user has it too
+
+    def remove(self) -> None:
+        """Remove the filter with the last recorder."""
+        with self._lock:
+            self._users -= 1
+            if not self._users:
+                filters = cast("list[Any]", warnings.filters)
+                for one in self._installed:
+                    with suppress(ValueError):  # of a `catch_warnings` that has ended
+                        filters.remove(one)
+
+
+_FILTER: Final = _WarningFilter()
+
+
 class AttentionRecorder:
     """Hears the attention of one model while it is armed, in forward passes that a backward pass follows.
 
@@ -82,8 +116,7 @@ class AttentionRecorder:
     def arm(self) -> None:
         """Start to listen for forward passes of the model."""
         if not self._handles:
-            # torch warns whenever a compiled module, which may be another one, runs under any global hook
-            warnings.filterwarnings("ignore", message="Using `torch.compile.* when there are global hooks")
+            _FILTER.install()
             self._handles = [
                 register_module_forward_pre_hook(self._enter),
                 register_module_forward_hook(self._leave, always_call=True),
@@ -92,6 +125,8 @@ class AttentionRecorder:
     def disarm(self) -> None:
         """Remove every hook and put every name back; a second call does nothing."""
         self._stop()
+        if self._handles:
+            _FILTER.remove()
         for handle in self._handles:
             handle.remove()
         self._handles = []

@@ -420,3 +420,29 @@ def test_per_sample_gradients_are_passed_by() -> None:
         with recorder.armed():
             found = per_sample(params, ids())
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_filter_of_warnings_goes_with_the_last_recorder() -> None:
+    """While any recorder is armed, torch's warning of global hooks is ignored; then the filters are those of before."""
+    with warnings.catch_warnings():
+        before = list(warnings.filters)
+        first, second = AttentionRecorder(Bare()), AttentionRecorder(Bare())
+        first.arm()
+        first.arm()
+        second.arm()
+        first.disarm()
+        first.disarm()
+        assert len(warnings.filters) == len(before) + 1
+        warnings.warn("Using `torch.compile(module)` when there are global hooks on modules", stacklevel=1)
+        second.disarm()
+        assert list(warnings.filters) == before
+
+
+def test_filter_of_the_user_stays() -> None:
+    """Someone who ignores the same warning does so after the recorder has gone as well."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Using `torch.compile.* when there are global hooks")
+        before = list(warnings.filters)
+        with AttentionRecorder(Bare()).armed():
+            pass
+        assert list(warnings.filters) == before
