@@ -16,7 +16,7 @@ from gradtrack.analyzers.flow.call import Node
 from gradtrack.analyzers.flow.graph import FlowGraph
 from gradtrack.analyzers.flow.sampled_weights import Change
 from gradtrack.health.series import Trend
-from gradtrack.reports import Issue
+from gradtrack.reports import Issue, IssueSeverity, IssueType
 
 Seen = TypeVar("Seen")
 
@@ -134,6 +134,38 @@ class Case:
     def step(self) -> int:
         """Return the step of the last sample."""
         return self.samples[-1].step if self.samples else 0
+
+    def issue(
+        self,
+        kind: IssueType,
+        layer: str,
+        measured: tuple[str, float, float],
+        message: str,
+        recommendation: str,
+        *,
+        severity: IssueSeverity = IssueSeverity.HIGH,
+        window: int | None = None,
+        step: int | None = None,
+        confidence: float = 1.0,
+    ) -> Issue:
+        """Make an issue from a statistic, its value and its limit, by default of the recent samples at the last step.
+
+        An empty `layer` is the whole run.
+        """
+        statistic, value, threshold = measured
+        return Issue(
+            issue_type=kind,
+            severity=severity,
+            layer=layer,
+            message=message,
+            statistic=statistic,
+            value=value,
+            threshold=threshold,
+            window=len(self.recent) if window is None else window,
+            step=self.step if step is None else step,
+            confidence=confidence,
+            recommendation=recommendation,
+        )
 
     @cached_property
     def windows(self) -> list[Case]:

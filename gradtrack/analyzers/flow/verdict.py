@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -13,7 +12,7 @@ from gradtrack.analyzers.base import Series
 from gradtrack.analyzers.flow.rules import depth, imbalance, learning_rate, precision, reach, steps, units
 from gradtrack.analyzers.flow.samples import KEPT_WINDOWS, RECENT, Case
 from gradtrack.health.open_issues import MOST, order
-from gradtrack.reports import Issue, IssueSeverity, IssueType
+from gradtrack.reports import Issue, IssueType
 
 _OF_STEPS: Final = (IssueType.LR_TOO_HIGH,)
 """What is about the steps that were made, and not about what they have made of the model."""
@@ -169,44 +168,21 @@ def _norms(case: Case) -> dict[str, list[float]]:
 def _absolute_judge(case: Case, name: str, norms: list[float], limits: Thresholds) -> Iterator[Issue]:
     mean = statistics.fmean(norms)
     spread = statistics.pstdev(norms) / mean if mean > 0 else 0.0
-    zeros = _zeros(case, name)
-    for kind, value, limit, beyond, statistic in (
-        (
-            IssueType.VANISHING,
-            mean,
-            limits.vanishing,
-            limits.vanishing is not None and mean < limits.vanishing,
-            "mean_norm",
-        ),
-        (
-            IssueType.EXPLODING,
-            max(norms),
-            limits.exploding,
-            limits.exploding is not None and max(norms) > limits.exploding,
-            "max_norm",
-        ),
-        (IssueType.DEAD, zeros, limits.dead, limits.dead is not None and zeros > limits.dead, "zero_share"),
-        (
-            IssueType.UNSTABLE,
-            spread,
-            limits.unstable_cv,
-            limits.unstable_cv is not None and spread > limits.unstable_cv,
-            "variation",
-        ),
+    for kind, statistic, value, limit, sign in (
+        (IssueType.VANISHING, "mean_norm", mean, limits.vanishing, -1),
+        (IssueType.EXPLODING, "max_norm", max(norms), limits.exploding, 1),
+        (IssueType.DEAD, "zero_share", _zeros(case, name), limits.dead, 1),
+        (IssueType.UNSTABLE, "variation", spread, limits.unstable_cv, 1),
     ):
-        if beyond and limit is not None and not math.isnan(value):
-            yield Issue(
-                issue_type=kind,
-                severity=IssueSeverity.HIGH,
-                layer=name,
-                message=f"The {statistic} of the gradient of {name} is {value:.3g}, beyond the limit {limit:g} set.",
-                statistic=statistic,
-                value=value,
-                threshold=limit,
+        if limit is not None and sign * value > sign * limit:
+            yield case.issue(
+                kind,
+                name,
+                (statistic, value, limit),
+                f"The {statistic} of the gradient of {name} is {value:.3g}, beyond the limit {limit:g} set.",
+                "An absolute limit moves with the scale of the loss: leave it out to be judged without.",
                 window=len(norms),
-                step=case.step,
                 confidence=0.5,
-                recommendation="An absolute limit moves with the scale of the loss: leave it out to be judged without.",
             )
 
 

@@ -22,10 +22,11 @@ def judge(cells: Mapping[str, CellDynamics], horizon: int | None, step: int = 0)
     found = [
         issue
         for name, cell in cells.items()
-        for issue in (_supercritical(name, cell, horizon, step), _low_rank(name, cell, step))
+        for issue in (_supercritical(name, cell, horizon), _low_rank(name, cell))
         if issue is not None
     ]
-    return found if horizon is None else [*found, *_short_memories(cells, horizon, step)]
+    found += [] if horizon is None else _short_memories(cells, horizon)
+    return [issue.model_copy(update={"step": step}) for issue in found]
 
 
 def label(growth: float, optimal: float, band: float) -> Criticality:
@@ -64,7 +65,7 @@ def retained(cell: CellDynamics, horizon: int) -> tuple[float, bool] | None:
     return profile[-1] / profile[1] * math.exp(min(log_share, 700.0)), True
 
 
-def _supercritical(name: str, cell: CellDynamics, horizon: int | None, step: int) -> Issue | None:
+def _supercritical(name: str, cell: CellDynamics, horizon: int | None) -> Issue | None:
     if not cell.decay_profile or not cell.lyapunov_exponents:
         return None
     steps = horizon or cell.window
@@ -88,12 +89,11 @@ def _supercritical(name: str, cell: CellDynamics, horizon: int | None, step: int
         value=value,
         threshold=threshold,
         window=cell.window,
-        step=step,
         recommendation="Clip the gradient norm, start from an orthogonal recurrent matrix, or shorten the sequences.",
     )
 
 
-def _short_memories(cells: Mapping[str, CellDynamics], horizon: int, step: int) -> Iterator[Issue]:
+def _short_memories(cells: Mapping[str, CellDynamics], horizon: int) -> Iterator[Issue]:
     """Find the modules in which no layer and direction keeps a gradient up to the horizon."""
     for module in dict.fromkeys(cell.module for cell in cells.values()):
         parts = [cell for cell in cells.values() if cell.module == module]
@@ -114,7 +114,6 @@ def _short_memories(cells: Mapping[str, CellDynamics], horizon: int, step: int) 
             value=share,
             threshold=_LEFT,
             window=max(cell.window for cell in parts),
-            step=step,
             confidence=0.7 if extrapolated else 1.0,
             recommendation=_remedy(parts),
         )
@@ -128,7 +127,7 @@ def _remedy(parts: list[CellDynamics]) -> str:
     return "Start from an orthogonal recurrent matrix, or use an LSTM or a GRU."
 
 
-def _low_rank(name: str, cell: CellDynamics, step: int) -> Issue | None:
+def _low_rank(name: str, cell: CellDynamics) -> Issue | None:
     rank, bound = cell.effective_rank, cell.rank_bound
     if rank is None or bound is None or bound < _JUDGED_RANK:
         return None
@@ -144,7 +143,6 @@ def _low_rank(name: str, cell: CellDynamics, step: int) -> Issue | None:
         value=rank,
         threshold=limit,
         window=cell.window,
-        step=step,
         confidence=0.5,
         recommendation="Look for saturated gates or units; a smaller hidden size may do as well.",
     )

@@ -111,25 +111,21 @@ def _depth_issue(case: Case, kind: IssueType, layer: str, ratio: float, between:
     per_one = ratio ** (1 / between.count)
     small = kind is IssueType.VANISHING
     what = "of what reaches" if small else "times what reaches"
-    return Issue(
-        issue_type=kind,
-        severity=IssueSeverity.HIGH,
-        layer=layer,
-        message=(
+    return case.issue(
+        kind,
+        layer,
+        ("gradient_over_last_layer", ratio, _SMALL if small else _LARGE),
+        (
             f"The gradient at {layer} is {ratio:.2g} {what} the last layer: a factor of {per_one:.2g} "
             f"for each of the {between} in between."
         ),
-        statistic="gradient_over_last_layer",
-        value=ratio,
-        threshold=_SMALL if small else _LARGE,
-        window=_SAMPLES,
-        step=case.step,
-        confidence=0.95,
-        recommendation=(
+        (
             f"Initialise for a gain near 1 per {'time step' if between.cell else 'layer'} (multiply the weights "
             f"{f'of {between.cell} ' if between.cell else ''}by {1 / per_one:.2g}), or add "
             f"{'gates' if between.cell else 'normalisation or skip connections'}."
         ),
+        window=_SAMPLES,
+        confidence=0.95,
     )
 
 
@@ -198,16 +194,12 @@ def _is_narrow(before: Node, after: Node, last: float) -> bool:
 
 
 def _bottleneck_issue(case: Case, layer: str, rank: float, last: float) -> Issue:
-    return Issue(
-        issue_type=IssueType.BOTTLENECK,
+    return case.issue(
+        IssueType.BOTTLENECK,
+        layer,
+        ("rank_over_last_layer", rank / last, _SHARE),
+        f"The gradient behind {layer} has an effective rank of {rank:.2g}, the last layer's one of {last:.2g}.",
+        f"Give {layer} a rank of at least {max(2, round(last))}, or lead a skip connection around it.",
         severity=IssueSeverity.MEDIUM,
-        layer=layer,
-        message=f"The gradient behind {layer} has an effective rank of {rank:.2g}, the last layer's one of {last:.2g}.",
-        statistic="rank_over_last_layer",
-        value=rank / last,
-        threshold=_SHARE,
-        window=len(case.recent),
-        step=case.step,
         confidence=0.85,
-        recommendation=f"Give {layer} a rank of at least {max(2, round(last))}, or lead a skip connection around it.",
     )

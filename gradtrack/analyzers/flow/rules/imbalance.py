@@ -74,16 +74,12 @@ def _loudest(graph: FlowGraph) -> tuple[str, float]:
 
 
 def _issue(case: Case, layer: str, ratio: float, threshold: float, message: str) -> Issue:
-    return Issue(
-        issue_type=IssueType.GRAD_IMBALANCE,
+    return case.issue(
+        IssueType.GRAD_IMBALANCE,
+        layer,
+        ("gradient_over_others", ratio, threshold),
+        message,
+        f"Weigh the loss that feeds {layer} down about {ratio:.0e} times, or give it its own lr.",
         severity=IssueSeverity.MEDIUM,
-        layer=layer,
-        message=message,
-        statistic="gradient_over_others",
-        value=ratio,
-        threshold=threshold,
-        window=len(case.recent),
-        step=case.step,
         confidence=0.7,
-        recommendation=f"Weigh the loss that feeds {layer} down about {ratio:.0e} times, or give it its own lr.",
     )

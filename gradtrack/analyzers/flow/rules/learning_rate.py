@@ -117,22 +117,18 @@ def _rate_high_issue(case: Case, moved: list[Sample], ratios: dict[str, float], 
     """Report a rate from the first of the samples on, since what it has done by the last is its consequence."""
     sample, name = moved[-1], max(ratios, key=lambda key: ratios[key])
     became = "has risen" if case.trend.risen else "does not fall"
-    return Issue(
-        issue_type=IssueType.LR_TOO_HIGH,
-        severity=IssueSeverity.HIGH,
-        message=(
+    return case.issue(
+        IssueType.LR_TOO_HIGH,
+        "",
+        ("median_update_ratio", typical, limit),
+        (
             f"lr {sample.lr:.3g} moved {name} by {ratios[name]:.0%} per step and the median weight by {typical:.0%}, "
             f"while the loss {became}."
         ),
-        statistic="median_update_ratio",
-        value=typical,
-        threshold=limit,
+        f"Try lr {sample.lr * _HEALTHY / typical:.1g}, which would move the median weight by 0.1 % per step.",
         window=len(moved),
         step=moved[0].step,
         confidence=0.9,
-        recommendation=(
-            f"Try lr {sample.lr * _HEALTHY / typical:.1g}, which would move the median weight by 0.1 % per step."
-        ),
     )
 
 
@@ -219,15 +215,13 @@ def _is_down(moved: list[Sample]) -> bool:
 
 def _rate_low_issue(case: Case, sample: Sample, largest: float, window: int) -> Issue:
     better = f"lr {sample.lr * _HEALTHY / largest:.1g}" if largest > 0 else "a learning rate of 1e-3"
-    return Issue(
-        issue_type=IssueType.LR_TOO_LOW,
+    return case.issue(
+        IssueType.LR_TOO_LOW,
+        "",
+        ("max_update_ratio", largest, _LOW),
+        f"lr {sample.lr:.3g} moved no weight by more than {largest:.1e} of its size per step.",
+        f"Try {better}: healthy updates are near 1e-3 of the weight.",
         severity=IssueSeverity.MEDIUM,
-        message=f"lr {sample.lr:.3g} moved no weight by more than {largest:.1e} of its size per step.",
-        statistic="max_update_ratio",
-        value=largest,
-        threshold=_LOW,
         window=window,
-        step=case.step,
         confidence=0.9,
-        recommendation=f"Try {better}: healthy updates are near 1e-3 of the weight.",
     )

@@ -70,18 +70,15 @@ def _backward(case: Case, step: int, layer: str) -> Issue:
 
 
 def _origin_issue(case: Case, step: int, layer: str, message: str, recommendation: str) -> Issue:
-    return Issue(
-        issue_type=IssueType.NUMERICAL,
+    return case.issue(
+        IssueType.NUMERICAL,
+        layer,
+        ("nonfinite_output", 1.0, 0.0),
+        message,
+        recommendation,
         severity=IssueSeverity.CRITICAL,
-        layer=layer,
-        message=message,
-        statistic="nonfinite_output",
-        value=1.0,
-        threshold=0.0,
         window=len(case.samples),
         step=step,
-        confidence=1.0,
-        recommendation=recommendation,
     )
 
 
@@ -118,15 +115,6 @@ def _shares(sample: Sample, which: str) -> float:
 
 
 def _rounding_issue(case: Case, statistic: str, value: float, threshold: float, message: str, advice: str) -> Issue:
-    return Issue(
-        issue_type=IssueType.NUMERICAL,
-        severity=IssueSeverity.HIGH,
-        message=message,
-        statistic=statistic,
-        value=value,
-        threshold=threshold,
-        window=_SAMPLES,
-        step=case.step,
-        confidence=0.9,
-        recommendation=advice,
+    return case.issue(
+        IssueType.NUMERICAL, "", (statistic, value, threshold), message, advice, window=_SAMPLES, confidence=0.9
     )

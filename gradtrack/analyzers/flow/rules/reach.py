@@ -7,7 +7,7 @@ from typing import Final
 
 from gradtrack.analyzers.flow.graph import FlowGraph
 from gradtrack.analyzers.flow.samples import Case, Sample, median
-from gradtrack.reports import Issue, IssueSeverity, IssueType
+from gradtrack.reports import Issue, IssueType
 from gradtrack.support.names import module_of
 
 _STEPS: Final = 4
@@ -126,18 +126,13 @@ def _disconnected_issue(case: Case, names: list[str]) -> Issue:
     all_steps = case.series.num_steps
     steps = all_steps - max(case.series.missing_since.get(name, 1) for name in names) + 1
     span = f"{steps} steps" if steps == all_steps else f"the last {steps} of {all_steps} steps"
-    return Issue(
-        issue_type=IssueType.DISCONNECTED,
-        severity=IssueSeverity.HIGH,
-        layer=layer,
-        message=f"{len(names)} trainable parameters of {layer} had no gradient in {span}.",
-        statistic="steps_without_gradient",
-        value=float(steps),
-        threshold=float(_STEPS),
+    return case.issue(
+        IssueType.DISCONNECTED,
+        layer,
+        ("steps_without_gradient", steps, _STEPS),
+        f"{len(names)} trainable parameters of {layer} had no gradient in {span}.",
+        f"Look for a detach(), a no_grad() or an unused branch behind {layer}, or freeze it.",
         window=all_steps,
-        step=case.step,
-        confidence=1.0,
-        recommendation=f"Look for a detach(), a no_grad() or an unused branch behind {layer}, or freeze it.",
     )
 
 
@@ -208,22 +203,17 @@ def _unchanged_issue(case: Case, names: list[str], window: int, *, owned: bool) 
     modules = list(dict.fromkeys(module_of(name) for name in names))
     layer = _common(modules) if len(groups) == 1 else modules[0]
     why = "though the optimizer has them" if owned else "and no optimizer has them"
-    return Issue(
-        issue_type=IssueType.UNCHANGED,
-        severity=IssueSeverity.HIGH,
-        layer=layer,
-        message=f"{len(names)} parameters, of {', '.join(groups)}, get gradients but never change, {why}.",
-        statistic="update_ratio",
-        value=0.0,
-        threshold=0.0,
-        window=window,
-        step=case.step,
-        confidence=1.0,
-        recommendation=(
+    return case.issue(
+        IssueType.UNCHANGED,
+        layer,
+        ("update_ratio", 0.0, 0.0),
+        f"{len(names)} parameters, of {', '.join(groups)}, get gradients but never change, {why}.",
+        (
             "Look for code that puts the weights back, or a learning rate of 0 in their group."
             if owned
             else f"Pass {layer}.parameters() to the optimizer, or freeze them with requires_grad_(False)."
         ),
+        window=window,
     )
 
 
@@ -243,17 +233,12 @@ def judge_stale_grad(case: Case) -> list[Issue]:
     layer = "" if everything else _common(list(dict.fromkeys(module_of(name) for name in names)))
     whose = "All parameters" if everything else f"{len(names)} parameters, of {', '.join(_by_module(names))},"
     return [
-        Issue(
-            issue_type=IssueType.STALE_GRAD,
-            severity=IssueSeverity.HIGH,
-            layer=layer,
-            message=f"{whose} still held the gradients of the last step when the next backward pass began.",
-            statistic="samples_with_stale_gradients",
-            value=float(max(counts.values())),
-            threshold=float(_STALE_GRAD_SAMPLES),
+        case.issue(
+            IssueType.STALE_GRAD,
+            layer,
+            ("samples_with_stale_gradients", max(counts.values()), _STALE_GRAD_SAMPLES),
+            f"{whose} still held the gradients of the last step when the next backward pass began.",
+            "Call optimizer.zero_grad() after every optimizer.step(); gradients add up until then.",
             window=len(case.samples),
-            step=case.step,
-            confidence=1.0,
-            recommendation="Call optimizer.zero_grad() after every optimizer.step(); gradients add up until then.",
         )
     ]

@@ -32,20 +32,17 @@ def judge_oscillation(case: Case) -> list[Issue]:
         return []
     lr = case.moved[-1].lr
     return [
-        Issue(
-            issue_type=IssueType.UNSTABLE,
-            severity=IssueSeverity.HIGH,
-            message=(
+        case.issue(
+            IssueType.UNSTABLE,
+            "",
+            ("gradient_cosine", median(cosines), _COSINE),
+            (
                 f"Successive gradients point against each other (median cosine {median(cosines):.2f}) and grow: "
                 "every step jumps across the minimum."
             ),
-            statistic="gradient_cosine",
-            value=median(cosines),
-            threshold=_COSINE,
+            f"Halve the learning rate {lr:.3g} to {lr / 2:.2g}, or more: it is past 2/curvature.",
             window=len(cosines),
-            step=case.step,
             confidence=0.9,
-            recommendation=f"Halve the learning rate {lr:.3g} to {lr / 2:.2g}, or more: it is past 2/curvature.",
         )
     ]
 
@@ -85,20 +82,18 @@ def _is_lasting(seen: list[Sample]) -> bool:
 
 
 def _issue(case: Case, sample: Sample, window: int) -> Issue:
-    return Issue(
-        issue_type=IssueType.ROTATION,
-        severity=IssueSeverity.HIGH,
-        message=(
+    return case.issue(
+        IssueType.ROTATION,
+        "",
+        ("cosine_with_earlier_gradient", sample.turned, _BACK),
+        (
             f"The gradient has turned right round (cosine {sample.turned:.2f}) by small turns (cosine "
             f"{sample.cosine:.2f} from step to step) without getting shorter: the weights go in circles."
         ),
-        statistic="cosine_with_earlier_gradient",
-        value=sample.turned,
-        threshold=_BACK,
+        "Let the players step in turn, use extragradient or averaging, or add a penalty on both.",
         window=window,
         step=case.samples[0].step,
         confidence=0.8,
-        recommendation="Let the players step in turn, use extragradient or averaging, or add a penalty on both.",
     )
 
 
@@ -123,18 +118,15 @@ def judge_first_steps(case: Case) -> list[Issue]:
         return []
     layer = _largest(case) if norms[0] == max(begun) else ""
     return [
-        Issue(
-            issue_type=IssueType.EXPLODING,
-            severity=IssueSeverity.HIGH,
-            layer=layer,
-            message=f"The gradient of the first steps was {jump:.2g} times the next, and the loss has not fallen.",
-            statistic="first_norm_over_next",
-            value=jump,
-            threshold=_LARGE,
+        case.issue(
+            IssueType.EXPLODING,
+            layer,
+            ("first_norm_over_next", jump, _LARGE),
+            f"The gradient of the first steps was {jump:.2g} times the next, and the loss has not fallen.",
+            "Initialise for a gain near 1, clip the gradient norm, or begin with a small learning rate.",
             window=len(norms),
             step=norms.index(max(begun)) + 1,
             confidence=0.9,
-            recommendation="Initialise for a gain near 1, clip the gradient norm, or begin with a small learning rate.",
         )
     ]
 
@@ -162,16 +154,14 @@ def judge_foreign_clip(case: Case) -> list[Issue]:
         return []
     typical = median(found)
     return [
-        Issue(
-            issue_type=IssueType.CLIP_SATURATED,
+        case.issue(
+            IssueType.CLIP_SATURATED,
+            "",
+            ("gradient_left_by_clipping", typical, _COEFFICIENT),
+            f"Every sampled gradient was scaled down to {typical:.2g} of itself before the optimizer took it.",
+            f"Raise the limit of the clipping about {1 / typical:.1g} times, or scale the loss down.",
             severity=IssueSeverity.MEDIUM,
-            message=f"Every sampled gradient was scaled down to {typical:.2g} of itself before the optimizer took it.",
-            statistic="gradient_left_by_clipping",
-            value=typical,
-            threshold=_COEFFICIENT,
             window=len(found),
-            step=case.step,
             confidence=0.9,
-            recommendation=f"Raise the limit of the clipping about {1 / typical:.1g} times, or scale the loss down.",
         )
     ]

@@ -15,7 +15,7 @@ from gradtrack.analyzers.base import OFTEN_EVERY
 from gradtrack.analyzers.flow.call import Node
 from gradtrack.analyzers.flow.graph import FlowGraph
 from gradtrack.analyzers.flow.samples import Case, Sample, about_units, in_all, median
-from gradtrack.reports import Issue, IssueSeverity, IssueType
+from gradtrack.reports import Issue, IssueType
 
 _DEAD_SHARE: Final = 0.5
 _ROWS: Final = 32
@@ -134,21 +134,16 @@ def _has_input(graph: FlowGraph, node: Node) -> bool:
 
 def _dead_issue(case: Case, layer: str, off: NDArray[np.bool_]) -> Issue:
     share, count = float(off.mean()), int(off.sum())
-    return Issue(
-        issue_type=IssueType.DEAD,
-        severity=IssueSeverity.HIGH,
-        layer=layer,
-        message=f"{count} of the {len(off)} units of {layer} have been off for every input of the last samples.",
-        statistic="units_off",
-        value=share,
-        threshold=_DEAD_SHARE,
-        window=len(case.recent),
-        step=case.step,
-        confidence=0.95,
-        recommendation=(
+    return case.issue(
+        IssueType.DEAD,
+        layer,
+        ("units_off", share, _DEAD_SHARE),
+        f"{count} of the {len(off)} units of {layer} have been off for every input of the last samples.",
+        (
             f"Re-initialise {layer} with a bias of 0, lower the learning rate, or use LeakyReLU or GELU: "
             "units that are off for every input get no gradient to come back by."
         ),
+        confidence=0.95,
     )
 
 
@@ -276,19 +271,14 @@ def _is_gate(graph: FlowGraph, index: int) -> bool:
 
 
 def _saturation_issue(case: Case, layer: str, share: float, through: float) -> Issue:
-    return Issue(
-        issue_type=IssueType.SATURATION,
-        severity=IssueSeverity.HIGH,
-        layer=layer,
-        message=(
+    return case.issue(
+        IssueType.SATURATION,
+        layer,
+        ("saturated_share", share, _SATURATION_SHARE),
+        (
             f"{share:.0%} of the outputs behind {layer} are at the ends of their range, where the slope is near 0, and "
             f"{through:.0%} of the gradient gets through."
         ),
-        statistic="saturated_share",
-        value=share,
-        threshold=_SATURATION_SHARE,
-        window=len(case.recent),
-        step=case.step,
+        f"Scale the weights of {layer} down, normalise its input, or put a LayerNorm behind it.",
         confidence=0.9,
-        recommendation=f"Scale the weights of {layer} down, normalise its input, or put a LayerNorm behind it.",
     )
