@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from gradtrack.analyzers.flow.call import Node, axis_of, take_gradient, take_output
 from gradtrack.analyzers.tools.hooks import ModuleHook
-from gradtrack.analyzers.tools.modules import has_parts, kind_of, layers, owns_parameters, unnested
+from gradtrack.analyzers.tools.modules import floating, has_parts, kind_of, layers, owns_parameters, unnested
 from gradtrack.gradients.native.threads import threads_for
 from gradtrack.support.interrupts import pass_on
 
@@ -57,7 +57,7 @@ class Probe:
             if not torch.is_grad_enabled():
                 self.without_grad.add(name)
                 return
-            found = next(_tensors(output), None)
+            found = next(floating(output), None)
             compiling = torch.compiler.is_compiling()
             if found is not None and not compiling and _is_transformed(found):
                 return  # vmap and its like have no numbers to show until they are over
@@ -88,7 +88,7 @@ class Probe:
         node = Node(name, kind, parametric, axis, width, parents)
         take_output(node, values)
         if not node.finite:
-            node.finite_input = all(bool(torch.isfinite(unnested(value)).all()) for value in _tensors(inputs))
+            node.finite_input = all(bool(torch.isfinite(unnested(value)).all()) for value in floating(inputs))
         if not node.finite_input:
             node.made_in = self._made_in(node)
         self._functions[function] = len(self.nodes)
@@ -141,17 +141,3 @@ def _observed(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def _is_transformed(tensor: Tensor) -> bool:
     """Whether a tensor belongs to a transform of torch.func that is still running."""
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        if value.is_floating_point() or value.is_complex():
-            yield value
-    elif isinstance(value, dict):
-        for part in value.values():
-            yield from _tensors(part)
-    elif isinstance(value, (tuple, list)):
-        for part in value:
-            yield from _tensors(part)
-    elif hasattr(value, "data") and isinstance(value.data, Tensor):  # a PackedSequence
-        yield from _tensors(value.data)

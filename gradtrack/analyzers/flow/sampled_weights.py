@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from gradtrack.analyzers.tools.samples import dot, small_array
 from gradtrack.gradients.distributed.shards import local_numbers
+from gradtrack.support.statistics import cosine
 
 _COUNT: Final = 256
 _SPARSE: Final = 0.1
@@ -138,7 +139,7 @@ class Elements:
     def cosine(self, params: Mapping[str, nn.Parameter], grads: Mapping[str, Tensor]) -> float:
         """Return the cosine between the gradients before the step and those of the next one."""
         now, there = self._again([_if_whole(grads.get(place.name), params.get(place.name)) for place in self._places])
-        return _cosine(*self._compared(there & self._with_grad, self._grads * now, self._grads**2, now**2))
+        return cosine(*self._compared(there & self._with_grad, self._grads * now, self._grads**2, now**2))
 
     def _compared(self, which: NDArray[np.bool_], *products: Values) -> list[float]:
         """Return the sums of products over some of the parameters, each element standing for its share."""
@@ -148,7 +149,7 @@ class Elements:
     def cosine_to(self, earlier: Elements) -> float:
         """Return the cosine between these gradients and earlier ones."""
         if self._even == earlier._even:
-            return _cosine(dot(self._vector, earlier._vector), earlier._square, self._square)
+            return cosine(dot(self._vector, earlier._vector), earlier._square, self._square)
         known = {place.name: place for place in earlier._places if place.has_grad and isinstance(place.index, int)}
         products = np.zeros(3)
         for place in self._places:
@@ -158,7 +159,7 @@ class Elements:
             grad, before = self._grads[place.within], earlier._grads[other.within]
             if len(grad) == len(before):
                 products += place.share * np.array([dot(before, grad), dot(before, before), dot(grad, grad)])
-        return _cosine(*products.tolist())
+        return cosine(*products.tolist())
 
 
 def _choose(param: Tensor, grad: Tensor | None) -> tuple[Index, Values | None]:
@@ -196,7 +197,3 @@ def _take(tensor: Tensor, index: Index) -> Values:
 
 def _joined(parts: Sequence[Values]) -> Values:
     return np.concatenate(parts) if parts else np.zeros(0)
-
-
-def _cosine(inner: float, first: float, second: float) -> float:
-    return inner / math.sqrt(first) / math.sqrt(second) if first > 0 and second > 0 else math.nan

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final, NamedTuple
 
@@ -91,7 +92,7 @@ class GainProfile:
         known = [(index, log) for index, log in enumerate(self.log_gains()) if _finite(log)]
         if len(known) < 3:
             return None
-        middle = _median([log for _, log in known if log is not None])
+        middle = statistics.median([log for _, log in known if log is not None])
         index, log = max(known, key=lambda pair: abs((pair[1] or 0.0) - middle))
         assert log is not None
         return Discontinuity(index, _exp(log), log - middle)
@@ -123,10 +124,10 @@ def summarise(gains: Sequence[Maybe], log_gains: Sequence[Maybe]) -> dict[str, f
     known = [gain for gain in gains if _finite(gain) and gain is not None]
     logs = [log for log in log_gains if _finite(log) and log is not None]
     return {
-        "mean_gain": _mean(known),
+        "mean_gain": sum(known) / len(known) if known else math.nan,
         "min_gain": min(known, default=math.nan),
         "max_gain": max(known, default=math.nan),
-        "mean_log_gain": _mean(logs),
+        "mean_log_gain": sum(logs) / len(logs) if logs else math.nan,
         "num_amplifying": sum(gain > AMPLIFYING for gain in known),
         "num_damping": sum(gain < DAMPING for gain in known),
         "num_healthy": sum(DAMPING <= gain <= AMPLIFYING for gain in known),
@@ -142,7 +143,7 @@ def spread(norms: Sequence[float]) -> SampleSpread:
         return SampleSpread(math.nan, math.nan, math.nan, math.nan, len(norms))
     limit = SILENT_SHARE * ordered[-1]
     silent = sum(norm <= limit for norm in ordered) / len(ordered)
-    return SampleSpread(ordered[0], _median(ordered), ordered[-1], silent, len(norms))
+    return SampleSpread(ordered[0], statistics.median(ordered), ordered[-1], silent, len(norms))
 
 
 def label(gain: Maybe) -> str:
@@ -177,16 +178,6 @@ def _exp(value: float) -> float:
 
 def _finite(value: Maybe) -> bool:
     return value is not None and math.isfinite(value)
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else math.nan
-
-
-def _median(values: Sequence[float]) -> float:
-    ordered = sorted(values)
-    middle = len(ordered) // 2
-    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
 
 
 _NO_FORWARD: Final = """\

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from gradtrack.analyzers.base import Analyzer, Schedule, Snapshot, model_of, rarely
-from gradtrack.analyzers.jacobian.inputs import BlockCall, BlockInputs, evaluating
+from gradtrack.analyzers.jacobian.inputs import BlockCall, BlockInputs
 from gradtrack.analyzers.jacobian.report import (
     EXACT_LIMIT,
     BlockJacobian,
@@ -21,7 +21,7 @@ from gradtrack.analyzers.jacobian.report import (
 from gradtrack.analyzers.tools.blocks import Blocks, find_chain, is_compiled_around
 from gradtrack.analyzers.tools.issue_memory import Notes
 from gradtrack.analyzers.tools.linear_maps import differentiable_twice
-from gradtrack.analyzers.tools.modules import first_floating
+from gradtrack.analyzers.tools.modules import evaluating, first_floating
 from gradtrack.analyzers.tools.offline import call, kept, untouched
 from gradtrack.errors import UsageError
 from gradtrack.records import Panel

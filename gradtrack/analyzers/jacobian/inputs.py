@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import torch
@@ -113,19 +112,6 @@ class _Keep(Unshared):
         if owner is None or is_unheard() or torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
         owner._keep(self._name, args, kwargs, self._num_samples)
-
-
-@contextmanager
-def evaluating(module: nn.Module) -> Iterator[None]:
-    """Run a module as in evaluation, and put the mode of every part back."""
-    modes = [(part, part.training) for part in module.modules()]
-    try:
-        for part, _ in modes:
-            part.training = False
-        yield
-    finally:
-        for part, training in modes:
-            part.training = training
 
 
 def _main(args: Any, kwargs: Any) -> Tensor | None:

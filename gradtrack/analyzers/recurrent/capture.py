@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
-from gradtrack.analyzers.recurrent.cells import Cell, Step, evaluating, function_cell, single_cell
+from gradtrack.analyzers.recurrent.cells import Cell, Step, function_cell, single_cell
 from gradtrack.analyzers.recurrent.dynamics import pull_back
 from gradtrack.analyzers.recurrent.trajectories import Sequences, Trajectory, backward, follow, replay
 from gradtrack.analyzers.tools.hooks import Faults
+from gradtrack.analyzers.tools.modules import evaluating
 
 
 class Capture(Protocol):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from gradtrack.analyzers.tools.modules import evaluating
 from gradtrack.errors import InputTypeError
 
 
@@ -265,19 +265,6 @@ def precision(state_size: int, like: Tensor) -> tuple[torch.dtype, torch.device]
     if state_size <= DENSE_LIMIT:
         return torch.float64, torch.device("cpu")
     return (torch.float64 if like.dtype == torch.float64 else torch.float32), like.device
-
-
-@contextmanager
-def evaluating(module: nn.Module) -> Iterator[None]:
-    """Put a module in evaluation mode for a moment, so that looking at it advances no buffer and draws no number."""
-    modes = [(one, one.training) for one in module.modules()]
-    try:
-        for one, _ in modes:
-            one.training = False
-        yield
-    finally:
-        for one, training in modes:
-            one.training = training
 
 
 def _cell(name: str, kind: str, module: nn.Module, suffix: str) -> Cell:

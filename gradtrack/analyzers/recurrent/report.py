@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
-from statistics import median
 
 import torch
 from pydantic import Field
@@ -13,6 +13,7 @@ from gradtrack.analyzers.recurrent.dynamics import Decay, asymptotic_memory, dec
 from gradtrack.analyzers.recurrent.measure import CellLook, GateStatistics, StateField
 from gradtrack.reports import Report
 from gradtrack.reports.base import measured
+from gradtrack.support.statistics import median
 
 
 class CellDynamics(Report):
@@ -83,18 +84,18 @@ def pool(looks: Sequence[CellLook]) -> CellDynamics:
         state_size=last.state_size,
         num_looks=len(looks),
         num_sequences=max(look.num_sequences for look in looks),
-        window=int(median(look.window for look in looks)),
-        spectral_radius=median(radii) if radii else None,
+        window=int(statistics.median(look.window for look in looks)),
+        spectral_radius=median(radii),
         spectral_radius_range=(min(radii), max(radii)) if radii else None,
         spectral_radius_count=len(radii),
         eigenvalues=last.eigenvalues,
-        effective_rank=_median([look.ranks[0] for look in looks if look.ranks]),
-        participation_ratio=_median([look.ranks[1] for look in looks if look.ranks]),
-        rank_bound=_median([look.ranks[2] for look in looks if look.ranks]),
-        weight_gradient_rank=_median([look.weight_rank for look in looks if look.weight_rank is not None]),
+        effective_rank=median(look.ranks[0] for look in looks if look.ranks),
+        participation_ratio=median(look.ranks[1] for look in looks if look.ranks),
+        rank_bound=median(look.ranks[2] for look in looks if look.ranks),
+        weight_gradient_rank=median(look.weight_rank for look in looks if look.weight_rank is not None),
         gradient_profile=_mean_profile([look.gradient_profile for look in looks if look.gradient_profile]),
         gates=_mean_gates(looks),
-        cell_memory_length=_median([look.cell_memory for look in looks if look.cell_memory is not None]),
+        cell_memory_length=median(look.cell_memory for look in looks if look.cell_memory is not None),
         state_field=_mean_field([look.state_field for look in looks if look.state_field is not None]),
         **_pooled_decay([look.decay for look in looks if look.decay is not None]),
     )
@@ -104,7 +105,7 @@ def _pooled_decay(decays: list[Decay]) -> dict[str, object]:
     if not decays:
         return {}
     profiles: list[list[float]] = [decay.log_profile.tolist() for decay in decays]
-    length = int(median(len(profile) for profile in profiles))
+    length = int(statistics.median(len(profile) for profile in profiles))
     log_profile = [
         _log_mean_square([profile[lag] for profile in profiles if lag < len(profile)]) for lag in range(length)
     ]
@@ -130,7 +131,7 @@ def _pooled_decay(decays: list[Decay]) -> dict[str, object]:
 def _mean_profile(profiles: list[list[float]]) -> list[float]:
     if not profiles:
         return []
-    length = int(median(len(profile) for profile in profiles))
+    length = int(statistics.median(len(profile) for profile in profiles))
     reaching = [[profile[lag] for profile in profiles if lag < len(profile)] for lag in range(length)]
     return [sum(values) / len(values) for values in reaching]
 
@@ -157,7 +158,3 @@ def _log_mean_square(logs: list[float]) -> float:
     if not math.isfinite(largest):
         return largest
     return largest + math.log(sum(math.exp(2 * (value - largest)) for value in logs) / len(logs)) / 2
-
-
-def _median(values: Sequence[float]) -> float | None:
-    return median(values) if values else None

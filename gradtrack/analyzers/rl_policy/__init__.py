@@ -24,13 +24,14 @@ from gradtrack.analyzers.rl_policy.update_metrics import (
     head_gradient_ratio,
     kl_estimates,
 )
-from gradtrack.analyzers.rl_policy.verdict import PolicyVerdict, mean_of, sum_up
+from gradtrack.analyzers.rl_policy.verdict import PolicyVerdict, sum_up
 from gradtrack.analyzers.tools.offline import offline_steps, untouched
 from gradtrack.analyzers.tools.spectra import GradientCoherence
 from gradtrack.errors import UsageError
 from gradtrack.gradients.distributed.shards import local_part
 from gradtrack.records import Panel
 from gradtrack.reports import Issue, IssueSeverity, IssueType, Report, StepReport
+from gradtrack.support.statistics import mean
 
 _EAGER_LOOKS: Final = 64
 _PATIENCE: Final = 16
@@ -205,11 +206,11 @@ class RLPolicyAnalyzer(Analyzer):
         history = PolicyHistory()
         report = sum_up(samples, history, [None] * len(samples)).model_copy(
             update={
-                "actor_critic_gradient_ratio": mean_of(ratios),
+                "actor_critic_gradient_ratio": mean(ratios),
                 "gradient_coherence": coherence.mean(),
                 "input_sensitivity": None if sensitivity is None else sensitivity.mean(),
                 "dormant_units": units.shares,
-                "dormant_share": mean_of(list(units.shares.values())),
+                "dormant_share": mean(units.shares.values()),
             }
         )
         report = self._verdict.judge(report, history, steps)

@@ -13,6 +13,7 @@ from gradtrack.analyzers.base import Suggested
 from gradtrack.analyzers.rl_policy.history import FLOOR, PolicyHistory
 from gradtrack.analyzers.rl_policy.report import Adequacy, PolicyReport
 from gradtrack.reports import Issue, IssueSeverity, IssueType
+from gradtrack.support.statistics import mean
 
 
 class PolicyVerdict:
@@ -145,7 +146,7 @@ def sum_up(
     for level, episode_return in zip(levels, returns, strict=True):
         history.add(level, episode_return)
     values = {name: _weighted(rows, name) for name in dict.fromkeys(name for row in rows for name in row)}
-    level = mean_of([level for level in levels[-max(len(levels) // 4, 1) :] if level is not None])
+    level = mean([level for level in levels[-max(len(levels) // 4, 1) :] if level is not None])
     conditional = values.get("discrete_entropy_mean", values.get("continuous_entropy_mean"))
     marginal = values.pop("continuous_marginal_entropy", None)
     values.setdefault("marginal_entropy", marginal)
@@ -190,8 +191,3 @@ def _weighted(rows: Sequence[Mapping[str, float]], name: str) -> float | None:
     known = [(row[name], row["num_states"]) for row in rows if name in row and math.isfinite(row[name])]
     total = sum(weight for _, weight in known)
     return sum(value * weight for value, weight in known) / total if total > 0 else None
-
-
-def mean_of(values: Sequence[float]) -> float | None:
-    """Return the mean, or None of nothing."""
-    return sum(values) / len(values) if values else None

@@ -10,7 +10,7 @@ from typing import Final
 import torch
 from torch import nn
 
-from gradtrack.analyzers.tools.modules import has_parts, kind_of, layers
+from gradtrack.analyzers.tools.modules import has_parts, is_compiled, kind_of, layers
 from gradtrack.errors import UsageError
 
 _FEWEST: Final = 3
@@ -42,7 +42,7 @@ def is_compiled_around(model: nn.Module, name: str) -> bool:
     """Say whether a module lies inside of another one that is compiled as a whole, where no hook can look at it."""
     path = name.split(".")
     owners = [model.get_submodule(".".join(path[:depth])) for depth in range(len(path))]
-    return any(hasattr(owner, "_orig_mod") or owner._compiled_call_impl is not None for owner in owners)
+    return any(map(is_compiled, owners))
 
 
 def _candidates(model: nn.Module) -> dict[tuple[str, type[nn.Module]], dict[str, nn.Module]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
@@ -22,9 +23,14 @@ def tensors(value: Any, depth: int = _DEEPEST) -> Iterator[Tensor]:
             yield from tensors(part, depth - 1)
 
 
+def floating(value: Any) -> Iterator[Tensor]:
+    """Yield the real and complex floating tensors in a nested value."""
+    return (tensor for tensor in tensors(value) if tensor.is_floating_point() or tensor.is_complex())
+
+
 def first_floating(value: Any) -> Tensor | None:
     """Return the first floating tensor that requires a gradient, else the first floating one, else None."""
-    found = [tensor for tensor in tensors(value) if tensor.is_floating_point() or tensor.is_complex()]
+    found = list(floating(value))
     return next((tensor for tensor in found if tensor.requires_grad), found[0] if found else None)
 
 
@@ -61,6 +67,8 @@ def _parts(value: Any) -> Iterator[Any]:
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
             yield getattr(value, field.name)
+    elif isinstance(data := getattr(value, "data", None), Tensor):
+        yield data
 
 
 _PARAMETRIZATIONS: Final = "parametrizations"
@@ -97,6 +105,24 @@ def layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def has_parts(module: nn.Module) -> bool:
     """Say whether a module consists of others, its parametrizations not counted."""
     return any(part is not None and name != _PARAMETRIZATIONS for name, part in module._modules.items())
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Run a module as in evaluation, so that it advances no buffer and draws no number; put back every part's mode."""
+    modes = [(part, part.training) for part in module.modules()]
+    try:
+        for part, _ in modes:
+            part.training = False
+        yield
+    finally:
+        for part, training in modes:
+            part.training = training
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Say whether a module itself is compiled, so that no hook can look inside."""
+    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
 
 
 def _is_parametrized(module: nn.Module) -> bool:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gradtrack.analyzers.tools.samples import as_real
+from gradtrack.support.statistics import cosine, mean
 
 KRYLOV: Final = 80
 """So many vectors find the radius of a random matrix of some hundreds of dimensions to 1e-3 and better."""
@@ -137,8 +138,7 @@ class GradientCoherence:
 
     def mean(self) -> float | None:
         """Return the mean over the steps so far, or None before the second."""
-        known = [cosine for cosine in self._cosines if not math.isnan(cosine)]
-        return sum(known) / len(known) if known else None
+        return mean(value for value in self._cosines if not math.isnan(value))
 
 
 def _cosine(before: dict[str, Tensor], now: dict[str, Tensor]) -> float:
@@ -146,8 +146,7 @@ def _cosine(before: dict[str, Tensor], now: dict[str, Tensor]) -> float:
     if not shared:
         return math.nan
     sums = torch.tensor([_products(before[name], now[name]) for name in shared], dtype=torch.float64).sum(0)
-    size = math.sqrt(float(sums[1]) * float(sums[2]))
-    return float(sums[0]) / size if size > 0 else math.nan
+    return cosine(*sums.tolist())
 
 
 def _products(before: Tensor, now: Tensor) -> tuple[float, float, float]:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from gradtrack.analyzers.base import Analyzer, Schedule, Series, Snapshot, Suggested, model_of, often
 from gradtrack.analyzers.tools.issue_memory import Lasting, Notes
+from gradtrack.analyzers.tools.modules import is_compiled
 from gradtrack.analyzers.tools.offline import offline_steps, untouched
 from gradtrack.analyzers.tools.spectra import GradientCoherence
 from gradtrack.analyzers.transformer import picture
@@ -168,7 +169,7 @@ class TransformerAnalyzer(Analyzer):
         print(summary(issues, stats))  # noqa: T201
 
     def arm(self, model: nn.Module) -> None:
-        if _is_compiled(model):
+        if any(map(is_compiled, model.modules())):
             self._notes.add("attention was not looked at: the model is compiled. Analyze the uncompiled model offline.")
             return
         self._recorder = self._new_recorder(model)
@@ -249,13 +250,6 @@ def summary(issues: Sequence[Issue], stats: AttentionReport) -> str:
     lines += [f"  {block.name or 'model'}: token difference {block.residual:.3g}" for block in stats.blocks]
     lines.append(f"  rank collapse risk: {stats.rank_collapse_risk or 'unknown'}")
     return "\n".join([*lines, *(str(issue) for issue in issues)])
-
-
-def _is_compiled(model: nn.Module) -> bool:
-    return any(
-        hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
-        for module in model.modules()
-    )
 
 
 def _calls_attention(kind: type[nn.Module]) -> bool:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from gradtrack.analyzers.tools.hooks import is_unheard
+from gradtrack.analyzers.tools.modules import tensors
 from gradtrack.analyzers.transformer.interception import Interception
 from gradtrack.analyzers.transformer.logits import (
     Limits,
@@ -29,7 +30,6 @@ from gradtrack.analyzers.transformer.tokens import (
     are_alike,
     call_sizes,
     sequences_of,
-    tensors_of,
     token_statistics,
 )
 from gradtrack.gradients.native.threads import one_thread, threads_for
@@ -173,7 +173,7 @@ class AttentionRecorder:
             self._see_imported()
             return
         self._stop()
-        for tensor in tensors_of(output):
+        for tensor in tensors(output):
             if tensor.requires_grad and self._pass is not None:
                 self._watch(tensor, self._pass)
 
@@ -254,7 +254,7 @@ class AttentionRecorder:
         """Look at the tokens that leave a block, or leave that to the module around it."""
         if self._pass is None:
             return
-        before, after = (next(filter(Tensor.is_floating_point, tensors_of(side)), None) for side in (inputs, output))
+        before, after = (next(filter(Tensor.is_floating_point, tensors(side)), None) for side in (inputs, output))
         if after is not None and (before is None or are_alike(before, after)) and self._is_block(frame):
             _, rows, sizes = frame.attended[-1]
             found = token_statistics(sequences_of(after, sizes, frame.module), rows, self._limits)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import statistics
+from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Literal, TypeVar
 
 import torch
@@ -15,6 +16,7 @@ from gradtrack.analyzers.transformer.tokens import TokenStatistics
 from gradtrack.records import Metric
 from gradtrack.reports import Issue, Report
 from gradtrack.reports.base import measured
+from gradtrack.support.statistics import mean
 
 Risk = Literal["LOW", "MEDIUM", "HIGH"]
 RISKS: tuple[Risk, ...] = ("LOW", "MEDIUM", "HIGH")
@@ -129,13 +131,13 @@ def report_attention(passes: Sequence[ForwardPass], *, softmax_jacobian: bool = 
     ]
     slope = _slope([block.residual for block in blocks])
     return AttentionReport(
-        attention_entropy_mean=_mean(layer.entropy_mean for layer in layers),
+        attention_entropy_mean=mean(layer.entropy_mean for layer in layers),
         attention_entropy_min_head=_end(min, [layer.entropy_min_head for layer in layers]) if layers else None,
         attention_entropy_p5=_end(min, [layer.entropy_p5 for layer in layers]) if layers else None,
-        attention_entropy_floor=_mean(layer.entropy_floor for layer in layers),
-        attention_sparsity=_mean(layer.sparsity for layer in layers),
+        attention_entropy_floor=mean(layer.entropy_floor for layer in layers),
+        attention_sparsity=mean(layer.sparsity for layer in layers),
         attention_max_logit=_end(max, [layer.max_logit for layer in layers]) if layers else None,
-        head_diversity=_mean(layer.head_diversity for layer in layers if layer.head_diversity is not None),
+        head_diversity=mean(layer.head_diversity for layer in layers if layer.head_diversity is not None),
         rank_residual=blocks[-1].residual if blocks else None,
         rank_slope=slope,
         rank_collapse_risk=_risk([block.residual for block in blocks]),
@@ -152,7 +154,7 @@ def _layer(name: str, found: Sequence[HeadStatistics], softmax_jacobian: bool) -
     averages = table.mean(0)
     averages[2] = table[:, 2].amax(0)
     entropy, floor, max_logit, sparsity, softness = averages.tolist()
-    diversity = _mean(float(one.diversity) for one in found)
+    diversity = mean(float(one.diversity) for one in found)
     heads = [
         HeadReport(entropy=values[0], entropy_floor=values[1], max_logit=values[2], sparsity=values[3])
         for values in zip(entropy, floor, max_logit, sparsity, strict=True)
@@ -191,22 +193,13 @@ def _risk(residuals: Sequence[float]) -> Risk | None:
 
 def _slope(residuals: Sequence[float]) -> float | None:
     """Return the least-squares slope of ln(residual) per block."""
-    points = [(depth, math.log(value)) for depth, value in enumerate(residuals) if value > 0]
-    if len(points) < 2:
-        return None
-    middle = sum(depth for depth, _ in points) / len(points)
-    spread = sum((depth - middle) ** 2 for depth, _ in points)
-    return sum((depth - middle) * value for depth, value in points) / spread
+    logs = {depth: math.log(value) for depth, value in enumerate(residuals) if 0 < value < math.inf}
+    return statistics.linear_regression(list(logs), list(logs.values())).slope if len(logs) > 1 else None
 
 
 def _end(pick: Callable[..., float], values: Sequence[float]) -> float:
     """Pick the least or the largest of the values that are numbers; NaN where none is."""
     return pick((value for value in values if not math.isnan(value)), default=math.nan)
-
-
-def _mean(values: Iterable[float]) -> float | None:
-    known = list(values)
-    return sum(known) / len(known) if known else None
 
 
 def _spread_out(items: Sequence[_Item]) -> Sequence[_Item]:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -69,18 +68,3 @@ def _sequence_first(values: Tensor, sizes: tuple[int, int] | None, module: nn.Mo
         return sizes is not None and tuple(values.shape[:2]) == (sizes[1], sizes[0])
     inner = next((part for part in module.modules() if isinstance(part, nn.MultiheadAttention)), None)
     return inner is not None and not inner.batch_first
-
-
-def tensors_of(values: Any) -> Iterator[Tensor]:
-    """Yield the tensors of what a module takes or returns, in order."""
-    if isinstance(values, Tensor):
-        yield values
-    elif isinstance(values, dict):
-        for value in values.values():
-            yield from tensors_of(value)
-    elif isinstance(values, (tuple, list)):
-        for value in values:
-            yield from tensors_of(value)
-    elif hasattr(values, "__dataclass_fields__"):
-        for name in values.__dataclass_fields__:
-            yield from tensors_of(getattr(values, name))

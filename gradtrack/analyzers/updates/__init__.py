@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, final
 
@@ -18,6 +17,7 @@ from gradtrack.gradients.native.threads import one_thread
 from gradtrack.records import Panel
 from gradtrack.reports import LateReport, Report
 from gradtrack.reports.base import measured
+from gradtrack.support.statistics import median
 
 _NUMBERS = ("ratio", "unchanged_fraction", "gradient_cosine", "momentum_cosine", "moment_ratio")
 
@@ -234,7 +234,7 @@ def _medians(reports: Sequence[UpdatesReport]) -> UpdatesReport:
 
 def _middle(reports: Sequence[Report]) -> dict[str, float | None]:
     known = {name: [report[name] for report in reports if report[name] is not None] for name in _NUMBERS}
-    return {name: statistics.median(values) if values else None for name, values in known.items()}
+    return {name: median(values) for name, values in known.items()}
 
 
 def _gradients(model: nn.Module) -> dict[str, Tensor]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from gradtrack.analyzers.tools.samples import MOST, sampled
 from gradtrack.gradients.distributed.shards import local_part
+from gradtrack.support.statistics import cosine
 
 _FIRST: Final = ("exp_avg", "momentum_buffer")
 NUM_SUMS, NUM_SHORT = 14, 6
@@ -270,8 +271,8 @@ def _fitting(gradient: Tensor | None, param: nn.Parameter) -> Tensor | None:
 
 
 def _cosine(sums: list[float]) -> float | None:
-    size = math.sqrt(sums[1] * sums[2])
-    return max(-1.0, min(1.0, sums[0] / size)) if size > 0 and math.isfinite(size) else None
+    found = cosine(*sums)
+    return None if math.isnan(found) else found
 
 
 def _shared_out(counts: Iterable[int]) -> int:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from gradtrack.analyzers.tools.linear_maps import LinearMap, check_differentiable
 from gradtrack.analyzers.vector.noise import GradientNoise
 from gradtrack.errors import InputTypeError, UsageError
+from gradtrack.support.statistics import mean
 
 _EXACT_LIMIT: Final = 64
 
@@ -53,7 +54,7 @@ class FieldSamples:
     @property
     def divergence(self) -> float | None:
         """Return the mean of tr J."""
-        return _mean(self._traces)
+        return mean(self._traces)
 
     @property
     def divergence_error(self) -> float | None:
@@ -65,12 +66,12 @@ class FieldSamples:
     @property
     def antisymmetric_norm(self) -> float | None:
         """Return ‖(J - Jᵀ)/2‖."""
-        return _root(_mean(self._antisymmetric))
+        return _root(mean(self._antisymmetric))
 
     @property
     def symmetric_norm(self) -> float | None:
         """Return ‖(J + Jᵀ)/2‖."""
-        return _root(_mean(self._symmetric))
+        return _root(mean(self._symmetric))
 
     @property
     def rotation(self) -> float | None:
@@ -209,8 +210,8 @@ class FieldLook:
             "coherence": noise.coherence if fixed else None,
             "temporal_coherence": noise.temporal,
             "noise_scale": noise.noise_scale if fixed else None,
-            "directional_sharpness": _mean(self._curvatures),
-            "step_sharpness": _mean(self._steps),
+            "directional_sharpness": mean(self._curvatures),
+            "step_sharpness": mean(self._steps),
             "exact": samples.exact,
             "num_parameters": self._size,
             "num_steps": self._count,
@@ -283,7 +284,3 @@ def _curvature(linear: LinearMap, gradient: Tensor) -> list[float]:
 
 def _ratio(numerator: float, denominator: float) -> list[float]:
     return [numerator / denominator] if denominator != 0 and math.isfinite(denominator) else []
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return sum(values) / len(values) if values else None

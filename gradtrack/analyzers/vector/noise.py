@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from gradtrack.analyzers.tools.hooks import Faults
 from gradtrack.analyzers.tools.samples import weighed_sample
+from gradtrack.support.statistics import mean
 
 
 @final
@@ -61,8 +62,7 @@ class GradientNoise:
     @property
     def temporal(self) -> float | None:
         """Return the mean cosine between one gradient and the next."""
-        known = [value for value in self._cosines if not math.isnan(value)]
-        return sum(known) / len(known) if known else None
+        return mean(value for value in self._cosines if not math.isnan(value))
 
     def _squared_mean(self, total: Tensor) -> float:
         return float(total @ total) / self.count**2

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from gradtrack.analyzers.recurrent.cells import evaluating, layer_cells, single_cell
+from gradtrack.analyzers.recurrent.cells import layer_cells, single_cell
 from gradtrack.analyzers.recurrent.dynamics import pull_back
 from gradtrack.analyzers.recurrent.trajectories import Sequences, Track, choose, replay
+from gradtrack.analyzers.tools.modules import evaluating
 from gradtrack.errors import InputTypeError
 from tests.analyzers.recurrent.recurrent_models import KINDS, Case, build, cases, run
 

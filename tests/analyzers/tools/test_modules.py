@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +14,16 @@ from torch.nn.utils import parametrizations, parametrize
 from gradtrack import GradientManager
 from gradtrack.analyzers.rl_policy.update_metrics import DormantUnits
 from gradtrack.analyzers.tools.blocks import find_chain
-from gradtrack.analyzers.tools.modules import has_parts, kind_of, layers, own_parameters, owns_parameters
+from gradtrack.analyzers.tools.modules import (
+    evaluating,
+    floating,
+    has_parts,
+    kind_of,
+    layers,
+    own_parameters,
+    owns_parameters,
+    tensors,
+)
 from gradtrack.errors import UsageError
 
 
@@ -84,3 +95,36 @@ def test_a_parametrized_buffer_is_no_parameter() -> None:
     assert not list(own_parameters(module))
     assert not owns_parameters(module)
     assert owns_parameters(parametrizations.weight_norm(nn.Linear(2, 3, bias=False)))
+
+
+@dataclass
+class Output:
+    """What a module may return."""
+
+    first: torch.Tensor
+    rest: Any = None
+
+
+def test_tensors_are_found_in_every_kind_of_nest() -> None:
+    """Mappings, sequences, packed sequences, dataclasses and what holds a tensor as its data are looked into."""
+    a, b, c, d = (torch.full((1,), float(number)) for number in range(4))
+    packed = torch.nn.utils.rnn.pack_sequence([torch.zeros(2, 3)])
+    value = {"x": (a, [b]), "y": Output(c, {"z": SimpleNamespace(data=d)}), "n": None, "s": "text"}
+    assert [float(tensor) for tensor in tensors(value)] == [0.0, 1.0, 2.0, 3.0]
+    assert [tensor.shape for tensor in floating((packed, torch.ones(2, dtype=torch.long)))] == [(2, 3)]
+
+
+def test_evaluating_puts_each_mode_back() -> None:
+    """Parts that were in evaluation before are so after, also where the code within fails."""
+    model = nn.Sequential(nn.Dropout(), nn.Dropout())
+    model[1].eval()
+    seen: list[bool] = []
+    with pytest.raises(RuntimeError), evaluating(model):
+        _fail(seen, model)
+    assert seen == [False, False, False]
+    assert [part.training for part in model] == [True, False]
+
+
+def _fail(seen: list[bool], model: nn.Module) -> None:
+    seen += [part.training for part in model.modules()]
+    raise RuntimeError
