@@ -1,1 +1,1 @@
-"""Panels beyond the gradients themselves: one file per analyzer."""
+"""Analyzers: plugins that measure more than the gradients, one folder each, and the tools that they share."""

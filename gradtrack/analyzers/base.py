@@ -1,4 +1,4 @@
-"""The interface of an analyzer, what it gets to look at, and when."""
+"""The interface of an analyzer, the snapshot of a step that it gets, and the schedules of its looks."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def always(step: int) -> bool:
 
 
 class Series:
-    """What every step leaves behind, as plain numbers, the newest last: the first steps and the last ones.
+    """The loss and gradient norm of the first and the last steps as plain numbers, the newest last.
 
     `log_norms` are ln of the norm, NaN where it was not finite; `missing` counts for each parameter the steps on which
     it had no gradient at all, and `missing_since` has the step from which on it has had none. `levels` are the middles
@@ -65,7 +65,7 @@ class Series:
         self.missing_since: dict[str, int] = {}
 
     def append(self, log_norm: float, loss: float | None, missing: Sequence[str], *, finite: bool) -> None:
-        """Take in one step."""
+        """Add the loss and the norm of one step."""
         step = self.num_steps = self.num_steps + 1
         if loss is not None:
             self.losses.append(loss)
@@ -198,11 +198,11 @@ class Snapshot:
 
 
 class Suggested(float):
-    """A threshold that nobody chose: it shows the usual value, and judgement goes by scale-free rules instead."""
+    """A threshold that the user left at its default: it shows the usual value, but scale-free rules judge instead."""
 
 
 class Analyzer(ABC):
-    """A look beyond the gradients, with a typed report and panels of its own.
+    """A plugin that measures more than the gradients, with a typed report and panels of its own.
 
     An analyzer is one folder or file with one class. On the steps of its schedule it is armed before the forward pass
     and inspects after the backward pass; in between those steps it leaves no hook on the model. It changes neither
@@ -245,7 +245,7 @@ class Analyzer(ABC):
 
     @abstractmethod
     def inspect(self, snapshot: Snapshot) -> Report | None:
-        """Look at a step and return the report, or None where there is nothing to say.
+        """Inspect a step and return the report on it, or None without evidence.
 
         A report on an earlier step is a `LateReport`, and is recorded under that step.
         """
@@ -258,7 +258,7 @@ class Analyzer(ABC):
         return []
 
     def issues(self) -> list[Issue]:
-        """Return the faults that the looks so far show, or nothing: `manager.diagnose()` joins and orders them.
+        """Return the issues that the looks so far show; `manager.diagnose()` joins and orders those of all analyzers.
 
         The list is about the run up to now, so that a fault which is over is still in it where it did harm. It never
         holds INFO findings (those are `notes`), and it is the same at every loss scale. Asking changes nothing.
@@ -267,14 +267,14 @@ class Analyzer(ABC):
 
     @classmethod
     def pictures(cls, reports: Sequence[StepReport]) -> Mapping[str, Callable[[Path], Path]]:
-        """Return what draws each picture of this analyzer, by the name of its file without the ending.
+        """Return the functions that draw the pictures of this analyzer, by file name without the ending.
 
         `reports` are the last ones of one (model, optimizer) pair, those of this analyzer among their `analyzers`.
         """
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything that rolls, as plain data."""
+        """Return all state that later looks depend on, as plain data."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -282,7 +282,7 @@ class Analyzer(ABC):
 
 
 def model_of(analyzer: Analyzer, model: nn.Module | None) -> nn.Module:
-    """Return the model of an analyzer that is to analyze one, which the manager's own do not have.
+    """Return the model that an analyzer was made with, which an offline analysis needs.
 
     Of a compiled model it is the one that it was made from.
     """

@@ -1,4 +1,4 @@
-"""What a user receives: the typed, frozen reports of a step and of a whole training."""
+"""The typed, frozen reports of a step and of a whole training."""
 
 from gradtrack.reports.base import LateReport, Report
 from gradtrack.reports.issues import HEALTHY, HealthReport, Issue, IssueSeverity, IssueType

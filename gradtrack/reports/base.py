@@ -1,4 +1,4 @@
-"""The base of every report."""
+"""The base of every report: dictionary access, metrics declared on fields, and HTML."""
 
 from __future__ import annotations
 

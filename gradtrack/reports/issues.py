@@ -1,4 +1,4 @@
-"""Issues, and the health that they add up to."""
+"""Issues, their types and severities, and the health of a step that follows from them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class IssueSeverity(Enum):
 
 
 class IssueType(Enum):
-    """What is wrong with a training run."""
+    """The kinds of faults of a training run."""
 
     VANISHING = "VANISHING"
     EXPLODING = "EXPLODING"
@@ -117,7 +117,7 @@ class HealthReport(Report):
 
     @property
     def verdict(self) -> str:
-        """Say in a word how it is."""
+        """Return the word for the state of health."""
         return "healthy" if self.healthy else "unhealthy"
 
     def __str__(self) -> str:

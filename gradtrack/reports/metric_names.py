@@ -11,7 +11,7 @@ from gradtrack.reports.issues import HealthReport
 
 Values = Mapping[str, Any]
 _EXTREMES: Final = 3
-_NOBODY_LOOKED: Final = frozenset({"off", "unchecked"})
+_NOT_CHECKED: Final = frozenset({"off", "unchecked"})
 
 
 def flat_metrics(
@@ -46,7 +46,7 @@ def flat_metrics(
         values["train/grad_max"] = statistics["max"]
         values["train/grad_min"] = statistics["min"]
         values["train/grad_zero_fraction"] = statistics["zero_fraction"]
-    if nan_inf.get("action", "none") not in _NOBODY_LOOKED:
+    if nan_inf.get("action", "none") not in _NOT_CHECKED:
         values["train/grad_nan_count"] = float(nan_inf.get("nan_count", 0))
         values["train/grad_inf_count"] = float(nan_inf.get("inf_count", 0))
     if clips:
@@ -82,7 +82,7 @@ def flat_metrics(
 def _add_parts(
     values: dict[str, float], tail: str, groups: Mapping[str, Values], parameters: Mapping[str, Values]
 ) -> None:
-    """Add what is known of each group, and the norms of the parameters that have the largest and the smallest."""
+    """Add the metrics of each group, and the norms of the parameters with the largest and the smallest."""
     for group, found in groups.items():
         values[f"train/grad_norm{tail}/{group}"] = found["norm"]
         values[f"train/grad_variance{tail}/{group}"] = found["variance"]

@@ -1,4 +1,4 @@
-"""The report of one step."""
+"""The report of one step, whose numbers may be found at the first read."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _VALUES: Final[Any] = BaseModel.__dict__["__dict__"]
 
 
 class StepReport(Report):
-    """Everything that one look at the gradients of one training step tells.
+    """The report on the gradients of one training step.
 
     A report can be made before its numbers are known: `deferred` keeps a function that finds them, and the first read
     of a field calls it. On an accelerator that read is the one synchronisation of the step.
@@ -81,7 +81,7 @@ class StepReport(Report):
     @field_validator("health", mode="after")
     @classmethod
     def _copy_health(cls, health: HealthReport) -> HealthReport:
-        """Give the report lists of its own, for steps share what is open."""
+        """Give the report lists of its own, since steps share the health of their pair."""
         return health.copied()
 
     @classmethod

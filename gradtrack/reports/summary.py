@@ -11,7 +11,7 @@ from gradtrack.reports.base import Report
 
 
 class ClippingReport(Report):
-    """What clipping did: the true norm before it, the norm after it, and how often it engages."""
+    """The clipping of a step: the true norm before it, the norm after it, and how often clipping engages."""
 
     enabled: bool = True
     clip_type: str = "norm"
@@ -56,7 +56,7 @@ class NanInfReport(Report):
 
 
 class RankStatistics(Report):
-    """How the norms differ that the ranks have of their own parts of the gradients, before clipping.
+    """The spread of the norms of the ranks' own parts of the gradients, before clipping.
 
     `nonfinite_ranks` says how many ranks hold a NaN or an infinity, and `first_nonfinite_rank` which is the first.
     """

@@ -1,4 +1,4 @@
-"""Gradient flow: what comes back through the layers, which units respond, and what the optimizer makes of it."""
+"""The analyzer of gradient flow: gradients at each layer, units that respond, and the updates that result."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ALL = 1000
 
 
 class FlowReport(Report):
-    """The flow of a sampled step: gradients over that of the last layer, and how the step before it went on.
+    """The gradient flow of a sampled step, relative to the last layer, and the update of the sample before it.
 
     `gain_min` and `gain_max` are the smallest and largest ‖δ‖ over ‖δ of the last layer‖ along the model's edges;
     `update_ratio` is ‖Δw‖/‖w‖ of the median weight, with the larger ‖w‖ of before and after, and `cosine` that of
@@ -135,7 +135,7 @@ class GradientFlowAnalyzer(Analyzer):
         self._sampler.disarm()
 
     def issues(self) -> list[Issue]:
-        return diagnose(self.case, _ALL)  # the manager chooses among those that nobody has muted
+        return diagnose(self.case, _ALL)  # the manager leaves out what is muted and chooses among the rest
 
     @property
     def case(self) -> Case:

@@ -1,4 +1,4 @@
-"""What one call of a module shows: the range of its units, how much of it is flat, and the gradient that comes back."""
+"""The record of one call of a module: the range of its units, its saturation, and the gradient at its output."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Node:
 
     @property
     def least_rank(self) -> float:
-        """Return what the effective rank is no less than: that by squares, which costs far less to know."""
+        """Return a lower bound of the effective rank, from the squares alone, which costs far less."""
         if self.gram is None:
             return self.rank
         flat = self.gram.reshape(-1)
@@ -85,7 +85,7 @@ def axis_of(kind: str, parametric: bool, output: Tensor, parent: Node | None) ->
 
 
 def take_output(node: Node, output: Tensor) -> None:
-    """Take in what a call has put out."""
+    """Record the output of a call."""
     squashes = node.kind == _TANH_CELLS  # what such a layer puts out has passed tanh
     limit = TANH if squashes else TANH_LIMIT
     counts = _survey(node, output, limit)

@@ -1,4 +1,4 @@
-"""The gradient on its way back through the modules of one step, along the edges that really are there."""
+"""The graph of module calls of one step, through which the gradient flows back."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LENGTHS: Final = ("Norm", "LinalgVectorNorm", "LinalgMatrixNorm")
 
 
 class FlowGraph:
-    """The recorded calls that a gradient reached, who feeds whom, and the path by which most of it comes.
+    """The recorded calls that a gradient reached, which call feeds which, and the path that carries the most gradient.
 
     The calls of a module that feeds itself count together, so that a cell that is unrolled in time is one layer.
     """

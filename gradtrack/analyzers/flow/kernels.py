@@ -1,4 +1,4 @@
-"""Compiled loops over what a layer puts out and gets back: each takes one pass, where numpy and torch take several.
+"""Compiled loops over layer outputs and their gradients: one pass each, where numpy and torch take several.
 
 They are loaded with the first look where the native engine is at work; elsewhere numpy and torch do the same. All that
 is compiled here is in this file, since the compiler's cache on disk asks only whether this file has changed.

@@ -1,4 +1,4 @@
-"""One look through a model: what its modules put out, what gradient comes back, and which module feeds which."""
+"""Hooks that record one forward and backward pass: outputs, their gradients, and which call feeds which."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A few elements of every parameter, followed through one optimizer step."""
+"""Sampled elements of every parameter, compared before and after one optimizer step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Takes samples of the gradient flow, beside a training or over input of its own."""
+"""The sampler of the gradient flow, in a training or over batches of an offline analysis."""
 
 from __future__ import annotations
 
@@ -218,7 +218,7 @@ class FlowSampler:
         }
 
     def _zeros(self, gradient: Tensor | None) -> float:
-        """Return the share of zeros, where somebody asks for it."""
+        """Return the share of zeros of a gradient, where the absolute threshold of dead parameters needs it."""
         if gradient is None or not self._with_zeros:
             return 0.0
         return float((gradient == 0).double().mean())

@@ -1,4 +1,4 @@
-"""What a sample of the gradient flow holds, the case that rules judge, and samples as plain data."""
+"""Samples of the gradient flow, the case that the rules judge, and samples as plain data."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Sample:
     clip: float = math.nan
 
     def remembered(self, what: str, see: Callable[[Sample], Seen]) -> Seen:
-        """Return what a rule sees in this sample, which it looks at once for all the windows that hold it."""
+        """Return what a rule computes from this sample, once for all the windows that hold it."""
         if what not in self._remembered:
             self._remembered[what] = see(self)
         found: Seen = self._remembered[what]

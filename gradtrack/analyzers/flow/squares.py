@@ -1,4 +1,4 @@
-"""Sums of squares over what layers put out and get back, by compiled loops where there are any."""
+"""Sums of squares of layer outputs and their gradients, by compiled loops where the native engine runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Judges a sampled run: every rule over the samples, verdicts that are kept, and the limits of the user."""
+"""The verdict on a sampled run: all rules over its samples, kept verdicts of units, and the user's limits."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _judge(case: Case, kind: str) -> list[Issue]:
 
 
 class Standing:
-    """What the rules about units found in each of the last windows, so that no unit's numbers need be kept longer."""
+    """The verdicts of the rules about units on the last windows, so that the numbers of units can be dropped."""
 
     def __init__(self) -> None:
         self._found: deque[list[Issue]] = deque(maxlen=KEPT_WINDOWS + 1)

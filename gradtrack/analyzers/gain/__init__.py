@@ -1,4 +1,4 @@
-"""How gradients grow or shrink along a chain of blocks while a model trains."""
+"""The analyzer of gains: how gradients grow or shrink along a chain of blocks while a model trains."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class GainReport(Report):
 
 @final
 class GainAnalyzer(Analyzer):
-    """A watch on the backward gains between the blocks of a deep model, on the steps of its schedule.
+    """An analyzer of the backward gains between the blocks of a deep model.
 
     The gain of a transition is `‖∂L/∂h_{i-1}‖ / ‖∂L/∂h_i‖` with h_i the output of block i, and the cumulative gain is
     their product: 24 healthy gains of 0.6 leave 5e-6 of a gradient. In mean-field theory a gain of one is the edge of

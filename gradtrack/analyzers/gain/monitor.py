@@ -1,4 +1,4 @@
-"""A context manager that measures the gain of each block, and which of them a gradient can reach."""
+"""The gain monitor: a context manager that measures the gain of each block, and which blocks a gradient reaches."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class _Arrival:
 
 @final
 class GradientGainMonitor:
-    """A watch on the gradients at the outputs of blocks, from which follow the gains between neighbours.
+    """A monitor of the gradients at the outputs of blocks, and of the gains between neighbours.
 
     With h_i the output of block i, the gain of the transition i-1 to i is `‖∂L/∂h_{i-1}‖ / ‖∂L/∂h_i‖`: above one the
     gradient grows on its way back. `blocks` is a list, `ModuleList` or `Sequential` of separate modules whose outputs

@@ -1,4 +1,4 @@
-"""The gains of a network from block to block, and what they say in words."""
+"""The profile of gains from block to block, its summary and its text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Jacobians of a model's blocks: how much they stretch, and how evenly."""
+"""The analyzer of Jacobians: how much the blocks of a model stretch their inputs, and how evenly."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _COMPILED = "jacobian: the model is compiled around its blocks, where no hook ca
 
 @final
 class JacobianAnalyzer(Analyzer):
-    """A look at the Jacobian J = ∂f(x)/∂x of each block of a model, per sample and as in evaluation.
+    """An analyzer of the Jacobian J = ∂f(x)/∂x of each block of a model, per sample and as in evaluation.
 
     Its largest and smallest singular values, condition number, effective rank exp(H(σ/Σσ)) (Roy and Vetterli 2007),
     ‖J‖²/num_outputs and spectral radius. Where the smaller side has at most `exact_limit` elements, J is taken in full;

@@ -27,7 +27,7 @@ _CAP: Final = 16.0
 
 
 class JacobianNumbers(NamedTuple):
-    """What a Jacobian J with `num_outputs` rows does to gradients; None where a matrix-free look cannot tell.
+    """The numbers of a Jacobian J with `num_outputs` rows; None where products with it alone cannot tell.
 
     `mean_square_gain` is ‖J‖²/num_outputs, by which the squared norm of a random gradient changes on its way back.
     """

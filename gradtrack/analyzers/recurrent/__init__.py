@@ -1,4 +1,4 @@
-"""Recurrent networks: how states pass differences on, how long gradients last, and what the gates do."""
+"""The analyzer of recurrent networks: growth of differences between states, memory of gradients, and gates."""
 
 from __future__ import annotations
 

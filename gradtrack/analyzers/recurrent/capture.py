@@ -1,4 +1,4 @@
-"""Calls of recurrent modules as they are recorded: of cells, and of the layers that torch computes in one piece."""
+"""Hooks that capture calls of recurrent modules: of cells, and of the layers that torch computes in one piece."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a recurrent cell passes differences on: state Jacobians, Lyapunov exponents and the decay of gradients in time.
+"""The dynamics of a recurrent cell: state Jacobians, Lyapunov exponents and the decay of gradients in time.
 
 Everything rests on products of a vector with the transposed Jacobian of one step, which is what backpropagation through
 time does. They need reverse mode only, which every cell has.

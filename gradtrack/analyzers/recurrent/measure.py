@@ -1,4 +1,4 @@
-"""What one look at a recurrent cell finds."""
+"""The measurement of one recurrent cell on one batch."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class StateField(Report):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LookOptions:
-    """What to look at, and how closely."""
+    """The parts of a look at a recurrent cell, and its limits."""
 
     jacobian: bool = True
     vector: bool = False

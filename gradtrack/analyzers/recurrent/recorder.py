@@ -1,4 +1,4 @@
-"""Finding the recurrent parts of a model and following their states through one training step."""
+"""The recorder that finds the recurrent parts of a model and follows their states through one training step."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class CellDynamics(Report):
 
     @property
     def has_all_eigenvalues(self) -> bool:
-        """Whether the eigenvalues are all that there are, and not only the outermost."""
+        """Whether the eigenvalues are the whole spectrum, and not only the outermost."""
         return len(self.eigenvalues) == self.state_size
 
     @property

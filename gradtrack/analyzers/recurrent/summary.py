@@ -126,7 +126,7 @@ def _longest(cells: Mapping[str, CellDynamics]) -> CellDynamics | None:
 
 
 def remarks(cells: Mapping[str, CellDynamics], horizon: int | None, dropped: Sequence[str]) -> list[str]:
-    """Say what is good to know about the dynamics without being a fault."""
+    """Return notes on the dynamics that are information, not issues."""
     found = []
     longest = _longest(cells)
     if horizon is None and longest is not None:

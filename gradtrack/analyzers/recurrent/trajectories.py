@@ -1,4 +1,4 @@
-"""States of recurrent modules run again, step by step, and gradients through time."""
+"""Replayed states of recurrent modules, step by step, and gradients through time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is wrong with recurrent dynamics, judged against the horizon of the task and not by a radius alone."""
+"""The verdict on recurrent dynamics: against the horizon of the task, and not by a radius alone."""
 
 from __future__ import annotations
 

@@ -170,7 +170,7 @@ class RLPolicyAnalyzer(Analyzer):
         self._pending.append((sample, None if episode_return is None else float(episode_return)))
 
     def report(self, *, step: int = 0) -> PolicyReport:
-        """Report on what was observed since the last report, and forget it."""
+        """Return the report on the observations since the last report, and forget them."""
         pending, self._pending = self._pending, []
         report = sum_up([sample for sample, _ in pending], self._history, [found for _, found in pending])
         return self._verdict.judge(report, self._history, step)
@@ -294,7 +294,7 @@ def _norms(model: nn.Module) -> dict[str, float]:
 
 
 def _extract(output: Any) -> tuple[Any, Any, Any, Any]:
-    """Read an output that speaks for itself."""
+    """Read an output of a known form: a distribution, logits or a mapping."""
     if isinstance(output, Mapping):
         logits, std, mean, value = (output.get(name) for name in ("logits", "std", "mean", "value"))
         if logits is not None or std is not None:

@@ -1,4 +1,4 @@
-"""Reading whatever a policy returns as discrete choices and continuous dimensions."""
+"""Action distributions, read from what a policy returns, as discrete choices and continuous dimensions."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ _ADEQUACIES = ("TOO_LOW", "ADEQUATE", "TOO_HIGH")
 
 
 class PolicyReport(Report):
-    """What a policy's action distributions look like; fields are None where they mean nothing for its kind.
+    """The action distributions of a policy; fields are None where they mean nothing for its kind.
 
     `discrete_entropy_mean` and the continuous, marginal and conditional entropies are in nats (differential ones can be
     negative), those called normalized are from 0 to 1. `state_information` is what the state tells about the action.

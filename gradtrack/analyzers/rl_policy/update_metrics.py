@@ -1,4 +1,4 @@
-"""What an update does to a policy: KL, clipped share, explained variance, how far inputs move it, and dormant units."""
+"""Metrics of a policy update: KL, clipped share, explained variance, input sensitivity and dormant units."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is wrong with a policy, and the summary of a training."""
+"""The verdict on a policy, and the report on its samples."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ class PolicyVerdict:
         return std is not None and not report.squashed and std > self.max_std
 
     def _by_returns(self, threshold: float, history: PolicyHistory) -> IssueSeverity:
-        """Let a threshold that nobody chose weigh little, unless returns say that something is wrong."""
+        """Return LOW for a threshold that the user did not choose, unless returns say that something is wrong."""
         sure = not isinstance(threshold, Suggested) or history.pays is False
         return IssueSeverity.MEDIUM if sure else IssueSeverity.LOW
 

@@ -1,1 +1,1 @@
-"""What several analyzers use: hooks, modules, samples, linear maps, spectra, offline runs, memory of issues."""
+"""Tools of several analyzers: hooks, modules, samples, linear maps, spectra, offline runs, memory of issues."""

@@ -1,4 +1,4 @@
-"""The chain of blocks that a deep model consists of, found by itself or by a name."""
+"""The chain of blocks that a deep model consists of, found by the types of its modules or by their names."""
 
 from __future__ import annotations
 

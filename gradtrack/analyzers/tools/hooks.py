@@ -1,4 +1,4 @@
-"""Hooks that belong to one module and to nothing that is made from it."""
+"""Forward hooks of one module that copies of it do not share, and that never raise."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _here = threading.local()
 
 @contextmanager
 def unheard() -> Iterator[None]:
-    """Let no hook hear the forward passes of this thread: an analyzer runs parts of the model again."""
+    """Hide the forward passes of this thread from all hooks, while an analyzer runs parts of the model again."""
     before, _here.unheard = is_unheard(), True
     try:
         yield
@@ -32,9 +32,9 @@ def is_unheard() -> bool:
 
 
 class Faults:
-    """The first fault of several hooks, kept out of the user's forward and backward passes.
+    """The first exception of several hooks, kept out of the user's forward and backward passes.
 
-    After it the hooks do nothing; it is raised where somebody asks for what they saw.
+    After it the hooks do nothing; `check` raises it in the code that reads what the hooks saw.
     """
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class Unshared:
 
 
 class Nothing:
-    """What a copied or pickled hook becomes."""
+    """The hook that does nothing, which a copied or pickled hook becomes."""
 
     def __call__(self, *_: object) -> None:
         """Do nothing."""
@@ -80,6 +80,6 @@ class ModuleHook(Unshared):
         self._module, self._call = weakref.ref(module), call
 
     def __call__(self, module: nn.Module, *rest: Any) -> None:
-        """Pass a call of the module on, unless it is an analyzer's own."""
+        """Pass a call of the module to the function, unless an analyzer made the call."""
         if module is self._module() and not is_unheard():
             self._call(module, *rest)

@@ -12,7 +12,7 @@ from gradtrack.reports import Issue, IssueSeverity, IssueType
 _LOOKS: Final = 3
 _SUDDEN: Final = 0.1
 _HARMLESS: Final = (IssueType.RANK_COLLAPSE, IssueType.HEAD_REDUNDANCY)
-"""What is no fault where the loss has halved with it."""
+"""Types of issues that are no fault where the loss has halved all the same."""
 
 
 @dataclass(slots=True)
@@ -26,10 +26,10 @@ class _Seen:
 
 
 class Lasting:
-    """Follows issues from look to look. What was not there at first, and came while training went well, is no fault.
+    """The issues of successive looks. One that was absent at first, and came while training went well, is no fault.
 
-    Training makes it by and by: what is a tenth of its threshold at the first look, a few steps after one without it,
-    has another cause.
+    Training makes such an issue gradually: one at a tenth of its threshold, a few steps after a look without it, has
+    another cause.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class Lasting:
         self._seen: dict[str, _Seen] = {}
 
     def add(self, issues: Sequence[Issue], step: int) -> None:
-        """Take in the issues of one look."""
+        """Add the issues of one look."""
         before, self._seen = self._seen, {}
         for issue in issues:
             known = before.get(issue.key)
@@ -80,7 +80,7 @@ class Lasting:
 
 
 class Recurring:
-    """Counts issues over looks; those of the last look and those of at least half of all looks are the run's."""
+    """Counts of issues over looks: the run has those of the last look, and those of at least half of all looks."""
 
     def __init__(self) -> None:
         self._looks = 0
@@ -88,7 +88,7 @@ class Recurring:
         self._last: dict[str, tuple[int, Issue]] = {}
 
     def add(self, issues: Sequence[Issue]) -> None:
-        """Take in the issues of one look."""
+        """Add the issues of one look."""
         self._looks += 1
         for issue in issues:
             self._counts[issue.key] = self._counts.get(issue.key, 0) + 1

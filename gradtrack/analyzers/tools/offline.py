@@ -1,4 +1,4 @@
-"""Looking at a model without changing it."""
+"""Offline runs: forward and backward passes of an analysis that leave the model as it was."""
 
 from __future__ import annotations
 

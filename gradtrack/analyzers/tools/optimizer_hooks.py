@@ -1,4 +1,4 @@
-"""Lasting hooks on optimizers, which tell when the gradients are taken."""
+"""Permanent hooks on optimizers, which call functions just before an optimizer takes its gradients."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class _State(enum.Enum):
 
 
 class StepWatch:
-    """Calls whoever waits for the moment when an optimizer takes its gradients.
+    """Hooks on optimizers that call waiting functions just before an optimizer takes its gradients.
 
     The hooks stay on until `close`: torch walks through them during a step and breaks where one comes or goes then, and
-    whoever waits may have been called by one of them. `began` and `ended` are called around every step, the latter
+    a waiting function may have been called by one of them. `began` and `ended` are called around every step, the latter
     also where a closure raises.
     """
 
@@ -48,14 +48,14 @@ class StepWatch:
             self._hook_begin(optimizer)
 
     def call_before_step(self, look: Look) -> None:
-        """Call a function once, when gradients are next taken: that is now where a running step has none to come."""
+        """Call a function once, before gradients are next taken: at once where the running step takes no more."""
         if self._state is _State.TAKEN:
             look()
         else:
             self._waiting = look
 
     def close(self) -> None:
-        """Remove every hook for good, and forget who waits."""
+        """Remove every hook for good, and forget the waiting functions."""
         take_off([*self._hooks, *self._begins.values()])
         self._closed = True
         self._hooks, self._waiting, self._state = [], None, _State.IDLE
@@ -104,14 +104,14 @@ class StepWatch:
             look()
 
     def _end(self) -> None:
-        """Note that a step is over; whoever still waits has missed what it took."""
+        """Note that a step is over; a function that still waits has missed its gradients."""
         self._state, self._waiting = _State.IDLE, None
         if self._ended is not None:
             self._ended()
 
 
 def uncompiled(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what is never compiled, nor anything that it calls, wherever it is called from.
+    """Return a function that is never compiled, nor anything that it calls, wherever it is called from.
 
     Torch's own wrapper would cost several microseconds at each call.
     """
@@ -124,7 +124,7 @@ def uncompiled(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def take_off(hooks: Iterable[tuple[Any, Any]]) -> None:
-    """Remove hooks of optimizers, but from one that walks through its hooks just now: there they stay, and do nothing.
+    """Remove hooks of optimizers, except of one that runs its hooks just now: there they stay, and do nothing.
 
     Torch breaks where a hook goes while it walks. Each hook comes with its optimizer, and knows itself that it is over.
     """
@@ -134,7 +134,7 @@ def take_off(hooks: Iterable[tuple[Any, Any]]) -> None:
 
 
 def _is_stepping(optimizer: Any) -> bool:
-    """Say whether we are called from within a step of an optimizer."""
+    """Say whether an optimizer's step is running."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         if frame.f_locals.get("self") is optimizer:

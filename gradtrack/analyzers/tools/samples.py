@@ -1,4 +1,4 @@
-"""A fixed sample of the elements of a tensor, the same ones every time."""
+"""Samples of the elements of a tensor, the same ones every time."""
 
 from __future__ import annotations
 

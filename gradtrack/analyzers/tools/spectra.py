@@ -130,7 +130,7 @@ class GradientCoherence:
         self._cosines: list[float] = []
 
     def add(self, model: nn.Module) -> None:
-        """Take in the gradients that are there now."""
+        """Add the present gradients of a model."""
         now = {name: param.grad.detach().clone() for name, param in model.named_parameters() if param.grad is not None}
         if self._before:
             self._cosines.append(_cosine(self._before, now))

@@ -206,7 +206,7 @@ class TransformerAnalyzer(Analyzer):
 
     @property
     def _chosen(self) -> set[IssueType]:
-        """Return the types of issues whose threshold somebody chose, which then needs no further reason."""
+        """Return the types of issues whose threshold the user chose, which then needs no further reason."""
         limits = {
             IssueType.ATTN_ENTROPY_COLLAPSE: self.min_entropy_threshold,
             IssueType.HEAD_REDUNDANCY: self.min_diversity_threshold,

@@ -1,4 +1,4 @@
-"""Seeing the attention calls of this thread, however their functions were imported, without changing what they do."""
+"""The interception of attention calls of a thread, however their functions were imported."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _F: Final = torch.nn.functional
 
 
 class Listener(Protocol):
-    """What is told about each attention call, before it runs."""
+    """The interface of an object that gets each attention call before it runs."""
 
     def on_attention(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Take the arguments of `scaled_dot_product_attention`."""
@@ -30,7 +30,7 @@ class Listener(Protocol):
 
 
 class _Thread(threading.local):
-    """What this thread listens with, and what it is within."""
+    """The listeners of this thread, and the calls that it is within."""
 
     def __init__(self) -> None:
         self.listener: Listener | None = None
@@ -160,7 +160,7 @@ class _Bindings:
             self._users -= 1
             if self._users == 0:
                 for home, name, original, heard in self._originals:
-                    if getattr(home, name) is heard:  # else someone rebound it meanwhile, on top of ours
+                    if getattr(home, name) is heard:  # else another library has rebound it since, on top of this one
                         setattr(home, name, original)
                 self._originals = []
 

@@ -1,4 +1,4 @@
-"""From the arguments of an attention call to a few rows of its logits, in whatever form attention was called."""
+"""A few rows of attention logits, computed from the arguments of an attention call of any form."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recording what attention does during a forward pass, by layer, without touching the model."""
+"""The recorder of attention during a forward pass, by layer, without hooks on the model's own modules."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _FUSED: Final = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.Transform
 
 @dataclass(slots=True)
 class ForwardPass:
-    """What one forward pass showed: attention by the module that called it, tokens by block, both in order."""
+    """The record of one forward pass: attention by the module that called it, tokens by block, both in order."""
 
     heads: dict[str, list[HeadStatistics]] = field(default_factory=dict)
     tokens: dict[str, list[TokenStatistics]] = field(default_factory=dict)
@@ -94,7 +94,7 @@ _FILTER: Final = _WarningFilter()
 
 
 class AttentionRecorder:
-    """Hears the attention of one model while it is armed, in forward passes that a backward pass follows.
+    """Records the attention of one model while it is armed, in forward passes that a backward pass follows.
 
     Armed, it has one hook on entering and one on leaving any module, so that no module of the model carries a hook and
     torch keeps its fused kernels; the names of attention functions are rebound during the model's own forward only.

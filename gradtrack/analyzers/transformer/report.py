@@ -71,7 +71,7 @@ class BlockReport(Report):
 
 
 class AttentionReport(Report):
-    """What the attention of a model does; entropies are over ln of the number of visible keys, shares from 0 to 1.
+    """The attention of a model; entropies are over ln of the number of visible keys, shares from 0 to 1.
 
     Fields are None where nothing was seen that could tell them. `rank_slope` is the change of ln(residual) per block.
     """

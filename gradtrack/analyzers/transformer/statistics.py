@@ -1,4 +1,4 @@
-"""What attention does: entropy over visible keys and its floor, sparsity, diversity of heads, likeness of tokens."""
+"""Statistics of attention: entropy over visible keys and its floor, sparsity, head diversity, token similarity."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tokens that leave a block of a transformer, and how different they still are."""
+"""Statistics of the tokens that leave a block of a transformer: how different they still are."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gradtrack.analyzers.transformer.statistics import AttentionRows, mean_cosin
 
 @dataclass(frozen=True, slots=True)
 class TokenStatistics:
-    """How different the tokens of the residual stream still are after a block."""
+    """The difference that is left between the tokens of the residual stream after a block."""
 
     residual: float
     cosine: float

@@ -1,4 +1,4 @@
-"""What is wrong with attention: collapse of its entropy, heads that do the same, and tokens that become equal."""
+"""The verdict on attention: collapse of its entropy, heads that do the same, and tokens that become equal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _UNIFORM: Final = 0.9
 
 
 def judge(report: AttentionReport, least_entropy: float, least_diversity: float) -> list[Issue]:
-    """Return the issues of a report; a threshold that nobody chose gives way to the limit of collapse itself."""
+    """Return the issues of a report; a threshold that the user did not choose gives way to the limit of collapse."""
     broken = [layer for layer in report.layers if not math.isfinite(layer.entropy_mean)]
     if broken:
         return [_nonfinite(broken[0])]

@@ -1,4 +1,4 @@
-"""What the optimizer really does to the weights."""
+"""The analyzer of updates: how far the optimizer moves the weights, and how its moments relate to the gradients."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class GroupUpdates(Report):
 
 
 class UpdatesReport(LateReport):
-    """What the optimizer did at `step`, over sampled elements; None where there was nothing to measure.
+    """The optimizer's update at `step`, over sampled elements; None where it could not be measured.
 
     `ratio` is ‖Δw‖/‖w‖, often near 1e-3 in a healthy training. `unchanged_fraction` is the share of the elements with
     a gradient that did not move: in bfloat16 a weight does not move by under a 256th of itself. `gradient_cosine` is
@@ -69,7 +69,7 @@ class UpdatesReport(LateReport):
 
 @final
 class UpdatesAnalyzer(Analyzer):
-    """A measurement of the optimizer's step from the weights before and after it.
+    """An analyzer of the optimizer's step, from the weights before and after it.
 
     The ratio ‖Δw‖/‖w‖ comes from the values, so it is right for momentum, adaptive rates, weight decay and clipping
     alike. Of all tensors together 65,536 elements are looked at, always the same ones, but no fewer than 4,096 of each,
@@ -197,7 +197,7 @@ def _report(
 
 
 def _report_of_all(step: int, sums: Sequence[float], names: Sequence[str]) -> UpdatesReport:
-    """Return the report of what all ranks have added up: the numbers of the whole, then few of each group."""
+    """Return the report from the sums over all ranks: the numbers of the whole, then few of each group."""
     rest = [sums[start : start + NUM_SHORT] for start in range(NUM_SUMS, len(sums), NUM_SHORT)]
     groups = {name: UpdateSums.of(numbers) for name, numbers in zip(names, rest, strict=True)}
     return _described(step, UpdateSums.of(sums[:NUM_SUMS]), groups)

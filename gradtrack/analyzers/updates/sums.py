@@ -1,4 +1,4 @@
-"""What an optimizer's step did to sampled weights, summed up over groups of parameters."""
+"""Sums over sampled weights, gradients and moments, from which the numbers of an update follow."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class WeightSample:
         optimizers: Sequence[Any],
         counts_as: Mapping[str, float] | None = None,
     ) -> dict[str, UpdateSums]:
-        """Return what the step did to every group, by the gradients of the next one and what the optimizers keep now.
+        """Return the sums of every group, from the gradients of the next step and the present state of the optimizers.
 
         Of a parameter that other ranks have as well there is only as much as `counts_as` says.
         """

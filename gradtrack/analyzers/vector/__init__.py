@@ -1,4 +1,4 @@
-"""The field that a training follows: its divergence and rotation, and how much its gradients agree."""
+"""The analyzer of the field that a training follows: its divergence and rotation, and how gradients agree."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class VectorReport(Report):
 
 @final
 class VectorAnalyzer(Analyzer):
-    """A look at training as a flow in the space of the weights.
+    """An analyzer of training as a flow in the space of the weights.
 
     With J = ∂v/∂θ, A and S its antisymmetric and symmetric parts: divergence tr J from wᵀJw over random signs w
     (Hutchinson 1990), rotation ‖A‖²/(‖A‖² + ‖S‖²) from ‖Jw ∓ Jᵀw‖²/4 (Balduzzi et al. 2018, arXiv 1802.05642). Fields

@@ -145,7 +145,10 @@ def _player(name: str, player: Any) -> tuple[list[Tensor], Loss]:
 
 @final
 class FieldLook:
-    """The sums of one analysis. It draws from the random generators and leaves gradients alone, unless it steps."""
+    """The sums of one offline analysis of a field.
+
+    It draws from the random generators and leaves gradients alone, unless it steps.
+    """
 
     def __init__(self, generator: torch.Generator, num_probes: int) -> None:
         self._samples = FieldSamples(generator, num_probes)
@@ -256,7 +259,7 @@ def _real(params: list[Tensor]) -> list[Tensor]:
 
 
 def _draw_seed() -> int:
-    """Draw what makes the random numbers of one step, so that it can be run again with the same ones."""
+    """Draw a seed for the random numbers of one step, so that it can be run again with the same ones."""
     return int(torch.randint(2**62, ()))
 
 

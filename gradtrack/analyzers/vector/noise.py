@@ -95,7 +95,7 @@ class MicroBatches:
                 self._handles.append(param.register_post_accumulate_grad_hook(guarded))  # type: ignore[no-untyped-call]
 
     def noise(self) -> GradientNoise | None:
-        """Return what the gradients of the micro-batches come to; None where there was a single one."""
+        """Return the noise over the micro-batches; None where there was a single one."""
         self._faults.check()
         count = max(map(len, self._sums.values()), default=0)
         parts = [sums for sums in self._sums.values() if len(sums) == count]

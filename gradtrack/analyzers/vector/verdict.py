@@ -1,4 +1,4 @@
-"""Whether the players of a game go round each other, from the rotation of their field and the norms of a run."""
+"""The verdict on a game: whether its players go round each other, by the rotation of their field and the norms."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def test_policy_shows_entropy_beside_returns() -> None:
 
 
 def test_policy_marks_where_an_issue_opened() -> None:
-    """Events are marked, and returns that nobody passed have no axis."""
+    """Events are marked, and returns that were not passed have no axis."""
     (axes,) = picture.draw_policy([1, 2], [0.9, 0.05], returns=[None, None], events=[(2, "ENTROPY_COLLAPSE")]).axes
     assert texts(axes) == ["ENTROPY_COLLAPSE"]
 

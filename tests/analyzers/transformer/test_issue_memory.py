@@ -83,7 +83,7 @@ def test_what_went_by_is_forgotten() -> None:
 
 
 def test_what_cannot_be_waited_for_counts_at_once() -> None:
-    """Numbers that are not finite, and thresholds that somebody chose, need neither patience nor a reason."""
+    """Numbers that are not finite, and thresholds that the user chose, need neither patience nor a reason."""
     lasting, series = followed([[]] * 5 + [[COLLAPSE, BROKEN]], [1.0 / step for step in range(1, 25)])
     assert keys(lasting, series) == ["NUMERICAL"]
     assert lasting.issues(series, firm={IssueType.ATTN_ENTROPY_COLLAPSE}) == [COLLAPSE, BROKEN]

@@ -439,7 +439,7 @@ def test_filter_of_warnings_goes_with_the_last_recorder() -> None:
 
 
 def test_filter_of_the_user_stays() -> None:
-    """Someone who ignores the same warning does so after the recorder has gone as well."""
+    """A filter that the user has installed for the same warning is there after the recorder has gone."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Using `torch.compile.* when there are global hooks")
         before = list(warnings.filters)

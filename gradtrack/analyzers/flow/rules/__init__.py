@@ -1,1 +1,1 @@
-"""The rules over sampled evidence, by what they are about."""
+"""The rules that judge samples of the gradient flow, grouped by subject."""

@@ -22,7 +22,7 @@ _SAMPLES: Final = 2
 
 @dataclass(frozen=True, slots=True)
 class _Between:
-    """What a gradient has come through: layers, or the calls of a cell that feeds itself from step to step."""
+    """The distance that a gradient has come: layers, or the calls of a cell that feeds itself from step to step."""
 
     layers: int
     cell: str
