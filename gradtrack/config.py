@@ -28,7 +28,7 @@ _REMEDIES = {
     "groups": " Write groups={'encoder': 'enc.*'}, a regular expression for each name.",
     "run_dir": " Write the path of a directory.",
 }
-# What other tools call a setting, where spelling alone would lead to another one or nowhere.
+# Names of settings in other tools, for which the nearest spelling would suggest a wrong setting or none.
 _ELSEWHERE = {
     "clip_grad_norm": "max_grad_norm",
     "clip_norm": "max_grad_norm",
@@ -59,7 +59,7 @@ _WORD = re.compile(r"[A-Za-z_]+")
 
 
 class Assignments:
-    """Counts the settings that were assigned, of all configurations, so that whoever relies on some can tell."""
+    """Counts the assignments to settings of all configurations: a cache of settings is stale once the count differs."""
 
     count = 0
 
@@ -161,7 +161,7 @@ class GradientConfig(BaseModel):
 
     @classmethod
     def pick(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the settings among the keys of a training configuration that holds other keys as well."""
+        """Return those entries of a training configuration that are settings of gradtrack."""
         return {name: value for name, value in values.items() if name in cls.model_fields}
 
     @field_validator("*", mode="before")
@@ -235,7 +235,7 @@ class GradientConfig(BaseModel):
 
     @model_validator(mode="after")
     def _choose_action(self) -> Self:
-        """Let a replacement value that was set choose the action, unless an action was set as well."""
+        """Choose the action `replace` where a replacement value was set and no action was."""
         chosen = self.model_fields_set
         if "nonfinite_action" not in chosen:
             replaces = bool(chosen & {"replace_nan_with", "replace_inf_with"})
@@ -244,7 +244,7 @@ class GradientConfig(BaseModel):
 
 
 def explicit(config: GradientConfig) -> dict[str, Any]:
-    """Return the settings that were given, whether or not they are those that would be taken anyway."""
+    """Return the settings that the user gave, those that equal a default included."""
     return {name: getattr(config, name) for name in config.model_fields_set}
 
 
@@ -264,7 +264,7 @@ def _check_regex(pattern: str) -> None:
 
 
 def _check_issue_type(entry: str) -> None:
-    """Refuse what is meant for a type of issue and is none: a word before a colon, or one in capitals that is near."""
+    """Refuse a misspelt issue type: an unknown word before a colon, or one in capitals that is close to a type."""
     word, colon, _ = entry.partition(":")
     types = [kind.value for kind in IssueType]
     if not _WORD.fullmatch(word) or word.upper() in types:
@@ -285,7 +285,7 @@ def _check_spec(spec: object, kind: str) -> None:
 
 
 def readable(fault: ValidationError) -> ConfigError:
-    """Return what pydantic found as an error that says what was expected, without secrets."""
+    """Turn a validation error of pydantic into a `ConfigError` that says what was expected, without secrets."""
     lines = []
     for error in fault.errors(include_url=False):
         where = ".".join(str(part) for part in error["loc"])

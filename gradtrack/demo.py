@@ -91,7 +91,7 @@ def running_averages(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSettings:
-    """What a training of the demo's network is set to; the names are the keys of its YAML file."""
+    """The settings of the demo's training; the names are the keys of its YAML file."""
 
     hidden_size: int = 48
     time_constants: Sequence[float] = TIME_CONSTANTS
@@ -105,7 +105,7 @@ class TrainingSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """What a training ended with."""
+    """The result of a training: losses, summary, issues, skipped steps and where its files are."""
 
     run_dir: Path | None
     losses: list[float]
@@ -114,7 +114,7 @@ class Finding:
     skipped: list[int]
 
     def describe(self) -> str:
-        """Tell what was found, where the files are and how to open each."""
+        """Return the findings, the files and how to open each, as text."""
         steps, norms = self.summary.total_steps, self.summary.gradient_statistics.gradient_norms
         first, last = _mean(self.losses[: steps // 10]), _mean(self.losses[-(steps // 10) :])
         lines = [

@@ -20,11 +20,11 @@ GradtrackError
 
 
 class GradtrackError(Exception):
-    """Any error that gradtrack raises on purpose."""
+    """The base of every error that gradtrack raises."""
 
 
 class UsageError(GradtrackError, ValueError):
-    """A call that cannot mean anything; the text says what to do instead."""
+    """A call whose arguments or order are wrong; the text says what to do instead."""
 
 
 class ConfigError(UsageError):

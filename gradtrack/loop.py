@@ -1,4 +1,4 @@
-"""The ways into a training loop: `safe_backward`, `watch`, and a manager made from a few settings."""
+"""The entry points for a training loop: `safe_backward`, `watch` and `create_gradient_manager`."""
 
 from __future__ import annotations
 
@@ -79,15 +79,13 @@ def watch(
 ) -> GradientManager:
     """Measure, protect and report before every step of an optimizer, with no other change to the training loop.
 
-    Of several optimizers, which step together after one backward pass, the first to step is looked before. Close the
-    manager, or let the interpreter's exit do it.
+    With several optimizers that step together after one backward pass, gradients are measured before the first of them
+    steps. Close the manager, or leave that to the exit of the interpreter.
     """
     check_model(model)
     optimizers = tuple(map(hookable, as_sequence(optimizer)))
     if not optimizers:
-        raise UsageError(
-            f"optimizer {optimizer!r}: expected at least one, before whose steps to look. Pass the loop's."
-        )
+        raise UsageError(f"optimizer {optimizer!r}: expected at least one. Pass those that the loop steps.")
     for one in optimizers:
         check_hookable(one)
     manager = GradientManager(config, **settings)

@@ -1,4 +1,4 @@
-"""What a backend gets: records, panels, metrics, the run; and which values are metrics."""
+"""The data that backends receive: `Record`, `Panel`, `Metric`, `Histogram`, `RunInfo`, and the check of metrics."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ Identity = tuple[str, int, float, frozenset[str]]
 
 
 def tail_of(source: str) -> str:
-    """Return what follows the names of a pair's metrics: nothing where there is one pair only, which has no name."""
+    """Return the suffix of a pair's metric names; empty for the only pair, which has no name."""
     return f"/{source}" if source else ""
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """What a name in `Record.metrics` stands for, kept beside the code that emits it.
+    """The meaning of a name in `Record.metrics`, kept beside the code that emits it.
 
     `<...>` in the name stands for a part that differs from run to run, such as a group or a layer. `when` says what it
     takes for the metric to be there; empty means always.
@@ -39,7 +39,7 @@ class Metric:
     when: str = ""
 
     def matches(self, name: str) -> bool:
-        """Say whether a name that was emitted is this metric."""
+        """Whether an emitted name is this metric."""
         pattern = ".+".join(re.escape(part) for part in _PLACE.split(self.name))
         return re.fullmatch(pattern, name) is not None
 
@@ -103,7 +103,7 @@ class Histogram:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """One row for the trackers: flat metrics of one step, and whatever else happened there.
+    """One row for the trackers: the flat metrics of one step, its open issues, histograms and files.
 
     `step` is the value of the trackers' own axis `gradtrack/step`. `source` names the (model, optimizer) pair where
     there is more than one. `loss` is for gradtrack's own pages: the trackers have the loss from the training loop. A
@@ -130,12 +130,12 @@ class Record:
 
     @property
     def tells_health(self) -> bool:
-        """Say whether `issues` are all that are open: what an optimizer did to a step is told later, without them."""
+        """Whether `issues` holds all open issues: the record of a step's update comes one step later, without them."""
         return bool(self.issues) or not self.metrics or any(name.startswith(_HEALTHY) for name in self.metrics)
 
     @property
     def identity(self) -> Identity:
-        """Tell the record from others of its step: what an optimizer did to a step is a record of its own."""
+        """Return what distinguishes the records of one step: that of its gradients and that of its update."""
         return self.source, self.step, self.time, frozenset(self.metrics)
 
 
@@ -144,12 +144,12 @@ _TEXT: Final = frozenset({str})
 
 
 def is_valid(metrics: Mapping[str, float]) -> bool:
-    """Say whether all metrics are plain floats under text names."""
+    """Whether all metrics are plain floats under text names."""
     return _FLOAT.issuperset(map(type, metrics.values())) and _TEXT.issuperset(map(type, metrics)) and "" not in metrics
 
 
 def validate(record: Record) -> tuple[Record, dict[str, str]]:
-    """Return the record with its good metrics as plain floats, and why the others were left out, by name."""
+    """Return the record with its valid metrics as plain floats, and for every other name why it was dropped."""
     good, bad = _sort(record.metrics)
     return dataclasses.replace(record, metrics=good), bad
 

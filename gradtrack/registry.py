@@ -14,7 +14,7 @@ from gradtrack.errors import InputTypeError, PluginError, UnknownPluginError, Us
 from gradtrack.support.redact import redact
 
 _NO_PLUGINS: Final = frozenset({"base", "tools"})
-"""Modules that plugins share."""
+"""Modules of a plugin package that are no plugins."""
 _HOOKS: Final = {"backends": {"write": 1}, "analyzers": {"inspect": 1}}
 
 
@@ -42,7 +42,7 @@ class Registry:
         return sorted({*self.builtin(), *(point.name for point in entry_points(group=self._group))})
 
     def check(self, name: str) -> None:
-        """Raise the error that names the nearest plugin, where there is none of this name."""
+        """Raise `UnknownPluginError`, which names the nearest plugin, unless a plugin has this name."""
         if name not in self._loaded and name not in self.builtin() and name not in self.names():
             known = self.names()
             raise UnknownPluginError(
@@ -58,9 +58,9 @@ class Registry:
         return self._loaded[name]
 
     def load_for(self, name: str, options: Mapping[str, Any]) -> type[Any]:
-        """Return the class of a plugin that takes these options; one that it does not have names the nearest.
+        """Return the class of a plugin, having checked that its constructor takes these options.
 
-        What an analyzer takes as its model comes from the training, and is no option.
+        The parameter `model` of an analyzer is not an option: the training passes it.
         """
         found = self.load(name)
         signature = inspect.signature(found)
@@ -69,7 +69,7 @@ class Registry:
             signature.bind(**options)
         except TypeError as fault:
             wrong = next((option for option in options if option not in known), None)
-            text = str(fault) if wrong is None else f"{wrong!r} is no option of it"
+            text = str(fault) if wrong is None else f"{wrong!r} is not an option"
             close = "" if wrong is None else nearest(str(wrong), known)
             expected = ", ".join(known) or "none"
             raise UsageError(f"{self.singular} {name!r}: {text}. Its options: {expected}.{close}") from fault
@@ -86,7 +86,7 @@ class Registry:
         return type(plugin).__name__.removesuffix(self.singular.capitalize()).lower() or type(plugin).__name__
 
     def validate(self, name: str, found: object) -> type[Any]:
-        """Check a plugin's class, so that a fault shows when it is named and not in the middle of a training."""
+        """Check the class of a plugin when a configuration names it, not in the middle of a training."""
         if not inspect.isclass(found):
             raise PluginError(f"{self.singular} {name!r} is {found!r}: expected a class. Point the entry point to one.")
         for hook, positional in _HOOKS[self.kind].items():
@@ -142,7 +142,7 @@ def _distribution(point: EntryPoint) -> str:
 
 
 def nearest(name: str, names: Iterable[str], *, cutoff: float = 0.5) -> str:
-    """Say which name was probably meant, or nothing; among long names chance alone makes pairs look near."""
+    """Return a sentence with the known name that was probably meant, else an empty text."""
     close = difflib.get_close_matches(name, list(names), n=1, cutoff=cutoff)
     return f" Did you mean {close[0]!r}?" if close else ""
 

@@ -538,11 +538,11 @@ class TestRefusals:
             manager.analyzer("flow")
         with pytest.raises(UsageError, match="twice"):
             GradientManager(backends=["memory", "memory"])
-        with pytest.raises(UsageError, match=r"'size' is no option of it. Its options"):
+        with pytest.raises(UsageError, match=r"'size' is not an option. Its options"):
             GradientManager(backends=[{"name": "memory", "size": 3}])
-        with pytest.raises(UsageError, match=r"'tensorboard': 'logdir' is no option .* Did you mean 'log_dir'"):
+        with pytest.raises(UsageError, match=r"'tensorboard': 'logdir' is not an option.* Did you mean 'log_dir'"):
             GradientManager(backends=[{"name": "tensorboard", "logdir": "x"}])
-        with pytest.raises(UsageError, match=r"'flow': 'dead_treshold' is no option .* Did you mean 'dead_threshold'"):
+        with pytest.raises(UsageError, match=r"'flow': 'dead_treshold' is not .* Did you mean 'dead_threshold'"):
             GradientManager(analyzers=[{"name": "flow", "dead_treshold": 0.5}])
 
     def test_run_dir(self, tmp_path: Path) -> None:

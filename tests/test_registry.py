@@ -58,7 +58,7 @@ def test_entry_point_by_name_with_options(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_case_25_entry_points_load_only_when_they_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A broken plugin that nobody names does no harm."""
+    """A broken plugin that no configuration names does no harm."""
     install(monkeypatch, broken="no_such_module:Backend")
     GradientManager(backends=["memory"])
     with pytest.raises(PluginError, match=r"'broken' of no_such_module:Backend failed to load.*Repair or uninstall"):

@@ -1,1 +1,1 @@
-"""The toolkit of the pictures, on matplotlib."""
+"""Helpers on matplotlib that every picture uses; matplotlib is loaded when the first figure is made."""

@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 from gradtrack.errors import MissingExtraError
 from gradtrack.reports import StepReport
 
-# The colours of Okabe and Ito, which stay apart for every common kind of colour vision.
+# The colours of Okabe and Ito, which stay distinct for every common kind of colour vision.
 BLUE: Final = "#0072B2"
 ORANGE: Final = "#E69F00"
 GREEN: Final = "#009E73"
@@ -25,7 +25,7 @@ GREY: Final = "#767676"
 CYCLE: Final = (BLUE, ORANGE, GREEN, PURPLE, SKY, RED)
 
 NAMES: Final = 40
-"""So many rows have their names; of more, every so many."""
+"""The most rows that are all named; of more rows, evenly spaced ones are."""
 
 _TICKS: Final = 7
 _ABOVE: Final = 1.02
@@ -34,7 +34,7 @@ _DRAWABLE: Final = (1e-99, 1e99)
 
 
 def new_figure(width: float = 11.0, height: float = 7.5) -> Any:
-    """Return an empty figure that belongs to nobody else: no window, no global state."""
+    """Return an empty figure that pyplot does not know: it opens no window and changes no global state."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -68,7 +68,7 @@ def panel(figure: Any, position: tuple[int, int, int], title: str, xlabel: str, 
 
 
 def tidy(figure: Any) -> Any:
-    """Write what is finished: numbers beside log axes that can be read and do not meet, and whole steps."""
+    """Finish the axes: readable tick labels on log axes that do not overlap, and whole steps."""
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter
 
     for axes in figure.axes:
@@ -102,7 +102,7 @@ def log_ticks(low: float, high: float) -> list[float]:
 
 
 def across(axes: Any, steps: ArrayLike) -> None:
-    """Show all of these steps, whole ones, whatever is known of them."""
+    """Set the x-axis to cover all of these steps, with ticks at whole numbers, also where values are missing."""
     axes.set_xlim(*spread(steps))
     axes.xaxis.get_major_locator().set_params(integer=True)
 
@@ -113,7 +113,7 @@ def numbers(values: Iterable[float | None]) -> NDArray[np.float64]:
 
 
 def curve(axes: Any, x: ArrayLike, values: ArrayLike, *, label: str, colour: str, **style: Any) -> None:
-    """Draw a line over its finite values and mark the others above it all, where they do not bend the scale."""
+    """Draw a line over its finite values; mark the others at the upper edge, so that they do not change the scale."""
     x, values = np.asarray(x, dtype=np.float64), np.asarray(values, dtype=np.float64)
     style = {"linewidth": 1.6, "marker": "." if len(values) < 3 else None} | style
     axes.plot(x, np.where(np.isfinite(values), values, np.nan), label=label, color=colour, **style)
@@ -123,7 +123,7 @@ def curve(axes: Any, x: ArrayLike, values: ArrayLike, *, label: str, colour: str
 
 
 def log_curve(axes: Any, x: ArrayLike, values: ArrayLike, *, label: str, colour: str, **style: Any) -> None:
-    """Draw a line of positive values on a log axis; zeros are marked at its lower edge, infinities above it all."""
+    """Draw a line of positive values on a log axis; mark zeros at its lower edge and infinities at its upper edge."""
     x, values = np.asarray(x, dtype=np.float64), np.asarray(values, dtype=np.float64)
     zero, negative = values == 0.0, values < 0.0
     bounded = np.where(np.isfinite(values), np.clip(values, *_DRAWABLE), values)
@@ -142,13 +142,13 @@ def _at_edge(axes: Any, x: NDArray[np.float64], height: float, *, marker: str, c
 
 
 def mark_lost(axes: Any, x: ArrayLike) -> None:
-    """Mark above it all where a value was recorded that is not a number, so that no gap looks like an end."""
+    """Mark at the upper edge the steps whose value is NaN, so that no gap looks like the end of the line."""
     if np.size(x):
         _at_edge(axes, np.asarray(x, dtype=np.float64), _ABOVE, marker="x", colour=RED, label="not a number")
 
 
 def legend(axes: Any, *others: Any, below: bool = False) -> None:
-    """Add a legend where more than one thing is drawn, with what `others` on the same place draw; many stand below."""
+    """Add a legend for more than one line, those of `others` on the same place included; long ones go below."""
     handles, labels = axes.get_legend_handles_labels()
     for other in others:
         more = other.get_legend_handles_labels()
@@ -163,7 +163,7 @@ def legend(axes: Any, *others: Any, below: bool = False) -> None:
 
 
 def plain(text: str, *, length: int = 48) -> str:
-    """Return a name in one short line, in characters that the font of the pictures has."""
+    """Return a name as one short line, in characters that the font has."""
     known = font()
     line = " ".join(text.split())
     drawable = "".join(letter if known.get_char_index(ord(letter)) else "□" for letter in line)
@@ -178,12 +178,12 @@ def font() -> Any:
 
 
 def say(axes: Any, text: str) -> None:
-    """Write a sentence into the middle of an axes that has nothing to draw."""
+    """Write a sentence into the middle of empty axes."""
     axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", color=GREY)
 
 
 def spread(values: ArrayLike) -> tuple[float, float]:
-    """Return limits that hold every finite value with some air around them."""
+    """Return axis limits that hold every finite value, with a margin."""
     finite = np.asarray(values, dtype=np.float64)
     finite = finite[np.isfinite(finite)]
     if not len(finite):
@@ -202,7 +202,7 @@ def name_rows(axes: Any, names: Sequence[str]) -> None:
 
 
 def colours(name: str) -> Any:
-    """Return a colour map in which what is not known is grey."""
+    """Return a colour map that draws masked values grey."""
     from matplotlib import colormaps
 
     return colormaps[name].with_extremes(bad="#c8c8c8")
@@ -219,7 +219,7 @@ _SIZE: Final = 7.5
 
 
 def mark_events(axes: Any, events: Sequence[tuple[float, str]], *, texts: bool = True) -> None:
-    """Mark where something happened: a line for every event, and above the curves a text for as many as fit."""
+    """Mark events: a vertical line for each, and a text above the curves for as many as fit."""
     for x, _ in events:
         axes.axvline(x, color=RED, alpha=0.5, linewidth=0.9, linestyle=":", zorder=0.5)
     if not (events and texts):
@@ -248,7 +248,7 @@ def mark_events(axes: Any, events: Sequence[tuple[float, str]], *, texts: bool =
 
 
 def _in_rows(texts: Sequence[tuple[float, str]], room: float) -> dict[int, tuple[int, str]]:
-    """Return the row and the words of each text for which one is free; the nearest of them tells of the others."""
+    """Return row and text of each label that finds a free row; its neighbour counts those that do not."""
     taken: list[list[tuple[float, float]]] = [[] for _ in range(_ROWS)]
     placed: dict[int, tuple[int, str]] = {}
     for index, (share, text) in enumerate(texts):
@@ -269,7 +269,7 @@ def _in_rows(texts: Sequence[tuple[float, str]], room: float) -> dict[int, tuple
 
 
 def _fitting(text: str, room: float, share: float) -> tuple[str, float]:
-    """Return a text that fits into a share of so many points, and the share that it takes."""
+    """Cut a text to a share of an axis of so many points; return it and the share that it takes."""
     for length in range(48, 3, -4):
         words = plain(text, length=length)
         wide = (_width(words + _MORE) + 8) / room
@@ -279,7 +279,7 @@ def _fitting(text: str, room: float, share: float) -> tuple[str, float]:
 
 
 def _width(text: str) -> float:
-    """Return how wide the font of the pictures writes a text, in points."""
+    """Return the width of a text in the font of the pictures, in points."""
     written = font()
     written.set_size(_SIZE, 72)
     written.set_text(text)
@@ -287,7 +287,7 @@ def _width(text: str) -> float:
 
 
 def _gathered(events: Sequence[tuple[float, str]], near: float) -> list[tuple[float, str]]:
-    """Tell events of the same text that follow each other closely once, with their number."""
+    """Merge events of the same text that follow each other closely into one, with their number."""
     told: list[tuple[float, str, int]] = []
     last: dict[str, tuple[int, float]] = {}
     for x, text in events:
@@ -303,7 +303,7 @@ def _gathered(events: Sequence[tuple[float, str]], near: float) -> list[tuple[fl
 
 
 def _make_room(axes: Any, share: float) -> None:
-    """Raise the upper limit so that this share of the height lies above everything that is drawn."""
+    """Raise the upper limit so that this share of the height stays free above the curves."""
     low, high = axes.get_ylim()
     if axes.get_yscale() == "log":
         axes.set_ylim(low, high * (high / low) ** (share / (1 - share)))
@@ -314,7 +314,7 @@ def _make_room(axes: Any, share: float) -> None:
 
 
 def events_of(reports: Sequence[StepReport]) -> list[tuple[float, str]]:
-    """Return the steps on which an issue opened, each with what opened there and at which layer."""
+    """Return the steps on which an issue opened, each with its type and layer."""
     events: list[tuple[float, str]] = []
     before: dict[str, set[str]] = {}
     for report in reports:

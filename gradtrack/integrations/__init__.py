@@ -1,1 +1,1 @@
-"""Callbacks for the frameworks that people train with."""
+"""Callbacks for Lightning, the Hugging Face Trainer and Stable-Baselines3, and a training loop over epochs."""

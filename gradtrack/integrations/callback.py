@@ -1,4 +1,4 @@
-"""What the callbacks of all frameworks have in common."""
+"""The base class of the frameworks' callbacks: a manager that lives as long as a training, and the hooks to undo."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from gradtrack.step.pair import IssueCallback
 
 
 class ManagedTraining:
-    """A framework's training with a manager of its own, and with what undoes our hooks when it is over.
+    """A framework's training with a manager of its own, and the calls that remove gradtrack's hooks when it is over.
 
-    Where the training fails before it has begun, as in another callback, nobody tells us: hooks that ask `_awake` are
-    inert outside the methods that `_embrace` names, until `_stop`.
+    A framework does not tell its callbacks of a training that fails before it has begun, as in another callback. Hooks
+    therefore ask `_awake`: they do nothing outside the methods that `_embrace` names, until `_stop`.
     """
 
     _begins_with: ClassVar[str]
@@ -31,7 +31,7 @@ class ManagedTraining:
 
     @property
     def manager(self) -> GradientManager:
-        """Return the manager of the training, which begins with the training itself."""
+        """Return the manager of the training; it exists from the moment the training begins."""
         if self._manager is None:
             raise UsageError(
                 f"manager: expected a training that has begun. Read it during or after {self._begins_with}."
@@ -44,7 +44,7 @@ class ManagedTraining:
         return [] if self._manager is None else self._manager.reports
 
     def _begin(self, config: GradientConfig, state: Mapping[str, Any] | None) -> GradientManager:
-        """Make the manager of a training, with what an earlier one remembers."""
+        """Make the manager of a training, and load the state that a checkpoint kept."""
         manager = self._manager = GradientManager(config)
         if self._on_issue is not None:
             manager.on_issue(self._on_issue)
@@ -53,7 +53,7 @@ class ManagedTraining:
         return manager
 
     def _stop(self, *, failed: bool = False) -> None:
-        """Take everything off that was hooked, and deliver what is left."""
+        """Remove every hook and close the manager, which delivers the remaining rows."""
         for undo in self._undo:
             undo()
         self._undo, self._awake = [], True
@@ -62,7 +62,7 @@ class ManagedTraining:
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
-        """End with an exception, of which the framework tells its callbacks nothing."""
+        """Stop as failed when an exception passes, because the framework does not tell its callbacks of one."""
         try:
             yield
         except BaseException:

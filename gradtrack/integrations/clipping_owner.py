@@ -1,4 +1,4 @@
-"""Who clips, and which trackers are used, where a framework runs the training."""
+"""Decides who clips, the framework or gradtrack, and joins the trackers that the framework has open."""
 
 from __future__ import annotations
 

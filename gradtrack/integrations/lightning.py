@@ -33,8 +33,8 @@ class GradientStatisticsCallback(ManagedTraining, Callback):  # type: ignore[mis
     Rows go to the runs of the trainer's own loggers and to two JSON files in its directory, where a picture of four
     panels follows at the end. The steps are the trainer's `global_step`; of several optimizers each has its own count
     and the name of the module that it steps, numbered where that is taken. While the trainer clips, gradtrack only
-    measures; it clips by itself only where a setting asks for that. What rolls is in every checkpoint. `config` and
-    more keywords are `GradientConfig`.
+    measures; it clips by itself only where a setting asks for that. The state of the manager is in every checkpoint.
+    `config` and more keywords are `GradientConfig`.
     """
 
     _begins_with = "trainer.fit()"
@@ -90,12 +90,12 @@ class GradientStatisticsCallback(ManagedTraining, Callback):  # type: ignore[mis
         self._loss = loss.detach() if self._loss is None else self._loss + loss.detach()
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        """Measure and report; what changes gradients waits for the other callbacks and the module to have seen them."""
+        """Measure and report; clipping waits until the other callbacks and the module have seen the gradients."""
         if not self._waits:
             self._look_once(trainer, pl_module, optimizer)
 
     def _look_once(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        """Look, unless there is no optimizer or that was done before the module's own clipping."""
+        """Measure, unless there is no optimizer or the step was measured before the module's own clipping."""
         if _steps_nothing(optimizer):
             return
         if self._seen.pop(id(optimizer), None) != _grads_of(optimizer):
@@ -113,25 +113,25 @@ class GradientStatisticsCallback(ManagedTraining, Callback):  # type: ignore[mis
         self._last_step = report.step
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Deliver what is left, and draw the picture."""
+        """Deliver the remaining rows, and draw the picture."""
         self._stop()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """End what was begun as failed."""
+        """Close the manager as failed."""
         self._stop(failed=True)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint needs."""
+        """Return the state for a checkpoint."""
         if self._manager is not None and self._restored is None:
             return self._manager.state_dict()
         return dict(self._restored or {})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what a checkpoint has, when the training begins."""
+        """Keep the state of a checkpoint, which is loaded when the training begins."""
         self._restored = state_dict
 
     def _look_before_clipping(self, trainer: Any, pl_module: Any) -> None:
-        """Look when a module that optimizes by itself calls its `clip_gradients`, since its step comes after that."""
+        """Measure when a module with manual optimization calls its `clip_gradients`, as its step comes after that."""
         plugin = trainer.precision_plugin
         clip = plugin.clip_gradients
 
@@ -148,7 +148,7 @@ class GradientStatisticsCallback(ManagedTraining, Callback):  # type: ignore[mis
         self._undo.append(stand_in(plugin, "clip_gradients", look_and_clip))
 
     def _look_after_the_hooks(self, trainer: Any, pl_module: Any) -> None:
-        """Look where the trainer would clip, which is after every `on_before_optimizer_step`."""
+        """Measure where the trainer would clip, which is after every `on_before_optimizer_step`."""
         plugin = trainer.precision_plugin
         clip = getattr(plugin, "_clip_gradients", None)
         if clip is None:
@@ -182,7 +182,7 @@ def _steps_nothing(optimizer: Any) -> bool:
 
 
 def _grads_of(optimizer: Any) -> list[tuple[int, int]]:
-    """Return what tells gradients from those that a further backward pass has left, without a look at their values."""
+    """Return a fingerprint of the gradients that a further backward pass changes, without reading their values."""
     params = (param for group in optimizer.param_groups for param in group["params"])
     return [(id(param.grad), param.grad._version) for param in params if param.grad is not None]
 
@@ -193,7 +193,7 @@ def _changes_gradients(config: GradientConfig) -> bool:
 
 def _in_its_place(config: GradientConfig, trainer: Any) -> GradientConfig:
     """Return the configuration with the trainer's directory and loggers."""
-    if trainer.fast_dev_run and config.run_dir is None:  # which is to leave nothing behind
+    if trainer.fast_dev_run and config.run_dir is None:  # Lightning leaves no files behind in this mode
         return GradientConfig.load(config, backends=config.backends)
     # Every process has to ask, because the answer of the first one is sent to all.
     directory = trainer.log_dir or trainer.default_root_dir

@@ -1,4 +1,4 @@
-"""Functions in the place of an object's own methods, and a call after the backward pass, while a training lasts."""
+"""Patches for the time of a training: replaced methods of one object, and a call after each backward pass."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch.autograd import Variable
 
 
 def stand_in(owner: Any, name: str, function: Callable[..., Any]) -> Callable[[], None]:
-    """Put a function in the place of a method of one object, and return what puts back what was there."""
+    """Replace a method of one object; return a function that restores the original."""
     there = vars(owner).get(name)
     setattr(owner, name, function)
 
     def undo() -> None:
         if vars(owner).get(name) is not function:
-            return  # somebody has come after us, and calls us
+            return  # another library has patched the method since then, and its function calls ours
         if there is None:
             delattr(owner, name)
         else:
@@ -28,7 +28,7 @@ def stand_in(owner: Any, name: str, function: Callable[..., Any]) -> Callable[[]
 
 
 def embrace(owner: Any, name: str, context: Callable[[], AbstractContextManager[object]]) -> Callable[[], None]:
-    """Run a method of one object within a context, and return what puts back what was there."""
+    """Run a method of one object within a context manager; return a function that restores the original."""
     method = getattr(owner, name)
 
     @wraps(method)
@@ -73,7 +73,7 @@ class AfterBackward:
             self._call()
 
     def reset(self) -> None:
-        """Forget a backward pass that was broken off by an exception."""
+        """Forget a backward pass that an exception ended."""
         self._queued = False
 
     def close(self) -> None:

@@ -82,7 +82,7 @@ class GradtrackCallback(ManagedTraining, BaseCallback):  # type: ignore[misc]
         return GradientConfig.load(config, **defaults)
 
     def _watch_algorithm(self, model: Any) -> None:
-        """See the exceptions that end the training, and a new one that begins though this one never did."""
+        """Watch for exceptions that end the training, and for a new training that begins before this one did."""
         parts = [*self._embrace(model, _PARTS), "_setup_learn", "_excluded_save_params"]
         self._undo.append(embrace(model, "_setup_learn", self._before_another))
         excluded = model._excluded_save_params
@@ -163,7 +163,7 @@ def _who_clips(model: Any) -> str:
 
 
 def _pairs(model: Any) -> list[tuple[str, nn.Module, Any]]:
-    """Return what the algorithm steps: name, module and optimizer."""
+    """Return name, module and optimizer of everything that the algorithm steps."""
     policy = model.policy
     parts = [
         (name, getattr(policy, name))

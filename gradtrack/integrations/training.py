@@ -29,7 +29,7 @@ _Kind = TypeVar("_Kind", bound="_Settings")
 
 
 class _Settings(BaseModel):
-    """Settings that say in one line which of them is wrong, and what was expected."""
+    """Base of the settings below; a wrong value raises an error of one line that says what was expected."""
 
     model_config: ClassVar[ConfigDict] = ConfigDict(extra="forbid", frozen=True)
 
@@ -73,7 +73,7 @@ class GradientManagementConfig(GradientConfig):
 
 
 class EpochReport(Report):
-    """What one epoch gave."""
+    """The metrics of one epoch."""
 
     epoch: int
     train: dict[str, float]
@@ -230,7 +230,7 @@ class _Run:
 
 
 def _settings(given: Any, kind: type[_Kind]) -> _Kind | None:
-    """Return settings that were given as such, as a mapping or not at all."""
+    """Return settings from an instance, a mapping or None."""
     if given is None or isinstance(given, kind):
         return given
     if isinstance(given, Mapping):
@@ -239,7 +239,7 @@ def _settings(given: Any, kind: type[_Kind]) -> _Kind | None:
 
 
 def _check_call(function: object, name: str, arguments: tuple[str, ...]) -> None:
-    """Refuse what cannot be called in this way, before an epoch is spent on it."""
+    """Check that a function accepts these arguments before an epoch is spent on it."""
     try:
         inspect.signature(function).bind(*arguments)  # type: ignore[arg-type]
     except ValueError:

@@ -39,7 +39,7 @@ class GradtrackCallback(ManagedTraining, TrainerCallback, ExportableState):  # t
     While the Trainer clips, gradtrack only measures; with `max_grad_norm=0` in the training arguments gradtrack clips
     and protects by its own configuration. Without `backends` the trackers of `report_to` are used, in the runs that the
     Trainer has open there; `train/grad_norm` is left out where the Trainer itself writes that name and the same values.
-    What rolls is saved in every checkpoint, and the steps are the Trainer's `global_step`.
+    The state of the manager is saved in every checkpoint, and the steps are the Trainer's `global_step`.
     """
 
     _begins_with = "trainer.train()"
@@ -91,12 +91,12 @@ class GradtrackCallback(ManagedTraining, TrainerCallback, ExportableState):  # t
             self._look()
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Deliver what is there while the Trainer's own writers are still open."""
+        """Deliver the rows so far while the Trainer's own writers are still open."""
         if self._undo and control.should_training_stop:
             self.manager.flush()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Deliver what is left."""
+        """Deliver the remaining rows."""
         self._stop()
 
     def state(self) -> dict[str, Any]:
@@ -141,7 +141,7 @@ class GradtrackCallback(ManagedTraining, TrainerCallback, ExportableState):  # t
                 self._undo.append(inner.register_step_pre_hook(lambda *_: self._look_if_due()).remove)
 
     def _take_notice(self) -> None:
-        """Look at the gradients of a step as soon as no further backward pass of it can come."""
+        """Measure the gradients of a step as soon as no further backward pass of it can come."""
         if GradientState().sync_gradients:
             self._due = True
             if not self._within_step:
@@ -153,7 +153,7 @@ class GradtrackCallback(ManagedTraining, TrainerCallback, ExportableState):  # t
             self._look()
 
     def _has_passed_by(self) -> bool:
-        """Whether gradients are there that no hook has told of, as where others were set free during the training."""
+        """Whether parameters have gradients without a hook of ours, as after parameters were unfrozen mid-training."""
         if self._after is None or not GradientState().sync_gradients or self._measured_step == self._global_step:
             return False
         return any(param.grad is not None for param in self._after.params)
@@ -174,7 +174,7 @@ class GradtrackCallback(ManagedTraining, TrainerCallback, ExportableState):  # t
     def _log(
         self, trainer: Any, log: Callable[..., None], logs: dict[str, Any], *arguments: Any, **keywords: Any
     ) -> None:
-        """Let the Trainer's own norm be the one before any clipping, though it is measured after ours."""
+        """Put the norm from before any clipping into the Trainer's own log, which measures it after ours."""
         if "grad_norm" in logs:
             last = next((report for report in reversed(self.reports) if report.step == trainer.state.global_step), None)
             if last is not None and (last.clipping.clipped or last.nan_inf.action in ("skip", "replace")):

@@ -1,1 +1,1 @@
-"""Pictures, the HTML report and the terminal view."""
+"""Views of a run read from its directory: pictures, the HTML report, the comparison and the terminal."""

@@ -1,4 +1,4 @@
-"""What a run leaves in its directory when it ends: how it ended, pictures, and the report."""
+"""Writes the files of a run's end into its directory: how it ended, pictures, and the HTML report."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def save_run_end(directory: Path, end: RunEnd) -> list[Path]:
 def save_pictures(
     directory: Path, reports: Sequence[StepReport], statistics: Sequence[GradientStatistics]
 ) -> list[Path]:
-    """Draw what the reports hold, where matplotlib is there."""
+    """Draw the pictures of the reports, if matplotlib is installed."""
     if not reports or find_spec("matplotlib") is None:
         return []
     from gradtrack.pages.pictures import pictures_of
@@ -38,22 +38,22 @@ def save_pictures(
 
 
 def save_page(directory: Path, pictures: Sequence[Path] = ()) -> list[Path]:
-    """Write the report of the run, with what only its pictures show."""
+    """Write the HTML report of the run, with the pictures that no chart replaces."""
     from gradtrack.pages.html import write_html_report
     from gradtrack.pages.run_data import load_run
 
     if not any(directory.glob("journal-*.jsonl")):
-        return []  # nothing was recorded, which the run has said by itself
+        return []  # no row was recorded; the run has logged that
     return _contained("the report", lambda: write_html_report(load_run(directory), pictures=pictures))
 
 
 def save_names(directory: Path, run_id: str, paths: Sequence[Path]) -> list[Path]:
-    """Write down which of the files are the run's, for the trackers that show them."""
+    """Save the names of the run's files for the trackers that show them."""
     return _contained("the list of files", lambda: note_files(directory, run_id, paths))
 
 
 def _contained(what: str, write: Callable[[], Path]) -> list[Path]:
-    """Write a file; one that fails is logged and left out, since it must not end a training."""
+    """Write a file; log a failure instead of raising it, because it must not end a training."""
     try:
         return [write()]
     except Exception as fault:

@@ -1,4 +1,4 @@
-"""The data of charts: curves, marks and bands, thinned to what a page can show."""
+"""Charts of a run as data: curves, event marks and bands, thinned out to the size of a page."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _TOLD: Final = 4
 
 
 def explain(lines: Sequence[tuple[str, str]]) -> str:
-    """Say what the lines of a chart are, each given by its name and its metric; nothing where that is not known."""
+    """Return sentences on the lines of a chart, given as name and metric; empty for metrics without a description."""
     known = {meaning: name for name, metric in reversed(lines) if (meaning := meaning_of(metric))}
     told = [(name, meaning) for meaning, name in reversed(known.items())]
     if len(told) == 1:
@@ -31,7 +31,7 @@ def explain(lines: Sequence[tuple[str, str]]) -> str:
 
 @cache
 def meaning_of(metric: str) -> str:
-    """Return the sentence on a metric of an analyzer that is part of gradtrack; empty of any other."""
+    """Return the description of a metric of a built-in analyzer; empty for any other."""
     found = next((one for one in _described() if one.matches(metric)), None)
     if found is None:
         return ""
@@ -107,11 +107,11 @@ class Chart:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether there is a finite value to draw, or something to say where there is none."""
+        """Whether the chart has a finite value to draw, or a note on why it has none."""
         return self.always or any(np.isfinite(line.values).any() for line in self.lines)
 
     def to_plain(self, *, buckets: int) -> dict[str, Any]:
-        """Return it as plain data, each line of at most so many points."""
+        """Return the chart as plain data, each line with at most so many points."""
         return {
             "title": self.title,
             "section": self.section,
@@ -123,7 +123,7 @@ class Chart:
 
 
 def charts_of(run: RunData) -> list[Chart | HeatMap]:
-    """Return every chart of a run that has something to show."""
+    """Return every chart of a run that is not empty."""
     found = [chart for track in run.tracks.values() for chart in _charts(track, run)]
     return [chart for chart in found if isinstance(chart, HeatMap) or chart.is_wanted]
 
@@ -136,7 +136,7 @@ def to_plain(charts: Sequence[Chart | HeatMap]) -> list[dict[str, Any]]:
 
 
 def spans_decades(values: NDArray[np.float64]) -> bool:
-    """Tell whether a line is positive and falls or grows so far that only a log axis shows all of it."""
+    """Whether a line is positive and spans so many decades that it needs a log axis."""
     finite = values[np.isfinite(values)]
     return bool(len(finite)) and bool(finite.min() > 0) and bool(finite.max() > 20 * finite.min())
 
@@ -242,7 +242,7 @@ def _headed(name: str) -> str:
 
 
 def _is_own(metric: str) -> bool:
-    """Tell whether a metric is in the charts of the training."""
+    """Whether a metric is in the charts of the training itself."""
     return metric.startswith("train/")
 
 
@@ -253,7 +253,7 @@ def _matching(wanted: str, names: Sequence[str]) -> list[str]:
 
 
 def _by_stem(names: Sequence[str]) -> dict[tuple[str, str], list[str]]:
-    """Gather metrics that are the same of several layers or groups, as many of each section as a page has room for."""
+    """Group metrics that differ in their layer or group only, at most so many for each section."""
     stems: dict[tuple[str, str], list[str]] = {}
     for name in names:
         section, _, rest = name.partition("/")
@@ -267,7 +267,7 @@ def _by_stem(names: Sequence[str]) -> dict[tuple[str, str], list[str]]:
 
 
 def _without_stem(lines: Sequence[Line], stem: str) -> list[Line]:
-    """Leave out of the names what the title tells, where all of them begin with it."""
+    """Cut the title off the names if all of them begin with it."""
     if len(lines) < 2 or not all(line.name.startswith(f"{stem}/") for line in lines):
         return list(lines)
     return [replace(line, name=line.name.removeprefix(f"{stem}/")) for line in lines]
@@ -310,13 +310,13 @@ def _plain_line(line: Line, buckets: int) -> dict[str, Any]:
 
 
 def _spread_out(steps: Sequence[int]) -> list[int]:
-    """Keep as many steps as a chart has room for, the first and the last among them."""
+    """Thin out steps to the size of a chart, keeping the first and the last."""
     kept = np.linspace(0, len(steps) - 1, min(len(steps), _LOST)).astype(int)
     return [steps[index] for index in kept]
 
 
 def _digits_of(high: NDArray[np.float64], low: NDArray[np.float64]) -> int:
-    """Return how many digits tell the values of a line apart: the less they differ, the more it takes."""
+    """Return how many digits distinguish the values of a line: the closer they are, the more."""
     if not len(high) or not (spread := float(high.max()) / 2 - float(low.min()) / 2):
         return 4
     largest = max(abs(float(high.max())), abs(float(low.min()))) / 2

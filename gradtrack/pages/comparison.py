@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 Pair = tuple[str, int | float | None, int | float | None]
-"""A name with the number of the first run and of the second; None is one that is not known."""
+"""A name with the number of the first run and of the second; None is unknown."""
 _SHARE: Final = "clip rate"
 _ONLY_ONE: Final = 1e-12
 
 
 def in_words(rows: Sequence[Pair]) -> list[tuple[str, ...]]:
-    """Return names with both numbers as a person reads them."""
+    """Format both numbers of each name as text."""
     return [(name, _in_digits(name, before), _in_digits(name, after)) for name, before, after in rows]
 
 
@@ -43,7 +43,7 @@ def _in_digits(name: str, value: int | float | None) -> str:
 
 
 def with_ratios(rows: Sequence[Pair]) -> list[tuple[str, ...]]:
-    """Return the same with the ratio of the second number to the first."""
+    """Append the ratio of the second number to the first."""
     return [
         (*words, f"{ratio:.3g}" if math.isfinite(ratio := _ratio(pair)) else "–")
         for words, pair in zip(in_words(rows), rows, strict=True)
@@ -71,7 +71,7 @@ def most_changed(rows: Sequence[Pair], count: int) -> list[Pair]:
 
 
 Sides = Sequence[tuple[str, Track]]
-"""What the runs are called, with the track of a pair that both have."""
+"""The labels of the runs, each with its track of a pair that both have."""
 Events = Sequence[tuple[int, str, int]]
 
 CURVES: Final = (
@@ -140,7 +140,7 @@ _LAST: Final = "Last recorded"
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What differs between two runs; A is the first and B the second."""
+    """The comparison of two runs; A is the first and B the second."""
 
     first: RunData
     second: RunData
@@ -198,7 +198,7 @@ class Comparison:
         return [row for row in rows if any(row[1:])]
 
     def last_values(self) -> list[Pair]:
-        """Return what was last recorded of every group's norm and of every analyzer's metric; None is never."""
+        """Return the last recorded norm of each group and value of each analyzer's metric; None is never recorded."""
         rows: list[Pair] = []
         for source, first, second in self._tracks():
             for name in filter(_is_compared, dict.fromkeys([*first.names, *second.names])):
@@ -234,7 +234,7 @@ class Comparison:
         return [chart for chart in charts if isinstance(chart, HeatMap) or chart.is_wanted]
 
     def _marks(self, source: str, *runs: str) -> list[tuple[int, str, int]]:
-        """Return where the issues of these runs opened that the other one did not have, numbered as on the page."""
+        """Return where issues opened that only one of the runs has, numbered as on the page."""
         told = [(issue, "B") for issue in self.appeared] + [(issue, "A") for issue in self.gone]
         events = events_of([(issue, f"{issue.key} in {name}") for issue, name in told], source)
         return [event for event in events if event[1].endswith(tuple(f" in {name}" for name in runs))]
@@ -257,7 +257,7 @@ class Comparison:
         }
 
     def show(self) -> RenderableType:
-        """Return the comparison as something that a rich console prints."""
+        """Return the comparison as a rich renderable."""
         return Fitted(self._parts)
 
     def _parts(self, width: int) -> list[RenderableType]:

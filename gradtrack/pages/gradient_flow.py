@@ -1,4 +1,4 @@
-"""The picture of the gradient flow: the norm of each group, over time or of one step."""
+"""Draws the gradient flow: the gradient norm of each group, for one step or over time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The norms of all groups over depth and time, as one picture that is as coarse as a screen."""
+"""The heat map of a run: gradient norms over depth and time, reduced to the resolution of a screen."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ class HeatMap:
     scale: tuple[float, float] | None = None
 
     def known(self) -> list[float]:
-        """Return the values that have a colour of their own: neither a zero nor an infinity has."""
+        """Return the finite norms above zero, which the colour scale covers."""
         return [value for row in self.values for value in row if value is not None and abs(value) < _LIMIT]
 
     def to_plain(self) -> dict[str, Any]:
-        """Return it as plain data of bounded size."""
+        """Return the heat map as plain data of bounded size."""
         return {
             "title": self.title,
             "section": self.section,
@@ -56,7 +56,7 @@ class HeatMap:
 
 
 def heat_of(track: Track, *, section: str, events: Sequence[tuple[int, str, int]]) -> HeatMap | None:
-    """Return the picture of a pair's groups, or None where there are too few groups or steps for one."""
+    """Return the heat map of a pair's groups, or None with too few groups or steps."""
     groups, every = track.groups, math.ceil(len(track.groups) / _ROWS)
     if len(groups) < _FEWEST or len(track.steps) < _FEWEST:
         return None
@@ -79,7 +79,7 @@ def heat_of(track: Track, *, section: str, events: Sequence[tuple[int, str, int]
 
 
 def on_one_scale(maps: Sequence[HeatMap]) -> list[HeatMap]:
-    """Return pictures in which a colour means the same norm, so that they can be compared."""
+    """Return the heat maps on one colour scale, so that they can be compared."""
     values = [value for one in maps for value in one.known()]
     scale = (min(values), max(values)) if values else None
     return [replace(one, scale=scale) for one in maps]

@@ -38,7 +38,7 @@ class Picture:
 
 
 def embedded(paths: Iterable[Path]) -> list[Picture]:
-    """Return the pictures among some files that no chart replaces, as many as keep a page small."""
+    """Return those of the files that are pictures without an equal chart, up to the size limit of a page."""
     found, left = [], _BYTES
     for path in paths:
         if path.suffix == ".png" and path.name.partition(".")[0] in _SHOWN and path.is_file():
@@ -74,7 +74,7 @@ def write_html_report(run: RunData, path: Path | None = None, *, pictures: Seque
 
 
 def render(run: RunData, pictures: Sequence[Picture] = ()) -> str:
-    """Return the page of a run."""
+    """Return the HTML page of a run."""
     return fill(
         title=f"Run {run.run.run_id}",
         subtitle=" · ".join(_subtitle(run)),
@@ -117,7 +117,7 @@ def fill(*, charts: Sequence[Chart | HeatMap], **values: Any) -> str:
 
 
 def verdict(run: RunData) -> str:
-    """Sum up the health of a run in two words."""
+    """Return the health of a run in two or three words."""
     count = sum(issue.severity >= IssueSeverity.MEDIUM for issue in run.open_issues)
     when = "" if run.end is not None or run.is_running else " when last seen"
     return f"healthy{when}" if run.healthy else f"{count} open issue{'s' if count > 1 else ''}"
@@ -160,7 +160,7 @@ def _tiles(track: Track) -> list[Tile]:
 
 
 def _ended(track: Track, values: NDArray[np.float64], last: float | None, about: str) -> tuple[str, str]:
-    """Return what came last, as text, and what is said below it: of a NaN, which number was the last."""
+    """Return the last value as text, and the note below it: for a NaN, the last number and its step."""
     known, step = track.end_of(values)
     if last is not None and math.isnan(last):
         return "NaN", f"{number(known)} at step {step}, no number since" if step is not None else "never a number"

@@ -1,4 +1,4 @@
-"""The issues of a run over time: when each opened and closed, and what was said of it last."""
+"""The issues of a run over time: when each opened and closed, with its latest text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gradtrack.reports import IssueSeverity
 
 _SPANS: Final = 3
 ADVICE: Final = {False: "What to do", True: "If it stays without that"}
-"""What stands before the advice on an issue: of one that another explains, the other one is to be mended first."""
+"""The text before the advice on an issue; for a consequence it says to fix the cause first."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -31,17 +31,17 @@ class IssueHistory:
 
     @property
     def cause(self) -> str:
-        """Name the issue that explains it; empty where none does."""
+        """Return the issue that explains this one; empty without one."""
         return str(self.latest.get("explained_by") or "")
 
     @property
     def first_step(self) -> int:
-        """Return the step on which it opened first."""
+        """Return the step on which the issue opened first."""
         return self.spans[0][0]
 
     @property
     def when(self) -> str:
-        """Tell in words when it was open."""
+        """Return in words when the issue was open."""
         spans = [f"{start} to {end}" for start, end in self.spans if end is not None]
         told = [f"steps {', '.join(spans[:_SPANS])}"] if spans else []
         if len(spans) > _SPANS:
@@ -52,14 +52,14 @@ class IssueHistory:
 
 
 class IssueLog:
-    """The issues of a run, followed from row to row: one that tells the health of its pair names all that are open."""
+    """Collects the issues of a run row by row; a row with the health of its pair names all that are open."""
 
     def __init__(self) -> None:
         self._found: dict[tuple[str, str], IssueHistory] = {}
         self._open: dict[str, set[str]] = {}
 
     def add(self, record: Record) -> None:
-        """Take in one row."""
+        """Add a row."""
         if not record.tells_health:
             return
         now: set[str] = set()
@@ -95,7 +95,7 @@ class IssueLog:
 
 
 def _with_effects(ranked: Sequence[IssueHistory]) -> list[IssueHistory]:
-    """Put what an issue explains behind it, where both are open or both are closed."""
+    """Place the consequences of an issue behind it, if both are open or both are closed."""
     known = {(issue.source, issue.key): issue for issue in ranked}
     effects: dict[tuple[str, str], list[IssueHistory]] = {}
     for issue in ranked:
@@ -104,7 +104,7 @@ def _with_effects(ranked: Sequence[IssueHistory]) -> list[IssueHistory]:
             effects.setdefault((cause.source, cause.key), []).append(issue)
     explained = {id(issue) for found in effects.values() for issue in found}
     placed: dict[int, IssueHistory] = {}
-    # Those that explain each other have no beginning: they come after the others.
+    # Issues that explain each other in a circle come after the others.
     for start in [*(issue for issue in ranked if id(issue) not in explained), *ranked]:
         waiting = [start]
         while waiting:

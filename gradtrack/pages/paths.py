@@ -1,4 +1,4 @@
-"""What lies in a run directory, and how to open each file."""
+"""Lists the files of a run directory, each with how to open it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _WIDEST: Final = 26
 
 
 def ways_to_open(directory: Path) -> list[tuple[Path, str]]:
-    """Return the files of a run that a person may want, each with how to open it."""
+    """Return the files of a run that are meant to be read, each with how to open it."""
     found = []
     for name, way in _WAYS:
         head, _, ending = name.partition(".")
@@ -43,13 +43,13 @@ def ways_to_open(directory: Path) -> list[tuple[Path, str]]:
 
 
 def way_to_open(name: str) -> str:
-    """Return how to open a file of this name and what is in it, whichever pair it is of; empty of any other."""
+    """Return how to open a file of this name, of any pair, and its content; empty for an unknown name."""
     head, _, ending = name.partition(".")
     return dict(_WAYS).get(f"{head}.{ending.rpartition('.')[2]}", "")
 
 
 def quoted(path: Path) -> str:
-    """Return a path as a shell takes it, from here where it lies below."""
+    """Return a path quoted for a shell, relative if it is below the working directory."""
     here = Path.cwd()
     return shlex.quote(str(path.relative_to(here) if path.is_relative_to(here) else path))
 

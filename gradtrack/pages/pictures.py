@@ -1,4 +1,4 @@
-"""The pictures that a training leaves: its curves, its statistics, its gradient flow, and those of its analyzers."""
+"""Draws the pictures of a training: curves, statistics, gradient flow, and those of the analyzers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ Drawer = Callable[[Path], Path]
 def pictures_of(
     reports: Sequence[StepReport], statistics: Sequence[GradientStatistics], *, directory: Path | None = None
 ) -> dict[str, Drawer]:
-    """Return what draws each picture, by its file name; several pairs have some of their own, named after them.
+    """Return a drawing function for each picture by file name; with several pairs some pictures exist for each pair.
 
     The journals of `directory` give the statistics of steps that are no longer among the reports.
     """
@@ -81,7 +81,7 @@ def _pictures_of_pair(
 
 
 def _pictures_of_analyzers(reports: Sequence[StepReport]) -> dict[str, Drawer]:
-    """Return those of every analyzer that has reported and is installed here."""
+    """Return the pictures of every installed analyzer that has a report."""
     found: dict[str, Drawer] = {}
     for name in dict.fromkeys(name for report in reports for name in report.analyzers):
         if name in registry.analyzers.names():
@@ -95,7 +95,7 @@ def plot_training_curves(reports: Sequence[StepReport], path: Path) -> Path:
 
 
 def plot_gradient_statistics(statistics: Sequence[GradientStatistics], path: Path, *, name: str = "") -> Path:
-    """Draw the distribution of norms, means and deviations, extremes, and how the statistics go together."""
+    """Draw the distributions of norms, means, deviations and extremes, and the correlation of the statistics."""
     return figures.save(draw_gradient_statistics(statistics, name=name), path)
 
 

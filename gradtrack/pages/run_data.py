@@ -1,4 +1,4 @@
-"""A run read from disk as columns."""
+"""Reads the journals of a run from disk into columns, with its issues and how it ended."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _OVER_FINITE: Final = re.compile(r"train/grad_(?:norm(?=/)|variance)(|/.*)$", re
 
 
 class Track:
-    """The recorded steps of one (model, optimizer) pair as columns of numbers; what a row lacks is NaN.
+    """The recorded steps of one (model, optimizer) pair as columns of numbers; a missing value is NaN.
 
     The columns and the metrics of its panels are called without the name of the pair. A step that was
     recorded twice, as some findings are known one step late and as a resumed run repeats steps, is one row with what
@@ -55,7 +55,7 @@ class Track:
             if column is None:
                 column = columns[own] = array("d")
             if value == value and len(column) == row:
-                column.append(value)  # the usual case by itself: a long run has millions of values
+                column.append(value)  # the common case first: a long run has millions of values
             else:
                 self._set(column, row, value, record.step, own)
         for panel in record.panels:
@@ -102,11 +102,11 @@ class Track:
         return np.where((values == 0.0) & np.isnan(self.column(f"train/grad_mean{found[1]}")), math.nan, values)
 
     def last(self, name: str) -> float | None:
-        """Return a metric as it was last recorded, be it a number or not; None is one that never was."""
+        """Return the last recorded value of a metric, NaN included; None if it was never recorded."""
         return self._last_recorded(name, self.column(name), self.over_finite(name))
 
     def last_loss(self) -> float | None:
-        """Return the loss that was last recorded, be it a number or not; None is none at all."""
+        """Return the last recorded loss, NaN included; None without one."""
         return self._last_recorded(_LOSS, self.loss, self.loss)
 
     def nan_steps(self, name: str) -> list[int]:
@@ -120,7 +120,7 @@ class Track:
         return sorted(self._nan_steps.get(_LOSS, set()) & set(self.steps[rows].tolist()))
 
     def last_norm(self, group: str) -> float:
-        """Return the last norm of a group that was over a finite gradient."""
+        """Return the last norm of a group on a step with finite gradients."""
         return _last_known(self.over_finite(f"{_GROUP_NORM}{group}"))
 
     def end_of(self, values: NDArray[np.float64]) -> tuple[float, int | None]:
@@ -140,7 +140,7 @@ class Track:
 
     def _set(self, column: array[float], row: int, value: float, step: int, name: str) -> None:
         if math.isnan(value):
-            # In a column it looks like a gap.
+            # In a column a NaN looks like a gap.
             self._nan_steps.setdefault(name, set()).add(step)
         if row == len(column):
             column.append(value)
@@ -203,7 +203,7 @@ def _runs(directory: Path, source: str, needed: str) -> list[dict[int, Mapping[s
 
 @dataclass(slots=True, kw_only=True)
 class RunData:
-    """One run: its identity, its rows as columns, its issues, and what was known when it ended."""
+    """One run: its identity, its rows as columns, its issues, and the summary from its end."""
 
     run: RunInfo
     directory: Path
@@ -222,14 +222,14 @@ class RunData:
 
     @property
     def state(self) -> str:
-        """Tell in a word or two whether the run goes on or how it ended."""
+        """Return in a word or two whether the run goes on or how it ended."""
         if self.end is not None:
             return "failed" if self.end.failed else "ended"
         return "running" if self.is_running else "stopped without an end"
 
     @property
     def warning(self) -> str:
-        """Say what became of a run that did not end as it should, and what to do now."""
+        """Return what happened to a run that did not end properly, and what to do; empty for any other."""
         if self.end is not None:
             return "The training raised an error." if self.end.failed else ""
         if self.is_running:
@@ -246,7 +246,7 @@ class RunData:
 
     @property
     def left_out(self) -> str:
-        """Say how many rows cannot be read; nothing where all can."""
+        """Return a sentence on rows that cannot be read; empty without any."""
         count = len(self.damaged)
         return f"{count} damaged row{'' if count == 1 else 's'} left out" if count else ""
 
@@ -257,7 +257,7 @@ class RunData:
 
     @classmethod
     def of(cls, run: RunInfo, directory: Path, records: Iterable[Record]) -> RunData:
-        """Gather the rows of a run, with what its directory says about its end."""
+        """Collect the rows of a run and the files that its end wrote."""
         tracks: dict[str, Track] = {}
         issues = IssueLog()
         for record in records:
@@ -274,7 +274,7 @@ class RunData:
 
 
 def load_run(directory: Path, *, watched: bool = False) -> RunData:
-    """Read the newest run in a directory; `watched` shows how far it is, where that takes long."""
+    """Read the newest run in a directory; `watched` shows a progress bar if that takes long."""
     journal = _newest(directory)
     with Bar(f"Reading {directory.name}", total=journal.size(), unit="bytes") as bar:
         rows = journal.rows(bar.advance if watched else None)
@@ -285,7 +285,7 @@ def load_run(directory: Path, *, watched: bool = False) -> RunData:
 
 
 def is_running(directory: Path) -> bool:
-    """Tell whether the newest run in a directory goes on, without reading it."""
+    """Whether the newest run in a directory goes on, found without reading it."""
     return is_being_written(_newest(directory).parts[-1])
 
 

@@ -1,4 +1,4 @@
-"""The process: exceptions that a signal's handler raised, and its rank."""
+"""Facts of the process: exceptions that a signal handler raised, and the rank."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch
 
 
 def pass_on(fault: BaseException) -> None:
-    """Raise a fault again that came out of a signal's handler, for whoever contains the faults of others.
+    """Raise a fault again if a signal handler raised it; call this first in every broad `except` block.
 
-    The interpreter calls a handler at any line of the main thread, so what it raises looks like a fault of that line: a
-    `Terminated` or a `TimeoutError` would be taken for a broken tracker, and the training would never hear of it.
+    The interpreter calls a handler at any line of the main thread, so its exception looks like a fault of that line: a
+    `Terminated` or a `TimeoutError` would be taken for a broken tracker, and the training would go on.
     """
     above: TracebackType | None = fault.__traceback__
     while above is not None and above.tb_next is not None:
@@ -24,7 +24,7 @@ def pass_on(fault: BaseException) -> None:
 
 
 def _was_given(handler: FrameType, struck: FrameType) -> bool:
-    """Say whether a function was called with the frame that it struck, as only handlers are."""
+    """Whether a function was called with the frame that it interrupted, as only signal handlers are."""
     code, variables = handler.f_code, handler.f_locals
     num_given = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)
     values = [variables[name] for name in code.co_varnames[:num_given] if name in variables]

@@ -1,4 +1,4 @@
-"""Names: for trackers and files that do not take every name, and of the modules that own parameters."""
+"""Valid names for trackers and files, fingerprints, and the module that a parameter belongs to."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def digest_of(text: str) -> str:
 
 
 def valid_name(name: str, *, plain: Callable[[str], str | None], clean: Callable[[str], str], longest: int) -> str:
-    """Return the plain form of a name where a tracker has one, else a cleaned name that ends in its fingerprint.
+    """Return the plain form of a name where the tracker accepts one, else a cleaned name that ends in its fingerprint.
 
-    Two names never become one as long as no two have the same plain form: a plain form that looks like a fingerprinted
-    name is not used.
+    Different names stay different as long as their plain forms do: a plain form that looks like a fingerprinted name
+    is not used.
     """
     found = plain(name)
     if found is not None and not _MAPPED.search(found):
@@ -31,7 +31,7 @@ def valid_name(name: str, *, plain: Callable[[str], str | None], clean: Callable
 
 
 def file_part(source: str) -> str:
-    """Turn any name of a pair into a part of a file's name."""
+    """Turn the name of a pair into a part of a file name."""
     usual = re.compile(rf"[A-Za-z0-9_-]{{1,{_LONGEST_PART}}}")
     return valid_name(
         source,

@@ -1,4 +1,4 @@
-"""Progress bars for what takes longer than a second, where a person is looking."""
+"""Progress bars on a terminal for work that takes longer than a second."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _PATIENCE_SECONDS: Final = 1.0
 
 
 class Bar:
-    """A bar on the terminal behind stderr, which appears after a second and leaves nothing behind; silent elsewhere."""
+    """A progress bar on stderr that appears after a second and disappears at its end; silent without a terminal."""
 
     def __init__(self, what: str, *, total: float | None = None, unit: str = "") -> None:
         self._what, self._total, self._unit = what, total, unit
@@ -32,7 +32,7 @@ class Bar:
             self._shown.stop()
 
     def advance(self, amount: float = 1.0) -> None:
-        """Take note of something done."""
+        """Count an amount of work as done."""
         self._done += amount
         if not self._is_watched:
             return
@@ -62,7 +62,7 @@ class Bar:
 
 
 def counted(items: Iterable[_Item], what: str, *, total: float | None = None) -> Iterator[_Item]:
-    """Yield what there is, with a bar that counts it."""
+    """Yield the items, with a progress bar that counts them."""
     with Bar(what, total=total) as bar:
         for item in items:
             yield item

@@ -1,4 +1,4 @@
-"""Secrets taken out of everything that is written, logged or shown."""
+"""Hides secrets (passwords, tokens, queries) in every text that is written, logged or shown."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _SHORTEST_SECRET: Final = 8
 
 
 def redact(text: str) -> str:
-    """Hide users, passwords, queries and tokens in any text, rather too much than too little.
+    """Hide users, passwords, queries and tokens in a text; in doubt it hides more.
 
-    It takes no longer than in proportion to the text, which may be a whole page that a server has answered with.
+    Its time is linear in the text, which may be a whole page that a server has answered with.
     """
     for secret in _environment_secrets():
         text = text.replace(secret, HIDDEN)
@@ -50,7 +50,7 @@ def _without_parts(found: re.Match[str]) -> str:
 
 
 def redact_values(value: Any) -> Any:
-    """Return plain data without its secrets: those inside texts, and whatever a key calls secret."""
+    """Return plain data without its secrets: those inside texts, and every value whose key names a secret."""
     if isinstance(value, str):
         return redact(value)
     if isinstance(value, Mapping):
@@ -64,7 +64,7 @@ def redact_values(value: Any) -> Any:
 
 
 def is_hidden(value: object) -> bool:
-    """Say whether something was taken out of a value."""
+    """Whether a secret was hidden in a value."""
     return isinstance(value, str) and HIDDEN in value
 
 

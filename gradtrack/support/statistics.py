@@ -29,7 +29,7 @@ def cosine(inner: float, first: float, second: float) -> float:
 
 
 class RollingMedian:
-    """The last values, with their median and their median absolute deviation."""
+    """A window of the last values that keeps them ordered, so that the median and its deviation are cheap."""
 
     def __init__(self, size: int, values: Iterable[float] = ()) -> None:
         self.size = size
@@ -40,7 +40,7 @@ class RollingMedian:
         return len(self._ordered)
 
     def push(self, value: float) -> None:
-        """Take in a value, and forget the oldest one when the window is full."""
+        """Add a value, and drop the oldest one when the window is full."""
         self.values.append(value)
         insort(self._ordered, value)
         if len(self.values) > self.size:
@@ -52,7 +52,7 @@ class RollingMedian:
         return _middle(self._ordered)
 
     def __getitem__(self, index: int) -> float:
-        """Return the value above which so many are smaller."""
+        """Return the value at a rank, the smallest at 0."""
         return self._ordered[index]
 
     @property

@@ -83,7 +83,7 @@ def test_unknown_option_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """An option that the backend does not have shows before a training does, with the nearest that it has."""
     found = probed(monkeypatch, "", colour=1)
     assert found.state == "broken"
-    assert "'colour' is no option of it" in found.reason
+    assert "'colour' is not an option" in found.reason
     (json,) = (one for one in examine({"backends": [{"name": "json", "directry": "x"}]}).backends if one.configured)
     assert json.reason.endswith("Did you mean 'directory'?")
 

@@ -130,7 +130,7 @@ PRECISION: list[dict[str, Any]] = [{"precision": "bf16-mixed"}, {"precision": "6
 @pytest.mark.parametrize("options", [*PLAIN, *CLIPPING, *PRECISION])
 @pytest.mark.parametrize("limit", [None, 0.05])
 def test_the_norm_is_lightnings_and_torchs(options: dict[str, Any], limit: float | None, tmp_path: Path) -> None:
-    """`train/grad_norm` is what a module measures in its own hook, whoever clips, with accumulation and precision."""
+    """`train/grad_norm` is what a module measures in its own hook, with any clipping, accumulation and precision."""
     settings: dict[str, Any] = {} if limit is None else {"max_grad_norm": limit}
     callback = GradientStatisticsCallback(1, backends=["memory"], save_gradient_plots=False, **settings)
     module, trainer = fit(callback, tmp_path, **options)

@@ -157,7 +157,7 @@ def test_rows_reach_the_algorithms_own_logger(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["PPO", "SAC"])
 def test_watching_changes_nothing(name: str) -> None:
-    """The weights are bitwise those of a training that nobody watched."""
+    """The weights are bitwise those of a training without the callback."""
     watched = algorithm(name).learn(70, callback=GradtrackCallback(backends=["memory"]))
     plain = algorithm(name).learn(70)
     for one, two in zip(watched.policy.parameters(), plain.policy.parameters(), strict=True):

@@ -191,7 +191,7 @@ def test_a_second_training_starts_anew() -> None:
 
 
 def test_a_function_that_passes_the_manager_by_is_pointed_out(caplog: pytest.LogCaptureFixture) -> None:
-    """A training whose gradients nobody looks at says so once."""
+    """A training whose gradients never reach the manager logs that once."""
     run(epochs=2, train_func=lambda model, optimizer, manager: 1.0)
     assert [record.message for record in caplog.records if "showed no gradients" in record.message] != []
     assert len(caplog.records) == 1

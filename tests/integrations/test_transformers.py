@@ -86,7 +86,7 @@ def _quiet() -> None:
 
 
 class Watched(transformers.Trainer):  # type: ignore[misc]
-    """A Trainer that keeps torch's own norm of each step, as it is before anybody clips."""
+    """A Trainer that keeps torch's own norm of each step, from before any clipping."""
 
     torch_own: ClassVar[dict[int, float]] = {}
 
@@ -202,7 +202,7 @@ SMOOTHED: dict[str, Any] = {"label_smoothing_factor": 0.1, "bf16": True, "gradie
 
 @pytest.mark.parametrize("limit", [0.0, 0.2])
 def test_adapters_with_smoothed_labels(limit: float, tmp_path: Path) -> None:
-    """A model of which little is trained, accumulated under bf16: the norm is the Trainer's, whoever clips."""
+    """A model of which little is trained, accumulated under bf16: the norm is the Trainer's, under either clipping."""
     model = tiny_model()
     for name, param in model.named_parameters():
         param.requires_grad = "ln_f" in name or "h.1.mlp" in name

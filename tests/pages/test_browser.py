@@ -202,7 +202,7 @@ def test_a_run_of_one_step_is_drawn_in_the_middle(tmp_path: Path) -> None:
 
 
 def test_the_axis_of_a_long_run_ends_with_the_run(tmp_path: Path) -> None:
-    """Lines that are thinned out to stretches of steps do not shorten the axis."""
+    """Lines that are thinned out to buckets of steps do not shorten the axis."""
     script = """<script>setTimeout(() => {
       const texts = [...document.querySelector(".chart svg[role=img]").querySelectorAll("text")];
       document.title = JSON.stringify({ steps: texts.map((one) => one.textContent) });

@@ -32,7 +32,7 @@ def test_a_step_that_was_left_out_has_no_clip_coefficient() -> None:
 
 
 def test_charts_say_what_their_metrics_mean() -> None:
-    """One sentence, or one for each line, stands below; what nobody has described is shown without."""
+    """One sentence, or one for each line, stands below; a metric without a description is shown without."""
     metrics = {"gain/mean": 1.0, "rl/entropy_level": 0.5, "rnn/gates/forget/lstm": 0.5, "rnn/gates/input/lstm": 0.5}
     panel = Panel(title="Gains", section="gain", metrics=("gain/mean", "gain/max"))
     charts = plain(row(1, metrics=metrics | {"gain/max": 2.0, "mine/own": 1.0}, panels=(panel,)))

@@ -52,7 +52,7 @@ def test_a_directory_without_a_run_is_an_error(tmp_path: Path) -> None:
 
 
 def test_reading_a_watched_run_tells_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All bytes of the rows are counted, and a run that nobody waits for is read in silence."""
+    """All bytes of the rows are counted, and a run is read in silence unless a caller waits for it."""
     counts: list[float] = []
     monkeypatch.setattr(Bar, "advance", lambda self, amount=1.0: counts.append(amount))
     write_run(tmp_path, row(1), row(2))

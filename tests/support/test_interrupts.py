@@ -145,7 +145,7 @@ def contained(call: Callable[[], Any]) -> Exception | None:
 def test_training_ends_wherever_the_signal_strikes(
     tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A step that is struck raises what the handler raised; nobody takes it for a fault of his own."""
+    """A step that is struck raises what the handler raised; no `except` block takes it for a fault of its own."""
     backends: list[Any] = [Struck()] if where == "backend" else ["json"]
     manager = GradientManager(
         backends=backends,

@@ -63,7 +63,7 @@ document.getElementById("theme").addEventListener("click", () => {
   root.dataset.theme = dark ? "light" : "dark";
 });
 
-// On paper everything is open, and the pictures are drawn for a sheet: scaled down to it nobody could read them.
+// For printing everything is unfolded, and charts are drawn at the size of a sheet: scaled down they are unreadable.
 const printing = (isOn) => {
   document.documentElement.classList.toggle("printing", isOn);
   drawn.forEach((one) => one.draw());

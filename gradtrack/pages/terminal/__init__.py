@@ -1,1 +1,1 @@
-"""Runs as text for a terminal."""
+"""Runs as text for a terminal: overview, tables, sparklines, and a view that follows a training."""

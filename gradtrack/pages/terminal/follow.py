@@ -1,4 +1,4 @@
-"""A run watched while it trains."""
+"""Follows a run in the terminal while it trains."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _REST: Final = 3.0
 
 
 def follow(directory: Path, console: Console, *, pause: Pause = time.sleep, clock: Clock = time.monotonic) -> RunData:
-    """Show a run until it ends: a picture that renews itself on a terminal, a line for each row elsewhere.
+    """Show a run until it ends: a view that refreshes on a terminal, a line for each row elsewhere.
 
-    Reading a long run takes seconds: it rests for longer than that, so that a core is left to the training.
+    Reading a long run takes seconds; the pause between two reads is longer, so that a core is left to the training.
     """
     changes = _changes(directory, pause, clock)
     if not console.is_terminal:

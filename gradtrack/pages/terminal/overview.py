@@ -1,4 +1,4 @@
-"""A run, a folder of runs and a diagnosis as text for a terminal."""
+"""Renders a run, a folder of runs and the answer of `gradtrack doctor` for a terminal."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _STATE_COLOURS: Final = {"ready": "green", "not installed": "dim"}
 
 
 def show_diagnosis(found: Diagnosis) -> RenderableType:
-    """Return versions, the run directory and every backend as something that a rich console prints."""
+    """Return versions, the run directory and every backend as a rich renderable."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -64,7 +64,7 @@ _CURVES: Final = (
 
 
 def show(run: RunData) -> RenderableType:
-    """Return a run as something that a rich console prints."""
+    """Return a run as a rich renderable."""
     from rich.console import Group
 
     parts: list[RenderableType] = [_head(run)]
@@ -76,7 +76,7 @@ def show(run: RunData) -> RenderableType:
 
 
 def show_live(run: RunData) -> RenderableType:
-    """Return a run that goes on: what may have to be acted on comes before what may be cut off at the bottom."""
+    """Return a run that goes on: issues come first, because the terminal may cut off the bottom."""
     from rich.console import Group
 
     parts: list[RenderableType] = [_head(run)]
@@ -89,7 +89,7 @@ def show_live(run: RunData) -> RenderableType:
 
 
 def to_plain(run: RunData) -> dict[str, Any]:
-    """Return the same as plain data for scripts."""
+    """Return a run as plain data for scripts."""
     return {
         "run_id": run.run.run_id,
         "run_dir": str(run.directory),
@@ -135,7 +135,7 @@ def _steps(count: int) -> str:
 
 
 class Fitted:
-    """Something that is built for the width that there is, so that no number is cut off."""
+    """A renderable that is built for the width of the terminal, so that no number is cut off."""
 
     def __init__(self, build: Callable[[int], Iterable[RenderableType]]) -> None:
         self._build = build
@@ -170,14 +170,14 @@ def _curves(track: Track, width: int) -> RenderableType:
 
 
 def _known(track: Track, key: str) -> tuple[NDArray[np.float64], NDArray[np.bool_], float | None]:
-    """Return a metric, where it was recorded over no number or is none, and what was recorded last."""
+    """Return the finite values of a metric, where it has none of these but was recorded, and its last value."""
     values, recorded = track.over_finite(key), track.column(key)
     lost = np.isin(track.steps, track.nan_steps(key)) | (np.isnan(values) & ~np.isnan(recorded))
     return values, lost, track.last(key)
 
 
 def _room(cells: Sequence[Sequence[str]], width: int) -> tuple[tuple[str, ...], int]:
-    """Return the columns that fit, and what they leave for a line: without room for it only the last numbers stay."""
+    """Return the columns that fit and the width left for a sparkline; in a narrow terminal only the last number."""
     for heads in (("last", "lowest", "highest"), ("last",)):
         columns = zip(*[("", *heads), *(cell[: len(heads) + 1] for cell in cells)], strict=True)
         left = width - sum(max(map(len, column)) + 2 for column in columns)
@@ -196,7 +196,7 @@ def _numbers_of(track: Track, values: NDArray[np.float64], last: float | None) -
 
 
 def _age(step: int | None) -> str:
-    """Say of a number that is not from the last row which step it is from."""
+    """Return the step of a number that is older than the last row, as text."""
     return "" if step is None else f" (step {step})"
 
 
@@ -210,7 +210,7 @@ def _groups(track: Track, total: int) -> Iterator[RenderableType]:
         return
     order = {group: place for place, group in enumerate(known)}
     layers = sorted(visualize_layer_gradients(known), key=lambda layer: order[layer.name])
-    # Both ends of a deep network tell most.
+    # In a deep network the first and the last groups matter most.
     layers = [layers[at] for at in np.unique(np.linspace(0, len(layers) - 1, min(len(layers), _GROUPS)).astype(int))]
     letters = max(12, min(_NAME, total - _BAR))
     width = max(cell_len(short(layer.name, letters)) for layer in layers)
@@ -259,18 +259,18 @@ def _files(run: RunData) -> Iterator[RenderableType]:
     found = listing(run.directory)
     if found:
         yield Text(f"\nFiles in {run.directory}", style="bold")
-        # A command that is broken into two lines cannot be copied.
+        # A command that wraps onto two lines cannot be copied.
         yield from (Text(line, no_wrap=True, overflow="ignore") for line in found)
 
 
 def _last(track: Track) -> dict[str, Any]:
-    """Return what was last recorded; what is no number is a word, and what never was is left out."""
+    """Return the last recorded values without those that never were; NaN and infinities are words."""
     steps = {"step": int(track.steps[-1])} if len(track.steps) else {}
     values = {"loss": track.last_loss(), **{name: track.last(name) for name in track.names}}
     return {**steps, **{name: spell(value) for name, value in values.items() if value is not None}}
 
 
 def short(name: str, letters: int = _NAME) -> str:
-    """Leave out the middle of a name that would push what follows off the line."""
+    """Cut the middle out of a name that is too long for its column."""
     line = one_line(name)
     return line if len(line) <= letters else f"{line[: letters // 3]}…{line[1 - letters + letters // 3 :]}"

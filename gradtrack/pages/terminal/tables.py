@@ -1,4 +1,4 @@
-"""Tables and sparklines of a run in a terminal."""
+"""The tables and the sparklines of the terminal view."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Table:
 
 
 def number(value: float | None) -> str:
-    """Write a number in a few digits, and a count in all of them."""
+    """Format a number with a few digits, a count with all of them."""
     if value is None:
         return "–"
     is_whole = abs(value) < 1e6 and (abs(value) >= 1e4 or value == int(value))
@@ -84,7 +84,7 @@ def number(value: float | None) -> str:
 
 
 def one_line(text: str) -> str:
-    """Keep a name on one line, and out of it what controls a terminal or turns round the direction of writing."""
+    """Return a name on one line, without control characters and marks of writing direction."""
     return "".join(letter if letter.isprintable() else " " for letter in text)
 
 

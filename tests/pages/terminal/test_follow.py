@@ -14,7 +14,7 @@ from tests.pages.runs import issue, row, write_run
 
 
 def test_rows_are_told_as_they_come(tmp_path: Path) -> None:
-    """Where nobody is looking each row is a line, told once, until the run ends."""
+    """Without a terminal each row is a line, told once, until the run ends."""
     journal = Journal(tmp_path, RunInfo(run_id="a-run"))
     journal.append(0, row(1))
     coming = [row(2, norm=4.0), row(3, issues=[issue()])]

@@ -123,7 +123,7 @@ def test_numbers_that_are_not_of_the_last_row_name_their_step() -> None:
 
 
 def test_plain_output_has_no_control_characters() -> None:
-    """Where nobody is looking there is no colour, and a name cannot send commands to the terminal."""
+    """Without a terminal there is no colour, and a name cannot send commands to the terminal."""
     text = shown(gather(row(1, issues=[issue("\x1b[2Jlayer\r\n")])))
     assert not [letter for letter in text if not letter.isprintable() and letter != "\n"]
     assert "\x1b[" in shown(gather(row(1)), colour=True)
