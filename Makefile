@@ -31,11 +31,12 @@ test-slow: $(VENV)/.all-installed ## Run the slow tests: real servers under faul
 test-exhaustive: $(VENV)/.all-installed ## Run for every run of the diagnosis what the tests run for some (20 minutes)
 	@$(BIN)/python -m pytest -m '' -n $(WORKERS) tests/analyzers/flow/test_loss_scale.py $(ARGS)
 
-check: $(VENV)/.all-installed ## Check format, lint, types and the direction of imports
+check: $(VENV)/.all-installed ## Check format, lint, types, the direction of imports and the words
 	@$(BIN)/ruff format --check
 	@$(BIN)/ruff check
 	@$(BIN)/mypy --strict gradtrack tests
 	@$(BIN)/lint-imports --no-logo
+	@$(BIN)/python -m tests.words
 
 bench: $(VENV)/.all-installed ## Run the benchmarks
 	@$(BIN)/python -m benchmarks $(ARGS)

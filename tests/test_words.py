@@ -1,0 +1,58 @@
+"""The words that the repository does not use are found, wherever they stand."""
+
+from pathlib import Path
+
+import pytest
+
+from tests import words
+
+USED = [
+    "def f() -> None:\n    '''Give it to whoever asks.'''",
+    "x = 1  # nobody reads it",
+    "raise ValueError('somebody has removed it')",
+    "Deliver what is there.",
+    "It lets the clipper know of the step.",
+    "class UsualSteps:",
+    "The usual steps are taken in later.",
+    "self._stretch = None",
+    "from gradtrack.step.pairs import Roster",
+    "self.gauge.read()",
+    "a LateStep",
+    "the last waiting step",
+    "from gradtrack.delivery import doctor",
+]
+KEPT = ["Run `gradtrack doctor`.", "A direction that a block stretches.", "the usual case", "Let it go.", "later steps"]
+
+
+@pytest.mark.parametrize("text", USED)
+def test_a_word_that_is_not_used_is_found(text: str) -> None:
+    """Code, docstrings, comments, messages and prose are read alike."""
+    assert list(words.find_in(text))
+
+
+@pytest.mark.parametrize("text", KEPT)
+def test_ordinary_words_are_left_alone(text: str) -> None:
+    """A command, a term of the mathematics and an ordinary adjective are none of the old names."""
+    assert not list(words.find_in(text))
+
+
+def test_a_finding_names_its_place_and_the_remedy(tmp_path: Path) -> None:
+    """A line says which file and line, which word, and what to write."""
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "page.md").write_text("# Title\n\nNobody knows.\n")
+    (line,) = words.check(tmp_path, ())
+    assert line.startswith("docs/page.md:3: 'Nobody': name the actor")
+
+
+def test_a_clean_place_leaves_the_list(tmp_path: Path) -> None:
+    """A place that is still to be done may hold the words; one that is clean has to leave the list."""
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "page.md").write_text("Nobody knows.\n")
+    assert words.check(tmp_path, ("docs",)) == []
+    (tmp_path / "docs" / "page.md").write_text("The worker knows.\n")
+    assert "remove it" in words.check(tmp_path, ("docs",))[0]
+
+
+def test_the_repository_is_clean() -> None:
+    """No word stands anywhere but in what is still to be done."""
+    assert words.check() == []

@@ -1,0 +1,121 @@
+"""The words that this repository does not use, and what to write instead; `python -m tests.words` looks for them.
+
+Code, docstrings, comments, messages and documentation are read alike, line by line.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final, NamedTuple
+
+ROOT: Final = Path(__file__).parent.parent
+
+_NAME_THE_ACTOR: Final = "name the actor: the caller, the user, the worker, the rank, another thread"
+_NAME_THE_CLASS: Final = "write the name that the class or the module has today"
+
+REMEDIES: Final = {
+    r"\b(whoever|somebody|nobody|anybody)\b": _NAME_THE_ACTOR,
+    r"\bwhat is there\b": "name the things: the rows, the files, the gradients",
+    r"\blet(s|ting)? ([\w`.]+ ){1,4}know\b": "say what happens: tell, apply, flush, report",
+    r"\busual ?steps?\b": _NAME_THE_CLASS,
+    r"(?-i:\bStretch\b)|\b_stretch\b|\bstretch(es)? of steps\b": _NAME_THE_CLASS,
+    r"roster": _NAME_THE_CLASS,
+    r"\bgauges?\b": _NAME_THE_CLASS,
+    r"\bwaiting ?steps?\b": _NAME_THE_CLASS,
+    r"\blate ?steps?\b": _NAME_THE_CLASS,
+    r"\bledger": _NAME_THE_CLASS,
+    r"\bdoctor\.py\b|\bimport doctor\b|\.doctor\b": "the module is `preflight`; only the command is called doctor",
+    r"\bclaims\b": "the module is `locks`; in prose: say, promise, lock",
+    r"\bleavings\b": "the module is `run_files`",
+}
+"""A pattern, read without regard to case, and its remedy."""
+
+STILL_TO_DO: Final = (
+    "benchmarks",
+    "docs/architecture.md",
+    "docs/reference",
+    "gradtrack/analyzers",
+    "gradtrack/backends",
+    "gradtrack/cli",
+    "gradtrack/delivery",
+    "gradtrack/gradients",
+    "gradtrack/health",
+    "gradtrack/manager.py",
+    "gradtrack/protection",
+    "gradtrack/step",
+    "tests/analyzers",
+    "tests/backends",
+    "tests/delivery",
+    "tests/distributed",
+    "tests/gradients",
+    "tests/health",
+    "tests/step",
+    "tests/test_config.py",
+    "tests/test_manager.py",
+)
+"""What is not clean yet. An entry that has become clean fails the check until it is removed: the list only shrinks."""
+
+_READ: Final = frozenset({".css", ".html", ".j2", ".js", ".md", ".py", ".sh", ".toml", ".yaml", ".yml", ""})
+_LEFT_OUT: Final = frozenset({"CHANGELOG.md", "tests/words.py", "tests/test_words.py"})
+"""The history, and the files that have to name the words."""
+_FOLDERS: Final = ("benchmarks", "docs", "examples", "gradtrack", "pictures", "reference", "tests", ".ci")
+
+
+class Finding(NamedTuple):
+    """A word that is not used, and where it stands."""
+
+    path: str
+    line: int
+    word: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}: {self.word!r}: {self.remedy}."
+
+
+def find_in(text: str, path: str = "") -> Iterator[Finding]:
+    """Yield the words in a text."""
+    for number, line in enumerate(text.splitlines(), 1):
+        for pattern, remedy in REMEDIES.items():
+            for found in re.finditer(pattern, line, re.IGNORECASE):
+                yield Finding(path, number, found[0], remedy)
+
+
+def files(root: Path = ROOT) -> Iterator[Path]:
+    """Yield the files that are read: those at the top, and those below the folders of source and documentation."""
+    yield from (path for path in sorted(root.iterdir()) if path.is_file() and path.suffix in _READ)
+    for folder in _FOLDERS:
+        for path in sorted((root / folder).rglob("*")):
+            if path.is_file() and path.suffix in _READ and "__pycache__" not in path.parts:
+                yield path
+
+
+def entry_of(path: str, entries: tuple[str, ...] = STILL_TO_DO) -> str | None:
+    """Return the entry of `STILL_TO_DO` that a file belongs to."""
+    return next((entry for entry in entries if path == entry or path.startswith(f"{entry}/")), None)
+
+
+def check(root: Path = ROOT, entries: tuple[str, ...] = STILL_TO_DO) -> list[str]:
+    """Return what is wrong, a line each: words in clean places, and clean places that the list still names."""
+    wrong, unclean = list[str](), set[str]()
+    for path in files(root):
+        name = path.relative_to(root).as_posix()
+        if name in _LEFT_OUT:
+            continue
+        for finding in find_in(path.read_text(encoding="utf-8"), name):
+            entry = entry_of(name, entries)
+            if entry is None:
+                wrong.append(str(finding))
+            else:
+                unclean.add(entry)
+    clean = [entry for entry in entries if entry not in unclean]
+    return wrong + [f"{entry}: is clean: remove it from STILL_TO_DO in tests/words.py." for entry in clean]
+
+
+if __name__ == "__main__":
+    found = check()
+    print("\n".join(found), file=sys.stderr)
+    sys.exit(bool(found))
