@@ -11,7 +11,8 @@ LINT = "from importlinter.cli import lint_imports_command; lint_imports_command(
 
 LAYOUT = """
     _version errors records config reports registry manager functional demo cli support.names
-    gradients.engine protection.strategy health.rules delivery.run pages.pictures step.pair integrations.framework
+    gradients.engine protection.strategy health.rules delivery.run pages.pictures integrations.framework
+    step.pair step.data step.measure step.protect step.judge step.analyzers step.history step.rows
     backends.base backends.mlflow backends.first backends.second
     analyzers.base analyzers.tools.hooks analyzers.first analyzers.second
 """
@@ -31,6 +32,8 @@ PERMITTED = [
     ("backends.base", "gradtrack.records"),
     ("analyzers.first", "gradtrack.analyzers.tools.hooks"),
     ("step.pair", "gradtrack.health.rules"),
+    ("step.pair", "gradtrack.step.measure"),
+    ("step.measure", "gradtrack.step.data"),
     ("manager", "gradtrack.step.pair"),
     ("integrations.framework", "gradtrack.manager"),
     ("cli", "gradtrack.demo"),
@@ -60,6 +63,8 @@ VIOLATIONS = [
     ("health.rules", "gradtrack.step.pair"),
     ("delivery.run", "gradtrack.pages.pictures"),
     ("support.names", "gradtrack.config"),
+    ("step.judge", "gradtrack.step.measure"),
+    ("step.history", "gradtrack.step.rows"),
 ]
 
 
