@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import secrets
+import stat
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
@@ -18,6 +20,9 @@ from gradtrack.config import GradientConfig
 from gradtrack.errors import JournalError, RunDirectoryError
 from gradtrack.records import RunInfo
 from gradtrack.reports import StepReport, TrainingSummary
+from gradtrack.support.regular_files import MEBIBYTE, read_inside, read_regular
+
+_logger = logging.getLogger("gradtrack")
 
 
 def write_atomically(path: Path, text: str, *, mode: int = 0o644, durable: bool = True) -> None:
@@ -167,6 +172,10 @@ def _as_json(value: Any) -> Any:
 
 
 LEAVINGS: Final = "leavings.json"
+_MOST_LEAVINGS: Final = 1000
+_LEAVINGS_BYTES: Final = 4 * MEBIBYTE
+_SHOWN_BYTES: Final = 128 * MEBIBYTE
+"""The size of a file, and of all files together, that trackers are shown."""
 
 
 def note_files(directory: Path, run_id: str, paths: Iterable[Path]) -> Path:
@@ -176,18 +185,53 @@ def note_files(directory: Path, run_id: str, paths: Iterable[Path]) -> Path:
     return path
 
 
-def files_to_show(run: RunInfo | None, named: Iterable[str] = ()) -> list[Path]:
-    """Return the files that records have named, then those that the run has left in its directory, each once."""
+def files_to_show(run: RunInfo | None, named: Iterable[str] = ()) -> list[tuple[Path, bytes]]:
+    """Return the files that records have named, then those that the run has left in its directory, each once.
+
+    Their content is what a tracker gets: it is read here, and no tracker opens the path, since a run directory that was
+    made by another person may hold a link to any file of the user. A file below the run directory is opened without
+    following a link on the way to it; one that is refused is named in a warning.
+    """
     found = {Path(path): None for path in named}
     if run is not None and run.run_dir is not None:
         found.update((path, None) for path in noted_files(Path(run.run_dir), run.run_id))
-    return [path for path in found if path.is_file()]
+    read: list[tuple[Path, bytes]] = []
+    left = _SHOWN_BYTES
+    for path in found:
+        try:
+            content = _read_shown(path, None if run is None else run.run_dir, left)
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError) as fault:
+            reason = fault.strerror if isinstance(fault, OSError) and fault.strerror else str(fault)
+            _logger.warning("%a is not shown to a tracker: %s", path.name, reason)
+            continue
+        left -= len(content)
+        read.append((path, content))
+    return read
+
+
+def _read_shown(path: Path, run_dir: str | None, most_bytes: int) -> bytes:
+    """Read a file below the run directory, or one elsewhere that the training itself has named."""
+    if run_dir is not None and Path(os.path.abspath(path)).is_relative_to(os.path.abspath(run_dir)):
+        return read_inside(run_dir, path, most_bytes=most_bytes)
+    return read_regular(os.path.realpath(path), most_bytes=most_bytes)
 
 
 def noted_files(directory: Path, run_id: str) -> list[Path]:
-    """Return the files of a directory that a run has written down as its own."""
+    """Return the files of a directory that a run has written down as its own; only regular files that lie there."""
     try:
-        values = json.loads((directory / LEAVINGS).read_text(encoding="utf-8"))
-        return [directory / Path(str(name)).name for name in values["files"]] if values["run_id"] == run_id else []
-    except (OSError, ValueError, KeyError, TypeError):
+        values = json.loads(read_regular(directory / LEAVINGS, most_bytes=_LEAVINGS_BYTES))
+        if values["run_id"] != run_id:
+            return []
+        names = [Path(name).name for name in values["files"][:_MOST_LEAVINGS] if isinstance(name, str)]
+        return [directory / name for name in names if _is_regular(directory / name)]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return []
+
+
+def _is_regular(path: Path) -> bool:
+    try:
+        return stat.S_ISREG(os.lstat(path).st_mode)
+    except (OSError, ValueError):  # a name that no file can have
+        return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import time
@@ -24,6 +25,7 @@ from gradtrack.pages.paths import way_to_open
 from gradtrack.pages.run_data import RunData, Track
 from gradtrack.pages.terminal.tables import number, tables_of
 from gradtrack.reports import IssueSeverity
+from gradtrack.support.regular_files import read_regular
 
 _SHOWN: Final = ("gradient_gain", "recurrent_spectrum", "attention_entropy")
 _BYTES: Final = 600_000
@@ -41,11 +43,14 @@ def embedded(paths: Iterable[Path]) -> list[Picture]:
     """Return those of the files that are pictures without an equal chart, up to the size limit of a page."""
     found, left = [], _BYTES
     for path in paths:
-        if path.suffix == ".png" and path.name.partition(".")[0] in _SHOWN and path.is_file():
-            content = path.read_bytes()
+        if path.suffix == ".png" and path.name.partition(".")[0] in _SHOWN:
+            try:
+                content = read_regular(path, most_bytes=left)
+            except OSError as fault:
+                if fault.errno == errno.EFBIG:
+                    break
+                continue
             left -= len(content)
-            if left < 0:
-                break
             about = way_to_open(path.name).removeprefix("image: ")
             pair = path.name.removesuffix(".png").partition(".")[2]
             title = f"{about[:1].upper()}{about[1:]}{f' ({pair})' if pair else ''}"

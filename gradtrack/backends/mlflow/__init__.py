@@ -7,8 +7,10 @@ import importlib
 import math
 import os
 import re
+import tempfile
 import uuid
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final, Literal, final
 
 from gradtrack.backends.base import Backend
@@ -69,7 +71,7 @@ class MlflowBackend(Backend):
         self._timeout_seconds = timeout_seconds
         self._own_process = own_process
         self._owner = owner or uuid.uuid4().hex
-        self._owned = self._closed = self._met = False
+        self._owned = self._closed = self._met = self._accepted = False
         self._run: RunInfo | None = None
         self._panels: list[Panel] = []
         self._files: dict[str, None] = {}
@@ -99,6 +101,7 @@ class MlflowBackend(Backend):
                 self._store.log(run_id, metrics)
                 self._stored.add(metrics)
         self._begun.clear()
+        self._accepted = True
         if len(self._names) > self._told_names:
             self._after_new_names(run_id, dict(list(self._names.items())[self._told_names :]))
             self._told_names = len(self._names)
@@ -107,16 +110,24 @@ class MlflowBackend(Backend):
         if self._closed:
             return
         self._closed = True
-        files = files_to_show(self._run, self._files)
+        # A server that has refused the rows, or that has shown no run, gets no file either.
+        files = files_to_show(self._run, self._files) if self._accepted else []
         if self._store.run_id is None or not (self._owned or files):
             return
         self._store.check_alive()
         try:
-            for path in files:
-                self._store.call(self._store.client.log_artifact, self._store.run_id, str(path), "gradtrack")
+            self._upload(self._store.run_id, files)
         finally:
             if self._owned:
                 self._store.end(self._store.run_id, failed=failed)
+
+    def _upload(self, run_id: str, files: Sequence[tuple[Path, bytes]]) -> None:
+        """Upload copies that only this user can change: MLflow opens a path again, and follows where it leads."""
+        with tempfile.TemporaryDirectory(prefix="gradtrack-") as directory:
+            for path, content in files:
+                copy = Path(directory, path.name)
+                copy.write_bytes(content)
+                self._store.call(self._store.client.log_artifact, run_id, str(copy), "gradtrack")
 
     def address(self) -> dict[str, Any]:
         found: dict[str, Any] = {"tracking_uri": self._store.address}
@@ -166,6 +177,8 @@ class MlflowBackend(Backend):
             if found is None:
                 return set()
             self._adopt(found)
+        assert self._store.run_id is not None
+        self._meet(self._store.run_id)
         # A store of files takes the metrics of a row one after the other, and a large row goes in several calls: where
         # the first one is there and the last one is not, some may be still to be written.
         there: set[tuple[str, int]] = set()
@@ -177,6 +190,7 @@ class MlflowBackend(Backend):
                 else:
                     begun = {metric.key for metric in metrics if self._has(metric)}
                     self._begun[(*_key(record), record.time)] = begun
+        self._accepted = self._accepted or bool(there)
         return there
 
     def _has(self, metric: Any) -> bool:
@@ -212,9 +226,13 @@ class MlflowBackend(Backend):
             found = self._find_run()
             self._adopt(found if found is not None else self._create_run())
         assert self._store.run_id is not None
-        if not self._met:
-            self._check(self._store.call(self._store.client.get_run, self._store.run_id), self._store.run_id)
+        self._meet(self._store.run_id)
         return self._store.run_id
+
+    def _meet(self, run_id: str) -> None:
+        """Make sure, once, that the server knows the run."""
+        if not self._met:
+            self._check(self._store.call(self._store.client.get_run, run_id), run_id)
 
     def _check(self, run: Any, run_id: str) -> None:
         """Believe nothing of what answers to everything, such as a gateway: it would take every row and keep none."""

@@ -154,9 +154,9 @@ class TensorBoardBackend(Backend):
         if not self._wrote:
             return
         layout = self._opened()[2]
-        pictures = [path for path in files_to_show(self._info, self._named) if path.suffix == ".png"]
+        pictures = [found for found in files_to_show(self._info, self._named) if found[0].suffix == ".png"]
         there = read_tags(layout.directory, self._run_id) if pictures else set()
-        pictures = [path for path in pictures if image_tag(path) not in there]
+        pictures = [found for found in pictures if image_tag(found[0]) not in there]
         if pictures:
             event = image_event(self._events, pictures, run_id=self._run_id, step=self._last_step, now=time.time())
             layout.append([(None, event)])

@@ -159,11 +159,10 @@ def image_tag(path: Path) -> str:
     return f"gradtrack/{path.stem}"
 
 
-def image_event(events: Events, pictures: Iterable[Path], *, run_id: str, step: int, now: float) -> Any:
+def image_event(events: Events, pictures: Iterable[tuple[Path, bytes]], *, run_id: str, step: int, now: float) -> Any:
     """Return one event that holds PNG files; what is none is left out."""
     values = []
-    for path in pictures:
-        content = path.read_bytes()
+    for path, content in pictures:
         if content.startswith(b"\x89PNG\r\n\x1a\n") and len(content) > 24:
             width, height = struct.unpack(">II", content[16:24])
             image = events.summary.Image(width=width, height=height, colorspace=4, encoded_image_string=content)

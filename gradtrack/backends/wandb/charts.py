@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import math
+import shutil
+import tempfile
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -111,6 +114,7 @@ class Show:
         self._named: dict[str, None] = {}
         self._wrote = False
         self._media: dict[str, Any] = {}
+        self._copies: str | None = None
 
     def take(self, records: Iterable[Record], *, written: bool) -> None:
         """Learn of records, which this process has written, or which the run has from another one."""
@@ -123,19 +127,28 @@ class Show:
 
     def gather(self) -> None:
         """Read the files of the run now, as they may be gone when the W&B run ends."""
-        for path in files_to_show(self._info, self._named):
+        for path, content in files_to_show(self._info, self._named):
             with self._contained(path.name):
                 if path.suffix == ".html":
-                    page = path.read_text(encoding="utf-8")
+                    page = content.decode("utf-8")
                     self._media[f"gradtrack/{path.stem}"] = self._wandb.Html(page, inject=False)
                 elif path.suffix in _PICTURES:
-                    self._media[f"gradtrack/{path.stem}"] = self._wandb.Image(str(path))
+                    self._media[f"gradtrack/{path.stem}"] = self._wandb.Image(self._copy(path.name, content))
 
     def put(self, run: Any, directory: str) -> None:
         """Log everything as one row, but for what the run was shown with before; nothing where we wrote no record."""
         if self._wrote:
             with self._contained("the last row"):
                 self._put(run, directory)
+
+    def _copy(self, name: str, content: bytes) -> str:
+        """Keep a picture where only this user can change it: W&B opens the path when the row is logged."""
+        if self._copies is None:
+            self._copies = tempfile.mkdtemp(prefix="gradtrack-")
+            weakref.finalize(self, shutil.rmtree, self._copies, ignore_errors=True)
+        copy = Path(self._copies, name)
+        copy.write_bytes(content)
+        return str(copy)
 
     def _put(self, run: Any, directory: str) -> None:
         row = {**self._charts.draw(self._wandb), **self._media}

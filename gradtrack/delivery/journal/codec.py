@@ -12,6 +12,7 @@ from pydantic_core import to_json
 
 from gradtrack.records import Histogram, Panel, PanelKind, Record, RunInfo
 from gradtrack.support.redact import redact_values
+from gradtrack.support.regular_files import is_inside
 
 _encode_any = json.JSONEncoder(separators=(",", ":"), check_circular=False, default=str).encode
 _KINDS: Final = frozenset(get_args(PanelKind))
@@ -137,7 +138,9 @@ def _shorten(name: str, directory: Path) -> str:
 
 
 def _lengthen(name: str, directory: Path, *, trusted: bool) -> str | None:
-    """Find a path again; an untrusted one is dropped where it leads out of the directory."""
+    """Find a path again; an untrusted one is dropped unless it lies, and leads to a file, below the directory."""
     path = directory / name
-    inside = path.resolve().is_relative_to(directory.resolve())
-    return str(path) if trusted or inside else None
+    if trusted:
+        return str(path)
+    below = Path(os.path.abspath(path)).is_relative_to(os.path.abspath(directory))
+    return str(path) if below and is_inside(path, directory) else None

@@ -1,0 +1,108 @@
+"""Regular files opened without following links, and read up to a size: the only files that a run directory gives."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+from pathlib import Path
+from typing import BinaryIO, Final
+
+MEBIBYTE: Final = 2**20
+_FLAGS: Final = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+_DIRECTORY_FLAGS: Final = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_DIRECTORY", 0)
+_WALKS: Final = os.open in os.supports_dir_fd and hasattr(os, "O_NOFOLLOW")
+
+
+def open_regular(path: str | Path, *, most_bytes: int | None = None) -> BinaryIO:
+    """Open a regular file to read; a link, a pipe, a device and a file of more than `most_bytes` raise OSError.
+
+    The name is looked at before it is opened, since to open some devices changes them, and what was opened is looked at
+    again, since the name may have been given to another file in between.
+    """
+    _check(os.lstat(path), path, most_bytes)
+    return _checked(_open(path, None), path, most_bytes)
+
+
+def read_regular(path: str | Path, *, most_bytes: int) -> bytes:
+    """Return the content of a regular file, which `open_regular` takes."""
+    with open_regular(path, most_bytes=most_bytes) as stream:
+        return _read(stream, path, most_bytes)
+
+
+def read_inside(root: str | Path, path: str | Path, *, most_bytes: int) -> bytes:
+    """Return the content of a regular file below a directory; no part of the way from there to it may be a link.
+
+    A file that has a second name is refused as well, since that may be a name outside of the directory.
+    """
+    with _open_inside(root, path, most_bytes) as stream:
+        if os.fstat(stream.fileno()).st_nlink > 1:
+            raise OSError(errno.EMLINK, "it has a second name, which may lie elsewhere", str(path))
+        return _read(stream, path, most_bytes)
+
+
+def is_inside(path: str | Path, root: str | Path) -> bool:
+    """Say whether a path, with every link in it followed, is a directory or lies below it."""
+    return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(root))
+
+
+def _open_inside(root: str | Path, path: str | Path, most_bytes: int) -> BinaryIO:
+    relative = os.path.relpath(os.path.abspath(path), os.path.abspath(root))
+    parts = Path(relative).parts
+    if not parts or parts[0] in (os.pardir, os.sep) or os.path.isabs(relative):
+        raise OSError(errno.EXDEV, "it lies outside of the directory", str(path))
+    if not _WALKS:
+        if not is_inside(path, root):
+            raise OSError(errno.EXDEV, "it leads out of the directory", str(path))
+        return open_regular(path, most_bytes=most_bytes)
+    with contextlib.ExitStack() as stack:
+        handle = os.open(root, _DIRECTORY_FLAGS)
+        stack.callback(os.close, handle)
+        for part in parts[:-1]:
+            handle = _open(part, handle, _DIRECTORY_FLAGS | os.O_NOFOLLOW)
+            stack.callback(os.close, handle)
+        _check(os.stat(parts[-1], dir_fd=handle, follow_symlinks=False), path, most_bytes)
+        return _checked(_open(parts[-1], handle), path, most_bytes)
+
+
+def _open(path: str | Path, directory: int | None, flags: int = _FLAGS) -> int:
+    try:
+        return os.open(path, flags, dir_fd=directory)
+    except OSError as fault:
+        if fault.errno in (errno.ELOOP, errno.EMLINK):
+            raise _link(path) from None
+        raise
+
+
+def _checked(handle: int, path: str | Path, most_bytes: int | None) -> BinaryIO:
+    try:
+        _check(os.fstat(handle), path, most_bytes)
+        return os.fdopen(handle, "rb")
+    except BaseException:
+        os.close(handle)
+        raise
+
+
+def _check(found: os.stat_result, path: str | Path, most_bytes: int | None) -> None:
+    if stat.S_ISLNK(found.st_mode):
+        raise _link(path)
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    if most_bytes is not None and found.st_size > most_bytes:
+        raise _too_large(path, most_bytes)
+
+
+def _read(stream: BinaryIO, path: str | Path, most_bytes: int) -> bytes:
+    content = stream.read(most_bytes + 1)  # the file may have grown since it was looked at
+    if len(content) > most_bytes:
+        raise _too_large(path, most_bytes)
+    return content
+
+
+def _link(path: str | Path) -> OSError:
+    return OSError(errno.ELOOP, "it is a symbolic link, which is not followed", str(path))
+
+
+def _too_large(path: str | Path, most_bytes: int) -> OSError:
+    return OSError(errno.EFBIG, f"it has more than {most_bytes} bytes", str(path))

@@ -1,0 +1,108 @@
+"""What a run directory that was made by another person cannot do."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gradtrack.delivery import replay as module
+from gradtrack.delivery.journal.writing import Journal
+from gradtrack.delivery.replay import replay
+from gradtrack.delivery.run_files import LEAVINGS
+from gradtrack.records import RunInfo
+from tests.delivery.doubles import row
+
+SECRET = b"-----BEGIN OPENSSH PRIVATE KEY-----"
+
+
+def foreign_run(directory: Path, options: dict[str, Any], backend: str = "mlflow", run_id: str = "foreign") -> Path:
+    """Write the run directory of a stranger, whose journal names a backend."""
+    run = RunInfo(run_id=run_id, run_dir=str(directory))
+    journal = Journal(directory, run, backends=[{"name": backend, "options": options}])
+    for step in range(3):
+        journal.append(step, row(step))
+    journal.close(10.0)
+    return directory
+
+
+def point_to(directory: Path, secret: Path, run_id: str = "foreign") -> None:
+    """Leave names in a run directory that lead to a file of the user's."""
+    secret.write_bytes(SECRET)
+    (directory / "link.png").symlink_to(secret)
+    os.link(secret, directory / "name.png")
+    (directory / "way").symlink_to(secret.parent)
+    (directory / "training_curves.png").write_bytes(b"picture")
+    names = ["link.png", "name.png", "training_curves.png", str(secret), f"way/{secret.name}", f"../{secret.name}"]
+    (directory / LEAVINGS).write_text(json.dumps({"run_id": run_id, "files": names}))
+
+
+def test_no_file_of_the_user_is_uploaded(mlflow_server: str, tmp_path: Path) -> None:
+    """Links and second names in a run directory lead nowhere, whatever a list of the run's files says."""
+    client: Any = importlib.import_module("mlflow").MlflowClient(mlflow_server)
+    experiment = client.create_experiment("foreign files")
+    foreign_run(tmp_path / "run", {"experiment": "foreign files"}, run_id="foreign-files")
+    point_to(tmp_path / "run", tmp_path / "secret", "foreign-files")
+    (done,) = replay(tmp_path / "run", tracking_uri=mlflow_server)
+    assert done.complete, done
+    (found,) = client.search_runs([experiment])
+    assert [entry.path for entry in client.list_artifacts(found.info.run_id, "gradtrack")] == [
+        "gradtrack/training_curves.png"
+    ]
+
+
+RUN = "0123456789abcdef"
+
+
+class Refusing(BaseHTTPRequestHandler):
+    """Shows a run and takes no row of it, as a server does whose user may only read."""
+
+    bodies: list[bytes]
+
+    def _answer(self) -> None:
+        self.bodies.append(self.path.encode() + self.rfile.read(int(self.headers.get("Content-Length") or 0)))
+        info = {"run_id": RUN, "experiment_id": "0", "status": "RUNNING", "artifact_uri": f"mlflow-artifacts:/{RUN}"}
+        answer = json.dumps({"run": {"info": info, "data": {}}}).encode()
+        self.send_response(403 if b"log-batch" in self.bodies[-1] else 200)
+        self.send_header("Content-Length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
+    do_GET = do_POST = do_PUT = do_PATCH = do_HEAD = _answer
+
+    def log_message(self, *_: object) -> None:
+        """Print nothing."""
+
+
+@pytest.fixture
+def refusing() -> Iterator[tuple[str, list[bytes]]]:
+    """Serve something that refuses every row, and keep what it was sent."""
+    handler = type("Kept", (Refusing,), {"bodies": []})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}", handler.bodies  # type: ignore[attr-defined]
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def test_refused_server_gets_no_file(
+    refusing: tuple[str, list[bytes]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the rows could not be delivered, the close sends nothing either."""
+    monkeypatch.setattr(module, "_DELAYS_SECONDS", ())
+    address, sent = refusing
+    foreign_run(tmp_path / "run", {"run_id": RUN})
+    point_to(tmp_path / "run", tmp_path / "secret")
+    (done,) = replay(tmp_path / "run", tracking_uri=address)
+    assert done.fault is not None
+    assert sent
+    assert not [body for body in sent if b"artifact" in body or b"picture" in body or SECRET in body]
