@@ -62,6 +62,15 @@ class Backend(ABC):
         return
 
     @classmethod
+    def configured(cls) -> Mapping[str, Any]:
+        """Return the options that name the place which the environment of this process has chosen for the tracker.
+
+        A replay sends to a server that a journal names only where that is the same, on this machine or given by the
+        user.
+        """
+        return {}
+
+    @classmethod
     def probe(cls, **options: Any) -> str:
         """Say where records would go with these options, and create nothing; raise what would stop them."""
         return ""

@@ -172,7 +172,9 @@ def replay(
 ) -> None:
     """Deliver the rows that the trackers of a run are missing. Every row arrives once, however often this is called.
 
-    Credentials come from the environment, as the tracker itself reads them.
+    Where they go is printed first. Credentials come from the environment, as the tracker itself reads them. A server
+    that only the journal names gets none: name it with --tracking-uri, unless it is on this machine or the environment
+    names it.
     """
     from dataclasses import asdict
 
@@ -190,7 +192,10 @@ def replay(
             bars[backend] = bar if bar is not None else progress.add_task(backend)
             progress.update(bars[backend], completed=done, total=total)
 
-        found = deliver(find_run(run), to=to, tracking_uri=tracking_uri, progress=advance)
+        def announce(text: str) -> None:
+            progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+        found = deliver(find_run(run), to=to, tracking_uri=tracking_uri, progress=advance, tell=announce)
     if as_json:
         typer.echo(json.dumps([{**asdict(one), "complete": one.complete} for one in found], indent=1))
     for one in [] if as_json else found:

@@ -6,15 +6,17 @@ import contextlib
 import dataclasses
 import inspect
 import itertools
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 from gradtrack import registry
 from gradtrack.backends.base import Backend
+from gradtrack.delivery.destinations import describe_destination, settle_servers
 from gradtrack.delivery.journal.offsets import Offsets, offsets_path, read_offsets
 from gradtrack.delivery.journal.reading import SavedJournal, find_journals
 from gradtrack.delivery.journal.writing import alone_with
@@ -25,6 +27,8 @@ from gradtrack.delivery.writer import Row, Writer
 from gradtrack.errors import JournalError, PermanentBackendError, PluginError, UsageError
 
 Progress = Callable[[str, int, int], object]
+Tell = Callable[[str], object]
+_logger = logging.getLogger("gradtrack")
 _PART_ROWS: Final = 500
 _DELAYS_SECONDS: Final = (0.5, 1.0, 2.0, 4.0)
 
@@ -33,7 +37,7 @@ _DELAYS_SECONDS: Final = (0.5, 1.0, 2.0, 4.0)
 class Replayed:
     """What a replay did for one backend of one run: how many rows there are, and what became of them.
 
-    `fault` says why it ended early, `damaged` what in the journal could not be read.
+    `destination` says where they went, `fault` why it ended early, `damaged` what in the journal could not be read.
     """
 
     run_id: str
@@ -44,6 +48,7 @@ class Replayed:
     refused: int = 0
     fault: str | None = None
     damaged: tuple[str, ...] = ()
+    destination: str = field(default="", compare=False)
 
     @property
     def complete(self) -> bool:
@@ -58,12 +63,15 @@ def replay(
     tracking_uri: str | None = None,
     options: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
+    tell: Tell | None = None,
 ) -> list[Replayed]:
     """Deliver what the trackers of a run's journals are missing, each row once, however often it is called.
 
     `to` chooses one backend, also one that the run did not have. Its options are those of the run, without secrets,
-    with `tracking_uri` and `options` over them; credentials come from the environment. `progress(backend, done, total)`
-    is called as rows are settled.
+    with `tracking_uri` and `options` over them; credentials come from the environment. A server that only the journal
+    names gets rows where it is on this machine or the environment names it as well: it could be any stranger's.
+    `tell(text)` is called with where rows go before any is sent, and `progress(backend, done, total)` as rows are
+    settled.
     """
     directory = Path(run_dir)
     if not os.path.isdir(directory):
@@ -83,10 +91,10 @@ def replay(
         for journal in journals:
             if not stack.enter_context(alone_with(journal.parts[-1])):
                 raise _busy(journal.parts[-1])
-        plans = [(journal, *target) for journal in journals for target in _targets(journal, to, given)]
+        plans = [target for journal in journals for target in _targets(journal, to, given)]
         if not plans:
             raise UsageError(f"{str(run_dir)!r}: no tracker is known for its rows. Name one, as in --to mlflow.")
-        return [_deliver(*plan, progress) for plan in plans]
+        return [_deliver(plan, progress, tell or _logger.info) for plan in plans]
 
 
 def _busy(path: Path) -> JournalError:
@@ -96,20 +104,24 @@ def _busy(path: Path) -> JournalError:
     )
 
 
-def _targets(
-    journal: SavedJournal, to: str | None, given: Mapping[str, Any]
-) -> Iterator[tuple[str, dict[str, Any], bool]]:
-    """Name the backends of a journal with the options that reach the same places again, and say which do not."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Target:
+    """The rows of a journal for one backend: the options of the header, and over them those that the user has given."""
+
+    journal: SavedJournal
+    name: str
+    options: Mapping[str, Any]
+    given: Mapping[str, Any]
+
+
+def _targets(journal: SavedJournal, to: str | None, given: Mapping[str, Any]) -> Iterator[_Target]:
+    """Name the backends of a journal with the options that reach the same places again."""
     known = {entry["name"]: entry["options"] for entry in journal.backends}
     for name in known if to is None else [to]:
         address = read_offsets(offsets_path(journal.parts[0])).get(name, {}).get("address", {})
         options = {**without_hidden(known.get(name, {})), **without_hidden(address)}
         options = moved_along(options, journal.home, journal.parts[0].parent)
-        chosen = _fitting(name, given, strict=to is not None)
-        elsewhere = "run_id" in options and "tracking_uri" in chosen and not _is_known({**options, **chosen}, name)
-        if elsewhere:
-            del options["run_id"]
-        yield name, {**options, **chosen}, elsewhere
+        yield _Target(journal=journal, name=name, options=options, given=_fitting(name, given, strict=to is not None))
 
 
 def _is_known(options: Mapping[str, Any], name: str) -> bool:
@@ -135,11 +147,18 @@ def _fitting(name: str, given: Mapping[str, Any], *, strict: bool) -> dict[str, 
     return {option: value for option, value in given.items() if option in accepted}
 
 
-def _deliver(
-    journal: SavedJournal, name: str, options: Mapping[str, Any], elsewhere: bool, progress: Progress | None
-) -> Replayed:
+def _deliver(target: _Target, progress: Progress | None, tell: Tell) -> Replayed:
+    journal, name = target.journal, target.name
     result = Replayed(run_id=journal.run.run_id, backend=name)
     try:
+        options = settle_servers(name, target.options, target.given)
+        destination = describe_destination(name, options, str(journal.parts[0].parent))
+        result = dataclasses.replace(result, destination=destination)
+        tell(destination)
+        elsewhere = "run_id" in target.options and "tracking_uri" in target.given and not _is_known(options, name)
+        if elsewhere:
+            options.pop("run_id", None)
+            options |= target.given
         backend = build(name, options)
     except Exception as fault:
         return dataclasses.replace(result, fault=describe(fault))

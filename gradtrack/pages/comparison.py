@@ -19,8 +19,9 @@ from gradtrack.pages.html import fill, issue_cards
 from gradtrack.pages.issues import IssueHistory
 from gradtrack.pages.run_data import RunData, Track
 from gradtrack.pages.terminal.overview import Fitted, short
-from gradtrack.pages.terminal.tables import WIDTH, Table, number, one_line, sparkline
+from gradtrack.pages.terminal.tables import WIDTH, Table, number, sparkline
 from gradtrack.reports.step import spell
+from gradtrack.support.text import one_line
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

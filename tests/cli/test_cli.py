@@ -249,7 +249,7 @@ def test_replay_delivers_a_run_to_a_backend(well: Path, tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert "json: 2 rows" in result.output
     assert json.loads((well / "gradient_statistics.json").read_text())["step"] == [1, 2]
-    (again,) = json.loads(CliRunner().invoke(cli.app, ["replay", str(well), "--to", "json", "--json"]).output)
+    (again,) = json.loads(CliRunner().invoke(cli.app, ["replay", str(well), "--to", "json", "--json"]).stdout)
     assert (again["complete"], again["rows"]) == (True, 2)
 
 

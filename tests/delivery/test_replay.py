@@ -35,9 +35,10 @@ class Store(Backend):
     can_tell: ClassVar[bool] = True
     refuses: ClassVar[frozenset[int]] = frozenset()
 
-    def __init__(self, *, tracking_uri: str = "", place: str = "default", api_key: str = "") -> None:
-        self.made.append({"tracking_uri": tracking_uri, "place": place, "api_key": api_key})
-        self.place = place
+    def __init__(self, *, tracking_uri: str = "", place: str = "default", api_key: str = "", run_id: str = "") -> None:
+        named = {"run_id": run_id} if run_id else {}
+        self.made.append({"tracking_uri": tracking_uri, "place": place, "api_key": api_key} | named)
+        self.place, self.run_id = place, run_id
 
     def write(self, records: Sequence[Record]) -> None:
         """Keep the records, unless something is wrong."""
@@ -53,8 +54,8 @@ class Store(Backend):
         return {(record.source, record.step) for record in self.records} if self.can_tell else None
 
     def address(self) -> Mapping[str, Any]:
-        """Return the place."""
-        return {"place": self.place}
+        """Return the place, and which run it is there."""
+        return {"place": self.place, "run_id": self.run_id or "seven"}
 
 
 @pytest.fixture(autouse=True)
@@ -135,13 +136,13 @@ def test_acknowledged_rows_are_left_out_where_the_destination_cannot_tell(tmp_pa
     """Without an answer the offsets decide: what was acknowledged is not sent twice, what was refused is tried."""
     Store.can_tell = False
     journaled(tmp_path, range(10))
-    offsets = {"store": {"next": 6, "refused": [2], "address": {"place": "elsewhere"}}}
+    offsets = {"store": {"next": 6, "refused": [2], "address": {"run_id": "abc"}}}
     path = offsets_path(tmp_path / "journal-000.jsonl")
     path.write_text(json.dumps({"gradtrack_offsets": 1, "backends": offsets}))
     (found,) = replay(tmp_path)
     assert stored() == [2, 6, 7, 8, 9]
     assert (found.present, found.delivered) == (5, 5)
-    assert Store.made == [{"tracking_uri": "", "place": "elsewhere", "api_key": ""}]
+    assert Store.made == [{"tracking_uri": "", "place": "default", "api_key": "", "run_id": "abc"}]
     assert replay(tmp_path)[0].delivered == 0
 
 
@@ -169,10 +170,13 @@ def test_options_come_from_the_run_and_secrets_from_outside(tmp_path: Path) -> N
     journaled(tmp_path, [1], options)
     replay(tmp_path)
     replay(tmp_path, tracking_uri="http://user:secret@host")
-    assert Store.made == [
-        {"tracking_uri": "", "place": "default", "api_key": ""} | {"place": "here"},
-        {"tracking_uri": "http://user:secret@host", "place": "here", "api_key": ""},
-    ]
+    assert Store.made[0] == {"tracking_uri": "", "place": "here", "api_key": ""}
+    assert Store.made[-1] == {
+        "tracking_uri": "http://user:secret@host",
+        "place": "here",
+        "api_key": "",
+        "run_id": "seven",
+    }
     assert "secret" not in (tmp_path / "journal-000.acknowledged.json").read_text()
 
 
@@ -186,14 +190,80 @@ def test_rows_can_go_to_another_backend(tmp_path: Path) -> None:
     assert stored() == []
 
 
-def test_address_outlives_a_replay_with_nothing_to_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A destination that knows its place only once it has written there is found by the next replay as well."""
+def test_identity_outlives_a_replay_with_nothing_to_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that has its identity only once it was written to is found by the next replay as well."""
     journaled(tmp_path, range(3))
-    replay(tmp_path, options={"place": "there"})
+    replay(tmp_path)
     monkeypatch.setattr(Store, "address", lambda self: {})
     for _ in range(2):
         replay(tmp_path)
-        assert Store.made[-1]["place"] == "there"
+        assert Store.made[-1]["run_id"] == "seven"
+
+
+def test_only_the_header_names_a_place(tmp_path: Path) -> None:
+    """What notes the acknowledged rows cannot send them, and with them the user's credentials, to another server."""
+    journaled(tmp_path, range(3), {"tracking_uri": "http://127.0.0.1:1", "place": "here"})
+    address = {"tracking_uri": "http://127.0.0.1:2", "place": "there", "directory": "/", "run_id": "http://host/abc"}
+    offsets = {"gradtrack_offsets": 1, "backends": {"store": {"next": 0, "refused": [], "address": address}}}
+    offsets_path(tmp_path / "journal-000.jsonl").write_text(json.dumps(offsets))
+    replay(tmp_path)
+    assert Store.made == [{"tracking_uri": "http://127.0.0.1:1", "place": "here", "api_key": ""}]
+
+
+FOREIGN = [
+    "https://tracking.example",
+    "http://localhost.example",
+    "http://localhost@tracking.example",
+    "http://tracking.example\\@127.0.0.1/",
+    "http://127.0.0.1:80@tracking.example",
+    "http://127.1.evil/",
+    " https://tracking.example",
+    "//tracking.example",
+    "tracking.example",
+    "databricks",
+    "postgresql://127.0.0.1/db",
+    "file://tracking.example/share",
+]
+
+
+@pytest.mark.parametrize("uri", FOREIGN)
+def test_server_that_only_the_journal_names_gets_nothing(tmp_path: Path, uri: str) -> None:
+    """Credentials of the user would go to a server that the user has not chosen, so it is not even asked."""
+    told: list[str] = []
+    (found,) = replay(journaled(tmp_path, range(3), {"tracking_uri": uri}), tell=told.append)
+    assert (found.delivered, found.complete, Store.made, told) == (0, False, [], [])
+    assert found.fault is not None
+    assert "If you trust it: --tracking-uri" in found.fault
+    (found,) = replay(tmp_path, tracking_uri=uri)
+    assert found.delivered == 3
+
+
+@pytest.mark.parametrize("uri", ["http://localhost:5000", "http://127.0.0.1/a", "http://[::1]:5000/", "sqlite:///a.db"])
+def test_server_on_this_machine_is_used(tmp_path: Path, uri: str) -> None:
+    """The journal is enough there."""
+    replay(journaled(tmp_path, range(3), {"tracking_uri": uri}))
+    assert (Store.made[-1]["tracking_uri"], stored()) == (uri, [0, 1, 2])
+
+
+def test_server_of_the_environment_is_used_with_its_credentials(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the journal names the same one, whose credentials it never has."""
+    uri = "https://user:s3cr3t@Tracking.example/base"
+    monkeypatch.setattr(Store, "configured", classmethod(lambda cls: {"tracking_uri": uri}))
+    told: list[str] = []
+    replay(journaled(tmp_path, range(3), {"tracking_uri": "https://tracking.example/base/"}), tell=told.append)
+    assert (Store.made[-1]["tracking_uri"], stored()) == (uri, [0, 1, 2])
+    assert told == ["store: sending to tracking_uri https://***@Tracking.example/base"]
+
+
+def test_destination_is_told_before_a_row_is_sent(tmp_path: Path) -> None:
+    """On one line that controls no terminal."""
+    told: list[tuple[str, int]] = []
+    options = {"tracking_uri": "http://127.0.0.1:1", "place": "a\x1b[31m\nb"}
+    (found,) = replay(journaled(tmp_path, range(3), options), tell=lambda text: told.append((text, len(stored()))))
+    assert told == [("store: sending to tracking_uri http://127.0.0.1:1, place a [31m b", 0)]
+    assert found.destination == told[0][0]
 
 
 def test_trackers_without_the_option_are_replayed_as_well(tmp_path: Path) -> None:

@@ -161,6 +161,10 @@ class MlflowBackend(Backend):
         self._store.run_id = address.get("run_id", self._store.run_id)
 
     @classmethod
+    def configured(cls) -> Mapping[str, Any]:
+        return {"tracking_uri": absolute(str(_import_mlflow().get_tracking_uri()))}
+
+    @classmethod
     def probe(cls, **options: Any) -> str:
         store = cls(**options)._store
         store.check_alive()

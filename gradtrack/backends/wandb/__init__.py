@@ -6,7 +6,7 @@ import importlib
 import logging
 import math
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, final
 
@@ -139,7 +139,8 @@ class WandbBackend(Backend):
 
     def address(self) -> dict[str, Any]:
         found: dict[str, Any] = {"run_id": self._own["id"], "directory": self._own["dir"]}
-        found |= {"project": self._own["project"], "entity": self._own["entity"]}
+        found |= {"project": project_of(self._own) if self._owned else None}
+        found |= {"entity": self._own["entity"] or os.environ.get("WANDB_ENTITY")}
         if self._run is not None and not self._run.disabled:
             found = {"run_id": self._run.id, "directory": str(Path(self._run.dir).absolute().parents[2])}
             found |= {"project": self._run.project, "entity": self._run.entity}
@@ -149,6 +150,10 @@ class WandbBackend(Backend):
     def before_end(self, deliver: Callable[[], object]) -> None:
         if self._ending is not None:
             self._ending.before_others(deliver)
+
+    @classmethod
+    def configured(cls) -> Mapping[str, Any]:
+        return {"server": os.environ.get("WANDB_BASE_URL") or "that of W&B's own settings"}
 
     @classmethod
     def probe(cls, **options: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,10 +13,26 @@ from gradtrack.delivery.run_files import write_atomically
 
 _FORMAT: Final = 1
 _MOST_REFUSED: Final = 10_000
+_RUN_ID: Final = re.compile(r"[\w\-][\w.\-]{0,199}")
+
+
+def identity_of(address: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what tells a run apart at its place: its identity there, and the metrics that it is not given.
+
+    Where that place is, only the header of the journal says, or the user: an entry here that named a server would get
+    the user's credentials, unseen by those who have looked at the header.
+    """
+    run_id, withheld = address.get("run_id"), address.get("withhold")
+    found: dict[str, Any] = {}
+    if isinstance(run_id, str) and _RUN_ID.fullmatch(run_id):
+        found["run_id"] = run_id
+    if isinstance(withheld, (list, tuple, set, frozenset)) and all(isinstance(name, str) for name in withheld):
+        found["withhold"] = list(withheld)
+    return found
 
 
 class Offsets:
-    """The acknowledged rows of one journal: for each backend the next row, those it refused, and where it writes to.
+    """The acknowledged rows of one journal: for each backend the next row, those it refused, and the run's identity.
 
     Several workers set their own entry; a file that cannot be written is left as it was, since a replay asks the
     destination and takes the offsets only as a hint.
@@ -32,7 +49,7 @@ class Offsets:
         self._entries[name] = {
             "next": following,
             "refused": refused[:_MOST_REFUSED],
-            "address": dict(address),
+            "address": identity_of(address),
         }
         if time.monotonic() - self._written >= self._interval:
             self.save()
@@ -68,7 +85,7 @@ def read_offsets(path: Path) -> dict[str, dict[str, Any]]:
             str(name): {
                 "next": int(entry["next"]),
                 "refused": [int(number) for number in entry["refused"]],
-                "address": dict(entry["address"]),
+                "address": identity_of(dict(entry["address"])),
             }
             for name, entry in values["backends"].items()
         }

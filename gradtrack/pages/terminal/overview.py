@@ -14,9 +14,10 @@ from gradtrack.pages.charts import spans_decades
 from gradtrack.pages.issues import ADVICE, IssueHistory
 from gradtrack.pages.paths import listing, ways_to_open
 from gradtrack.pages.run_data import RunData, Track
-from gradtrack.pages.terminal.tables import WIDTH, number, one_line, sparkline
+from gradtrack.pages.terminal.tables import WIDTH, number, sparkline
 from gradtrack.reports import IssueSeverity
 from gradtrack.reports.step import spell
+from gradtrack.support.text import one_line
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

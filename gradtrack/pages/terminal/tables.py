@@ -83,11 +83,6 @@ def number(value: float | None) -> str:
     return f"{value:.0f}" if is_whole else f"{value:.4g}"
 
 
-def one_line(text: str) -> str:
-    """Return a name on one line, without control characters and marks of writing direction."""
-    return "".join(letter if letter.isprintable() else " " for letter in text)
-
-
 def tables_of(run: RunData) -> list[Table]:
     """Return the tables of a run; some may have no row."""
     tables = []
