@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 from gradtrack.records import Record
@@ -60,6 +61,12 @@ class Backend(ABC):
     def before_end(self, deliver: Callable[[], object]) -> None:
         """Take what brings the rows that still wait, to call it just before somebody else ends the tracker's run."""
         return
+
+    def confine(self, directory: Path) -> None:
+        """Expect files of another person in this run directory; called by a replay before the first record.
+
+        Raise where one of them would choose the server, and write no file outside that one of them names.
+        """
 
     @classmethod
     def configured(cls) -> Mapping[str, Any]:

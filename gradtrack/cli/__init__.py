@@ -168,13 +168,17 @@ def replay(
         ),
     ] = None,
     tracking_uri: Annotated[str | None, typer.Option(help="Where the tracker is now.")] = None,
+    allow: Annotated[
+        list[Path] | None,
+        typer.Option(help="A directory beside the run's in which files that the journal names may be written."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Deliver the rows that the trackers of a run are missing. Every row arrives once, however often this is called.
 
     Where they go is printed first. Credentials come from the environment, as the tracker itself reads them. A server
     that only the journal names gets none: name it with --tracking-uri, unless it is on this machine or the environment
-    names it.
+    names it. Files are written in the run's directory, and elsewhere only below --allow.
     """
     from dataclasses import asdict
 
@@ -195,7 +199,9 @@ def replay(
         def announce(text: str) -> None:
             progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-        found = deliver(find_run(run), to=to, tracking_uri=tracking_uri, progress=advance, tell=announce)
+        found = deliver(
+            find_run(run), to=to, tracking_uri=tracking_uri, progress=advance, tell=announce, allowed=allow or ()
+        )
     if as_json:
         typer.echo(json.dumps([{**asdict(one), "complete": one.complete} for one in found], indent=1))
     for one in [] if as_json else found:

@@ -1,15 +1,18 @@
-"""Destinations of a replay: which server the header of a journal may name by itself, and which only the user can."""
+"""Destinations of a replay: which server or directory the header of a journal may name, and which only the user can."""
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit, urlunsplit
 
 from gradtrack import registry
 from gradtrack.errors import UsageError
 from gradtrack.support.redact import redact
+from gradtrack.support.regular_files import is_inside
 from gradtrack.support.text import one_line
 
 _LOOPBACK: Final = re.compile(r"https?://(?:localhost|127(?:\.\d{1,3}){3}|\[::1\])(?::\d{1,5})?(?:/[\w\-./]*)?")
@@ -17,14 +20,19 @@ _LOOPBACK: Final = re.compile(r"https?://(?:localhost|127(?:\.\d{1,3}){3}|\[::1\
 _LOOPBACK_HOST: Final = re.compile(r"(?:localhost|127(?:\.\d{1,3}){3}|::1)(?::\d{1,5})?")
 _SERVER_NAME: Final = re.compile(r"(?i)(?:^|_)(?:ur[il]|host|hostname|endpoint|server)$")
 _FILES: Final = re.compile(r"sqlite:///|file:/(?!/)|file:///")
+_FILE_NAME: Final = re.compile(r"(?i)(?:^|_)(?:dir|directory|path|file|folder|root)$")
+_MOST_ENTRIES: Final = 20_000
 _SHOWN_CHARACTERS: Final = 300
 
 
-def settle_servers(name: str, options: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a journal's header with the user's over them, every server among them one to send to.
+def settle(
+    name: str, options: Mapping[str, Any], given: Mapping[str, Any], *, run_dir: Path, allowed: Sequence[Path] = ()
+) -> dict[str, Any]:
+    """Return the options of a journal's header with the user's over them; a place that only the header chooses raises.
 
-    A server is on this machine, or the environment names it, or the user has `given` it; credentials are the user's, so
-    any other raises. Where the environment names the same server, its address is used, with the credentials in it.
+    A server is on this machine, or the environment names it, or the user has `given` it: credentials are the user's.
+    Where the environment names the same server, its address is used, with the credentials in it. A file is written
+    below the run's directory or one of those `allowed`: elsewhere it would take the place of another one.
     """
     settled = dict(options)
     configured = _configured(name)
@@ -40,12 +48,57 @@ def settle_servers(name: str, options: Mapping[str, Any], given: Mapping[str, An
                     f"{name}: the journal names the server {shown(text)!r} as {shown(option)}: expected one on this "
                     f"machine or one that you have chosen, since your credentials go there. {_remedy(option, text)}"
                 )
+            place = _file_of(option, text)
+            if place is not None and not any(is_inside(place, directory) for directory in (run_dir, *allowed)):
+                raise UsageError(
+                    f"{name}: the journal names {shown(text)!r} as {shown(option)}: expected a place inside of the "
+                    f"run's directory, since files are written there. If you trust it: --allow {shown(place)}"
+                )
+    _check_links(name, run_dir / name, run_dir, allowed)
     return {**settled, **given}
+
+
+def _file_of(option: str, text: str) -> str | None:
+    """Return the path that an option names, or None where it names none; one that cannot be told is outside of all."""
+    match = _FILES.match(text)
+    if match is not None:
+        path = text[match.end() :] if text.startswith("sqlite") else f"/{text[match.end() :]}"
+        return os.path.abspath(path) if not set(path) & set("?%#") else os.sep
+    if not text or "://" in text or option == "withhold":
+        return None
+    looks_so = text.startswith(("~", "/", "\\")) or os.path.isabs(text) or os.pardir in re.split(r"[/\\]", text)
+    if looks_so or _FILE_NAME.search(option) or (_SERVER_NAME.search(option) and text.startswith(".")):
+        return os.path.abspath(os.path.expanduser(text))
+    return None
+
+
+def _check_links(name: str, root: Path, run_dir: Path, allowed: Sequence[Path]) -> None:
+    """Refuse to write to a directory of the run in which a link leads out of it."""
+    for path in _links_below(root):
+        if not any(is_inside(path, directory) for directory in (run_dir, *allowed)):
+            raise UsageError(
+                f"{name}: {shown(str(path))!r} is a link out of the run's directory: expected a directory, since files "
+                f"are written there. If you trust it: --allow {shown(os.path.realpath(path))}"
+            )
+
+
+def _links_below(root: Path) -> Iterator[Path]:
+    """Yield the links to directories at a path and below it, as far as a tracker's directory ever goes."""
+    if root.is_symlink():
+        yield root
+        return
+    left = _MOST_ENTRIES
+    for directory, names, files in os.walk(root):
+        yield from (Path(directory, name) for name in names if Path(directory, name).is_symlink())
+        left -= len(names) + len(files)
+        if left < 0:
+            return
 
 
 def describe_destination(name: str, options: Mapping[str, Any], run_dir: str) -> str:
     """Say on one line where the rows for a backend go."""
-    places = {**_configured(name), **options}
+    servers = {option: value for option, value in _configured(name).items() if _SERVER_NAME.search(option)}
+    places = {**servers, **options}
     told = [f"{shown(option)} {shown(str(value))}" for option, value in places.items() if value not in ("", None, [])]
     return f"{shown(name)}: sending to {', '.join(told) or f'files in {shown(run_dir)}'}"
 

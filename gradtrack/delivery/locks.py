@@ -99,7 +99,7 @@ def claim_or_own(directory: Path, run_id: str, *, what: str) -> tuple[Path, Clai
     A directory that cannot be made is left to whoever writes to it: he tells what is wrong.
     """
     own = own_directory(directory, run_id)
-    for chosen in (directory, own):
+    for chosen in (own,) if own.is_dir() else (directory, own):  # where a replay finds what the run has begun
         with contextlib.suppress(OSError):
             chosen.mkdir(parents=True, exist_ok=True)
         claim = Claim(chosen, run_id)

@@ -9,14 +9,14 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 from gradtrack import registry
 from gradtrack.backends.base import Backend
-from gradtrack.delivery.destinations import describe_destination, settle_servers
+from gradtrack.delivery.destinations import describe_destination, settle
 from gradtrack.delivery.journal.offsets import Offsets, offsets_path, read_offsets
 from gradtrack.delivery.journal.reading import SavedJournal, find_journals
 from gradtrack.delivery.journal.writing import alone_with
@@ -64,12 +64,14 @@ def replay(
     options: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
     tell: Tell | None = None,
+    allowed: Sequence[str | Path] = (),
 ) -> list[Replayed]:
     """Deliver what the trackers of a run's journals are missing, each row once, however often it is called.
 
     `to` chooses one backend, also one that the run did not have. Its options are those of the run, without secrets,
     with `tracking_uri` and `options` over them; credentials come from the environment. A server that only the journal
     names gets rows where it is on this machine or the environment names it as well: it could be any stranger's.
+    Files are written in the run's directory, and in one that the journal names only where it lies below one `allowed`.
     `tell(text)` is called with where rows go before any is sent, and `progress(backend, done, total)` as rows are
     settled.
     """
@@ -94,7 +96,7 @@ def replay(
         plans = [target for journal in journals for target in _targets(journal, to, given)]
         if not plans:
             raise UsageError(f"{str(run_dir)!r}: no tracker is known for its rows. Name one, as in --to mlflow.")
-        return [_deliver(plan, progress, tell or _logger.info) for plan in plans]
+        return [_deliver(plan, progress, tell or _logger.info, list(map(Path, allowed))) for plan in plans]
 
 
 def _busy(path: Path) -> JournalError:
@@ -147,12 +149,13 @@ def _fitting(name: str, given: Mapping[str, Any], *, strict: bool) -> dict[str, 
     return {option: value for option, value in given.items() if option in accepted}
 
 
-def _deliver(target: _Target, progress: Progress | None, tell: Tell) -> Replayed:
+def _deliver(target: _Target, progress: Progress | None, tell: Tell, allowed: Sequence[Path]) -> Replayed:
     journal, name = target.journal, target.name
     result = Replayed(run_id=journal.run.run_id, backend=name)
     try:
-        options = settle_servers(name, target.options, target.given)
-        destination = describe_destination(name, options, str(journal.parts[0].parent))
+        directory = journal.parts[0].parent
+        options = settle(name, target.options, target.given, run_dir=directory, allowed=allowed)
+        destination = describe_destination(name, options, str(directory))
         result = dataclasses.replace(result, destination=destination)
         tell(destination)
         elsewhere = "run_id" in target.options and "tracking_uri" in target.given and not _is_known(options, name)
@@ -160,6 +163,7 @@ def _deliver(target: _Target, progress: Progress | None, tell: Tell) -> Replayed
             options.pop("run_id", None)
             options |= target.given
         backend = build(name, options)
+        backend.confine(directory)
     except Exception as fault:
         return dataclasses.replace(result, fault=describe(fault))
     delivery = _Delivery(journal, name, backend, elsewhere=elsewhere)

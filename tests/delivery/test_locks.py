@@ -140,7 +140,7 @@ def test_given_directory_of_a_backend_is_kept_apart_too(
     assert caplog.text.count(BUSY) == 1
     for name in ("first", "second"):
         for _ in range(2):
-            (done,) = replay(tmp_path / name)
+            (done,) = replay(tmp_path / name, allowed=[tmp_path / "shared"])
             assert (done.complete, done.present, done.delivered) == (True, 20, 0)
     for directory in (tmp_path / "shared", own):
         found = steps_in(directory) if option == "directory" else drawn_in(directory)
@@ -160,7 +160,7 @@ def test_replay_of_a_run_that_moved_aside_leaves_the_other_alone(tmp_path: Path)
     own = shared / str(loops[1].manager.status()["run_id"])
     for left in own.glob("events.*"):
         left.unlink()
-    (done,) = replay(tmp_path / "second")
+    (done,) = replay(tmp_path / "second", allowed=[shared])
     assert (done.complete, done.delivered) == (True, 5)
     assert (drawn_in(shared), drawn_in(own)) == ([1, 2, 3], [1, 2, 3, 4, 5])
 

@@ -238,11 +238,72 @@ def test_server_that_only_the_journal_names_gets_nothing(tmp_path: Path, uri: st
     assert found.delivered == 3
 
 
-@pytest.mark.parametrize("uri", ["http://localhost:5000", "http://127.0.0.1/a", "http://[::1]:5000/", "sqlite:///a.db"])
+@pytest.mark.parametrize("uri", ["http://localhost:5000", "http://127.0.0.1/a", "http://[::1]:5000/"])
 def test_server_on_this_machine_is_used(tmp_path: Path, uri: str) -> None:
     """The journal is enough there."""
     replay(journaled(tmp_path, range(3), {"tracking_uri": uri}))
     assert (Store.made[-1]["tracking_uri"], stored()) == (uri, [0, 1, 2])
+
+
+OUTSIDE = [
+    {"place": "{}/logs"},
+    {"place": "{}/run/../logs"},
+    {"place": "{}/run/way/logs"},
+    {"tracking_uri": "sqlite:///{}/store.db"},
+    {"tracking_uri": "sqlite:///relative.db"},
+    {"tracking_uri": "sqlite:///{}/run/a?x=../../b"},
+    {"tracking_uri": "file://{}/store"},
+    {"tracking_uri": "{}/store"},
+    {"api_key": "~/key"},
+]
+
+
+@pytest.mark.parametrize("options", OUTSIDE)
+def test_place_outside_that_only_the_journal_names_is_not_written_to(tmp_path: Path, options: dict[str, str]) -> None:
+    """However it is spelled, files there may be another run's; the user can allow a directory, or name the place."""
+    named = {name: value.format(tmp_path) for name, value in options.items()}
+    journaled(tmp_path / "run", range(3), named)
+    (tmp_path / "run" / "way").symlink_to(tmp_path)
+    (found,) = replay(tmp_path / "run")
+    assert (found.complete, Store.made) == (False, [])
+    assert found.fault is not None
+    assert "If you trust it: --allow" in found.fault
+    assert replay(tmp_path / "run", options=named)[0].complete
+
+
+def test_place_outside_is_written_to_where_it_is_allowed(tmp_path: Path) -> None:
+    """And one inside of the run's directory at once."""
+    journaled(tmp_path / "run", range(3), {"place": str(tmp_path / "run" / "logs")})
+    assert replay(tmp_path / "run")[0].complete
+    journaled(tmp_path / "other", range(3), {"place": str(tmp_path / "logs")})
+    assert not replay(tmp_path / "other", allowed=[tmp_path / "run"])[0].complete
+    assert replay(tmp_path / "other", allowed=[tmp_path / "logs"])[0].complete
+
+
+def test_file_of_another_run_is_left_alone(tmp_path: Path) -> None:
+    """A journal cannot have the statistics of another run replaced by its own."""
+    victim = tmp_path / "victim" / "gradient_statistics.json"
+    victim.parent.mkdir()
+    victim.write_text("mine")
+    journal = Journal(tmp_path / "run", RUN, backends=[{"name": "json", "options": {"directory": str(victim.parent)}}])
+    journal.append(0, row(1))
+    journal.close(10.0)
+    assert not replay(tmp_path / "run")[0].complete
+    assert [path.name for path in victim.parent.iterdir()] == [victim.name]
+    assert victim.read_text() == "mine"
+
+
+def test_link_out_of_the_directory_of_a_tracker_is_not_followed(tmp_path: Path) -> None:
+    """It would have event files written elsewhere."""
+    journal = Journal(tmp_path / "run", RUN, backends=[{"name": "tensorboard", "options": {}}])
+    journal.append(0, row(1))
+    journal.close(10.0)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "run" / "tensorboard").symlink_to(tmp_path / "elsewhere")
+    (found,) = replay(tmp_path / "run")
+    assert found.fault is not None
+    assert "is a link out of the run's directory" in found.fault
+    assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
 def test_server_of_the_environment_is_used_with_its_credentials(
@@ -422,7 +483,7 @@ def test_moved_run_finds_what_lay_in_its_directory(tmp_path: Path) -> None:
     journal.append(0, row(1))
     journal.close(10.0)
     old.rename(new)
-    replay(new)
+    replay(new, allowed=[tmp_path])
     assert Store.made == [
         {"place": f"{new}/logs", "tracking_uri": f"sqlite:///{new}/store.db", "api_key": f"{old}er/x"}
     ]

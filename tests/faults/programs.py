@@ -80,7 +80,7 @@ def replay(directory: Path, *more: str) -> str:
     program = "from gradtrack.cli import main; main()"
     inherited = {name: value for name, value in os.environ.items() if "WANDB_SERVICE" not in name}
     own = {"PYTHONPATH": str(ROOT), "WANDB_MODE": "offline", "WANDB_SILENT": "true", "COLUMNS": "200"}
-    command = [sys.executable, "-c", program, "replay", str(directory / "run"), *more]
+    command = [sys.executable, "-c", program, "replay", str(directory / "run"), "--allow", str(directory), *more]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env={**inherited, **own}, timeout=300)
     assert done.returncode == 0, f"{done.stdout}{done.stderr}"
     return done.stdout + done.stderr

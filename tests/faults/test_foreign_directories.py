@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import shutil
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -18,6 +19,7 @@ from gradtrack.delivery.journal.writing import Journal
 from gradtrack.delivery.replay import replay
 from gradtrack.delivery.run_files import LEAVINGS
 from gradtrack.records import RunInfo
+from tests.backends.stores import empty_store
 from tests.delivery.doubles import row
 
 SECRET = b"-----BEGIN OPENSSH PRIVATE KEY-----"
@@ -56,6 +58,35 @@ def test_no_file_of_the_user_is_uploaded(mlflow_server: str, tmp_path: Path) -> 
     assert [entry.path for entry in client.list_artifacts(found.info.run_id, "gradtrack")] == [
         "gradtrack/training_curves.png"
     ]
+
+
+def test_store_in_the_run_directory_sends_no_file_out_of_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A store that another person has made may say that the files of a run belong anywhere."""
+    directory = tmp_path / "run"
+    directory.mkdir()
+    shutil.copy(empty_store(), directory / "store.db")
+    address = f"sqlite:///{directory}/store.db"
+    client: Any = importlib.import_module("mlflow").MlflowClient(address)
+    client.create_experiment("foreign", artifact_location=f"file://{tmp_path}/home")
+    foreign_run(directory, {"tracking_uri": address, "experiment": "foreign"})
+    (directory / "training_curves.png").write_bytes(b"picture")
+    (directory / LEAVINGS).write_text(json.dumps({"run_id": "foreign", "files": ["training_curves.png"]}))
+    (done,) = replay(directory)
+    assert done.complete, done
+    assert not (tmp_path / "home").exists()
+    assert "files are left out" in caplog.text
+
+
+def test_settings_in_the_run_directory_choose_no_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """W&B would read its server from a file below the working directory, which may be the run's."""
+    foreign_run(tmp_path / "run", {}, backend="wandb")
+    (tmp_path / "run" / "wandb").mkdir()
+    (tmp_path / "run" / "wandb" / "settings").write_text("[default]\nbase_url = https://tracking.example\n")
+    monkeypatch.chdir(tmp_path / "run")
+    monkeypatch.delenv("WANDB_DIR", raising=False)
+    (done,) = replay(tmp_path / "run")
+    assert done.fault is not None
+    assert "may name a server" in done.fault
 
 
 RUN = "0123456789abcdef"

@@ -65,7 +65,7 @@ CALL = """
 from gradtrack.delivery.replay import replay
 def progress(name, done, total):
     print(done, flush=True)
-replay(sys.argv[1], progress=progress)
+replay(sys.argv[1], progress=progress, allowed=[sys.argv[2]])
 """
 
 
@@ -74,7 +74,7 @@ def killed(directory: Path, tracker: str) -> None:
     inherited = {name: value for name, value in os.environ.items() if "WANDB_SERVICE" not in name}
     own = {"PYTHONPATH": str(ROOT), "WANDB_MODE": "offline", "WANDB_SILENT": "true"}
     program = LEAD + textwrap.dedent(KILLS[tracker]) + CALL
-    command = [sys.executable, "-c", program, str(directory / "run")]
+    command = [sys.executable, "-c", program, str(directory / "run"), str(directory)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env={**inherited, **own}, timeout=300)
     assert done.returncode == -signal.SIGKILL, done.stderr
 

@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any, Final, Literal, final
 
 from gradtrack.backends.base import Backend
-from gradtrack.backends.mlflow.store import Points, Store, absolute, batches, metric_name
+from gradtrack.backends.mlflow.store import Points, Store, absolute, batches, local_path, metric_name
 from gradtrack.backends.mlflow.views import saved_view
 from gradtrack.delivery.run_files import files_to_show
 from gradtrack.errors import BackendError, ClosedError, MissingExtraError, UsageError
 from gradtrack.records import Panel, Record, RunInfo
 from gradtrack.support.names import HASH_LENGTH, digest_of
 from gradtrack.support.redact import redact
+from gradtrack.support.regular_files import is_inside
 
 Nonfinite = Literal["keep", "count"]
 NONFINITE: Final = "gradtrack/nonfinite"
@@ -73,6 +74,7 @@ class MlflowBackend(Backend):
         self._owner = owner or uuid.uuid4().hex
         self._owned = self._closed = self._met = self._accepted = False
         self._run: RunInfo | None = None
+        self._confined: Path | None = None
         self._panels: list[Panel] = []
         self._files: dict[str, None] = {}
         self._names: dict[str, str] = {}
@@ -123,6 +125,11 @@ class MlflowBackend(Backend):
 
     def _upload(self, run_id: str, files: Sequence[tuple[Path, bytes]]) -> None:
         """Upload copies that only this user can change: MLflow opens a path again, and follows where it leads."""
+        if self._leads_out(run_id):
+            self._store.tell(
+                "files are left out: the store lies in the run's directory and names a place outside of it"
+            )
+            return
         with tempfile.TemporaryDirectory(prefix="gradtrack-") as directory:
             for path, content in files:
                 copy = Path(directory, path.name)
@@ -159,6 +166,17 @@ class MlflowBackend(Backend):
 
     def moved(self, address: Mapping[str, Any]) -> None:
         self._store.run_id = address.get("run_id", self._store.run_id)
+
+    def confine(self, directory: Path) -> None:
+        self._confined = directory
+
+    def _leads_out(self, run_id: str) -> bool:
+        """Say whether a store in a run directory that is replayed sends files to a place that only the store names."""
+        store = local_path(self._store.uri)
+        if self._confined is None or store is None or not is_inside(store, self._confined):
+            return False
+        place = local_path(self._store.call(self._store.client.get_run, run_id).info.artifact_uri or "")
+        return place is None or not is_inside(place, self._confined)
 
     @classmethod
     def configured(cls) -> Mapping[str, Any]:

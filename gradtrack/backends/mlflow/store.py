@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final, TypeVar
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import unquote, urlsplit, urlunsplit
 
 from gradtrack.errors import BackendError, PermanentBackendError
 from gradtrack.support.names import digest_of, valid_name
@@ -228,6 +228,14 @@ def absolute(uri: str) -> str:
     if uri.startswith("sqlite:///") and not uri.startswith("sqlite:////") and ":memory:" not in uri:
         return f"sqlite:///{Path(uri.removeprefix('sqlite:///')).absolute()}"
     return uri
+
+
+def local_path(uri: str) -> Path | None:
+    """Return the path that an address of a store or of its files means on this machine, or None where it means none."""
+    if uri.startswith("sqlite:///"):
+        return Path(uri.removeprefix("sqlite:///")).absolute()
+    parts = urlsplit(uri)
+    return Path(unquote(parts.path)).absolute() if parts.scheme in ("", "file") and not parts.netloc else None
 
 
 def without_secrets(uri: str) -> str:

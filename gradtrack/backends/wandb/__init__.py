@@ -19,6 +19,7 @@ from gradtrack.backends.wandb.rows import Rows, StepMode, rows_of
 from gradtrack.errors import BackendError, ClosedError, MissingExtraError, PermanentBackendError, UsageError
 from gradtrack.records import Identity, Record, RunInfo
 from gradtrack.support.redact import redact
+from gradtrack.support.regular_files import is_inside
 
 _logger = logging.getLogger("gradtrack")
 
@@ -151,9 +152,20 @@ class WandbBackend(Backend):
         if self._ending is not None:
             self._ending.before_others(deliver)
 
+    def confine(self, directory: Path) -> None:
+        """Keep away from settings of W&B, which name its server, that lie in the run's directory."""
+        root = Path(os.environ.get("WANDB_DIR") or os.getcwd())
+        for settings in (root / "wandb" / "settings", root / ".wandb" / "settings"):
+            if os.path.lexists(settings) and is_inside(settings.parent, directory):
+                raise BackendError(
+                    f"wandb: {str(settings)!r} lies in the run's directory and may name a server: expected settings of "
+                    "your own. Replay from another working directory."
+                )
+
     @classmethod
     def configured(cls) -> Mapping[str, Any]:
-        return {"server": os.environ.get("WANDB_BASE_URL") or "that of W&B's own settings"}
+        server = os.environ.get("WANDB_BASE_URL") or "that of W&B's own settings"
+        return {"server": server, "directory": os.path.abspath(os.environ.get("WANDB_DIR") or os.getcwd())}
 
     @classmethod
     def probe(cls, **options: Any) -> str:
