@@ -6,7 +6,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from gradtrack.backends.tensorboard.files import crc32c, frame
+from gradtrack.backends.tensorboard.files import frame
+from gradtrack.support.checksums import crc32c
 
 record_writer = pytest.importorskip("tensorboard.summary.writer.record_writer")
 

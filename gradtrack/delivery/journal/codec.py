@@ -15,6 +15,7 @@ from gradtrack.support.redact import redact_values
 from gradtrack.support.regular_files import is_inside
 
 _encode_any = json.JSONEncoder(separators=(",", ":"), check_circular=False, default=str).encode
+_MOST_ROWS: Final = 2**63
 _KINDS: Final = frozenset(get_args(PanelKind))
 
 
@@ -47,7 +48,10 @@ def decode_row(line: bytes, directory: Path, *, trusted: bool) -> tuple[int, Rec
     """
     try:
         row = json.loads(line)
-        return int(row["n"]), _record(row, directory, trusted=trusted)
+        number = row["n"]
+        if type(number) is not int or not 0 <= number < _MOST_ROWS:
+            raise ValueError(f"row number {number!r:.40}: expected a count")
+        return number, _record(row, directory, trusted=trusted)
     except (KeyError, TypeError, AttributeError, RecursionError, OverflowError) as fault:
         raise ValueError(f"not a row of a journal: {fault!r}") from None
 

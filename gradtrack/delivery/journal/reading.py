@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import os
 import re
@@ -14,9 +16,13 @@ from gradtrack.delivery.journal.codec import decode_row, decode_run
 from gradtrack.delivery.journal.tail import read_tail
 from gradtrack.errors import JournalError
 from gradtrack.records import Record, RunInfo
+from gradtrack.support.checksums import intact_lines, is_intact
 
 FORMAT: Final = 1
 _LONGEST_LINE: Final = 64 * 2**20
+_ROW_START: Final = b'{"n":'
+_HEADER_START: Final = b'{"gradtrack_journal":'
+_CHECKSUM: Final = b',"checksum":"crc32'
 _PART: Final = re.compile(r"journal-.*\.jsonl", re.DOTALL)
 Note = Callable[[str], object]
 
@@ -56,7 +62,7 @@ class SavedJournal:
         last, known = -1, set[int]()
         for part in self.parts:
             shift: int | None = None
-            for number, record in read_rows(part, note=self.damaged.append, read=read):
+            for number, record in _in_order(read_rows(part, note=self.damaged.append, read=read)):
                 if shift is None:  # two journals of one run count from zero each
                     shift = max(last + 1 - number, 0)
                 last = max(last, number + shift)
@@ -121,7 +127,11 @@ def read_header(path: Path) -> Mapping[str, Any] | None:
     line = _first_line(path)
     if not line.endswith(b"\n"):
         return None
+    if is_intact(line) is not True and _CHECKSUM in line:  # the end of its line may be all that was changed
+        line = next(iter(intact_lines(line, _HEADER_START)), line)
     try:
+        if is_intact(line) is False:
+            raise ValueError("its checksum does not match")
         header = json.loads(line)
         version = header["gradtrack_journal"]
         if version == FORMAT:
@@ -147,6 +157,23 @@ def _first_line(path: Path) -> bytes:
         raise _unreadable(path, fault) from None
 
 
+def _in_order(rows: Iterator[tuple[int, Record]]) -> Iterator[tuple[int, Record]]:
+    """Number the rows of a part upwards, as they were written: one whose number was changed gets that of its place.
+
+    The number of a row decides what a tracker has got, so a wrong one would have others taken for delivered.
+    """
+    before = -1
+    held: tuple[int, Record] | None = None
+    for following, record in rows:
+        if held is not None:
+            number = held[0] if before < held[0] and (held[0] < following or following <= before) else before + 1
+            before = number
+            yield number, held[1]
+        held = following, record
+    if held is not None:
+        yield max(held[0], before + 1), held[1]
+
+
 def read_rows(
     path: Path,
     *,
@@ -155,22 +182,39 @@ def read_rows(
     note: Note | None = None,
     read: Callable[[int], object] | None = None,
 ) -> Iterator[tuple[int, Record]]:
-    """Yield the rows of one part; a line that is torn or garbage is skipped with a note."""
+    """Yield the rows of one part; a line that is torn, changed or garbage is skipped with a note.
+
+    Rows that are whole in such a line, since the end of a line before them was changed, are not skipped.
+    """
     with path.open("rb") as stream:
-        if offset == 0:
-            stream.readline(_LONGEST_LINE)
-        else:
+        first = stream.readline(_LONGEST_LINE)
+        signed = _CHECKSUM in first
+        lines: Iterator[bytes] = iter(lambda: stream.readline(_LONGEST_LINE), b"")
+        if offset:
             stream.seek(offset)
-        while line := stream.readline(_LONGEST_LINE):
+        elif signed and not is_intact(first):
+            lines = itertools.chain(intact_lines(first, _ROW_START), lines)
+        for line in lines:
             if read is not None:
                 read(len(line))
             try:
-                if not line.endswith(b"\n"):
-                    raise ValueError("the line has no end")
+                _check_line(line, signed)
                 yield decode_row(line, path.parent, trusted=trusted)
             except ValueError as fault:
                 if note is not None:
                     note(f"{path.name}, before byte {stream.tell()}: {fault!s:.120}")
+                for whole in intact_lines(line, _ROW_START) if signed else ():
+                    with contextlib.suppress(ValueError):
+                        yield decode_row(whole, path.parent, trusted=trusted)
+
+
+def _check_line(line: bytes, signed: bool) -> None:
+    """Refuse a line that is not what was written."""
+    if not line.endswith(b"\n"):
+        raise ValueError("the line has no end")
+    intact = is_intact(line)
+    if intact is False or (signed and not intact):
+        raise ValueError("its checksum does not match" if intact is False else "its checksum is missing")
 
 
 def _order(path: Path) -> tuple[str, bool, int]:

@@ -17,6 +17,7 @@ from gradtrack._version import __version__
 from gradtrack.delivery.journal.codec import encode_row, encode_run, to_line
 from gradtrack.delivery.journal.reading import FORMAT, read_rows
 from gradtrack.records import Record, RunInfo
+from gradtrack.support.checksums import CHECKSUM, with_checksum
 from gradtrack.support.interrupts import pass_on
 
 _POLL_SECONDS: Final = 0.02
@@ -156,7 +157,7 @@ class Journal:
         if self.syncer.unlinked:
             self._forget_removed()
         try:
-            line = encode_row(number, record, self.directory)
+            line = with_checksum(encode_row(number, record, self.directory))
             if self._handle is None or self._size + len(line) > self._limits.part_bytes:
                 self._handle = self._rotate(number)
             if self.rows % _MARK_EVERY == 0:
@@ -225,8 +226,9 @@ class Journal:
             "pid": os.getpid(),
             "run": encode_run(self._run),
             "backends": self._backends,
+            "checksum": CHECKSUM,
         }
-        line = to_line(header)
+        line = with_checksum(to_line(header))
         try:
             _write_whole(handle, line, 0)
         except BaseException:

@@ -1,0 +1,103 @@
+"""Checksums of lines and of event files: CRC-32C by a compiled package or by NumPy, CRC-32 by Python's own zlib."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import struct
+import zlib
+from collections.abc import Callable
+from functools import cache
+from itertools import pairwise
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+_POLYNOMIAL: Final = 0x82F63B78  # CRC-32C (Castagnoli), bits reversed
+_SPAN: Final = 4096
+_ALL_ONES: Final = 0xFFFFFFFF
+_END: Final = re.compile(rb',"(crc32c?)":"([0-9a-f]{8})"\}')
+_LONGEST_END: Final = len(b',"crc32c":"00000000"}\n')
+
+
+def crc32c(data: bytes) -> int:
+    """Return the CRC-32C of data, up to a span of bytes at once.
+
+    The checksum is linear over XOR, so each byte adds what a table holds for its value and its distance from the end.
+    """
+    register = _ALL_ONES
+    table, rows = _contributions(), _SPAN
+    for start in range(0, len(data), _SPAN):
+        piece = np.frombuffer(data, np.uint8, min(_SPAN, len(data) - start), start)
+        places = piece + _row_starts()[rows - len(piece) :]
+        head = min(4, len(piece))
+        places[:head] ^= np.frombuffer(struct.pack("<I", register), np.uint8)[:head]
+        carried = register >> 8 * len(piece) if len(piece) < 4 else 0
+        register = int(np.bitwise_xor.reduce(table[places])) ^ carried
+    return register ^ _ALL_ONES
+
+
+@cache
+def _contributions() -> NDArray[np.uint32]:
+    """Return what a byte of each value adds to the register, for each distance from the end of a span."""
+    last = np.arange(256, dtype=np.uint32)
+    for _ in range(8):
+        last = np.where(last & 1, last >> 1 ^ np.uint32(_POLYNOMIAL), last >> 1)
+    table = np.empty((_SPAN, 256), np.uint32)
+    table[-1] = last
+    for row in range(_SPAN - 1, 0, -1):
+        table[row - 1] = table[row] >> 8 ^ last[table[row] & 255]
+    return table.ravel()
+
+
+@cache
+def _row_starts() -> NDArray[np.int64]:
+    return np.arange(0, _SPAN * 256, 256)
+
+
+def _compiled() -> Callable[[bytes], int] | None:
+    """Return the function of google-crc32c, where it is installed with its compiled part."""
+    try:
+        package: Any = importlib.import_module("google_crc32c")
+        return package.value if package.implementation == "c" else None
+    except Exception:
+        return None
+
+
+_FAST: Final = _compiled()
+CHECKSUM: Final = "crc32" if _FAST is None else "crc32c"
+"""The checksum that lines are written with."""
+_of_line: Final[Callable[[bytes], int]] = zlib.crc32 if _FAST is None else _FAST
+_FUNCTIONS: Final[dict[bytes, Callable[[bytes], int]]] = {b"crc32": zlib.crc32, b"crc32c": _FAST or crc32c}
+_TEMPLATE: Final = b'%%b,"%b":"%%08x"}\n' % CHECKSUM.encode()
+
+
+def with_checksum(line: bytes) -> bytes:
+    """Return a line that is a JSON object with the checksum of all that precedes it as its last entry."""
+    body = line[:-2]
+    return _TEMPLATE % (body, _of_line(body))
+
+
+def is_intact(line: bytes) -> bool | None:
+    """Say whether a line has the checksum that it ends with; None where it ends with none."""
+    found = _END.search(line, max(len(line) - _LONGEST_END, 0))
+    if found is None or found.end() + 1 != len(line) or not line.endswith(b"\n"):
+        return None
+    return _FUNCTIONS[found[1]](line[: found.start()]) == int(found[2], 16)
+
+
+def intact_lines(damaged: bytes, start: bytes) -> list[bytes]:
+    """Return the lines that are whole in one that is damaged, as where the end of a line was changed.
+
+    Each begins with `start`, which no text within JSON contains, and ends with a checksum that matches.
+    """
+    begins = [found.start() for found in re.finditer(re.escape(start), damaged)]
+    lines = []
+    for begin, end in pairwise([*begins, len(damaged)]):
+        for found in _END.finditer(damaged, begin, end):
+            line = damaged[begin : found.end()] + b"\n"
+            if is_intact(line):
+                lines.append(line)
+                break
+    return lines
