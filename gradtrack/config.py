@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,7 +18,9 @@ from gradtrack import registry
 from gradtrack.errors import ConfigError, InputTypeError
 from gradtrack.reports import IssueType
 from gradtrack.support.redact import redact, redact_values
+from gradtrack.support.regular_files import MEBIBYTE, read_regular
 
+_MOST_BYTES = 16 * MEBIBYTE
 _NUMBERS = (float, int, float | None)
 ClipType = Literal["norm", "value", "adaptive", "agc", "zscore"]
 Action = Literal["skip", "replace", "raise", "report"]
@@ -310,9 +313,16 @@ def _mapping(source: object) -> dict[str, Any]:
     )
 
 
+def _content(path: Path) -> bytes:
+    """Read a file; of what is not regular only a pipe that the shell has opened, since any other may never end."""
+    if str(path).startswith(("/dev/fd/", "/dev/stdin", "/proc/self/fd/")):
+        return path.read_bytes()
+    return read_regular(os.path.realpath(path), most_bytes=_MOST_BYTES)
+
+
 def _read(path: Path) -> dict[str, Any]:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = _content(path).decode("utf-8")
     except (OSError, UnicodeDecodeError) as fault:
         raise ConfigError(
             f"configuration {str(path)!r} cannot be read ({fault}). Check the path and its mode."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -16,10 +17,12 @@ from gradtrack.delivery.run_files import write_atomically
 from gradtrack.errors import BackendError, ClosedError
 from gradtrack.records import Record, tail_of
 from gradtrack.support.names import file_part
+from gradtrack.support.regular_files import MEBIBYTE, read_regular
 
 _GLOBAL: Final = ("variance", "mean", "norm", "max", "min")
 _MATRIX: Final = ("variance", "norm", "mean")
 _SHARE_OF_TIME: Final = 0.05
+_MOST_BYTES: Final = 512 * MEBIBYTE
 
 Columns = dict[str, list[float]]
 
@@ -174,13 +177,16 @@ def _has_statistics(record: Record) -> bool:
 def _read(path: Path) -> dict[str, Any]:
     """Return what a file holds; one that cannot be read is moved aside, never overwritten."""
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(read_regular(path, most_bytes=_MOST_BYTES))
         if _is_columns(values):
             return dict(values)
     except FileNotFoundError:
         return {}
     except (ValueError, RecursionError):
         pass
+    except OSError as fault:
+        if fault.errno not in (errno.EINVAL, errno.ELOOP, errno.EFBIG):  # a link, a pipe, or far too large
+            raise
     os.replace(path, path.with_suffix(f".unreadable-{time.time_ns()}"))
     return {}
 

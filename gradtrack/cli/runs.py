@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from gradtrack.errors import UsageError
+from gradtrack.support.regular_files import is_regular
 
 _PLACES: Final = (".", "gradtrack_runs/*", "lightning_logs/*")
 HERE: Final = "this directory, gradtrack_runs or lightning_logs"
@@ -18,7 +19,7 @@ def find_run(run: Path | None) -> Path:
     """Return the directory of a run: the newest one where none was named."""
     if run is not None:
         return run
-    runs = [path for place in _PLACES for path in Path().glob(f"{place}/journal-*.jsonl")]
+    runs = [path for place in _PLACES for path in Path().glob(f"{place}/journal-*.jsonl") if is_regular(path)]
     if not runs:
         if any(path for place in _PLACES for path in Path().glob(f"{place}/run_end.json")):
             raise UsageError(

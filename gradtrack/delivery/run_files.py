@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import secrets
-import stat
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
@@ -20,7 +19,7 @@ from gradtrack.config import GradientConfig
 from gradtrack.errors import JournalError, RunDirectoryError
 from gradtrack.records import RunInfo
 from gradtrack.reports import StepReport, TrainingSummary
-from gradtrack.support.regular_files import MEBIBYTE, read_inside, read_regular
+from gradtrack.support.regular_files import MEBIBYTE, is_regular, read_inside, read_regular
 
 _logger = logging.getLogger("gradtrack")
 
@@ -71,6 +70,7 @@ def ensure_writable(directory: Path) -> None:
 RUN_END: Final = "run_end.json"
 _FORMAT: Final = 1
 _BATCH_CHARACTERS: Final = 200
+_END_BYTES: Final = 512 * MEBIBYTE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,11 +103,11 @@ class RunEnd:
     def load(cls, path: Path) -> Self | None:
         """Read it back; None where the run has not ended or left no such file."""
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
+            values = json.loads(read_regular(path, most_bytes=_END_BYTES))
         except FileNotFoundError:
             return None
         except (OSError, ValueError, RecursionError) as fault:
-            raise _unreadable(path, str(fault)) from None
+            raise _unreadable(path, getattr(fault, "strerror", None) or str(fault)) from None
         if not isinstance(values, dict) or values.get("format") != _FORMAT:
             raise _unreadable(path, f"its format is not {_FORMAT}")
         try:
@@ -225,13 +225,6 @@ def noted_files(directory: Path, run_id: str) -> list[Path]:
         if values["run_id"] != run_id:
             return []
         names = [Path(name).name for name in values["files"][:_MOST_LEAVINGS] if isinstance(name, str)]
-        return [directory / name for name in names if _is_regular(directory / name)]
+        return [directory / name for name in names if is_regular(directory / name)]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return []
-
-
-def _is_regular(path: Path) -> bool:
-    try:
-        return stat.S_ISREG(os.lstat(path).st_mode)
-    except (OSError, ValueError):  # a name that no file can have
-        return False

@@ -90,14 +90,15 @@ def is_intact(line: bytes) -> bool | None:
 def intact_lines(damaged: bytes, start: bytes) -> list[bytes]:
     """Return the lines that are whole in one that is damaged, as where the end of a line was changed.
 
-    Each begins with `start`, which no text within JSON contains, and ends with a checksum that matches.
+    Each begins with `start`, which no text within JSON contains, and ends with a checksum that matches. The last one
+    may still be being written where nothing follows it.
     """
     begins = [found.start() for found in re.finditer(re.escape(start), damaged)]
     lines = []
     for begin, end in pairwise([*begins, len(damaged)]):
         for found in _END.finditer(damaged, begin, end):
             line = damaged[begin : found.end()] + b"\n"
-            if is_intact(line):
+            if found.end() < len(damaged) and is_intact(line):
                 lines.append(line)
                 break
     return lines

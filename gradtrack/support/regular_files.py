@@ -42,6 +42,14 @@ def read_inside(root: str | Path, path: str | Path, *, most_bytes: int) -> bytes
         return _read(stream, path, most_bytes)
 
 
+def is_regular(path: str | Path) -> bool:
+    """Say whether there is a regular file at a path; a link to one is none."""
+    try:
+        return stat.S_ISREG(os.lstat(path).st_mode)
+    except (OSError, ValueError):  # a name that no file can have
+        return False
+
+
 def is_inside(path: str | Path, root: str | Path) -> bool:
     """Say whether a path, with every link in it followed, is a directory or lies below it."""
     return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(root))
@@ -87,6 +95,8 @@ def _checked(handle: int, path: str | Path, most_bytes: int | None) -> BinaryIO:
 def _check(found: os.stat_result, path: str | Path, most_bytes: int | None) -> None:
     if stat.S_ISLNK(found.st_mode):
         raise _link(path)
+    if stat.S_ISDIR(found.st_mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if not stat.S_ISREG(found.st_mode):
         raise OSError(errno.EINVAL, "it is not a regular file", str(path))
     if most_bytes is not None and found.st_size > most_bytes:

@@ -6,21 +6,26 @@ import importlib
 import json
 import os
 import shutil
+import subprocess
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from gradtrack.config import GradientConfig
 from gradtrack.delivery import replay as module
 from gradtrack.delivery.journal.writing import Journal
 from gradtrack.delivery.replay import replay
 from gradtrack.delivery.run_files import LEAVINGS
+from gradtrack.errors import ConfigError
 from gradtrack.records import RunInfo
 from tests.backends.stores import empty_store
 from tests.delivery.doubles import row
+from tests.processes import ROOT
 
 SECRET = b"-----BEGIN OPENSSH PRIVATE KEY-----"
 
@@ -137,3 +142,74 @@ def test_refused_server_gets_no_file(
     assert done.fault is not None
     assert sent
     assert not [body for body in sent if b"artifact" in body or b"picture" in body or SECRET in body]
+
+
+def lay_pipe(path: Path) -> None:
+    """Make a pipe that no process writes to."""
+    os.mkfifo(path)
+
+
+def lay_sparse_file(path: Path) -> None:
+    """Make a file of 50 GB, which takes no room."""
+    with path.open("wb") as stream:
+        stream.truncate(50 * 2**30)
+
+
+def lay_link_to_device(path: Path) -> None:
+    """Make a link to a device that never ends."""
+    path.symlink_to("/dev/zero")
+
+
+NAMES = [
+    "journal-000.jsonl",
+    "journal-001.jsonl",
+    "journal-000.tail",
+    "journal-000.acknowledged.json",
+    "run_end.json",
+    LEAVINGS,
+    "gradient_statistics.json",
+    "gradient_gain.png",
+    "report.html",
+    "tensorboard/events.out.tfevents.1.host.1.0",
+]
+COMMANDS = ["show", "report", "diff", "replay"]
+CALLS = """
+import os, resource, sys
+resource.setrlimit(resource.RLIMIT_DATA, (4 * 2**30,) * 2)
+from gradtrack.cli import main
+_, runs, good, *commands = sys.argv
+for command in commands:
+    for name in os.listdir(runs):
+        more = {"diff": [good], "replay": ["--to", "tensorboard"]}.get(command, [])
+        sys.argv = ["gradtrack", command, os.path.join(runs, name), *more]
+        try:
+            main()
+        except SystemExit as end:
+            print("ended", command, name, end.code, flush=True)
+"""
+
+
+@pytest.mark.parametrize("lay", [lay_pipe, lay_sparse_file, lay_link_to_device])
+def test_special_files_neither_hang_nor_fill_memory(tmp_path: Path, lay: Callable[[Path], None]) -> None:
+    """Whatever file of a run directory is one, every command that reads it ends soon, in little memory, on one line."""
+    foreign_run(tmp_path / "good", {}, backend="json")
+    for number, name in enumerate(NAMES):
+        directory = foreign_run(tmp_path / "runs" / str(number), {}, backend="json")
+        (directory / name).parent.mkdir(exist_ok=True)
+        (directory / name).unlink(missing_ok=True)
+        lay(directory / name)
+    command = [sys.executable, "-c", CALLS, str(tmp_path / "runs"), str(tmp_path / "good"), *COMMANDS]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+    codes = [line.split()[3] for line in done.stdout.splitlines() if line.startswith("ended ")]
+    assert len(codes) == len(NAMES) * len(COMMANDS)
+    assert set(codes) <= {"0", "2"}
+
+
+def test_configuration_that_is_a_pipe_is_refused(tmp_path: Path) -> None:
+    """It would be waited for."""
+    os.mkfifo(tmp_path / "gradtrack.yaml")
+    with pytest.raises(ConfigError, match="not a regular file"):
+        GradientConfig.load(tmp_path / "gradtrack.yaml")

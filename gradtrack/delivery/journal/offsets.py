@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from gradtrack.delivery.run_files import write_atomically
+from gradtrack.support.regular_files import MEBIBYTE, read_regular
 
 _FORMAT: Final = 1
 _MOST_REFUSED: Final = 10_000
+_MOST_BYTES: Final = 16 * MEBIBYTE
 _RUN_ID: Final = re.compile(r"[\w\-][\w.\-]{0,199}")
 
 
@@ -78,7 +80,7 @@ def offsets_path(first_part: Path) -> Path:
 def read_offsets(path: Path) -> dict[str, dict[str, Any]]:
     """Return the entries of the backends; nothing where the file is missing, foreign or damaged."""
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(read_regular(path, most_bytes=_MOST_BYTES))
         if values["gradtrack_offsets"] != _FORMAT:
             return {}
         return {

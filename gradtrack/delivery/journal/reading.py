@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import json
 import os
@@ -17,9 +18,13 @@ from gradtrack.delivery.journal.tail import read_tail
 from gradtrack.errors import JournalError
 from gradtrack.records import Record, RunInfo
 from gradtrack.support.checksums import intact_lines, is_intact
+from gradtrack.support.regular_files import MEBIBYTE, is_regular, open_regular
 
 FORMAT: Final = 1
-_LONGEST_LINE: Final = 64 * 2**20
+PART_BYTES: Final = 256 * MEBIBYTE
+"""More than a part ever has."""
+_LONGEST_LINE: Final = 64 * MEBIBYTE
+_LONGEST_HEADER: Final = 16 * MEBIBYTE
 _ROW_START: Final = b'{"n":'
 _HEADER_START: Final = b'{"gradtrack_journal":'
 _CHECKSUM: Final = b',"checksum":"crc32'
@@ -31,7 +36,8 @@ Note = Callable[[str], object]
 class SavedJournal:
     """The journal of one run and rank: its identity, its parts in order, and what could not be read.
 
-    `home` is the directory in which it was written, which may have been moved since.
+    `home` is the directory in which it was written, which may have been moved since. `unreadable` names the parts in
+    the directory, of this run or another, that cannot be read at all.
     """
 
     run: RunInfo
@@ -39,14 +45,15 @@ class SavedJournal:
     rank: int
     backends: list[dict[str, Any]]
     parts: list[Path]
+    unreadable: list[str] = field(default_factory=list)
     damaged: list[str] = field(default_factory=list)
 
     def count(self) -> int:
         """Count the lines that may be rows."""
         total = 0
         for part in self.parts:
-            with part.open("rb") as stream:
-                total += sum(1 for _ in stream) - 1
+            with open_regular(part, most_bytes=PART_BYTES) as stream:
+                total += sum(chunk.count(b"\n") for chunk in iter(lambda: stream.read(MEBIBYTE), b"")) - 1
         return total
 
     def size(self) -> int:
@@ -58,7 +65,7 @@ class SavedJournal:
 
         `read` is told the number of bytes of each line.
         """
-        self.damaged.clear()
+        self.damaged[:] = self.unreadable
         last, known = -1, set[int]()
         for part in self.parts:
             shift: int | None = None
@@ -83,20 +90,29 @@ def find_journals(run_dir: Path) -> list[SavedJournal]:
     parts = sorted((run_dir / name for name in _names_in(run_dir) if _PART.fullmatch(name)), key=_order)
     if not parts:
         raise JournalError(f"{str(run_dir)!r} holds no journal: expected a run's directory. {_remedy(run_dir)}")
+    unreadable: list[str] = []
+    refused: JournalError | None = None
     for path in parts:
-        header, line = read_header(path), _first_line(path)
+        try:
+            header, line = read_header(path), _first_line(path)
+        except JournalError as fault:
+            unreadable.append(f"{path.name}: {fault}")
+            refused = refused or fault
+            continue
         if header is None:
             continue
         run, rank = decode_run(header["run"], run_dir), int(header["rank"])
         backends = [dict(backend) for backend in header["backends"]]
         home = str(header["run"].get("run_dir") or "")
-        new = SavedJournal(run=run, home=home, rank=rank, backends=backends, parts=[])
+        new = SavedJournal(run=run, home=home, rank=rank, backends=backends, parts=[], unreadable=unreadable)
         parts_of_run = found.setdefault((run.run_id, rank), new).parts
         first = known.setdefault((run.run_id, rank, line), path)
         if first is path:
             parts_of_run.append(path)
         elif path.stat().st_size > first.stat().st_size:
             parts_of_run[parts_of_run.index(first)] = known[run.run_id, rank, line] = path
+    if refused is not None and not found:
+        raise refused
     return list(found.values())
 
 
@@ -110,6 +126,11 @@ def _names_in(directory: Path) -> list[str]:
 
 
 def _unreadable(path: Path, fault: OSError) -> JournalError:
+    if fault.errno in (errno.EINVAL, errno.ELOOP, errno.EFBIG):
+        return JournalError(
+            f"{str(path)!r} cannot be read ({fault.strerror}): expected a file that gradtrack has written. "
+            "Move it out of the run's directory."
+        )
     return JournalError(
         f"{str(path)!r} cannot be read ({fault.strerror or fault}): expected a run of yours. "
         "Ask whoever made it for the right to read it."
@@ -118,7 +139,8 @@ def _unreadable(path: Path, fault: OSError) -> JournalError:
 
 def _remedy(run_dir: Path) -> str:
     """Name the newest of the runs in a directory that is none itself."""
-    within = max(run_dir.glob("*/journal-*.jsonl"), key=lambda path: path.stat().st_mtime, default=None)
+    runs = filter(is_regular, run_dir.glob("*/journal-*.jsonl"))
+    within = max(runs, key=lambda path: path.stat().st_mtime, default=None)
     return "Check the path." if within is None else f"It holds others; the newest is {str(within.parent)!r}."
 
 
@@ -151,8 +173,8 @@ def read_header(path: Path) -> Mapping[str, Any] | None:
 
 def _first_line(path: Path) -> bytes:
     try:
-        with path.open("rb") as stream:
-            return stream.readline(_LONGEST_LINE)
+        with open_regular(path, most_bytes=PART_BYTES) as stream:
+            return stream.readline(_LONGEST_HEADER)
     except OSError as fault:
         raise _unreadable(path, fault) from None
 
@@ -186,7 +208,7 @@ def read_rows(
 
     Rows that are whole in such a line, since the end of a line before them was changed, are not skipped.
     """
-    with path.open("rb") as stream:
+    with open_regular(path, most_bytes=PART_BYTES) as stream:
         first = stream.readline(_LONGEST_LINE)
         signed = _CHECKSUM in first
         lines: Iterator[bytes] = iter(lambda: stream.readline(_LONGEST_LINE), b"")

@@ -16,6 +16,7 @@ from gradtrack.protection.clipping import clipping_fields
 from gradtrack.records import Record
 from gradtrack.reports.issues import HEALTHY
 from gradtrack.reports.metric_names import flat_metrics
+from gradtrack.support.regular_files import open_regular
 
 _FORMAT: Final = 1
 _HEADER_BYTES: Final = 4096
@@ -42,7 +43,7 @@ class _Terms(NamedTuple):
 def read_tail(path: Path, run_id: str, rank: int, known: Container[int]) -> Iterator[tuple[int, Record]]:
     """Yield the rows of a tail whose numbers are not known, if the tail is that of this run."""
     try:
-        with path.open("rb") as stream:
+        with open_regular(path) as stream:
             content = stream.read(_MOST_BYTES)
         header = json.loads(content[:_HEADER_BYTES])
         if header["gradtrack_tail"] != _FORMAT or (header["run_id"], header["rank"]) != (run_id, rank):

@@ -19,6 +19,7 @@ from gradtrack.delivery.journal.reading import FORMAT, read_rows
 from gradtrack.records import Record, RunInfo
 from gradtrack.support.checksums import CHECKSUM, with_checksum
 from gradtrack.support.interrupts import pass_on
+from gradtrack.support.regular_files import open_regular
 
 _POLL_SECONDS: Final = 0.02
 
@@ -308,7 +309,7 @@ def alone_with(path: Path) -> Iterator[bool]:
     """Keep others from taking a journal's part, and say whether nobody had it."""
     with contextlib.ExitStack() as stack:
         try:
-            _lock(stack.enter_context(path.open("rb")).fileno())
+            _lock(stack.enter_context(open_regular(path)).fileno())
         except BlockingIOError:
             yield False
             return

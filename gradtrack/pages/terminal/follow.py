@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 from gradtrack.pages.run_data import RunData, Track, is_running, load_run
 from gradtrack.pages.terminal.overview import show, show_live
 from gradtrack.pages.terminal.tables import number
+from gradtrack.support.regular_files import is_regular
 from gradtrack.support.text import one_line
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def _changes(directory: Path, pause: Pause, clock: Clock) -> Iterator[RunData]:
     """Yield the run whenever its journal has grown, and once more at its end."""
     size, rest = -1, _PAUSE_SECONDS
     while True:
-        grown = sum(path.stat().st_size for path in directory.glob("journal-*.jsonl"))
+        grown = sum(path.stat().st_size for path in directory.glob("journal-*.jsonl") if is_regular(path))
         if grown != size:
             begin = clock()
             size, run = grown, load_run(directory)
