@@ -8,7 +8,7 @@ ARGS ?=
 INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-exhaustive check bench docs clean
+.PHONY: help demo test test-slow test-exhaustive fuzz check bench docs clean
 
 help: ## Show the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' Makefile
@@ -30,6 +30,10 @@ test-slow: $(VENV)/.all-installed ## Run the slow tests: real servers under faul
 
 test-exhaustive: $(VENV)/.all-installed ## Run for every run of the diagnosis what the tests run for some (20 minutes)
 	@$(BIN)/python -m pytest -m '' -n $(WORKERS) tests/analyzers/flow/test_loss_scale.py $(ARGS)
+
+EXAMPLES ?= 20000
+fuzz: $(VENV)/.all-installed ## Read run directories with mutated files; EXAMPLES=... is their number for each file
+	@GRADTRACK_FUZZ_EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest -m '' -n $(WORKERS) tests/faults/test_fuzz_readers.py $(ARGS)
 
 check: $(VENV)/.all-installed ## Check format, lint, types, the direction of imports and the words
 	@$(BIN)/ruff format --check

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Self
 
-from pydantic import ValidationError
-
 from gradtrack.config import GradientConfig
 from gradtrack.errors import JournalError, RunDirectoryError
 from gradtrack.records import RunInfo
@@ -32,7 +30,8 @@ def write_atomically(path: Path, text: str, *, mode: int = 0o644, durable: bool 
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as stream:
+        # A name that is not Unicode may come from any file of a run directory.
+        with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace") as stream:
             stream.write(text)
             stream.flush()
             if durable:
@@ -118,8 +117,8 @@ class RunEnd:
                 last=[StepReport.model_validate(report) for report in values["last"]],
                 flight_recorder=[StepReport.model_validate(report) for report in values["flight_recorder"]],
             )
-        except (KeyError, TypeError, ValidationError) as fault:
-            raise _unreadable(path, str(fault).splitlines()[0]) from None
+        except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RecursionError) as fault:
+            raise _unreadable(path, (str(fault).splitlines() or [type(fault).__name__])[0]) from None
 
 
 def _unreadable(path: Path, reason: str) -> JournalError:

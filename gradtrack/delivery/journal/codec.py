@@ -16,6 +16,8 @@ from gradtrack.support.regular_files import is_inside
 
 _encode_any = json.JSONEncoder(separators=(",", ":"), check_circular=False, default=str).encode
 _MOST_ROWS: Final = 2**63
+_LATEST: Final = 1e12
+"""In seconds since 1970: some 30,000 years from now."""
 _KINDS: Final = frozenset(get_args(PanelKind))
 
 
@@ -72,7 +74,7 @@ def decode_run(values: Mapping[str, Any], directory: Path) -> RunInfo:
     return RunInfo(
         run_id=str(values["run_id"]),
         run_dir=str(directory),
-        created=float(values["created"]),
+        created=_time(values["created"]),
         config=dict(values["config"]),
         environment={str(key): str(value) for key, value in values["environment"].items()},
     )
@@ -105,25 +107,46 @@ def _record(row: Mapping[str, Any], directory: Path, *, trusted: bool) -> Record
     files = (_lengthen(str(name), directory, trusted=trusted) for name in row.get("files", ()))
     return Record(
         step=row["step"],
-        time=float(row["time"]),
-        metrics={name: _number(value) for name, value in row["metrics"].items()},
-        epoch=None if epoch is None else int(epoch),
+        time=_time(row["time"]),
+        metrics=_metrics(row["metrics"]),
+        epoch=None if epoch is None else _epoch(epoch),
         loss=None if row.get("loss") is None else _number(row["loss"]),
         source=str(row.get("source", "")),
         panels=tuple(_panel(values) for values in row.get("panels", ())),
         issues=tuple(dict(issue) for issue in row.get("issues", ())),
-        histograms={
-            str(name): Histogram(edges=tuple(map(float, edges)), counts=tuple(map(float, counts)))
-            for name, (edges, counts) in row.get("histograms", {}).items()
-        },
+        histograms={name: _histogram(edges, counts) for name, (edges, counts) in row.get("histograms", {}).items()},
         files=tuple(name for name in files if name is not None),
     )
 
 
-def _number(value: object) -> float:
-    if type(value) not in (int, float):
-        raise TypeError(f"metric {value!r}: expected a number")
-    return value  # type: ignore[return-value]
+def _metrics(values: Mapping[str, object]) -> dict[str, float]:
+    if "" in values:
+        raise ValueError("a metric has no name")
+    return {name: _number(value) for name, value in values.items()}
+
+
+def _number(value: Any) -> float:
+    if type(value) is float:
+        return value
+    if type(value) is not int:
+        raise TypeError(f"metric {value!r:.40}: expected a number")
+    return float(value)
+
+
+def _time(value: Any) -> float:
+    if not -_LATEST < _number(value) < _LATEST:
+        raise ValueError(f"time {value!r:.40}: expected seconds since 1970")
+    return float(value)
+
+
+def _epoch(value: Any) -> int:
+    if type(value) is not int or not -_MOST_ROWS <= value < _MOST_ROWS:
+        raise TypeError(f"epoch {value!r:.40}: expected a number of 64 bits")
+    return value
+
+
+def _histogram(edges: Any, counts: Any) -> Histogram:
+    return Histogram(edges=tuple(map(_number, edges)), counts=tuple(map(_number, counts)))
 
 
 def _panel(values: Any) -> Panel:

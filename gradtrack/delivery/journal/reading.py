@@ -76,7 +76,7 @@ class SavedJournal:
                 known.add(number + shift)
                 yield number + shift, record
         for tail in sorted(self.parts[0].parent.glob("journal-*.tail")) if self.parts else ():
-            yield from read_tail(tail, self.run.run_id, self.rank, known)
+            yield from read_tail(tail, self.run.run_id, self.rank, known, self.damaged.append)
 
 
 def find_journals(run_dir: Path) -> list[SavedJournal]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -26,6 +26,7 @@ _ROW: Final = struct.Struct(f"<qqqqdddd{8 * WIDTH}sq")
 """Number + 1, index of the terms, step, epoch, time, loss, norm, clip rate, sums of all gradients, number + 1."""
 _TOTAL: Final = struct.Struct(f"<{WIDTH}d")
 _NO_EPOCH: Final = -(2**63)
+_LATEST: Final = 1e12
 
 
 class _Terms(NamedTuple):
@@ -40,15 +41,20 @@ class _Terms(NamedTuple):
     with_statistics: bool
 
 
-def read_tail(path: Path, run_id: str, rank: int, known: Container[int]) -> Iterator[tuple[int, Record]]:
-    """Yield the rows of a tail whose numbers are not known, if the tail is that of this run."""
+def read_tail(
+    path: Path, run_id: str, rank: int, known: Container[int], note: Callable[[str], object] | None = None
+) -> Iterator[tuple[int, Record]]:
+    """Yield the rows of a tail whose numbers are not known, if the tail is that of this run.
+
+    A row whose numbers cannot have been measured is left out, with a note.
+    """
     try:
         with open_regular(path) as stream:
             content = stream.read(_MOST_BYTES)
         header = json.loads(content[:_HEADER_BYTES])
         if header["gradtrack_tail"] != _FORMAT or (header["run_id"], header["rank"]) != (run_id, rank):
             return
-        terms = [_Terms(**found) for found in header["terms"]]
+        terms = [_checked(_Terms(**found)) for found in header["terms"]]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):  # its process ended before its first row
         return
     before = -1
@@ -58,11 +64,36 @@ def read_tail(path: Path, run_id: str, rank: int, known: Container[int]) -> Iter
             return
         before = following - 1
         if before not in known and 0 <= index < len(terms):
-            yield before, _record(terms[index], values)
+            try:
+                yield before, _record(terms[index], values)
+            except (ValueError, TypeError, ArithmeticError, LookupError) as fault:
+                if note is not None:
+                    note(f"{path.name}, row {before}: {fault!s:.120}")
+
+
+_KINDS: Final = {
+    "source": (str,),
+    "num_elements": (int,),
+    "clip_type": (str,),
+    "limit": (int, float, type(None)),
+    "epsilon": (int, float),
+    "nan_inf": (str,),
+    "with_statistics": (bool,),
+}
+
+
+def _checked(terms: _Terms) -> _Terms:
+    """Refuse terms that no training has written."""
+    for name, value in terms._asdict().items():
+        if type(value) not in _KINDS[name]:
+            raise TypeError(f"{name} is {value!r:.40}")
+    return terms
 
 
 def _record(terms: _Terms, values: Sequence[Any]) -> Record:
     step, epoch, time, loss, norm, clip_rate, total = values
+    if not -_LATEST < time < _LATEST:
+        raise ValueError(f"time {time!r}: expected seconds since 1970")
     metrics = flat_metrics(
         step=step,
         source=terms.source,
@@ -80,7 +111,7 @@ def _record(terms: _Terms, values: Sequence[Any]) -> Record:
     return Record(
         step=step,
         time=time,
-        metrics=metrics,
+        metrics={name: float(value) for name, value in metrics.items()},
         epoch=None if epoch == _NO_EPOCH else epoch,
         loss=None if loss != loss else loss,
         source=terms.source,

@@ -1,0 +1,237 @@
+"""Fuzzing: whatever the files of a run directory hold, each reader returns, or raises an error of this package.
+
+`make fuzz` runs longer; a failing case is printed by Hypothesis with what reproduces it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from gradtrack.delivery.journal.offsets import offsets_path, read_offsets
+from gradtrack.delivery.journal.reading import find_journals
+from gradtrack.delivery.journal.tail import read_tail
+from gradtrack.delivery.replay import replay
+from gradtrack.delivery.run_files import LEAVINGS, RUN_END, RunEnd, files_to_show, noted_files
+from gradtrack.errors import GradtrackError
+from gradtrack.pages.html import render, write_html_report
+from gradtrack.pages.run_data import load_run
+from gradtrack.pages.terminal.overview import show, to_plain
+from gradtrack.support.checksums import CHECKSUM, with_checksum
+from tests.delivery.training import Loop
+
+EARLIER = Path(__file__).parents[1] / "delivery" / "journal" / "earlier" / "killed"
+SHORT, LONG = 60, int(os.environ.get("GRADTRACK_FUZZ_EXAMPLES", "1500"))
+PART, TAIL = "journal-000.jsonl", "journal-000.tail"
+OFFSETS = "journal-000.acknowledged.json"
+
+NUMBERS: list[object] = [10**400, -(10**400), 2**63, 2**64, -1, 0, 1e308, 5e-324, math.nan, math.inf, -math.inf]
+OTHERS: list[object] = [None, True, "", "\ud800", "\x1b[31m", "../../x", "/dev/zero", "nan", "x" * 5000]
+NESTED: list[object] = [[], {}, [[]], {"": None}, [[[[[[]]]]]]]
+WEIRD = st.one_of(
+    st.sampled_from([*NUMBERS, *OTHERS, *NESTED]),
+    st.integers(),
+    st.floats(),
+    st.text(max_size=8),
+    st.lists(st.one_of(st.none(), st.integers(), st.text(max_size=3)), max_size=3),
+)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run directory with every file that a reader looks at."""
+    directory = tmp_path_factory.mktemp("fuzz") / "run"
+    loop = Loop(directory, ["json"], log_histograms=True, track_parameters=True)
+    loop.run(6)
+    loop.manager.close()
+    shutil.copy(EARLIER / TAIL, directory / TAIL)
+    (directory / "gradient_gain.png").write_bytes(b"picture")
+    (run,) = find_journals(directory)
+    (directory / LEAVINGS).write_text(json.dumps({"run_id": run.run.run_id, "files": ["gradient_gain.png"]}))
+    assert {RUN_END, OFFSETS, PART} <= set(os.listdir(directory))
+    assert len(list(run.rows())) == 6
+    return directory
+
+
+def places_in(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Return the way to every value within plain data."""
+    found = [path]
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, entry in items:
+        found += places_in(entry, (*path, key))
+    return found
+
+
+def replaced(value: Any, path: tuple[Any, ...], new: Any) -> Any:
+    """Return plain data with another value at one place."""
+    if not path:
+        return new
+    copy = value.copy()
+    copy[path[0]] = replaced(value[path[0]], path[1:], new)
+    return copy
+
+
+def mutated_json(data: st.DataObject, content: bytes) -> bytes:
+    """Replace some values of a JSON document, or leave them out."""
+    value = json.loads(content)
+    for _ in range(data.draw(st.integers(1, 3))):
+        path = data.draw(st.sampled_from(places_in(value)))
+        value = replaced(value, path, data.draw(WEIRD))
+    return json.dumps(value).encode()
+
+
+def mutated_lines(data: st.DataObject, content: bytes) -> bytes:
+    """Replace values in a line of a journal, which keeps a checksum that matches."""
+    lines = content.splitlines(keepends=True)
+    index = data.draw(st.integers(0, len(lines) - 1))
+    line = json.loads(lines[index])
+    line.pop(CHECKSUM)
+    changed = json.loads(mutated_json(data, json.dumps(line).encode()))
+    lines[index] = with_checksum(f"{json.dumps(changed)}\n".encode()) if isinstance(changed, dict) else b"[]\n"
+    return b"".join(lines)
+
+
+def mutated_tail(data: st.DataObject, content: bytes) -> bytes:
+    """Replace values in the header of a tail, or words of its rows."""
+    if data.draw(st.booleans()):
+        header = mutated_json(data, content[:4096])
+        return header.ljust(4096)[:4096] + content[4096:]
+    changed = bytearray(content)
+    for _ in range(data.draw(st.integers(1, 4))):
+        start = 4096 + 8 * data.draw(st.integers(0, 17 * 19 - 1))
+        changed[start : start + 8] = data.draw(st.binary(min_size=8, max_size=8))
+    return bytes(changed)
+
+
+def mutated_bytes(data: st.DataObject, content: bytes) -> bytes:
+    """Change, cut out or add some bytes."""
+    start = data.draw(st.integers(0, len(content)))
+    end = data.draw(st.integers(start, min(start + 40, len(content))))
+    return content[:start] + data.draw(st.binary(max_size=20)) + content[end:]
+
+
+def read_everything(directory: Path) -> None:
+    """Read a directory as the commands do."""
+    run = load_run(directory)
+    stream = io.StringIO()
+    Console(file=stream, width=120).print(show(run))
+    json.dumps(to_plain(run), default=str)
+    render(run)
+    read_offsets(offsets_path(directory / PART))
+    files_to_show(run.run, [path.name for path in noted_files(directory, run.run.run_id)])
+
+
+def read_one(directory: Path, name: str) -> None:
+    """Read one file by its own reader."""
+    if name == OFFSETS:
+        for entry in read_offsets(directory / name).values():
+            assert set(entry) == {"next", "refused", "address"}
+    elif name == LEAVINGS:
+        noted_files(directory, "run")
+    elif name == RUN_END:
+        RunEnd.load(directory / name)
+    elif name == TAIL:
+        run = json.loads((EARLIER / TAIL).read_bytes()[:4096])
+        for _, record in read_tail(directory / name, run["run_id"], 0, ()):
+            assert all(type(value) is float for value in record.metrics.values())
+    else:
+        for journal in find_journals(directory):
+            list(journal.rows())
+
+
+MUTATIONS: list[tuple[str, Callable[[st.DataObject, bytes], bytes]]] = [
+    (PART, mutated_lines),
+    (PART, mutated_bytes),
+    (TAIL, mutated_tail),
+    (TAIL, mutated_bytes),
+    (OFFSETS, mutated_json),
+    (OFFSETS, mutated_bytes),
+    (LEAVINGS, mutated_json),
+    (LEAVINGS, mutated_bytes),
+    (RUN_END, mutated_json),
+    (RUN_END, mutated_bytes),
+]
+IDS = [f"{name}-{mutate.__name__}" for name, mutate in MUTATIONS]
+
+
+def fuzz(whole: Path, name: str, mutate: Callable[[st.DataObject, bytes], bytes], count: int, *, deep: bool) -> None:
+    """Hold a reader to its law for some mutations of its file."""
+    content = (whole / name).read_bytes()
+
+    @settings(max_examples=count, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+    @given(st.data())
+    def law(data: st.DataObject) -> None:
+        with tempfile.TemporaryDirectory() as place:
+            directory = Path(place) / "run"
+            shutil.copytree(whole, directory)
+            (directory / name).write_bytes(mutate(data, content))
+            with contextlib.suppress(GradtrackError):
+                read_one(directory, name)
+            with contextlib.suppress(GradtrackError):
+                if deep:
+                    read_everything(directory)
+
+    law()
+
+
+@pytest.mark.parametrize(("name", "mutate"), MUTATIONS, ids=IDS)
+def test_reader_survives_any_file(whole: Path, name: str, mutate: Callable[[st.DataObject, bytes], bytes]) -> None:
+    """A short run of each target."""
+    fuzz(whole, name, mutate, SHORT, deep=False)
+
+
+@pytest.mark.parametrize("name", [PART, RUN_END])
+def test_pages_survive_any_file(whole: Path, name: str) -> None:
+    """What a reader lets pass can be shown."""
+    fuzz(whole, name, dict(MUTATIONS[::-1])[name], SHORT // 3, deep=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "mutate"), MUTATIONS, ids=IDS)
+def test_readers_and_pages_survive_any_file(
+    whole: Path, name: str, mutate: Callable[[st.DataObject, bytes], bytes]
+) -> None:
+    """A longer run of each target, the pages included."""
+    fuzz(whole, name, mutate, LONG, deep=True)
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+@given(st.data())
+def test_replay_survives_any_journal(whole: Path, data: st.DataObject) -> None:
+    """It delivers what can be read, or says why it does not."""
+    with tempfile.TemporaryDirectory() as place:
+        directory = Path(place) / "run"
+        shutil.copytree(whole, directory)
+        name, mutate = data.draw(st.sampled_from(MUTATIONS[:8]))
+        (directory / name).write_bytes(mutate(data, (directory / name).read_bytes()))
+        try:
+            found = replay(directory, to="json")
+        except GradtrackError:
+            return
+        assert all(one.fault is None or ":" in one.fault for one in found)
+
+
+def test_name_that_is_not_unicode_is_shown(whole: Path, tmp_path: Path) -> None:
+    """A lone surrogate in a metric's name, which no encoding has, breaks no page."""
+    shutil.copytree(whole, tmp_path / "run")
+    lines = (tmp_path / "run" / PART).read_bytes().splitlines(keepends=True)
+    row = json.loads(lines[-1])
+    row.pop(CHECKSUM)
+    row["source"] = "\ud800"
+    (tmp_path / "run" / PART).write_bytes(b"".join(lines[:-1]) + with_checksum(f"{json.dumps(row)}\n".encode()))
+    run = load_run(tmp_path / "run")
+    assert "\ud800" in run.tracks
+    assert write_html_report(run).stat().st_size > 1000
