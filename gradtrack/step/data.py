@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+from torch import Tensor
+
 from gradtrack.errors import NonFiniteGradientError
 from gradtrack.gradients.groups import Layout
 from gradtrack.gradients.moments import Moments, Rows, describe, describe_whole, finite_norm
@@ -139,6 +141,8 @@ class StepData:
         several, rates = len(self.lr) > 1, {}
         for position, groups in enumerate(self.lr):
             for index, (name, rate) in enumerate(groups):
+                if not isinstance(rate, (int, float, Tensor)):  # as None, by which Adafactor finds its own
+                    continue
                 label = f"{position}.{name}" if several else str(name)
                 rates[label if label not in rates else f"{label}.{index}"] = float(rate)
         return rates

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from operator import itemgetter
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,11 @@ from gradtrack.step.arguments import check_optimizer, hookable, needs_closure
 from gradtrack.step.loss_scale import UnseenSkips, unscale_together
 
 _lr = itemgetter("lr")
+_logger = logging.getLogger("gradtrack")
+_OUTSIDE: Final = (
+    "{} computes the gradients anew by calling its closure, so those that are shown outside of it are neither clipped "
+    "nor protected: call safe_backward within the closure, and pass the closure to step()."
+)
 
 
 class PairOptimizers:
@@ -29,6 +35,9 @@ class PairOptimizers:
         self.may_hold_found_inf = self.has_closures = False
         self._num_groups: list[int] = []
         self._closure_calls: int | None = None
+        self._warned = False
+        self.outside_note = ""
+        """What the next report tells of gradients that were shown outside of a closure."""
         self._rates: list[list[tuple[Any, Any]]] = []
         self._last_rates: list[Any] = []
         """The same of a single optimizer, where all of its groups have a rate."""
@@ -113,9 +122,18 @@ class PairOptimizers:
     def calls_again(self) -> bool:
         """Count a look at the gradients; say whether it comes from a further closure call of the same step."""
         if self._closure_calls is None:
+            self._warn_outside()
             return False
         self._closure_calls += 1
         return self._closure_calls > 1
+
+    def _warn_outside(self) -> None:
+        """Warn once of gradients that are shown outside of the closure, which the optimizer computes anew."""
+        if not self._warned:
+            self._warned = True
+            names = ", ".join(type(one).__name__ for one in self.optimizers)
+            self.outside_note = _OUTSIDE.format(names)
+            _logger.warning("%s", self.outside_note)
 
     def forget_found_inf(self) -> None:
         """Take back the flag of a late step, where the next one is decided on the host."""

@@ -171,6 +171,9 @@ class Pair:
             self._add_outside()
         self.add_loss(loss)
         repeated = self.optimizer_steps.has_closures and self.optimizer_steps.calls_again()
+        if self.optimizer_steps.outside_note:
+            self.coming_notes.append(self.optimizer_steps.outside_note)
+            self.optimizer_steps.outside_note = ""
         if not repeated:
             self.step_count += 1
         grads = self.measurement.collect(None if scale is None else {id(param) for param in self.owned()})
@@ -356,8 +359,10 @@ class Pair:
         return self.judge.diagnose(self.analyzers.issues())
 
     def _stepped(self) -> Iterable[nn.Parameter]:
-        yield from self.table.params
+        """Yield what the optimizers of this pair step; gradients of any other optimizer are left alone."""
         yield from self.owned()
+        if self.table.ranks is not None:  # between its passes FSDP2 has whole parameters in the place of shards
+            yield from self.table.params
 
     def close(self) -> None:
         """Remove what was hooked to the model and the optimizers."""

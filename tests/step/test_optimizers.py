@@ -60,7 +60,7 @@ def test_a_closure_is_one_step() -> None:
 
     for _ in range(2):
         again.clear()
-        optimizer.step(closure)
+        optimizer.step(closure)  # type: ignore[no-untyped-call]
         assert len(again) > 1
         assert again[0] is False
         assert all(again[1:])
@@ -87,7 +87,7 @@ def test_a_closure_that_raises_ends_its_step() -> None:
         raise ArithmeticError
 
     with pytest.raises(ArithmeticError):
-        optimizer.step(closure)
+        optimizer.step(closure)  # type: ignore[no-untyped-call]
     assert not made.calls_again()
 
 
@@ -172,3 +172,49 @@ def test_optimizers_that_step_at_times_are_looked_at_before_the_first() -> None:
             assert float(torch.nn.utils.get_total_norm(grads)) <= 1e-3
     assert [report.step for report in manager.reports] == [1, 2, 3, 4, 5, 6]
     assert all(report.clipping.clipped for report in manager.reports)
+
+
+def test_a_group_without_a_numeric_rate_has_none() -> None:
+    """As Adafactor's default, None, by which it finds its own."""
+    model = small_model()
+    params = list(model.parameters())
+    optimizer = torch.optim.SGD(
+        [{"params": params[:2], "name": "first"}, {"params": params[2:], "name": "rest"}], lr=0.1
+    )
+    optimizer.param_groups[0]["lr"] = None
+    manager = GradientManager()
+    for step in range(80):
+        optimizer.zero_grad()
+        report = manager.step(model, optimizer, batch_loss(model, step % 4))
+    assert report.lr == {"rest": 0.1}
+
+
+def test_gradients_outside_of_a_closure_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    """LBFGS computes its own, so the loop is told to call safe_backward within the closure."""
+    model = small_model()
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
+    manager, notes = GradientManager(), list[str]()
+    for step in range(4):
+
+        def closure(step: int = step) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = batch_loss(model, step)
+            torch.autograd.backward(loss)
+            return loss
+
+        notes += manager.step(model, optimizer, closure(), backward=False).notes
+        optimizer.step(closure)  # type: ignore[no-untyped-call]
+    assert [note for note in notes if "within the closure" in note] == [
+        message for message in caplog.messages if "within the closure" in message
+    ]
+    assert len([note for note in notes if "within the closure" in note]) == 1
+
+
+def test_a_skip_leaves_gradients_of_other_optimizers_alone() -> None:
+    """A parameter of the model that an optimizer owns which was never attached keeps its gradient."""
+    model = small_model()
+    first, second = torch.optim.SGD(model[0].parameters(), lr=0.1), torch.optim.SGD(model[2].parameters(), lr=0.1)
+    torch.autograd.backward(batch_loss(model) * float("inf"))
+    assert GradientManager().step(model, first, None, backward=False).skipped
+    assert all(param.grad is None for group in first.param_groups for param in group["params"])
+    assert all(param.grad is not None for group in second.param_groups for param in group["params"])
