@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from gradtrack.errors import InputTypeError, UsageError
 from gradtrack.records import Panel
-from gradtrack.reports import Issue, Report, StepReport
+from gradtrack.reports import Issue, IssueType, Report, StepReport
 
 Schedule = Callable[[int], bool]
 OFTEN_EVERY = 4
@@ -211,6 +211,8 @@ class Analyzer(ABC):
 
     report_type: ClassVar[type[Report]] = Report
     panels: ClassVar[tuple[Panel, ...]] = ()
+    explained_by: ClassVar[Mapping[IssueType, tuple[IssueType, ...]]] = {}
+    """What may explain the types of issues that this analyzer alone finds, the likeliest first."""
     schedule: ClassVar[Schedule] = staticmethod(rarely)
     needs_whole_parameters: ClassVar[bool] = False
     """Whether a look computes with the parameters themselves, which then must not be spread over ranks."""

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from gradtrack.analyzers.base import OFTEN_EVERY, OFTEN_UNTIL
+from gradtrack.analyzers.base import OFTEN_EVERY, OFTEN_UNTIL, Analyzer
 from gradtrack.reports import Issue, IssueSeverity, IssueType
 
 MOST: Final = 5
@@ -18,26 +18,13 @@ _CAUSES: Final[dict[IssueType, tuple[IssueType, ...]]] = {
     T.NUMERICAL: (T.EXPLODING, T.SUPERCRITICAL, T.LR_TOO_HIGH, T.UNSTABLE),
     T.EXPLODING: (T.SUPERCRITICAL, T.LR_TOO_HIGH, T.STALE_GRAD, T.UNSTABLE),
     T.UNSTABLE: (T.STALE_GRAD, T.LR_TOO_HIGH, T.SUPERCRITICAL, T.ROTATION),
-    T.LR_TOO_HIGH: (T.STALE_GRAD, T.ROTATION, T.SUPERCRITICAL),
-    T.DEAD: (T.LR_TOO_HIGH, T.EXPLODING),
-    T.SATURATION: (T.LR_TOO_HIGH, T.EXPLODING),
     T.VANISHING: (
         *(T.DEAD, T.SATURATION, T.BOTTLENECK, T.RANK_COLLAPSE, T.SHORT_MEMORY, T.ATTN_ENTROPY_COLLAPSE),
         *(T.EXPLODING, T.LR_TOO_HIGH),
     ),
-    T.SHORT_MEMORY: (T.EXPLODING, T.LR_TOO_HIGH),
-    T.BOTTLENECK: (T.DEAD, T.SATURATION),
-    T.GRAD_IMBALANCE: (T.EXPLODING, T.VANISHING, T.SUPERCRITICAL, T.DEAD),
     T.CLIP_SATURATED: (T.EXPLODING, T.SUPERCRITICAL, T.LR_TOO_HIGH, T.STALE_GRAD),
-    T.LR_TOO_LOW: (T.VANISHING, T.UNCHANGED, T.DEAD, T.SATURATION, T.CLIP_SATURATED, T.DISCONNECTED),
-    T.ENTROPY_COLLAPSE: (T.LR_TOO_HIGH, T.STALE_GRAD),
-    T.ATTN_ENTROPY_COLLAPSE: (T.LR_TOO_HIGH,),
-    T.RANK_COLLAPSE: (T.LR_TOO_HIGH,),
-    T.HEAD_REDUNDANCY: (T.RANK_COLLAPSE, T.ATTN_ENTROPY_COLLAPSE),
-    T.LOW_EFFECTIVE_RANK: (T.SUPERCRITICAL, T.SHORT_MEMORY, T.DEAD, T.SATURATION),
-    T.INSUFFICIENT_EXPLORATION: (T.ENTROPY_COLLAPSE,),
-    T.LOW_ACTION_STD: (T.ENTROPY_COLLAPSE,),
 }
+"""What explains the types of issues that the rules find; each analyzer says it of the types that it alone finds."""
 
 _STATES: Final = (T.DEAD, T.SATURATION, T.BOTTLENECK)
 
@@ -73,11 +60,17 @@ def _once(issues: object) -> list[Issue]:
 def _explain(issue: Issue, others: Sequence[Issue]) -> Issue:
     if issue.explained_by is not None:
         return issue
-    for cause in _CAUSES.get(issue.issue_type, ()):
+    for cause in causes_of(issue.issue_type):
         for other in others:
             if other.issue_type is cause and other.explained_by is None and _seen_from(other) <= issue.step:
                 return issue.model_copy(update={"explained_by": other.key})
     return issue
+
+
+def causes_of(kind: IssueType) -> tuple[IssueType, ...]:
+    """Return the types of issues that may explain one of a type, the likeliest first."""
+    own = (cause for analyzer in Analyzer.__subclasses__() for cause in analyzer.explained_by.get(kind, ()))
+    return tuple(dict.fromkeys((*_CAUSES.get(kind, ()), *own)))
 
 
 def _seen_from(cause: Issue) -> int:

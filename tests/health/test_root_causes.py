@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from itertools import permutations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradtrack.health.open_issues import MOST, order
+from gradtrack import registry
+from gradtrack.health.open_issues import MOST, causes_of, order
 from gradtrack.health.series import Trend
 from gradtrack.reports import Issue, IssueSeverity, IssueType
+
+
+@pytest.fixture(autouse=True, scope="module")
+def analyzers() -> None:
+    """Load the analyzers, which say what explains their issues."""
+    for name in registry.analyzers.builtin():
+        registry.analyzers.load(name)
 
 
 def issue(kind: str, layer: str = "", severity: str = "HIGH", step: int = 1) -> Issue:
@@ -69,3 +78,15 @@ def test_trend_is_free_of_scale(losses: list[int], power: int) -> None:
     scaled = Trend([loss * 2.0**power for loss in losses[:16]], [loss * 2.0**power for loss in losses])
     for name in ("falling", "rising", "learned", "risen", "turning"):
         assert getattr(plain, name) == getattr(scaled, name)
+
+
+def test_each_analyzer_explains_its_own_types() -> None:
+    """What explains the type of an issue is said once: by the rules, or by the analyzer that finds it."""
+    analyzers = [registry.analyzers.load(name) for name in registry.analyzers.builtin()]
+    own = [kind for analyzer in analyzers for kind in analyzer.explained_by]
+    assert len(set(own)) == len(own)
+    assert causes_of(IssueType.DEAD) == (IssueType.LR_TOO_HIGH, IssueType.EXPLODING)
+    assert causes_of(IssueType.HEAD_REDUNDANCY) == (IssueType.RANK_COLLAPSE, IssueType.ATTN_ENTROPY_COLLAPSE)
+    assert causes_of(IssueType.UNCHANGED) == ()
+    for kind in IssueType:
+        assert kind not in causes_of(kind)

@@ -12,11 +12,11 @@ from gradtrack import registry
 from gradtrack.analyzers.base import Analyzer, Schedule, Snapshot, model_of, often
 from gradtrack.analyzers.flow.sampler import FlowSampler, sample_offline
 from gradtrack.analyzers.flow.samples import Case, Sample, median
-from gradtrack.analyzers.flow.verdict import Thresholds, diagnose, judge_absolutely
+from gradtrack.analyzers.flow.verdict import EXPLAINED_BY, Thresholds, diagnose, judge_absolutely
 from gradtrack.analyzers.tools.offline import untouched
 from gradtrack.errors import UsageError
 from gradtrack.records import Panel
-from gradtrack.reports import Issue, Report
+from gradtrack.reports import Issue, IssueType, Report
 from gradtrack.reports.base import declared_values, measured
 
 _ALL = 1000
@@ -77,6 +77,7 @@ class GradientFlowAnalyzer(Analyzer):
     """
 
     report_type: ClassVar[type[Report]] = FlowReport
+    explained_by: ClassVar[Mapping[IssueType, tuple[IssueType, ...]]] = EXPLAINED_BY
     schedule: ClassVar[Schedule] = staticmethod(often)
     foresees: ClassVar[bool] = True
     panels: ClassVar[tuple[Panel, ...]] = (

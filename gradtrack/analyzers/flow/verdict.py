@@ -14,6 +14,22 @@ from gradtrack.analyzers.flow.samples import KEPT_WINDOWS, RECENT, Case
 from gradtrack.health.open_issues import MOST, order
 from gradtrack.reports import Issue, IssueType
 
+EXPLAINED_BY: Final[Mapping[IssueType, tuple[IssueType, ...]]] = {
+    IssueType.LR_TOO_HIGH: (IssueType.STALE_GRAD, IssueType.ROTATION, IssueType.SUPERCRITICAL),
+    IssueType.DEAD: (IssueType.LR_TOO_HIGH, IssueType.EXPLODING),
+    IssueType.SATURATION: (IssueType.LR_TOO_HIGH, IssueType.EXPLODING),
+    IssueType.BOTTLENECK: (IssueType.DEAD, IssueType.SATURATION),
+    IssueType.GRAD_IMBALANCE: (IssueType.EXPLODING, IssueType.VANISHING, IssueType.SUPERCRITICAL, IssueType.DEAD),
+    IssueType.LR_TOO_LOW: (
+        IssueType.VANISHING,
+        IssueType.UNCHANGED,
+        IssueType.DEAD,
+        IssueType.SATURATION,
+        IssueType.CLIP_SATURATED,
+        IssueType.DISCONNECTED,
+    ),
+}
+
 _OF_STEPS: Final = (IssueType.LR_TOO_HIGH,)
 """What is about the steps that were made, and not about what they have made of the model."""
 

@@ -19,7 +19,7 @@ from gradtrack.analyzers.recurrent.recorder import RecurrentRecorder, recurrent_
 from gradtrack.analyzers.recurrent.report import CellDynamics, pool
 from gradtrack.analyzers.recurrent.summary import RecurrentReport, largest, remarks, summarise
 from gradtrack.analyzers.recurrent.trajectories import follow
-from gradtrack.analyzers.recurrent.verdict import Criticality, judge, label, nonfinite
+from gradtrack.analyzers.recurrent.verdict import EXPLAINED_BY, Criticality, judge, label, nonfinite
 from gradtrack.analyzers.tools.issue_memory import Recurring
 from gradtrack.analyzers.tools.modules import kind_of
 from gradtrack.analyzers.tools.offline import offline_steps, untouched
@@ -67,6 +67,7 @@ class RecurrentAnalyzer(Analyzer):
     """
 
     report_type: ClassVar[type[Report]] = RecurrentReport
+    explained_by: ClassVar[Mapping[IssueType, tuple[IssueType, ...]]] = EXPLAINED_BY
     needs_whole_parameters: ClassVar[bool] = True
     panels: ClassVar[tuple[Panel, ...]] = (
         Panel(

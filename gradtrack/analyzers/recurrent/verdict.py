@@ -9,6 +9,15 @@ from typing import Final, Literal
 from gradtrack.analyzers.recurrent.report import CellDynamics
 from gradtrack.reports import Issue, IssueSeverity, IssueType
 
+EXPLAINED_BY: Final[Mapping[IssueType, tuple[IssueType, ...]]] = {
+    IssueType.SHORT_MEMORY: (IssueType.EXPLODING, IssueType.LR_TOO_HIGH),
+    IssueType.LOW_EFFECTIVE_RANK: (
+        IssueType.SUPERCRITICAL,
+        IssueType.SHORT_MEMORY,
+        IssueType.DEAD,
+        IssueType.SATURATION,
+    ),
+}
 Criticality = Literal["SUBCRITICAL", "CRITICAL", "SUPERCRITICAL"]
 
 _GROWTH: Final = 1e3

@@ -24,7 +24,7 @@ from gradtrack.analyzers.rl_policy.update_metrics import (
     head_gradient_ratio,
     kl_estimates,
 )
-from gradtrack.analyzers.rl_policy.verdict import PolicyVerdict, sum_up
+from gradtrack.analyzers.rl_policy.verdict import EXPLAINED_BY, PolicyVerdict, sum_up
 from gradtrack.analyzers.tools.offline import offline_steps, untouched
 from gradtrack.analyzers.tools.spectra import GradientCoherence
 from gradtrack.errors import UsageError
@@ -78,6 +78,7 @@ class RLPolicyAnalyzer(Analyzer):
     """
 
     report_type: ClassVar[type[Report]] = PolicyReport
+    explained_by: ClassVar[Mapping[IssueType, tuple[IssueType, ...]]] = EXPLAINED_BY
     panels: ClassVar[tuple[Panel, ...]] = (
         Panel(
             title="Policy entropy (share of the largest)",

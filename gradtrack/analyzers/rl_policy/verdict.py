@@ -15,6 +15,12 @@ from gradtrack.analyzers.rl_policy.report import Adequacy, PolicyReport
 from gradtrack.reports import Issue, IssueSeverity, IssueType
 from gradtrack.support.statistics import mean
 
+EXPLAINED_BY: Final[Mapping[IssueType, tuple[IssueType, ...]]] = {
+    IssueType.ENTROPY_COLLAPSE: (IssueType.LR_TOO_HIGH, IssueType.STALE_GRAD),
+    IssueType.INSUFFICIENT_EXPLORATION: (IssueType.ENTROPY_COLLAPSE,),
+    IssueType.LOW_ACTION_STD: (IssueType.ENTROPY_COLLAPSE,),
+}
+
 
 class PolicyVerdict:
     """The judgement of a policy by level, trend and returns; thresholds that were chosen weigh more than usual ones."""

@@ -17,7 +17,7 @@ from gradtrack.analyzers.transformer import picture
 from gradtrack.analyzers.transformer.logits import Limits
 from gradtrack.analyzers.transformer.recorder import AttentionRecorder, ForwardPass
 from gradtrack.analyzers.transformer.report import AttentionReport, report_attention
-from gradtrack.analyzers.transformer.verdict import judge
+from gradtrack.analyzers.transformer.verdict import EXPLAINED_BY, judge
 from gradtrack.errors import UsageError
 from gradtrack.records import Panel
 from gradtrack.reports import Issue, IssueType, Report, StepReport
@@ -77,6 +77,7 @@ class TransformerAnalyzer(Analyzer):
     """
 
     report_type: ClassVar[type[Report]] = AttentionReport
+    explained_by: ClassVar[Mapping[IssueType, tuple[IssueType, ...]]] = EXPLAINED_BY
     schedule: ClassVar[Schedule] = staticmethod(often)
     panels: ClassVar[tuple[Panel, ...]] = (
         Panel(

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Final
 
 from gradtrack.analyzers.base import Suggested
 from gradtrack.analyzers.transformer.report import AttentionReport, LayerReport
 from gradtrack.reports import Issue, IssueSeverity, IssueType
 
+EXPLAINED_BY: Final[Mapping[IssueType, tuple[IssueType, ...]]] = {
+    IssueType.ATTN_ENTROPY_COLLAPSE: (IssueType.LR_TOO_HIGH,),
+    IssueType.RANK_COLLAPSE: (IssueType.LR_TOO_HIGH,),
+    IssueType.HEAD_REDUNDANCY: (IssueType.RANK_COLLAPSE, IssueType.ATTN_ENTROPY_COLLAPSE),
+}
 _COLLAPSED: Final = 0.1
 _REDUNDANT: Final = 0.01
 _UNIFORM: Final = 0.9
