@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, KeysView, Mapping, Sequence
 from contextlib import suppress
@@ -27,8 +26,7 @@ class _Described:
     """The metrics that a class of reports declares."""
 
     def __get__(self, report: object, owner: type[Report]) -> tuple[Metric, ...]:
-        own = (one.metric for one in _declared(owner))
-        return tuple(dict.fromkeys((*own, *_joined(_declared_inside(owner)))))
+        return _described(owner)
 
 
 class Report(BaseModel):
@@ -75,11 +73,11 @@ class Report(BaseModel):
 
     def metric_parts(self) -> Iterator[tuple[str | None, Report]]:
         """Return the inner reports that declare metrics, each with the name that `<...>` in theirs stands for."""
-        for field in _declared_inside(type(self)):
+        for field in _parts(type(self)):
             value = getattr(self, field)
             if isinstance(value, Mapping):
                 entries = list(value.items())
-            elif isinstance(value, (list, tuple)):
+            elif _is_list(value):
                 entries = [(getattr(entry, "name", str(place)), entry) for place, entry in enumerate(value)]
             else:
                 entries = [(None, value)]
@@ -143,27 +141,19 @@ def _declared(report: type[Report]) -> tuple[_Declaration, ...]:
 
 
 @cache
-def _declared_inside(report: type[Report]) -> Mapping[str, tuple[Metric, ...]]:
-    """Return by field the metrics that the reports in it declare, without fields that have none."""
-    return _inside(report, ())
+def _parts(report: type[Report]) -> tuple[str, ...]:
+    """Name the fields that hold reports with metrics."""
+    fields = report.__pydantic_fields__.items()
+    return tuple(name for name, field in fields if any(map(_described, reports_in(field.annotation))))
 
 
-def _inside(report: type[Report], outer: tuple[type[Report], ...]) -> Mapping[str, tuple[Metric, ...]]:
+def _described(report: type[Report], outer: tuple[type[Report], ...] = ()) -> tuple[Metric, ...]:
+    """Return the metrics that a class declares, and then those of the reports in its fields."""
     outer = (*outer, report)
-    found = {
-        name: tuple(
-            metric
-            for inner in reports_in(field.annotation)
-            if inner not in outer
-            for metric in (*(one.metric for one in _declared(inner)), *_joined(_inside(inner, outer)))
-        )
-        for name, field in report.__pydantic_fields__.items()
-    }
-    return {name: metrics for name, metrics in found.items() if metrics}
-
-
-def _joined(metrics: Mapping[str, tuple[Metric, ...]]) -> tuple[Metric, ...]:
-    return tuple(itertools.chain.from_iterable(metrics.values()))
+    own = (one.metric for one in _declared(report))
+    inside = (inner for field in report.__pydantic_fields__.values() for inner in reports_in(field.annotation))
+    parts = (metric for inner in inside if inner not in outer for metric in _described(inner, outer))
+    return tuple(dict.fromkeys((*own, *parts)))
 
 
 def _properties(report: type[Report]) -> Iterator[tuple[str, tuple[Any, Sequence[object]]]]:
@@ -171,7 +161,7 @@ def _properties(report: type[Report]) -> Iterator[tuple[str, tuple[Any, Sequence
     members = {name: member for base in reversed(report.__mro__) for name, member in vars(base).items()}
     for name, member in members.items():
         if isinstance(member, property):
-            with suppress(NameError):  # a plugin may import types for the type checker alone
+            with suppress(Exception):  # a plugin may import types for the type checker alone
                 returned = get_type_hints(member.fget, include_extras=True).get("return")
                 if get_origin(returned) is Annotated:
                     yield name, (get_args(returned)[0], get_args(returned)[1:])

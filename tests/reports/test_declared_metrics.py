@@ -110,7 +110,7 @@ def test_report_without_metrics_has_none() -> None:
         number: float = 2.0
 
         @property
-        def odd(self) -> "Unknown":  # type: ignore[name-defined]  # noqa: F821
+        def odd(self) -> "Unknown.Kind":  # type: ignore[name-defined]  # noqa: F821
             """Return nothing."""
 
     assert (Plain().metrics(), Plain.described) == ({}, ())
