@@ -60,7 +60,7 @@ def test_a_closure_is_one_step() -> None:
 
     for _ in range(2):
         again.clear()
-        optimizer.step(closure)  # type: ignore[no-untyped-call]
+        optimizer.step(closure)
         assert len(again) > 1
         assert again[0] is False
         assert all(again[1:])
@@ -87,7 +87,7 @@ def test_a_closure_that_raises_ends_its_step() -> None:
         raise ArithmeticError
 
     with pytest.raises(ArithmeticError):
-        optimizer.step(closure)  # type: ignore[no-untyped-call]
+        optimizer.step(closure)
     assert not made.calls_again()
 
 
