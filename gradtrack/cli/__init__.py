@@ -15,6 +15,7 @@ from gradtrack._version import __version__
 from gradtrack.cli.help_texts import EPILOG, epilog
 from gradtrack.cli.runs import HERE, find_run, survive_poor_encodings
 from gradtrack.errors import GradtrackError, UsageError
+from gradtrack.support.text import Printable, one_line, printable
 
 app = typer.Typer(
     name="gradtrack",
@@ -41,7 +42,7 @@ def main() -> None:
             raise
         sys.exit(141)  # whoever read the output has gone: the code 1 of our libraries would be a verdict
     except GradtrackError as fault:
-        print(f"gradtrack: {fault}", file=sys.stderr)
+        print(printable(f"gradtrack: {fault}"), file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
@@ -108,7 +109,7 @@ def show(
         if as_json:
             typer.echo(json.dumps(overview.to_plain(found), indent=1, default=str))
         else:
-            console.print(overview.show(found), crop=False)
+            console.print(Printable(overview.show(found)), crop=False)
     raise typer.Exit(int(check and not found.healthy))
 
 
@@ -129,7 +130,9 @@ def report(
     with _writing(path, "--out"):
         write_html_report(found, path)
     typer.echo(
-        json.dumps({"run": found.run.run_id, "report": str(path), "healthy": found.healthy}) if as_json else path
+        json.dumps({"run": found.run.run_id, "report": str(path), "healthy": found.healthy})
+        if as_json
+        else one_line(str(path))
     )
 
 
@@ -154,7 +157,7 @@ def diff(
     if as_json:
         typer.echo(json.dumps(found.to_plain(), indent=1, default=str))
     else:
-        Console(highlight=False).print(found.show())
+        Console(highlight=False).print(Printable(found.show()))
     raise typer.Exit(int(check and bool(found.appeared)))
 
 
@@ -205,10 +208,9 @@ def replay(
     if as_json:
         typer.echo(json.dumps([{**asdict(one), "complete": one.complete} for one in found], indent=1))
     for one in [] if as_json else found:
-        typer.echo(
-            f"{one.backend}: {one.rows} rows, {one.present} were there, {one.delivered} delivered, "
-            f"{one.refused} refused" + (f" ({one.fault})" if one.fault else "") + _tell_damage(one.damaged)
-        )
+        text = f"{one.backend}: {one.rows} rows, {one.present} were there, {one.delivered} delivered, "
+        text += f"{one.refused} refused" + (f" ({one.fault})" if one.fault else "") + _tell_damage(one.damaged)
+        typer.echo(one_line(text))
     raise typer.Exit(int(not all(one.complete for one in found)))
 
 
@@ -231,7 +233,7 @@ def doctor(
     if as_json:
         typer.echo(json.dumps({**asdict(found), "healthy": found.healthy}, indent=1, default=str))
     else:
-        Console(highlight=False).print(show_diagnosis(found))
+        Console(highlight=False).print(Printable(show_diagnosis(found)))
     raise typer.Exit(int(not found.healthy))
 
 
@@ -298,7 +300,7 @@ def _list_plugins(kind: str, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps([asdict(plugin) for plugin in plugins], indent=1))
     else:
-        Console().print(show_plugins(kind.removesuffix("s"), plugins))
+        Console().print(Printable(show_plugins(kind.removesuffix("s"), plugins)))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,9 @@ import typer
 from typer.testing import CliRunner
 
 from gradtrack import __version__, cli, registry
+from gradtrack.delivery.journal.writing import Journal
 from gradtrack.errors import UsageError
+from gradtrack.records import Record, RunInfo
 from tests.pages.runs import issue, row, write_run
 from tests.processes import ROOT, python
 
@@ -416,3 +418,36 @@ def test_a_narrow_terminal_keeps_numbers_and_names_whole(arguments: list[str], w
     assert "…" not in shown
     assert "\x1b" not in shown
     assert "tensorboard" in shown or arguments[0] in ("show", "diff")
+
+
+ESCAPE = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202e"
+
+
+def test_text_of_a_run_directory_controls_no_terminal(tmp_path: Path) -> None:
+    """Types of issues, names of files, directories, backends and groups, and addresses are letters and no commands."""
+    directory = tmp_path / f"run{ESCAPE}"
+    backends = [
+        {"name": f"own{ESCAPE}", "options": {}},
+        {"name": "mlflow", "options": {"tracking_uri": f"https://tracking.example/{ESCAPE}"}},
+    ]
+    run = RunInfo(run_id=f"run{ESCAPE}", run_dir=str(directory), config={f"key{ESCAPE}": ESCAPE})
+    journal = Journal(directory, run, backends=backends)
+    issue = {"issue_type": f"DEAD{ESCAPE}", "severity": "HIGH", "layer": ESCAPE, "message": f"a{ESCAPE}\nb"}
+    for step in range(3):
+        metrics = {"train/grad_norm": 1.0, f"train/grad_norm/layer{ESCAPE}": 1.0, "train/grad_healthy": 0.0}
+        journal.append(step, Record(step=step, time=1.0, metrics=metrics, issues=(issue,), source=f"pair{ESCAPE}"))
+    journal.close(10.0)
+    (directory / f"journal-{ESCAPE}.jsonl").write_text("garbage\n")
+    (directory / f"gradient_statistics.{ESCAPE}.json").write_text("{}")
+    (directory / "gradtrack.yaml").write_text(f"run_dir: {str(directory)!r}\n".replace("\x1b", "\\x1b"))
+    told = ""
+    for command in (["show"], ["report"], ["diff", str(directory)], ["replay"], ["show", "--follow"]):
+        result = CliRunner().invoke(cli.app, [command[0], str(directory), *command[1:]])
+        assert "Traceback" not in result.output
+        told += result.output
+    result = CliRunner().invoke(cli.app, ["doctor", str(directory / "gradtrack.yaml")])
+    told += result.output
+    assert "DEAD" in told
+    assert "layer" in told
+    assert "If you trust it" in told
+    assert not [letter for letter in told if not letter.isprintable() and letter != "\n"]

@@ -11,7 +11,7 @@ from gradtrack.pages.run_data import RunData, Track, is_running, load_run
 from gradtrack.pages.terminal.overview import show, show_live
 from gradtrack.pages.terminal.tables import number
 from gradtrack.support.regular_files import is_regular
-from gradtrack.support.text import one_line
+from gradtrack.support.text import Printable, one_line
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -34,7 +34,7 @@ def follow(directory: Path, console: Console, *, pause: Pause = time.sleep, cloc
 
     with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
         for run in changes:
-            live.update(show_live(run) if run.is_running else show(run), refresh=True)
+            live.update(Printable(show_live(run) if run.is_running else show(run)), refresh=True)
     return run
 
 
