@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import contextlib
 import os
 import re
 from collections.abc import Mapping
@@ -11,7 +13,13 @@ HIDDEN: Final = "***"
 _SECRET_NAME: Final = re.compile(r"(?i)passw|passphrase|secret|token|api_?key|credential|private_?key|authorization")
 _WORD: Final = re.compile(r"\S+")
 _SCHEME: Final = re.compile(r"[A-Za-z0-9+.\-]://")
-_HEADER: Final = re.compile(r"(?i)(\bbearer\s+|\bauthorization[\"']?\s*[=:]\s*[\"']?(?:(?:basic|bearer)\s+)?)\S+")
+_BLANKS: Final = re.compile(r"(://)[^\s/@:]*:(?:(?!://)[^\n]){0,256}@(?=[\w.\-\[\]]+(?::\d+)?(?:[/\s?#'\"),;>]|$))")
+"""A user and a password that may hold blanks; up to the last `@` that a host follows."""
+_BASIC: Final = re.compile(r"(?i)(\bbasic(?:[\s:='\"]|%20)+)([a-z0-9+/_\-]{6,}={0,2})")
+_PLAIN_WORD: Final = re.compile(r"[A-Z]?[a-z\-]+|[A-Z\-]+|[\d\-]+")
+_HEADER: Final = re.compile(
+    r"(?i)(\bbearer(?:[\s:='\"]|%20)+|\bauthorization[\"']?\s*[=:]\s*[\"']?(?:(?:basic|bearer)\s+)?)\S+"
+)
 _ASSIGNED: Final = re.compile(
     r"(?i)((?:(?:passw|secret|credential)\w{0,40}|token|api[_-]?key)[\"']?\s*[=:]\s*)[^\s,;&]+"
 )
@@ -25,10 +33,24 @@ def redact(text: str) -> str:
     """
     for secret in _environment_secrets():
         text = text.replace(secret, HIDDEN)
+    if "://" in text:
+        text = _BLANKS.sub(rf"\1{HIDDEN}@", text)
     if "/" in text:
         text = _WORD.sub(_without_parts, text)
-    text = _HEADER.sub(rf"\1{HIDDEN}", text)
+    text = _BASIC.sub(_without_basic, _HEADER.sub(rf"\1{HIDDEN}", text))
     return _ASSIGNED.sub(rf"\1{HIDDEN}", text)
+
+
+def _without_basic(found: re.Match[str]) -> str:
+    """Return what follows the word Basic without a user and a password in base64, and an ordinary word as it is."""
+    word = found[2]
+    if _PLAIN_WORD.fullmatch(word):
+        with contextlib.suppress(ValueError):
+            if b":" not in base64.b64decode(f"{word}{'=' * (-len(word) % 4)}", altchars=b"-_"):
+                return found[0]
+        if len(word) % 4 == 1:
+            return found[0]
+    return f"{found[1]}{HIDDEN}"
 
 
 def _without_parts(found: re.Match[str]) -> str:

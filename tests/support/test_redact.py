@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from urllib.parse import quote
 
@@ -23,6 +24,30 @@ def test_userinfo_is_hidden_in_any_text(scheme: str, before: str, after: str, le
     """Whatever surrounds a URL and its password, the password is gone."""
     password = before + SECRET + after
     assert SECRET not in redact(f"{left} {scheme}://user:{password}@host:5000/path {right}")
+
+
+@given(SCHEMES, st.text(st.characters(exclude_categories=("Cc", "Cs")), max_size=12), st.text(VISIBLE, max_size=8))
+def test_password_with_blanks_is_hidden(scheme: str, before: str, after: str) -> None:
+    """A user who pastes one does not encode it."""
+    for password in (f"a {before}{SECRET}{after}", f"{SECRET} {after}", f"x@ {before} {SECRET}@{after} y"):
+        assert SECRET not in redact(f"cannot reach {scheme}://user:{password}@host:5000/path today")
+
+
+@pytest.mark.parametrize("user", ["user", "", "someone.else"])
+@pytest.mark.parametrize("lead", ["Basic ", "basic  ", "'Basic: ", "Basic%20", "got header Basic "])
+def test_credentials_that_a_server_echoes_are_hidden(user: str, lead: str) -> None:
+    """Also without the name of the header in front."""
+    encoded = base64.b64encode(f"{user}:{SECRET}".encode()).decode()
+    text = redact(f"401: {lead}{encoded} is not valid")
+    assert encoded.rstrip("=") not in text
+    assert "is not valid" in text
+    assert SECRET not in redact(f"403: {lead.lower().replace('basic', 'Bearer')}{SECRET}, denied")
+
+
+@pytest.mark.parametrize("text", ["Basic authentication failed", "a basic Training", "BASIC-AUTH", "basic information"])
+def test_ordinary_words_after_basic_stay(text: str) -> None:
+    """They are no credentials."""
+    assert redact(text) == text
 
 
 @given(SCHEMES, WORDS, WORDS, ANYTHING)
