@@ -92,7 +92,7 @@ class GradientManager:
         if torch.compiler.is_dynamo_compiling():  # a loop that is compiled as a whole goes on after a break here
             options = {"scaler": scaler, "accumulate": accumulate, "epoch": epoch, "batch": batch}
             return uncompiled(self.step)(model, optimizer, loss, backward, **options)  # type: ignore[no-any-return]
-        if self._closed:
+        if self._closed and not self._at_exit.exiting:
             raise ClosedError(_CLOSED)
         if not (backward and type(loss) is Tensor):  # a backward pass finds out by itself
             check_loss(loss, backward)
@@ -105,6 +105,8 @@ class GradientManager:
                     run_backward(scaled)
             else:
                 run_backward(scaled)
+        if self._closed:  # a thread that trains on while the interpreter ends has done nothing wrong
+            return pair.unmeasured(epoch)
         if accumulate:
             pair.add_loss(loss)
             return pair.unmeasured(epoch)

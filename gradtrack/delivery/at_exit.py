@@ -53,6 +53,8 @@ class CloseAtExit:
         self._owner, self._sink, self.unhook = weakref.ref(owner), sink, unhook
         self._collected = weakref.finalize(owner, self._let_go)
         self._collected.atexit = False
+        self.exiting = False
+        """Whether the end of the interpreter has closed the manager, not its user."""
         atexit.register(self._exit)
         sink.on_open = self.renew
         remember(self)
@@ -80,6 +82,7 @@ class CloseAtExit:
     def _exit(self) -> None:
         owner = self._owner()
         if owner is not None:
+            self.exiting = True
             # An exception that ended the program has been printed by now, and left its mark in sys.
             failed = getattr(sys, "last_type", None) is not None
             owner.close(failed=failed)

@@ -143,14 +143,16 @@ class Delivery:
         """Tell for each backend what it has taken and what it has not, and why."""
         found = {name: inline.status() for name, inline in self._inline.items()}
         for name, worker in self._workers.items():
+            unkept = worker.feed.unkept
+            lost = min(unkept, worker.pending) if self._summed_up else 0  # with the memory that alone holds them
             found[name] = _status(
                 worker.feed.accepted,
                 worker.acknowledged,
-                pending=worker.pending,
+                pending=worker.pending - lost,
                 refused=len(worker.refused),
-                lost=worker.feed.lost,
+                lost=worker.feed.lost + lost,
                 lagging=worker.feed.lagging,
-                why=worker.faults.last,
+                why=_with_unkept(worker.faults.last, unkept),
                 unsettled=worker.unsettled,
             )
         return {name: found[name] for name in self.backends if name in found}
@@ -217,6 +219,13 @@ class _Inline:
     def status(self) -> dict[str, Any]:
         lost = self._accepted - self._taken
         return _status(self._accepted, self._taken, lost=lost, why=self._faults.last)
+
+
+def _with_unkept(why: str | None, unkept: int) -> str | None:
+    """Add to a reason how many rows a replay cannot bring, since the journal lacks them."""
+    if not unkept:
+        return why
+    return "; ".join(filter(None, [why, f"{unkept} rows are only in memory, since the journal could not be written"]))
 
 
 def _status(

@@ -97,7 +97,7 @@ class Worker:
         try:
             self._thread.start()
         except RuntimeError as fault:  # no thread can start while the interpreter exits
-            self.faults.note(fault, "the journal keeps its rows")
+            self.faults.note(fault, "what the journal has of its rows is left to a replay")
 
     def ask_flush(self) -> threading.Event:
         """Flush the backend once everything that was offered so far is delivered."""
@@ -153,10 +153,11 @@ class Worker:
             try:
                 self._writer.write(rows, again=again)
             except BaseException as fault:  # also a tracker that exits: it must not end this thread in silence
-                self.faults.note(fault, "the rows are kept until it is back")
+                self.faults.note(fault, f"the rows are kept {'in memory ' * bool(self.feed.unkept)}until it is back")
             else:
                 if not self._began:
                     come_first()
+                self.feed.settle(rows[-1][0])
                 self._note_offset(rows[-1][0] + 1)
                 return
             again = True
@@ -164,7 +165,8 @@ class Worker:
             delay = min(2 * delay, _LONGEST_DELAY_SECONDS)
 
     def _note_refusal(self, fault: PermanentBackendError, record: Record) -> None:
-        self.faults.note(fault, f"it refuses rows for good, the first at step {record.step}; the journal keeps them")
+        kept = "the journal keeps those that it has" if self.feed.unkept else "the journal keeps them"
+        self.faults.note(fault, f"it refuses rows for good, the first at step {record.step}; {kept}")
 
     def _note_offset(self, following: int) -> None:
         self._began = True

@@ -34,12 +34,25 @@ class Feed:
         """Whether the worker waits for rows, and so is to be told of one."""
         self._next = 0
         self._known_lost: set[int] = set()
+        self._unkept: deque[int] = deque()
+        """The rows on their way, here or in the worker, that the journal lacks."""
         self._reading: Iterator[Row] | None = None
 
     @property
     def lagging(self) -> bool:
         """Say whether rows wait in the journal because the queue could not hold them."""
         return self.accepted - self._next > len(self._queue)
+
+    @property
+    def unkept(self) -> int:
+        """Count the rows that only the memory holds: they are lost unless the backend takes them."""
+        return len(self._unkept)
+
+    def settle(self, number: int) -> None:
+        """Forget the rows up to this one, which the backend has taken or refused."""
+        with self._lock:
+            while self._unkept and self._unkept[0] <= number:
+                self._unkept.popleft()
 
     @property
     def position(self) -> int:
@@ -54,6 +67,8 @@ class Feed:
             self.accepted = number + 1
             if len(self._queue) < self._limit:
                 self._queue.append((number, record))
+                if not kept:
+                    self._unkept.append(number)
             elif not kept:
                 self._known_lost.add(number)
                 self.lost += 1

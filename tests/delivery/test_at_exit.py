@@ -97,3 +97,43 @@ def test_trackers_are_set_up_while_managers_are_made() -> None:
         for maker in makers:
             maker.join()
         sys.setswitchinterval(interval)
+
+
+def test_thread_that_trains_while_the_interpreter_ends_is_left_alone(tmp_path: Path) -> None:
+    """It gets reports that measure nothing, and no error: its manager was closed by nothing that it did."""
+    code = """
+import threading, time
+from gradtrack.delivery.at_exit import come_first
+
+loop = Loop(sys.argv[1], ["json"])
+loop.run(1)
+steps, stop = [], threading.Event()
+
+def train():
+    try:
+        while not stop.is_set():
+            loop.run(1)
+            steps.append(1)
+    except BaseException as fault:
+        steps.clear()
+        print("raised", repr(fault), flush=True)
+
+def wait():
+    before = len(steps)
+    end = time.monotonic() + 20
+    while len(steps) < before + 20 and time.monotonic() < end:
+        time.sleep(0.01)
+    stop.set()  # torch itself ends the process where a thread is in the middle of it at the very end
+    thread.join()
+    print("went on" if len(steps) >= before + 20 else "ended", loop.manager.status()["closed"], flush=True)
+
+thread = threading.Thread(target=train, daemon=True)
+thread.start()
+while len(steps) < 5:
+    time.sleep(0.01)
+"""
+    first = "import atexit; atexit.register(lambda: wait())\n"
+    done = run_script(first + code, tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split("\n")[:-1] == ["went on True"], done.stdout + done.stderr
+    assert "ClosedError" not in done.stderr

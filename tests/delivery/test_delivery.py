@@ -461,6 +461,29 @@ def test_unwritable_journal_does_not_keep_rows_from_trackers(tmp_path: Path, cap
     assert "20 rows are not in the journal" in caplog.records[-1].message
 
 
+def test_rows_are_lost_where_neither_journal_nor_tracker_takes_them(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither the status nor the last line of the run says that they wait or that a replay could bring them."""
+    blocked = tmp_path / "run"
+    blocked.write_text("a file where the directory should be")
+
+    def fail(_: object) -> None:
+        raise OSError("down")
+
+    recorder = Recorder(fail)
+    delivery = Delivery({"recorder": recorder}, run=RUN, journal=Journal(blocked, RUN), close_timeout_seconds=0.5)
+    for step in range(10):
+        delivery.write(row(step))
+    assert "10 rows are only in memory" in str(delivery.status()["recorder"]["why"])
+    delivery.close()
+    found = delivery.status()["recorder"]
+    assert (found["accepted"], found["acknowledged"], found["pending"], found["lost"]) == (10, 0, 0, 10)
+    assert "10 lost" in caplog.records[-1].message
+    assert "gradtrack replay" not in caplog.records[-1].message
+    assert "journal keeps" not in caplog.text
+
+
 def test_row_that_is_nowhere_is_reported_as_lost(tmp_path: Path) -> None:
     """With neither a journal nor room in the queue a row is gone, and nobody claims otherwise."""
     gate = Gate()

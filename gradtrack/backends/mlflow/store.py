@@ -129,7 +129,7 @@ class Store:
         except requests.exceptions.RequestException as fault:
             raise BackendError(
                 f"mlflow: {redact(address)} does not answer ({type(fault).__name__}). "
-                "The journal keeps the records until it does."
+                "Rows are sent again until it does."
             ) from None
 
     def call(self, function: Callable[..., _T], *arguments: Any, **keywords: Any) -> _T:

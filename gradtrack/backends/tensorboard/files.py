@@ -63,7 +63,7 @@ class EventFile:
         except OSError as fault:
             raise BackendError(
                 f"tensorboard: {self._path.parent} cannot be written ({fault.strerror or fault}). "
-                "The journal keeps the records; make room or give the directory back."
+                "Make room or give the directory back."
             ) from fault
 
     def _append(self, stream: Any, found: list[bytes]) -> None:

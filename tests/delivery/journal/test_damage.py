@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from gradtrack.delivery.journal.reading import find_journals
 from gradtrack.delivery.journal.writing import Journal
 from gradtrack.errors import JournalError
-from gradtrack.records import Record
+from gradtrack.records import Record, RunInfo
 from gradtrack.support import checksums
 from gradtrack.support.checksums import CHECKSUM, crc32c, intact_lines, is_intact, with_checksum
 from tests.delivery.doubles import RUN, row
@@ -97,6 +97,21 @@ def test_a_changed_number_hides_no_row(place: int, number: int) -> None:
     assert numbers == sorted(set(numbers))
     if place < ROWS - 1 and not damaged:
         assert numbers == list(range(ROWS))
+
+
+def test_damaged_header_hides_no_other_run(tmp_path: Path) -> None:
+    """The other runs of the directory, and the other parts of its own, are read, and the part is named."""
+    path = written(tmp_path)
+    for number in (1, 2):
+        journal = Journal(tmp_path, RunInfo(run_id=f"run-{number + 1}", created=1.0))
+        journal.append(0, row(number))
+        journal.close(10.0)
+    path.write_bytes(path.read_bytes().replace(b'"rank":0', b'"rank":1'))
+    journals = find_journals(tmp_path)
+    assert [found.run.run_id for found in journals] == ["run-2", "run-3"]
+    for found in journals:
+        assert len(list(found.rows())) == 1
+        assert [path.name in damaged for damaged in found.damaged] == [True]
 
 
 def test_journal_without_checksums_is_read(tmp_path: Path) -> None:
