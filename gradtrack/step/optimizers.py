@@ -6,14 +6,15 @@ import logging
 import weakref
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import partial, wraps
 from operator import itemgetter
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.optim import optimizer as torch_optimizer
 
-from gradtrack.analyzers.tools.optimizer_hooks import StepWatch, take_off, uncompiled
+from gradtrack.analyzers.tools.optimizer_hooks import StepWatch, is_stepping, take_off, uncompiled
 from gradtrack.gradients.distributed.shards import is_distributed
 from gradtrack.gradients.parameters import OutsideParameter, ParameterTable
 from gradtrack.step.arguments import check_optimizer, hookable, needs_closure
@@ -21,6 +22,7 @@ from gradtrack.step.loss_scale import UnseenSkips, unscale_together
 
 _lr = itemgetter("lr")
 _logger = logging.getLogger("gradtrack")
+_NOT_THERE: Final = object()
 _OUTSIDE: Final = (
     "{} computes the gradients anew by calling its closure, so those that are shown outside of it are neither clipped "
     "nor protected: call safe_backward within the closure, and pass the closure to step()."
@@ -38,6 +40,7 @@ class PairOptimizers:
         self._warned = False
         self.outside_note = ""
         """What the next report tells of gradients that were shown outside of a closure."""
+        self._skipped: list[SkippedStep] = []
         self._rates: list[list[tuple[Any, Any]]] = []
         self._last_rates: list[Any] = []
         """The same of a single optimizer, where all of its groups have a rate."""
@@ -50,6 +53,7 @@ class PairOptimizers:
             # Between its passes FSDP2 has whole parameters in the place of the shards that the optimizer owns.
             if table.has_dtensors or not _owns_shards(optimizer):
                 check_optimizer(optimizer, table.params)
+        self.restore_steps()
         self._watch.close()
         self.optimizers = tuple(optimizers)
         self._num_groups = self._count_groups()
@@ -135,6 +139,16 @@ class PairOptimizers:
             self.outside_note = _OUTSIDE.format(names)
             _logger.warning("%s", self.outside_note)
 
+    def skip_step(self) -> None:
+        """Keep the coming step of each optimizer from doing anything, but for one whose step is running already."""
+        self._skipped = [SkippedStep(one) for one in self.optimizers if not is_stepping(one)]
+
+    def restore_steps(self) -> None:
+        """Let every optimizer step again, also one that was not called for a skipped step."""
+        skipped, self._skipped = self._skipped, []
+        for step in skipped:
+            step.restore()
+
     def forget_found_inf(self) -> None:
         """Take back the flag of a late step, where the next one is decided on the host."""
         if self.may_hold_found_inf:
@@ -144,6 +158,7 @@ class PairOptimizers:
 
     def close(self) -> None:
         """Leave the optimizers as they were found."""
+        self.restore_steps()
         self._watch.close()
         self.forget_found_inf()
 
@@ -162,6 +177,40 @@ class PairOptimizers:
 
     def _count_calls(self, calls: int | None) -> None:
         self._closure_calls = calls
+
+
+class SkippedStep:
+    """Keeps the next call of an optimizer's `step` from doing anything but running the hooks of that step.
+
+    To take the gradients away is not enough for a skip: many optimizers count the call, some decay or average weights
+    without gradients, and a few raise. It ends with that call, or with `restore`.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self._replaced: list[tuple[Any, Any]] = []
+        for one in {id(one): one for one in (optimizer, hookable(optimizer))}.values():
+            before = getattr(one, "__dict__", {}).get("step", _NOT_THERE)
+            with suppress(AttributeError):  # a wrapper without attributes of its own
+                one.step = wraps(one.step)(partial(self._skip, one))
+                self._replaced.append((one, before))
+
+    def restore(self) -> None:
+        """Let the optimizer step again."""
+        replaced, self._replaced = self._replaced, []
+        for one, before in replaced:
+            if before is _NOT_THERE:
+                vars(one).pop("step", None)
+            else:
+                one.step = before
+
+    def _skip(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        self.restore()
+        if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+            optimizer._opt_called = True  # or the schedule warns that it was called before the optimizer
+        for kind in ("pre", "post"):
+            hooks = getattr(optimizer, f"_optimizer_step_{kind}_hooks", {})
+            for hook in [*getattr(torch_optimizer, f"_global_optimizer_{kind}_hooks", {}).values(), *hooks.values()]:
+                hook(optimizer, (optimizer, *args), kwargs)
 
 
 class BeforeSteps:

@@ -167,6 +167,7 @@ class Pair:
             if report is not None:
                 return report
         self.fast_path.close()
+        self.optimizer_steps.restore_steps()
         if self.optimizer_steps.has_new_groups():
             self._add_outside()
         self.add_loss(loss)
@@ -239,6 +240,8 @@ class Pair:
         self.protection.protect(grads, moments, data, self._stepped)
         if data.skipped and data.scale is not None:
             data.scale.leave_out()
+        elif data.skipped:
+            self.optimizer_steps.skip_step()
         error = data.error
         if data.repeated:
             data.health = self.judge.health

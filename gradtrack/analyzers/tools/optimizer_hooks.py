@@ -129,11 +129,11 @@ def take_off(hooks: Iterable[tuple[Any, Any]]) -> None:
     Torch breaks where a hook goes while it walks. Each hook comes with its optimizer, and knows itself that it is over.
     """
     for optimizer, hook in hooks:
-        if not _is_stepping(optimizer):
+        if not is_stepping(optimizer):
             hook.remove()
 
 
-def _is_stepping(optimizer: Any) -> bool:
+def is_stepping(optimizer: Any) -> bool:
     """Say whether an optimizer's step is running."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
