@@ -269,6 +269,8 @@ class GradientManager:
         optimizers = as_sequence(optimizer)
 
         def look(loss: Tensor | float | None, scale: Scale | None) -> None:
+            if loss is not None:
+                check_loss(loss, False)
             pair = self._pairs.find(model, optimizers)
             if pair.seen_before_step:
                 pair.seen_before_step = False

@@ -44,6 +44,25 @@ MISTAKES: dict[str, tuple[Call, str]] = {
         lambda model, optimizer, loss: GradientManager().step(model, loss, optimizer, False),  # type: ignore[arg-type]
         "loss SGD: expected a tensor, a number or None. Mind the order",
     ),
+    "a loss that no float holds": (
+        lambda model, optimizer, loss: GradientManager().step(model, optimizer, 10**400, False),
+        "loss of the type int is too large: expected a number that a float holds. Pass math.inf",
+    ),
+    "a complex loss": (
+        lambda model, optimizer, loss: safe_backward(loss * 1j, model, optimizer),
+        r"loss of torch.complex64: expected a real number.* Take loss.abs\(\) or loss.real",
+    ),
+    "a complex loss after a backward pass": (
+        lambda model, optimizer, loss: GradientManager().step(model, optimizer, loss.detach() * 1j, False),
+        "loss of torch.complex64: expected a real number",
+    ),
+    "a complex loss of a closure": (
+        lambda model, optimizer, loss: (
+            gradtrack.watch(model, optimizer),
+            optimizer.step(lambda: (loss.backward(), loss.detach() * 1j)[1]),  # type: ignore[arg-type, no-untyped-call, return-value]
+        ),
+        "loss of torch.complex64: expected a real number",
+    ),
     "a model for a configuration": (
         lambda model, optimizer, loss: GradientManager(model),  # type: ignore[arg-type]
         "config Sequential: expected a GradientConfig.* Model and optimizer go to safe_backward",

@@ -41,6 +41,11 @@ def check_loss(loss: object, backward: bool) -> None:
                 f"loss of shape {tuple(loss.shape)}: expected a single number. "
                 "Reduce it first, with loss.mean() for example."
             )
+        if loss.is_complex():
+            raise UsageError(
+                f"loss of {loss.dtype}: expected a real number, since no optimizer can lower another. "
+                "Take loss.abs() or loss.real."
+            )
         if backward and not loss.requires_grad:
             raise UsageError(
                 "loss does not require grad: expected one that was computed from the model's parameters. "
@@ -53,6 +58,14 @@ def check_loss(loss: object, backward: bool) -> None:
         )
     elif loss is not None and not isinstance(loss, Real):
         raise InputTypeError(f"loss {_shown(loss)}: expected a tensor, a number or None. Mind the order of arguments.")
+    elif loss is not None:
+        try:
+            float(loss)
+        except OverflowError:
+            raise UsageError(
+                f"loss of the type {type(loss).__name__} is too large: expected a number that a float holds. "
+                "Pass math.inf for a loss that is not finite."
+            ) from None
 
 
 def _shown(value: object) -> str:
