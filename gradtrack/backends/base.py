@@ -59,7 +59,7 @@ class Backend(ABC):
         """Take note of the address that the process which does this backend's work has told."""
 
     def before_end(self, deliver: Callable[[], object]) -> None:
-        """Take what brings the rows that still wait, to call it just before somebody else ends the tracker's run."""
+        """Take what brings the rows that still wait, to call it just before the tracker's run is ended elsewhere."""
         return
 
     def confine(self, directory: Path) -> None:

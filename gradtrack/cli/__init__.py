@@ -40,7 +40,7 @@ def main() -> None:
     except SystemExit as end:
         if not isinstance(end.__context__, BrokenPipeError):
             raise
-        sys.exit(141)  # whoever read the output has gone: the code 1 of our libraries would be a verdict
+        sys.exit(141)  # the reader of the output has gone: the code 1 of our libraries would be a verdict
     except GradtrackError as fault:
         print(printable(f"gradtrack: {fault}"), file=sys.stderr)
         sys.exit(2)

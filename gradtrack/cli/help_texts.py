@@ -7,7 +7,7 @@ from typing import Final
 EPILOG: Final = (
     "Exit codes: 0 done; 1 done, but the run is unhealthy (show --check), issues appeared (diff --check), "
     "rows are still missing (replay) or a backend cannot be used (doctor); 2 wrong usage or an input that cannot be "
-    "used: one line on stderr says why; 130 interrupted; 141 nobody reads the output any more."
+    "used: one line on stderr says why; 130 interrupted; 141 the reader of the output has gone."
     "\n\n[bold]gradtrack COMMAND --help[/bold] has examples; "
     "[bold]gradtrack --install-completion[/bold] completes commands and options in your shell."
 )

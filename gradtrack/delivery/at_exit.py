@@ -1,4 +1,4 @@
-"""The end of the interpreter: what runs first there, and managers that nobody has closed."""
+"""The end of the interpreter: what runs first there, and managers that are still open."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class Delivery:
                 self.backends[name].before_end(functools.partial(self._await_flush, worker))
             except Exception as fault:
                 pass_on(fault)
-                worker.faults.note(fault, "what waits when somebody ends its run is left to a replay")
+                worker.faults.note(fault, "rows that wait when its run is ended are left to a replay")
             worker.start()
 
     def write(self, record: Record) -> None:
@@ -109,7 +109,7 @@ class Delivery:
         end, left = time.monotonic() + self._timeout, list(self._workers.values())
         try:
             self._let_go(left, end, failed=failed)
-        except BaseException:  # an interrupt from the keyboard: whoever has no patience learns what is left as well
+        except BaseException:  # an interrupt from the keyboard: the user is told what is left as well
             for worker in left:
                 worker.ask_close(failed=failed, end=end)
                 if not worker.join(0.0):

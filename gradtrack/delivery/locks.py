@@ -24,7 +24,7 @@ _logger = logging.getLogger("gradtrack")
 class Claim:
     """A directory kept from other writers of this and every other process, until `release` or the process ends.
 
-    `held` is False where somebody else has it; claims of one `run_id` share it, since several backends of a run may
+    `held` is False where another run has it; claims of one `run_id` share it, since several backends of a run may
     write there. Where the platform or the file system has no locks, everybody has it.
     """
 
@@ -96,7 +96,7 @@ _locks: dict[tuple[str, str], _Lock] = {}
 def claim_or_own(directory: Path, run_id: str, *, what: str) -> tuple[Path, Claim]:
     """Claim a directory for a run, or where another run is writing to it, one of its own inside, with a warning.
 
-    A directory that cannot be made is left to whoever writes to it: he tells what is wrong.
+    If a directory cannot be created, the caller's first write raises the error.
     """
     own = own_directory(directory, run_id)
     for chosen in (own,) if own.is_dir() else (directory, own):  # where a replay finds what the run has begun
@@ -117,7 +117,7 @@ def claim_or_own(directory: Path, run_id: str, *, what: str) -> tuple[Path, Clai
 
 
 def is_same(directory: Path, run_dir: str | None) -> bool:
-    """Say whether a directory is that of the run, which whoever began or replays the run has claimed."""
+    """Say whether a directory is that of the run, which the run itself, or its replay, has claimed."""
     return run_dir is not None and os.path.realpath(directory) == os.path.realpath(run_dir)
 
 

@@ -212,7 +212,7 @@ class _Delivery:
                     progress(self._name, self.rows, max(total, self.rows))
         except Exception as found:
             fault = describe(found)
-        finally:  # also when somebody has no patience: a tracker that is let go keeps what it took
+        finally:  # also after an interrupt from the keyboard: a tracker that is closed keeps what it took
             for finish in (self._backend.flush, self._backend.close):
                 try:
                     finish()

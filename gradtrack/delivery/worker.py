@@ -102,7 +102,7 @@ class Worker:
     def ask_flush(self) -> threading.Event:
         """Flush the backend once everything that was offered so far is delivered."""
         flush = _Flush(self.feed.accepted, threading.Event())
-        if self._end is not None:  # nobody is there any more to flush
+        if self._end is not None:  # the backend is closed, or about to be
             flush.done.set()
             return flush.done
         self._flushes.append(flush)
@@ -119,8 +119,8 @@ class Worker:
         self.feed.wake()
 
     def give_up(self, reason: str) -> None:
-        """Note that nobody waits for this thread any more."""
-        self.faults.note(reason, "nobody waits for it any longer")
+        """Note that the close does not wait for this thread any longer."""
+        self.faults.note(reason, "the close does not wait for it any longer")
         self.unsettled = self.faults.last
 
     def join(self, timeout_seconds: float) -> bool:
@@ -173,7 +173,7 @@ class Worker:
         self._offsets.set(self.name, following, self.refused, self.address)
 
     def _pause(self, delay_seconds: float) -> None:
-        """Wait before the next attempt, less long while somebody waits for this thread."""
+        """Wait before the next attempt, less long while a close waits for this thread."""
         if self._end is not None:
             delay_seconds = min(delay_seconds, _CLOSING_DELAY_SECONDS)
             if time.monotonic() + delay_seconds < self._last_retry:
@@ -185,7 +185,7 @@ class Worker:
         self._hurry.clear()
 
     def _rest(self, seconds: float) -> None:
-        """Leave the machine to the training and let rows come together, unless somebody or many rows wait."""
+        """Leave the machine to the training and let rows come together, unless a flush, a close or many rows wait."""
         end = time.monotonic() + max(min(seconds, _LONGEST_REST_SECONDS), _GATHER_SECONDS)
         while self._end is None and not self._flushes and self.feed.accepted - self.feed.position < _MANY_ROWS:
             remaining = end - time.monotonic()

@@ -20,7 +20,7 @@ from tests.backends.stores import empty_store
 
 
 def free_port() -> int:
-    """Find a port of the loopback interface that nobody listens on, below those that connections take by themselves."""
+    """Find a port of the loopback interface that is free, below those that connections take by themselves."""
     while True:
         port = random.randrange(20_000, 30_000)
         with socket.socket() as probe, contextlib.suppress(OSError):

@@ -95,7 +95,7 @@ def test_pair_with_a_name_has_files_of_its_own(tmp_path: Path) -> None:
 
 
 def test_directory_is_the_runs_unless_named(tmp_path: Path) -> None:
-    """The first record says where the run's files go; without it and without the option nobody can know."""
+    """The first record says where the run's files go; without it and without the option it is unknown."""
     backend = JsonBackend()
     backend.write([row(1, run=RunInfo(run_id="r", run_dir=str(tmp_path / "run")))])
     backend.close()
@@ -118,7 +118,7 @@ def test_moved_run_is_found_where_it_lies_now(tmp_path: Path) -> None:
 
 
 def test_run_that_goes_on_keeps_its_columns(tmp_path: Path) -> None:
-    """A second backend in the same directory adds to what is there."""
+    """A second backend in the same directory adds to the rows of the first."""
     written(tmp_path, [row(1)])
     found = written(tmp_path, [row(2)])
     assert found["gradient_statistics.json"]["step"] == [1, 2]
@@ -137,7 +137,7 @@ def test_run_that_repeats_steps_replaces_them(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", ["{", "[1]", '{"step": 3}', "null"])
 def test_file_that_cannot_be_read_is_moved_aside(tmp_path: Path, content: str) -> None:
-    """What somebody else wrote there is not lost."""
+    """What another program wrote there is not lost."""
     (tmp_path / "gradient_statistics.json").write_text(content)
     assert written(tmp_path, [row(1)])["gradient_statistics.json"]["step"] == [1]
     (aside,) = tmp_path.glob("*.unreadable-*")

@@ -496,7 +496,7 @@ def test_saved_view_failure_costs_only_the_view(server: str, monkeypatch: pytest
 
 
 def test_case_11_server_that_is_down_fails_at_once() -> None:
-    """Nothing is made and nothing blocks while nobody listens; the constructor does not call at all."""
+    """Nothing is made and nothing blocks while no server listens; the constructor does not call at all."""
     backend = MlflowBackend(tracking_uri=f"http://127.0.0.1:{free_port()}")
     with pytest.raises(BackendError, match="does not answer"):
         backend.write(make_records(1))

@@ -379,7 +379,7 @@ class TestUserWriter:
         assert [step for step, _, _ in read(tmp_path)["train/grad_norm"]] == [1, 2, 3, 4]
 
     def test_present_reads_the_user_run(self, writer: Any, tmp_path: Path) -> None:
-        """A replay into the directory of the user's writer finds what is there."""
+        """A replay into the directory of the user's writer finds its rows."""
         backend = TensorBoardBackend(writer=writer)
         records = make_records(6)
         backend.write(records[:4])
@@ -424,7 +424,7 @@ def test_two_records_of_one_step_are_two_events(tmp_path: Path) -> None:
 
 
 def test_withheld_metrics_are_left_out(tmp_path: Path) -> None:
-    """What somebody else writes to the same run is not written twice, and a replay knows of it."""
+    """What another callback writes to the same run is not written twice, and a replay knows of it."""
     backend = TensorBoardBackend(log_dir=tmp_path, withhold=["train/grad_norm"])
     backend.write(make_records(2))
     backend.close()

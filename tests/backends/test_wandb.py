@@ -118,7 +118,7 @@ def survivors(rows: list[dict[str, Any]], names: Any) -> dict[str, list[float]]:
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize("threaded", [False, True], ids=["in the loop", "from a worker"])
-def test_case_01_and_02_nobody_loses_a_row(pattern: str, threaded: bool) -> None:
+def test_case_01_and_02_neither_side_loses_a_row(pattern: str, threaded: bool) -> None:
     """In each of ten ways to log, all of the user's rows and all of ours are in the file."""
     before, after = PATTERNS[pattern]
     run, records, logged = open_run(), make_records(COUNT), []

@@ -181,7 +181,7 @@ def test_other_step_modes_show_at_the_end_as_well(tmp_path: Path, mode: Any) -> 
     assert shown > 50
 
 
-def test_run_that_nobody_finishes_is_shown_at_exit(tmp_path: Path) -> None:
+def test_run_that_is_left_open_is_shown_at_exit(tmp_path: Path) -> None:
     """The interpreter's end is an end of the run as well."""
     program = """
         import sys, wandb

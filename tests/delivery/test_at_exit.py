@@ -1,4 +1,4 @@
-"""The end of managers that nobody closes."""
+"""The end of managers without a call of `close`."""
 
 import gc
 import sys
@@ -39,7 +39,7 @@ def leave(*, watched: bool, analyzers: Any) -> tuple[nn.Module, list[weakref.ref
 @pytest.mark.parametrize("analyzers", [[], ANALYZERS], ids=["plain", "analyzed"])
 @pytest.mark.parametrize("watched", [False, True], ids=["safe_backward", "watch"])
 def test_a_manager_that_is_let_go_of_is_collected(watched: bool, analyzers: Any) -> None:
-    """What nobody holds is collected with its optimizer and leaves no hook on the model, which can then go as well."""
+    """What no variable holds is collected with its optimizer and leaves no hook on the model, which can go as well."""
     model, (manager, optimizer, model_too) = leave(watched=watched, analyzers=analyzers)
     gc.collect()
     assert manager() is None
@@ -52,7 +52,7 @@ def test_a_manager_that_is_let_go_of_is_collected(watched: bool, analyzers: Any)
 
 
 def test_exit_closes_every_manager(tmp_path: Path) -> None:
-    """Of several runs that nobody closed each gets its end, though trackers are set up meanwhile."""
+    """Of several runs that were left open each gets its end, though trackers are set up meanwhile."""
     code = """
 from gradtrack.delivery.at_exit import come_first
 

@@ -110,7 +110,7 @@ def test_what_waits_is_written_before_the_next_rest(tmp_path: Path, monkeypatch:
 
 @pytest.fixture
 def resting(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[Recorder, Delivery]:
-    """Give a backend that has one row, and whose worker rests as long as nobody needs it."""
+    """Give a backend that has one row, and whose worker rests until it is needed."""
     monkeypatch.setattr(worker_module, "_GATHER_SECONDS", 3600.0)
     monkeypatch.setattr(worker_module, "_LONGEST_REST_SECONDS", 3600.0)
     monkeypatch.setattr(worker_module, "_POLL_SECONDS", 0.001)
@@ -125,7 +125,7 @@ def resting(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[Recorder, 
 
 
 def test_flush_and_close_end_a_rest(resting: tuple[Recorder, Delivery]) -> None:
-    """Rows that came while a worker rested go together as soon as somebody waits for them."""
+    """Rows that came while a worker rested go together as soon as a flush waits for them."""
     recorder, delivery = resting
     delivery.flush()
     assert recorder.batches == [1, 8]
@@ -326,7 +326,7 @@ def test_raising_inline_backend_misses_its_row_only(tmp_path: Path, caplog: pyte
 
 
 def test_close_meets_its_deadline_with_a_write_that_hangs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A tracker that never answers keeps nobody waiting, and the last line says where the rows are."""
+    """A tracker that never answers holds up no close, and the last line says where the rows are."""
     gate = Gate()
     delivered(tmp_path, Recorder(gate), row(1), row(2), close_timeout_seconds=0.05)
     last = caplog.records[-1]
@@ -377,7 +377,7 @@ def test_failed_close_is_not_called_an_arrival(tmp_path: Path, caplog: pytest.Lo
 
 
 def test_backend_can_ask_for_what_waits(tmp_path: Path) -> None:
-    """Whoever knows that a tracker's run is about to end has every row until then, and a fault of it stays its own."""
+    """A backend whose run is about to end gets every row until then, and a fault of it stays its own."""
 
     class Ending(Recorder):
         def before_end(self, deliver: Callable[[], object]) -> None:
@@ -485,7 +485,7 @@ def test_rows_are_lost_where_neither_journal_nor_tracker_takes_them(
 
 
 def test_row_that_is_nowhere_is_reported_as_lost(tmp_path: Path) -> None:
-    """With neither a journal nor room in the queue a row is gone, and nobody claims otherwise."""
+    """With neither a journal nor room in the queue a row is gone, and the status says so."""
     gate = Gate()
     delivery = deliver(None, Recorder(gate), queue_rows=5)
     delivery.write(row(0))

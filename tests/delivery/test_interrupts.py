@@ -100,7 +100,7 @@ def test_interrupted_delivery_loses_nothing(tmp_path: Path, stride: int, caplog:
 def test_impatient_close_still_tells_where_the_rows_are(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever interrupts the wait of a close learns at once what is left and the command that delivers it."""
+    """A user who interrupts the wait of a close learns at once what is left and the command that delivers it."""
     gate = Gate()
     delivery = Delivery({"recorder": Recorder(gate)}, run=RUN, journal=Journal(tmp_path, RUN))
     delivery.write(row(1))

@@ -109,7 +109,7 @@ def test_run_that_begins_during_a_replay_keeps_apart(tmp_path: Path, caplog: pyt
     assert (steps_in(tmp_path), steps_in(tmp_path / str(second.manager.status()["run_id"]))) == ([1, 2, 3, 4], [1, 2])
 
 
-def test_replay_waits_for_whoever_writes_to_the_directory(tmp_path: Path) -> None:
+def test_replay_waits_for_the_writer_of_the_directory(tmp_path: Path) -> None:
     """Where a run holds the directory, a replay of an older one there is refused, and possible when it has ended."""
     first, second = Loop(tmp_path, ["json"]), Loop(tmp_path, ["json"])
     first.run(4)
@@ -192,7 +192,7 @@ def test_forked_copy_does_not_keep_a_directory(tmp_path: Path) -> None:
 
 
 def test_identity_from_a_journal_names_no_other_place(tmp_path: Path) -> None:
-    """The identity of a run may come from a journal that anybody wrote: it leads out of no directory."""
+    """The identity of a run may come from a journal of any author: it leads out of no directory."""
     claim = Claim(tmp_path / ".")
     chosen, own = claim_or_own(tmp_path, "../../elsewhere", what="x")
     assert chosen.resolve().is_relative_to(tmp_path.resolve())

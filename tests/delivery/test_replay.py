@@ -371,7 +371,7 @@ def test_damaged_lines_are_reported(tmp_path: Path) -> None:
 
 
 def test_progress_reaches_the_end(tmp_path: Path) -> None:
-    """Whoever draws a bar hears of every part and of the whole."""
+    """A caller that draws a bar hears of every part and of the whole."""
     told: list[tuple[str, int, int]] = []
     replay(journaled(tmp_path, range(1200)), progress=lambda *found: told.append(found))
     assert told == [("store", 500, 1200), ("store", 1000, 1200), ("store", 1200, 1200)]
@@ -503,7 +503,7 @@ def test_address_since_the_move_stays_as_it_is(tmp_path: Path) -> None:
 
 
 def test_interrupted_replay_lets_the_tracker_go_and_can_be_called_again(tmp_path: Path) -> None:
-    """Whoever interrupts a replay keeps what it delivered, and the next one brings the rest."""
+    """A user who interrupts a replay keeps what it delivered, and the next one brings the rest."""
     closed: list[bool] = []
 
     class Closing(Store):

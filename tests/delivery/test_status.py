@@ -80,7 +80,7 @@ class Terminated(Exception): pass
 def handle(number, frame):
     {does}
 signal.signal(signal.SIGTERM, handle)
-signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs tests behind a shell ignores it
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run behind a shell ignores it
 loop = Loop(sys.argv[1], [FileBackend(Path(sys.argv[1]) / "out")])
 loop.run(20)
 print("ready", flush=True)

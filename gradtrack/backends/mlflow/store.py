@@ -184,7 +184,7 @@ def _alone_with(uri: str) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         if sys.platform != "win32":
             path = Path(tempfile.gettempdir()) / f"gradtrack-{digest_of(uri)}.lock"
-            with contextlib.suppress(OSError):  # somebody else's file
+            with contextlib.suppress(OSError):  # a file of another user
                 lock = stack.enter_context(path.open("w"))
                 fcntl.flock(lock, fcntl.LOCK_EX)
         yield

@@ -32,9 +32,9 @@ class TensorBoardBackend(Backend):
     With `writer`, the scalars join the user's own run; the writer is flushed and never closed. Otherwise they go to
     event files in `log_dir`, which is `tensorboard` in the run directory unless it is given. The layout of the panels
     and the pictures of the run go to the sub-run `gradtrack` in both cases. A value is stored as a float, with a double
-    beside it where a float would overflow or underflow. The metrics in `withhold` are left out, for those that somebody
-    else writes to the same run. A `log_dir` that another run of gradtrack writes to is left to it, since TensorBoard
-    would draw both as one: this one is then a run of its own inside, named by its identity.
+    beside it where a float would overflow or underflow. The metrics in `withhold` are left out, for those that
+    another callback writes to the same run. A `log_dir` that another run of gradtrack writes to is left to it, since
+    TensorBoard would draw both as one: this one is then a run of its own inside, named by its identity.
     """
 
     def __init__(

@@ -51,7 +51,7 @@ class WandbBackend(Backend):
     first record and ends. A run has one step counter for everybody, and rows behind it are dropped. `step_mode` says
     what happens to it in a run of the user's: `polite` never moves it, so that our rows join the user's and what finds
     none of them is written when the run ends; `row` commits every row by itself; `step` logs at the record's own step.
-    The metrics in `withhold` are left out, and `train/grad_norm` is where somebody else writes it to the same run.
+    The metrics in `withhold` are left out, and `train/grad_norm` is where another callback writes it to the same run.
     `run_name` is `name` for a configuration, in which `name` is that of the backend.
     """
 

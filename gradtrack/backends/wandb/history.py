@@ -43,7 +43,7 @@ class Index:
         """Return which of these rows, by source and step, the files hold with the same values."""
         files = list(files)
         if any(path not in files or known.shrunk() for path, known in self._files.items()):
-            self._files, self._rows = {}, {}  # somebody removed or replaced one
+            self._files, self._rows = {}, {}  # one was removed or replaced
         for path in files:
             for items in self._files.setdefault(path, _File(path)).read_items():
                 self._take(items)

@@ -30,7 +30,7 @@ class Ending:
         self._process = os.getpid()
         self.hooked = self._hook(run)
         """Whether the run tells of its `finish`."""
-        # A run that nobody finishes ends with the interpreter, and its own way out does not ask us.
+        # A run without a call of its `finish` ends with the interpreter, and its own way out does not ask us.
         atexit.register(self.come)
 
     def before(self, action: Callable[[], object]) -> None:
@@ -88,7 +88,7 @@ def open_run(package: Any, given: Mapping[str, Any], info: RunInfo | None, tell:
     with unforked():  # a copy made meanwhile would remove, when it exits, the directory in which W&B starts its process
         package.setup()
     come_first()
-    # Whoever sets the variable also says whether that run is to be resumed.
+    # A user who sets the variable also says whether that run is to be resumed.
     if options.get("id") not in (None, os.environ.get("WANDB_RUN_ID")) and _talks(package):
         options["resume"] = "allow"
     settings, reason = _settings(package), _out_of_reach(package)

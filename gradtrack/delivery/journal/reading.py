@@ -133,7 +133,7 @@ def _unreadable(path: Path, fault: OSError) -> JournalError:
         )
     return JournalError(
         f"{str(path)!r} cannot be read ({fault.strerror or fault}): expected a run of yours. "
-        "Ask whoever made it for the right to read it."
+        "Ask its owner for the right to read it."
     )
 
 

@@ -27,7 +27,7 @@ _POLL_SECONDS: Final = 0.02
 class Syncer:
     """Makes an open file durable every few seconds, and at once when asked, without its writer waiting.
 
-    Whoever writes to the file sets `dirty`. `unlinked` says that the file has no name any more, so that whatever is
+    The journal sets `dirty` with each row. `unlinked` says that the file has no name any more, so that whatever is
     written to it is lost.
     """
 
@@ -48,7 +48,7 @@ class Syncer:
                 self._thread.start()
 
     def hurry(self) -> None:
-        """Make what is there durable at once."""
+        """Make the rows in the file durable at once."""
         self._wake.set()
 
     def retire(self, handle: int) -> None:
@@ -122,7 +122,7 @@ class Journal:
     """An append-only file of rows in parts, each row handed to the system before `append` returns.
 
     `append` never raises for a disk that is full or a directory that cannot be written: the row is counted in `failed`,
-    the reason is in `fault`, and the next row tries again. So are the rows of a file that somebody removed.
+    the reason is in `fault`, and the next row tries again. So are the rows of a file that was removed.
     """
 
     def __init__(
@@ -189,7 +189,7 @@ class Journal:
             parts = parts[parts.index(mark[1]) :]
         for part in parts:
             offset = mark[2] if mark is not None and part == mark[1] else 0
-            with contextlib.suppress(OSError):  # it was removed, by our bound or by somebody
+            with contextlib.suppress(OSError):  # it was removed, by our bound or from outside
                 for number, record in read_rows(part, offset=offset, trusted=True):
                     if number >= start:
                         yield number, record
@@ -248,7 +248,7 @@ class Journal:
         return handle
 
     def _create(self) -> tuple[Path, int]:
-        """Make a file that nobody else writes to, locked for as long as this process has it open."""
+        """Make a file that no other process writes to, locked for as long as this process has it open."""
         self.directory.mkdir(parents=True, exist_ok=True)
         prefix = "journal-" if self.rank == 0 else f"journal-rank{self.rank}-"
         taken = [_part_number(found.name, prefix) for found in self.directory.glob(f"{prefix}*.jsonl")]
@@ -279,7 +279,7 @@ class Journal:
         self.syncer.unlinked = False
 
     def _forget_oldest(self) -> None:
-        """Keep the journal within its bound; whoever misses a row of a removed part counts it as lost."""
+        """Keep the journal within its bound; a worker that misses a row of a removed part counts it as lost."""
         keep = max(self._limits.total_bytes // self._limits.part_bytes, 2)
         while len(self.parts) > keep:
             oldest = self.parts[0]
@@ -306,7 +306,7 @@ def is_being_written(path: Path) -> bool:
 
 @contextlib.contextmanager
 def alone_with(path: Path) -> Iterator[bool]:
-    """Keep others from taking a journal's part, and say whether nobody had it."""
+    """Keep other processes from taking a journal's part, and say whether none had it."""
     with contextlib.ExitStack() as stack:
         try:
             _lock(stack.enter_context(open_regular(path)).fileno())

@@ -56,7 +56,7 @@ def serve(greeting: Mapping[str, Any], requests: Iterator[Request], answers: Bin
         try:
             backend = backend or _make(greeting)
             answer["value"] = _ACTIONS[request["do"]](backend, request, records)
-        except BaseException as fault:  # also a tracker that exits: whoever asked is told
+        except BaseException as fault:  # also a tracker that exits: the training is told
             answer["fault"] = _name(fault), str(fault) if isinstance(fault, GradtrackError) else describe(fault)
         if backend is not None:
             with contextlib.suppress(Exception):

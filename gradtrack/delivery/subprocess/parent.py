@@ -98,7 +98,7 @@ class ProcessBackend(Backend):
         return None if found is None else {(str(source), int(step)) for source, step in found}
 
     def before_end(self, deliver: Callable[[], object]) -> None:
-        """Let the near end of the backend know of the end: the run is one of this process."""
+        """Pass it to the near end of the backend, since the run is one of this process."""
         self._backend.before_end(deliver)
 
     def address(self) -> Mapping[str, Any]:

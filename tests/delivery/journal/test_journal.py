@@ -245,7 +245,7 @@ def test_case_25_header_cut_short_is_no_journal(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("longer", [False, True])
 def test_copy_of_a_part_is_no_second_journal(tmp_path: Path, longer: bool) -> None:
-    """A part that somebody has copied beside itself is read once, and of two the one that holds more."""
+    """A part that was copied beside itself is read once, and of two the one that holds more."""
     filled(tmp_path, [row(1), row(2)])
     part = tmp_path / "journal-000.jsonl"
     shutil.copy(part, tmp_path / "journal-000-copy.jsonl")
@@ -257,7 +257,7 @@ def test_copy_of_a_part_is_no_second_journal(tmp_path: Path, longer: bool) -> No
 
 
 def test_journal_that_cannot_be_read_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file or a directory of somebody else is one line with the reason."""
+    """A file or a directory of another user is one line with the reason."""
     (tmp_path / "journal-000.jsonl").mkdir()
     with pytest.raises(JournalError, match=r"cannot be read \(Is a directory\): expected a run of yours"):
         find_journals(tmp_path)
@@ -319,7 +319,7 @@ def test_case_14_full_disk_keeps_whole_rows_only(tmp_path: Path) -> None:
 
 
 def test_removed_journal_is_told_and_begun_again(tmp_path: Path) -> None:
-    """Rows of a file that somebody removed count as not kept, and later rows go to a new one."""
+    """Rows of a file that was removed count as not kept, and later rows go to a new one."""
     journal = Journal(tmp_path / "run", RUN, limits=Limits(sync_seconds=3600.0))
     for number in range(3):
         journal.append(number, row(number))
@@ -336,7 +336,7 @@ def test_removed_journal_is_told_and_begun_again(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("gone", [[-1], [0], [1, -1], [0, 1]])
 def test_rows_of_removed_parts_are_counted_once(tmp_path: Path, gone: list[int]) -> None:
-    """Whichever parts somebody removes, and whatever comes after, each row is in the journal or counted as failed."""
+    """Whichever parts are removed, and whatever comes after, each row is in the journal or counted as failed."""
     journal = Journal(tmp_path, RUN, limits=Limits(part_bytes=1000, total_bytes=10**9, sync_seconds=3600.0))
     numbers = iter(range(100))
     for _ in range(2):
@@ -368,7 +368,7 @@ def test_rows_of_a_part_that_is_gone_are_left_out(tmp_path: Path) -> None:
 
 
 def test_row_that_cannot_be_written_down_is_counted(tmp_path: Path) -> None:
-    """What an analyzer of somebody else's put into a row costs that row, not the training."""
+    """What a third-party analyzer put into a row costs that row, not the training."""
 
     class Odd:
         def __str__(self) -> str:
