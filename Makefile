@@ -8,7 +8,7 @@ ARGS ?=
 INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-exhaustive fuzz check bench docs clean
+.PHONY: help demo test test-fast test-rest test-slow test-exhaustive fuzz check bench docs clean
 
 help: ## Show the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' Makefile
@@ -20,6 +20,14 @@ demo: $(VENV)/.demo-installed ## Train a small model and write its reports, with
 
 test: $(VENV)/.all-installed ## Run the tests
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+
+# Together these two run what `make test` runs, each test once.
+LEFT := (slow or exhaustive)
+test-fast: $(VENV)/.all-installed ## Run the tests that start no process and take no seconds (under a minute)
+	@$(BIN)/python -m pytest -m 'not (process or long) and not $(LEFT)' -n $(WORKERS) --dist worksteal $(ARGS)
+
+test-rest: $(VENV)/.all-installed ## Run the tests that test-fast leaves out, but for the slow ones
+	@$(BIN)/python -m pytest -m '(process or long) and not $(LEFT)' -n $(WORKERS) --dist loadfile $(ARGS)
 
 # Ranks want the machine for themselves; the other tests share nothing.
 # pytest ends with 5 when no test was selected.

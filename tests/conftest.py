@@ -1,16 +1,56 @@
 """What all tests share."""
 
 import os
+import platform
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, Final
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from tests.selection import marks_of
+
 settings.register_profile("gradtrack", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("gradtrack")
 torch.set_num_threads(1)
+
+_STARTS: Final = frozenset({"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.spawn", "socket.bind"})
+_started: list[str] = []
+
+
+def _note_start(event: str, _: tuple[Any, ...]) -> None:
+    if event in _STARTS:
+        _started.append(event)
+
+
+platform.platform()  # asks a program, once in a process: no test is to blame
+sys.addaudithook(_note_start)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave the files unread whose tests would all be left out: importing a framework takes seconds."""
+    if "not (process or long)" not in config.option.markexpr or not collection_path.is_relative_to(config.rootpath):
+        return None
+    return bool(marks_of(collection_path.relative_to(config.rootpath).as_posix())) or None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests that `make test-fast` leaves out."""
+    for item in items:
+        for mark in marks_of(item.nodeid):
+            item.add_marker(mark)
+
+
+@pytest.fixture(autouse=True)
+def _process_is_marked(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a test that starts a process or a server and is not marked so."""
+    _started.clear()
+    yield
+    if _started and not any(request.node.get_closest_marker(mark) for mark in ("process", "slow", "exhaustive")):
+        pytest.fail(f"{_started[0]}: expected a test marked process. Add it to PROCESS in tests/selection.py.")
 
 
 @pytest.fixture(autouse=True)

@@ -33,6 +33,8 @@ REMEDIES: Final = {
 }
 """A pattern, read without regard to case, and its remedy."""
 
+_ANY: Final = re.compile("|".join(REMEDIES).replace("(?-i:", "(?:"), re.IGNORECASE)
+
 STILL_TO_DO: Final = (
     "benchmarks",
     "docs/reference",
@@ -77,6 +79,8 @@ class Finding(NamedTuple):
 
 def find_in(text: str, path: str = "") -> Iterator[Finding]:
     """Yield the words in a text."""
+    if not _ANY.search(text):
+        return
     for number, line in enumerate(text.splitlines(), 1):
         for pattern, remedy in REMEDIES.items():
             for found in re.finditer(pattern, line, re.IGNORECASE):
