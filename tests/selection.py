@@ -23,6 +23,7 @@ PROCESS: Final = (
     "tests/delivery/test_forks.py",
     "tests/delivery/test_locks.py::test_forked_copy_does_not_keep_a_directory",
     "tests/delivery/test_locks.py::test_two_processes_keep_apart",
+    "tests/delivery/test_preflight.py::test_destination_of_a_configured_backend",
     "tests/delivery/test_status.py",
     "tests/delivery/test_subprocess.py",
     "tests/distributed/test_equality.py",
@@ -46,6 +47,7 @@ PROCESS: Final = (
     "tests/test_architecture.py",
     "tests/test_house.py::test_the_folder_of_an_analyzer_can_be_deleted",
     "tests/test_import.py",
+    "tests/test_manager.py::TestRecording::test_the_run_names_its_plugins",
     "tests/test_manager.py::test_copy_of_a_training_leaves_no_files",
     "tests/test_selection.py::test_a_test_that_starts_a_process_has_to_be_marked",
 )

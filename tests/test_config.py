@@ -8,7 +8,7 @@ import pytest
 
 from gradtrack import GradientConfig, GradientManager
 from gradtrack.errors import ConfigError, InputTypeError, UnknownPluginError
-from tests.training import small_model, train
+from tests.training import optimizer_of, small_model, train
 
 SETTINGS = {"max_grad_norm": 2.5, "clip_type": "value", "backends": ["memory"]}
 
@@ -206,9 +206,10 @@ class TestAssignment:
         config = GradientConfig(max_grad_norm=1e6)
         manager = GradientManager(config)
         model = small_model()
-        assert not train(manager, 1, model=model)[0].clipping.clipped
+        optimizer = optimizer_of(model)
+        assert not train(manager, 1, model=model, optimizer=optimizer)[0].clipping.clipped
         config.max_grad_norm = 1e-6
-        report = manager.step(model, next(iter(manager._pairs)).optimizers[0], None, backward=False)
+        report = manager.step(model, optimizer, None, backward=False)
         assert report.clipping.clipped
         assert report.clipping.threshold == 1e-6
 

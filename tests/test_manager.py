@@ -194,13 +194,18 @@ class TestRecording:
         uri = "http://ana:secret@127.0.0.1:9"
         later = {"name": "mlflow", "tracking_uri": uri, "timeout_seconds": 0.1, "own_process": False}
         analyzers = ["updates", {"name": "gain", "blocks": "0|2"}]
-        manager = GradientManager(backends=["memory", later], analyzers=analyzers, close_timeout_seconds=0.1)
-        config = manager._sink._run_info().config
+        manager = GradientManager(
+            backends=["memory", later], analyzers=analyzers, close_timeout_seconds=0.1, grad_log_every_n_steps=1
+        )
+        train(manager, 1)
         manager.close()
+        config = rows(manager)[0].run.config
         assert config["analyzers"] == analyzers
         assert config["backends"][0] == "memory"
         assert (config["backends"][1]["name"], "secret" in str(config)) == ("mlflow", False)
-        assert "analyzers" not in GradientManager(backends=["memory"])._sink._run_info().config
+        plain = GradientManager(backends=["memory"], grad_log_every_n_steps=1)
+        train(plain, 1)
+        assert "analyzers" not in rows(plain)[0].run.config
 
     def test_memory_writes_no_files(self, tmp_path: Path) -> None:
         """With only memory and console backends there is no run directory."""

@@ -1,7 +1,6 @@
 """The registry: plugins by name, checked before they are used."""
 
 from collections.abc import Sequence
-from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 from gradtrack import Backend, GradientManager, Record, registry
 from gradtrack.errors import PluginError, UnknownPluginError
 from gradtrack.registry import Registry
+from tests.plugins import install
 
 
 class Good(Backend):
@@ -21,12 +21,6 @@ class Good(Backend):
 
     def write(self, records: Sequence[Record]) -> None:  # noqa: D102
         self.seen += [record.step for record in records]
-
-
-def install(monkeypatch: pytest.MonkeyPatch, **plugins: str) -> None:
-    """Let entry points stand for installed packages."""
-    points = [EntryPoint(name, value, "gradtrack.backends") for name, value in plugins.items()]
-    monkeypatch.setattr(registry, "entry_points", lambda group: points if group == "gradtrack.backends" else [])
 
 
 def test_builtin_plugins_are_the_files() -> None:

@@ -291,16 +291,15 @@ def test_runs_that_end_at_once_leave_the_settings_as_they_were(server: str, monk
         backend.write(record)
     seen: list[str] = []
     together = threading.Barrier(2)
-    for backend in backends:
-        end = backend._store.client.set_terminated
+    end = mlflow.MlflowClient.set_terminated
 
-        def noted(*arguments: Any, end: Any = end) -> None:
-            seen.append(os.environ["MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"])
-            with contextlib.suppress(threading.BrokenBarrierError):
-                together.wait(0.2)  # where another one can be here at the same time, it is
-            end(*arguments)
+    def noted(*arguments: Any) -> None:
+        seen.append(os.environ["MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"])
+        with contextlib.suppress(threading.BrokenBarrierError):
+            together.wait(0.2)  # where another one can be here at the same time, it is
+        end(*arguments)
 
-        backend._store.client.set_terminated = noted
+    monkeypatch.setattr(mlflow.MlflowClient, "set_terminated", noted)
     threads = [threading.Thread(target=backend.close) for backend in backends]
     for thread in threads:
         thread.start()
@@ -407,12 +406,15 @@ def test_case_24_store_errors_are_redacted(monkeypatch: pytest.MonkeyPatch) -> N
     backend = MlflowBackend(tracking_uri="sqlite:///none.db", run_id="x")
 
     class Client:
+        def search_experiments(self, **_: object) -> list[object]:
+            return []
+
         def log_batch(self, *_: object, **__: object) -> None:
             raise RuntimeError("API request to http://user:s3cr3t@host/api failed")
 
         get_run = log_batch
 
-    monkeypatch.setattr(backend._store, "_known_client", Client())
+    monkeypatch.setattr(mlflow, "MlflowClient", lambda **_: Client())
     with pytest.raises(BackendError, match=r"http://\*\*\*@host/api"):
         backend.write(make_records(1))
 
@@ -490,7 +492,7 @@ def test_saved_view_failure_costs_only_the_view(server: str, monkeypatch: pytest
     """Where the view cannot be written the rows arrive all the same."""
     with mlflow.start_run() as run:
         backend = MlflowBackend(saved_view=True)
-        monkeypatch.setattr(type(backend._store.client), "set_experiment_tag", lambda *_: 1 / 0)
+        monkeypatch.setattr(mlflow.MlflowClient, "set_experiment_tag", lambda *_: 1 / 0)
         backend.write(make_records(2, panels=CORE_PANELS))
     assert len(history(server, run.info.run_id)) == 2
 
@@ -620,15 +622,14 @@ def test_case_14_full_disk_is_contained(tmp_path: Path) -> None:
 def test_lost_answer_to_the_creation_makes_no_second_run(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that was made although the answer was lost is found again, and is ours to end."""
     backend = MlflowBackend(experiment="lost answer")
-    client = backend._store.client
-    create = client.create_run
+    create = mlflow.MlflowClient.create_run
 
     def losing(*arguments: Any, **keywords: Any) -> None:
         create(*arguments, **keywords)
         raise ConnectionError("the answer was lost")
 
-    monkeypatch.setattr(client, "create_run", losing)
     records = make_records(3, run_id=new_identity())
+    monkeypatch.setattr(mlflow.MlflowClient, "create_run", losing)
     with pytest.raises(BackendError, match="the answer was lost"):
         backend.write(records)
     backend.write(records)
@@ -688,7 +689,9 @@ def test_case_13_gateway_that_answers_anything_takes_no_row(body: bytes, options
         server.shutdown()
 
 
-def test_history_is_fetched_once_however_many_parts_are_asked_for(tmp_path: Path) -> None:
+def test_history_is_fetched_once_however_many_parts_are_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A replay of a million rows asks in thousands of parts; only after a write that failed is it asked for again.
 
     It is the histories of a row's first and last metric that tell.
@@ -699,13 +702,13 @@ def test_history_is_fetched_once_however_many_parts_are_asked_for(tmp_path: Path
     backend.write(records[:20])
     fetched: list[str] = []
     again = MlflowBackend(**backend.address())
-    history = again._store.client.get_metric_history
+    fetch = mlflow.MlflowClient.get_metric_history
 
-    def counted(run_id: str, name: str) -> Any:
+    def counted(client: Any, run_id: str, name: str) -> Any:
         fetched.append(name)
-        return history(run_id, name)
+        return fetch(client, run_id, name)
 
-    again._store.client.get_metric_history = counted
+    monkeypatch.setattr(mlflow.MlflowClient, "get_metric_history", counted)
     for start in range(0, 40, 5):
         part = records[start : start + 5]
         there = again.present(part) or set()
@@ -713,9 +716,9 @@ def test_history_is_fetched_once_however_many_parts_are_asked_for(tmp_path: Path
         again.write([record for record in part if (record.source, record.step) not in there])
     assert len(fetched) == 2
     assert again.present(records) == {("", record.step) for record in records}
-    log_batch, again._store.client.log_batch = again._store.client.log_batch, None
-    with pytest.raises(BackendError):
-        again.write(records[:1])
-    again._store.client.log_batch = log_batch
+    with monkeypatch.context() as patch:
+        patch.setattr(mlflow.MlflowClient, "log_batch", None)
+        with pytest.raises(BackendError):
+            again.write(records[:1])
     assert again.present(records) == {("", record.step) for record in records}
     assert len(fetched) == 4

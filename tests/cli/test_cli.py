@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -10,6 +11,7 @@ import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import typer
@@ -345,9 +347,19 @@ def test_lines_are_folded_for_a_person_only(monkeypatch: pytest.MonkeyPatch) -> 
     """In a terminal long lines break between words, below where they began; a pipe gets them whole."""
     text = "Found:\n  one two three four\n"
     monkeypatch.setenv("COLUMNS", "12")
-    assert cli._folded(text) == text
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    assert cli._folded(text) == "Found:\n  one two\n    three\n    four"
+    monkeypatch.setattr("gradtrack.demo.run", lambda out, *, steps: SimpleNamespace(describe=lambda: text))
+    assert shown_by_demo(monkeypatch, watched=False) == f"{text}\n"
+    assert shown_by_demo(monkeypatch, watched=True) == "Found:\n  one two\n    three\n    four\n"
+
+
+def shown_by_demo(monkeypatch: pytest.MonkeyPatch, *, watched: bool) -> str:
+    """Return what the demo prints, on a terminal or into a pipe."""
+    stream = io.StringIO()
+    with monkeypatch.context() as patch:
+        patch.setattr(stream, "isatty", lambda: watched)
+        patch.setattr(sys, "stdout", stream)
+        cli.app(["demo"], standalone_mode=False)
+    return stream.getvalue()
 
 
 def test_start_loads_nothing_heavy() -> None:

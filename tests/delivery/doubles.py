@@ -37,6 +37,14 @@ def in_child(code: str, *arguments: str, **environment: str) -> subprocess.Compl
     )
 
 
+def join_worker(backend: str) -> None:
+    """Wait until the worker of a backend has ended; its thread bears the backend's name."""
+    for thread in threading.enumerate():
+        if thread.name == f"gradtrack-{backend}":
+            thread.join(WAIT_SECONDS)
+            assert not thread.is_alive(), thread.name
+
+
 class Recorder(Backend):
     """A backend that keeps what it was given, after doing whatever a test asks for first."""
 

@@ -22,7 +22,7 @@ from gradtrack.delivery.journal.writing import Journal
 from gradtrack.delivery.writer import Feed
 from gradtrack.errors import BackendError, PermanentBackendError
 from gradtrack.records import Panel, Record
-from tests.delivery.doubles import RUN, Gate, Recorder, row
+from tests.delivery.doubles import RUN, Gate, Recorder, join_worker, row
 
 
 @pytest.fixture(autouse=True)
@@ -347,8 +347,7 @@ def test_no_write_begins_after_the_deadline(tmp_path: Path) -> None:
     delivery.write(row(2))
     delivery.close()
     gate.opened.set()
-    worker = delivery._workers["recorder"]
-    assert worker.join(30)
+    join_worker("recorder")
     assert recorder.steps == [1]
     assert recorder.closed == [False]
     assert read_offsets(offsets_path(tmp_path / "journal-000.jsonl"))["recorder"]["next"] == 1

@@ -19,8 +19,10 @@ from gradtrack.delivery import worker as worker_module
 from gradtrack.delivery.delivery import Delivery
 from gradtrack.delivery.journal.reading import find_journals
 from gradtrack.delivery.journal.writing import Journal, is_being_written
+from gradtrack.delivery.worker import Worker
 from gradtrack.records import Record
-from tests.delivery.doubles import RUN, WAIT_SECONDS, Gate, Recorder, row
+from gradtrack.step.pair import Pair
+from tests.delivery.doubles import RUN, WAIT_SECONDS, Gate, Recorder, join_worker, row
 from tests.training import train
 
 OURS = "/gradtrack/delivery/"
@@ -72,7 +74,7 @@ def interrupted(directory: Path, at: int) -> bool:
     with contextlib.suppress(KeyboardInterrupt), interrupt:
         delivery.close()
     delivery.close()
-    assert delivery._workers["recorder"].join(WAIT_SECONDS)
+    join_worker("recorder")
     (journal,) = find_journals(directory)
     rows = list(journal.rows())
     assert journal.damaged == []
@@ -105,16 +107,15 @@ def test_impatient_close_still_tells_where_the_rows_are(
     delivery = Delivery({"recorder": Recorder(gate)}, run=RUN, journal=Journal(tmp_path, RUN))
     delivery.write(row(1))
     assert gate.entered.wait(WAIT_SECONDS)
-    worker, joins = delivery._workers["recorder"], [_interrupt]
-    join = worker.join
-    monkeypatch.setattr(worker, "join", lambda seconds: joins.pop()() if joins else join(seconds))
+    join, joins = Worker.join, [_interrupt]
+    monkeypatch.setattr(Worker, "join", lambda worker, seconds: joins.pop()() if joins else join(worker, seconds))
     with pytest.raises(KeyboardInterrupt):
         delivery.close()
     gate.opened.set()
     assert "recorder has 0 of 1 rows (1 pending: it was not waited for to the end)" in caplog.messages[-1]
     assert caplog.messages[-1].endswith(f"gradtrack replay {tmp_path}")
     delivery.close()
-    assert worker.join(WAIT_SECONDS)
+    join_worker("recorder")
 
 
 def test_interrupted_manager_closes_its_trackers_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,7 +123,7 @@ def test_interrupted_manager_closes_its_trackers_at_the_end(tmp_path: Path, monk
     recorder = Recorder()
     manager = GradientManager(backends=[recorder], run_dir=tmp_path, grad_log_every_n_steps=1)
     train(manager, 2)
-    monkeypatch.setattr(manager._pairs, "close", _interrupt)
+    monkeypatch.setattr(Pair, "close", lambda pair: _interrupt())
     with pytest.raises(KeyboardInterrupt):
         manager.close()
     assert (recorder.steps, recorder.closed) == ([1, 2], [False])

@@ -14,6 +14,7 @@ from gradtrack.backends.base import Backend
 from gradtrack.delivery.preflight import Examined, examine
 from gradtrack.errors import BackendError, MissingExtraError
 from gradtrack.records import Record
+from tests.plugins import install
 
 
 class Probed(Backend):
@@ -38,7 +39,7 @@ class Probed(Backend):
 def probed(monkeypatch: pytest.MonkeyPatch, outcome: Any, **options: Any) -> Examined:
     """Examine a configuration with one backend whose probe ends like this."""
     monkeypatch.setattr(Probed, "outcome", outcome)
-    monkeypatch.setitem(registry.backends._loaded, "probed", Probed)
+    install(monkeypatch, probed=f"{__name__}:Probed")
     found = examine({"backends": [{"name": "probed", **options}]}, timeout_seconds=0.5)
     return found.backends[0]
 

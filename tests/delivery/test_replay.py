@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradtrack import registry
 from gradtrack.backends.base import Backend
 from gradtrack.delivery import replay as module
 from gradtrack.delivery.delivery import Delivery
@@ -20,7 +19,8 @@ from gradtrack.delivery.journal.writing import Journal
 from gradtrack.delivery.replay import Replayed, replay
 from gradtrack.errors import BackendError, JournalError, PermanentBackendError, UnknownPluginError, UsageError
 from gradtrack.records import Panel, Record, RunInfo
-from tests.delivery.doubles import RUN, row
+from tests.delivery.doubles import RUN, join_worker, row
+from tests.plugins import install
 
 PANEL = Panel(title="norms", section="gradients", metrics=("train/grad_norm",))
 
@@ -61,7 +61,7 @@ class Store(Backend):
 @pytest.fixture(autouse=True)
 def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Store]]:
     """Install the store as a plugin, empty."""
-    monkeypatch.setitem(registry.backends._loaded, "store", Store)
+    install(monkeypatch, store=f"{__name__}:Store")
     monkeypatch.setattr(module, "_DELAYS_SECONDS", (0.0, 0.0))
     reset()
     yield Store
@@ -416,7 +416,7 @@ def test_what_an_interrupted_run_left_is_completed(tmp_path: Path) -> None:
         delivery.write(row(step))
     delivery.close()
     Store.faults.clear()
-    assert delivery._workers["store"].join(30)
+    join_worker("store")
     replay(tmp_path)
     assert sorted(stored()) == list(range(10))
     assert read_offsets(offsets_path(tmp_path / "journal-000.jsonl"))["store"]["next"] == 10
@@ -502,18 +502,19 @@ def test_address_since_the_move_stays_as_it_is(tmp_path: Path) -> None:
         assert Store.made[-1]["place"] == str(new / "logs")
 
 
-def test_interrupted_replay_lets_the_tracker_go_and_can_be_called_again(tmp_path: Path) -> None:
+def test_interrupted_replay_lets_the_tracker_go_and_can_be_called_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A user who interrupts a replay keeps what it delivered, and the next one brings the rest."""
     closed: list[bool] = []
 
-    class Closing(Store):
-        def close(self, *, failed: bool = False) -> None:
-            closed.append(failed)
+    def close(store: Store, *, failed: bool = False) -> None:
+        closed.append(failed)
 
     def stop(name: str, done: int, total: int) -> None:
         raise KeyboardInterrupt
 
-    registry.backends._loaded["store"] = Closing
+    monkeypatch.setattr(Store, "close", close)
     journaled(tmp_path, range(1200))
     with pytest.raises(KeyboardInterrupt):
         replay(tmp_path, progress=stop)

@@ -250,11 +250,12 @@ Loop(sys.argv[1], [Hanging(Path("unused"))], close_timeout_seconds=0.2).run(10)
 
 RANKS = """
 from gradtrack import registry
+from tests.plugins import entry_points_of
 class Marked(FileBackend):
     def __init__(self):
         super().__init__(Path(sys.argv[1]) / "out")
         self.tell("made")
-registry.backends._loaded["marked"] = Marked
+registry.entry_points = entry_points_of(marked="__main__:Marked")
 loop = Loop(sys.argv[1], ["marked", "memory"])
 loop.run(5)
 loop.manager.close()
@@ -302,6 +303,7 @@ def test_case_24_secrets_are_nowhere(tmp_path: Path) -> None:
     code = f"""
 import logging
 from gradtrack import registry
+from tests.plugins import entry_points_of
 logging.basicConfig(level=logging.DEBUG)
 uri = "http://user:{SECRET}@127.0.0.1:9/path?token={SECRET}"
 class Leaking(FileBackend):
@@ -313,7 +315,7 @@ class Leaking(FileBackend):
         return {{"tracking_uri": self.uri}}
     def close(self, *, failed=False):
         raise OSError(self.uri)
-registry.backends._loaded["leaking"] = Leaking
+registry.entry_points = entry_points_of(leaking="__main__:Leaking")
 loop = Loop(sys.argv[1], [{{"name": "leaking", "tracking_uri": uri}}], close_timeout_seconds=0.1, verbose_logging=True)
 loop.run(3)
 print(loop.manager.status(), loop.manager.config, repr(loop.manager.config), loop.manager.reports)

@@ -186,8 +186,7 @@ def test_run_is_ended_although_its_idle_process_died(backend: ProcessBackend, tm
     backend.write([dataclasses.replace(row(1), run=RUN)])
     assert backend.pid is not None
     os.kill(backend.pid, signal.SIGKILL)
-    assert backend._process is not None
-    backend._process.wait()
+    os.waitid(os.P_PID, backend.pid, os.WEXITED | os.WNOWAIT)
     backend.close()
     assert told_in(tmp_path)[-1] == "close False"
 

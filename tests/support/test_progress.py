@@ -65,4 +65,5 @@ def test_a_bar_ends_with_what_it_counts(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(ZeroDivisionError), bar:
         raise_after(bar)
     assert "0.5/1.0 kB" in stream.getvalue()
-    assert not bar._shown.live.is_started
+    hidden, shown = "\x1b[?25l", "\x1b[?25h"  # what a live display does to the cursor when it starts and stops
+    assert shown in stream.getvalue().rpartition(hidden)[2]

@@ -512,7 +512,7 @@ def test_a_step_without_observation_reports_nothing() -> None:
     """Without observe there is nothing to look at, and later looks are at most every 16 steps."""
     analyzer = RLPolicyAnalyzer()
     assert not analyzer.due(1)
-    analyzer._looks, analyzer._last_look = 64, 100
+    analyzer.load_state_dict({**analyzer.state_dict(), "looks": 64, "last_look": 100})
     analyzer.observe(torch.zeros(2, 3))
     assert not analyzer.due(110)
     assert analyzer.due(116)
