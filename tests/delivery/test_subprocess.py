@@ -257,18 +257,23 @@ time.sleep(60)
 
 
 CLOSING = """
-import os, sys, time
+import os, subprocess, sys, time
 from gradtrack.delivery.subprocess.parent import ProcessBackend
 from tests.delivery.doubles import row
 from tests.delivery.elsewhere import FolderBackend
+started = []
+class Started(subprocess.Popen):
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        started.append(self)
+subprocess.Popen = Started
 backend = ProcessBackend(FolderBackend(sys.argv[1]), {"folder": sys.argv[1], "portable": False})
 backend.write([row(1)])
 if os.fork() == 0:
     time.sleep(60)
     os._exit(0)
-process = backend._process
 backend.close()
-print(process.returncode, flush=True)
+print(*[process.returncode for process in started], flush=True)
 """
 
 
