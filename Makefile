@@ -23,7 +23,7 @@ test: $(VENV)/.all-installed ## Run the tests
 
 # Together these two run what `make test` runs, each test once.
 LEFT := (slow or exhaustive)
-test-fast: $(VENV)/.all-installed ## Run the tests that start no process and take no seconds (under a minute)
+test-fast: $(VENV)/.all-installed ## Run the tests that start no process and take no seconds (about a minute)
 	@$(BIN)/python -m pytest -m 'not (process or long) and not $(LEFT)' -n $(WORKERS) --dist worksteal $(ARGS)
 
 test-rest: $(VENV)/.all-installed ## Run the tests that test-fast leaves out, but for the slow ones
