@@ -1,4 +1,4 @@
-"""Checks of what a training loop passes in, with the remedy in the error."""
+"""Arguments of a training loop: checks with the remedy in the error, and the sum of the losses of micro-batches."""
 
 from __future__ import annotations
 
@@ -71,6 +71,23 @@ def check_loss(loss: object, backward: bool) -> None:
 def _shown(value: object) -> str:
     """Show a plain value as it is, and anything larger by its type."""
     return repr(value) if value is None or isinstance(value, (str, Real)) else type(value).__name__
+
+
+def add_loss(total: Tensor | float | None, loss: Tensor | float | None) -> Tensor | float | None:
+    """Return the sum of the losses of micro-batches with a further one; a loss on a device is added there."""
+    if loss is None:
+        return total
+    value = _summable(loss)
+    return value if total is None else total + value
+
+
+def _summable(loss: Tensor | float) -> Tensor | float:
+    """Return a loss as float64 number, or as a tensor of at least float32 where reading it would wait for a device."""
+    if not isinstance(loss, Tensor):
+        return float(loss)
+    if loss.is_cpu and not loss.is_meta and type(loss) in (Tensor, nn.Parameter):
+        return float(loss.item())
+    return loss.detach() if loss.dtype == torch.float64 else loss.detach().float()
 
 
 def run_backward(loss: Tensor) -> None:

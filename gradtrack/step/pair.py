@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor, nn
 
 from gradtrack.analyzers.base import Snapshot, rarely
@@ -22,6 +21,7 @@ from gradtrack.protection.clipping import GradientClipper
 from gradtrack.protection.nonfinite import NaNInfHandler
 from gradtrack.reports import Issue, LateReport, StepReport
 from gradtrack.step.analyzers import RunningAnalyzers
+from gradtrack.step.arguments import add_loss
 from gradtrack.step.data import StepData
 from gradtrack.step.fast_path import FastPath
 from gradtrack.step.history import FlightRecorder, History, Known
@@ -128,9 +128,7 @@ class Pair:
 
     def add_loss(self, loss: Tensor | float | None) -> None:
         """Add the loss of a micro-batch to that of the coming step."""
-        if loss is not None:
-            value = _summable(loss)
-            self.coming_loss = value if self.coming_loss is None else self.coming_loss + value
+        self.coming_loss = add_loss(self.coming_loss, loss)
 
     def unmeasured(self, epoch: int | None) -> StepReport:
         """Report a micro-batch whose gradients are not complete yet."""
@@ -398,12 +396,3 @@ class Pair:
         self.analyzers.close_steps = list(state.get("close_steps", ()))
         self.analyzers.close()
         self.analyzers.arm(self.model, self.step_count + 1)
-
-
-def _summable(loss: Tensor | float) -> Tensor | float:
-    """Return a loss that can be added up without losing its bits, and without waiting for a device."""
-    if not isinstance(loss, Tensor):
-        return float(loss)
-    if loss.is_cpu and not loss.is_meta and type(loss) in (Tensor, nn.Parameter):
-        return float(loss.item())
-    return loss.detach() if loss.dtype == torch.float64 else loss.detach().float()
