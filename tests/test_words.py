@@ -20,8 +20,18 @@ USED = [
     "a LateStep",
     "the last waiting step",
     "from gradtrack.delivery import doctor",
+    "self._ledger = state['ledger']",
+    "from gradtrack.delivery import leavings",
 ]
-KEPT = ["Run `gradtrack doctor`.", "A direction that a block stretches.", "the usual case", "Let it go.", "later steps"]
+KEPT = [
+    "Run `gradtrack doctor`.",
+    "A direction that a block stretches.",
+    "the usual case",
+    "Let it go.",
+    "later steps",
+    'state["ledger"]',
+    "`leavings.json` lists the files of a run.",
+]
 
 
 @pytest.mark.parametrize("text", USED)
@@ -32,7 +42,7 @@ def test_a_word_that_is_not_used_is_found(text: str) -> None:
 
 @pytest.mark.parametrize("text", KEPT)
 def test_ordinary_words_are_left_alone(text: str) -> None:
-    """A command, a term of the mathematics and an ordinary adjective are none of the old names."""
+    """A command, a term of the mathematics, an ordinary adjective and a name on disk are none of the old names."""
     assert not list(words.find_in(text))
 
 

@@ -34,11 +34,12 @@ REMEDIES: Final = {
 """A pattern, read without regard to case, and its remedy."""
 
 _ANY: Final = re.compile("|".join(REMEDIES).replace("(?-i:", "(?:"), re.IGNORECASE)
+ON_DISK: Final = re.compile(r"\"ledger\"|\bleavings\.json\b")
+"""Names in checkpoints and run directories, which cannot change: runs of earlier versions have them."""
 
 STILL_TO_DO: Final = (
     "benchmarks",
     "docs/reference",
-    "gradtrack/analyzers",
     "gradtrack/backends",
     "gradtrack/cli",
     "gradtrack/delivery",
@@ -82,7 +83,7 @@ def find_in(text: str, path: str = "") -> Iterator[Finding]:
         return
     for number, line in enumerate(text.splitlines(), 1):
         for pattern, remedy in REMEDIES.items():
-            for found in re.finditer(pattern, line, re.IGNORECASE):
+            for found in re.finditer(pattern, ON_DISK.sub("", line), re.IGNORECASE):
                 yield Finding(path, number, found[0], remedy)
 
 

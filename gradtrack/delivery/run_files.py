@@ -170,16 +170,16 @@ def _as_json(value: Any) -> Any:
     return value if isinstance(value, (str, int, float, bool, type(None))) else str(getattr(value, "value", value))
 
 
-LEAVINGS: Final = "leavings.json"
-_MOST_LEAVINGS: Final = 1000
-_LEAVINGS_BYTES: Final = 4 * MEBIBYTE
+LISTED_FILES: Final = "leavings.json"
+_MOST_LISTED_FILES: Final = 1000
+_LISTED_FILES_BYTES: Final = 4 * MEBIBYTE
 _SHOWN_BYTES: Final = 128 * MEBIBYTE
 """The size of a file, and of all files together, that trackers are shown."""
 
 
 def note_files(directory: Path, run_id: str, paths: Iterable[Path]) -> Path:
     """Write down which files of a run's directory are its own: other people's files may lie beside them."""
-    path = directory / LEAVINGS
+    path = directory / LISTED_FILES
     write_json(path, {"run_id": run_id, "files": [found.name for found in paths if found.parent == directory]})
     return path
 
@@ -220,10 +220,10 @@ def _read_shown(path: Path, run_dir: str | None, most_bytes: int) -> bytes:
 def noted_files(directory: Path, run_id: str) -> list[Path]:
     """Return the files of a directory that a run has written down as its own; only regular files that lie there."""
     try:
-        values = json.loads(read_regular(directory / LEAVINGS, most_bytes=_LEAVINGS_BYTES))
+        values = json.loads(read_regular(directory / LISTED_FILES, most_bytes=_LISTED_FILES_BYTES))
         if values["run_id"] != run_id:
             return []
-        names = [Path(name).name for name in values["files"][:_MOST_LEAVINGS] if isinstance(name, str)]
+        names = [Path(name).name for name in values["files"][:_MOST_LISTED_FILES] if isinstance(name, str)]
         return [directory / name for name in names if is_regular(directory / name)]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return []

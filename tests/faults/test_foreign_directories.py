@@ -20,7 +20,7 @@ from gradtrack.config import GradientConfig
 from gradtrack.delivery import replay as module
 from gradtrack.delivery.journal.writing import Journal
 from gradtrack.delivery.replay import replay
-from gradtrack.delivery.run_files import LEAVINGS
+from gradtrack.delivery.run_files import LISTED_FILES
 from gradtrack.errors import ConfigError
 from gradtrack.records import RunInfo
 from tests.backends.stores import empty_store
@@ -48,7 +48,7 @@ def point_to(directory: Path, secret: Path, run_id: str = "foreign") -> None:
     (directory / "way").symlink_to(secret.parent)
     (directory / "training_curves.png").write_bytes(b"picture")
     names = ["link.png", "name.png", "training_curves.png", str(secret), f"way/{secret.name}", f"../{secret.name}"]
-    (directory / LEAVINGS).write_text(json.dumps({"run_id": run_id, "files": names}))
+    (directory / LISTED_FILES).write_text(json.dumps({"run_id": run_id, "files": names}))
 
 
 def test_no_file_of_the_user_is_uploaded(mlflow_server: str, tmp_path: Path) -> None:
@@ -75,7 +75,7 @@ def test_store_in_the_run_directory_sends_no_file_out_of_it(tmp_path: Path, capl
     client.create_experiment("foreign", artifact_location=f"file://{tmp_path}/home")
     foreign_run(directory, {"tracking_uri": address, "experiment": "foreign"})
     (directory / "training_curves.png").write_bytes(b"picture")
-    (directory / LEAVINGS).write_text(json.dumps({"run_id": "foreign", "files": ["training_curves.png"]}))
+    (directory / LISTED_FILES).write_text(json.dumps({"run_id": "foreign", "files": ["training_curves.png"]}))
     (done,) = replay(directory)
     assert done.complete, done
     assert not (tmp_path / "home").exists()
@@ -166,7 +166,7 @@ NAMES = [
     "journal-000.tail",
     "journal-000.acknowledged.json",
     "run_end.json",
-    LEAVINGS,
+    LISTED_FILES,
     "gradient_statistics.json",
     "gradient_gain.png",
     "report.html",

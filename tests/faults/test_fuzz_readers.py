@@ -25,7 +25,7 @@ from gradtrack.delivery.journal.offsets import offsets_path, read_offsets
 from gradtrack.delivery.journal.reading import find_journals
 from gradtrack.delivery.journal.tail import read_tail
 from gradtrack.delivery.replay import replay
-from gradtrack.delivery.run_files import LEAVINGS, RUN_END, RunEnd, files_to_show, noted_files
+from gradtrack.delivery.run_files import LISTED_FILES, RUN_END, RunEnd, files_to_show, noted_files
 from gradtrack.errors import GradtrackError
 from gradtrack.pages.html import render, write_html_report
 from gradtrack.pages.run_data import load_run
@@ -60,7 +60,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copy(EARLIER / TAIL, directory / TAIL)
     (directory / "gradient_gain.png").write_bytes(b"picture")
     (run,) = find_journals(directory)
-    (directory / LEAVINGS).write_text(json.dumps({"run_id": run.run.run_id, "files": ["gradient_gain.png"]}))
+    (directory / LISTED_FILES).write_text(json.dumps({"run_id": run.run.run_id, "files": ["gradient_gain.png"]}))
     assert {RUN_END, OFFSETS, PART} <= set(os.listdir(directory))
     assert len(list(run.rows())) == 6
     return directory
@@ -139,7 +139,7 @@ def read_one(directory: Path, name: str) -> None:
     if name == OFFSETS:
         for entry in read_offsets(directory / name).values():
             assert set(entry) == {"next", "refused", "address"}
-    elif name == LEAVINGS:
+    elif name == LISTED_FILES:
         noted_files(directory, "run")
     elif name == RUN_END:
         RunEnd.load(directory / name)
@@ -159,8 +159,8 @@ MUTATIONS: list[tuple[str, Callable[[st.DataObject, bytes], bytes]]] = [
     (TAIL, mutated_bytes),
     (OFFSETS, mutated_json),
     (OFFSETS, mutated_bytes),
-    (LEAVINGS, mutated_json),
-    (LEAVINGS, mutated_bytes),
+    (LISTED_FILES, mutated_json),
+    (LISTED_FILES, mutated_bytes),
     (RUN_END, mutated_json),
     (RUN_END, mutated_bytes),
 ]
