@@ -112,9 +112,9 @@ class GradientManager:
             return pair.unmeasured(epoch)
         scale = None if scaler is None else unscale(scaler, pair.optimizers, once=backward)
         pair.seen_before_step = True
-        return self._look(pair, loss, scale, epoch=epoch, batch=batch)
+        return self._step_pair(pair, loss, scale, epoch=epoch, batch=batch)
 
-    def _look(
+    def _step_pair(
         self,
         pair: Pair,
         loss: Tensor | float | None,
@@ -275,7 +275,7 @@ class GradientManager:
             if pair.seen_before_step:
                 pair.seen_before_step = False
             elif not self._closed:
-                self._look(pair, loss, scale)
+                self._step_pair(pair, loss, scale)
 
         self._hooks.append(BeforeSteps(optimizers, look))
         # The optimizer keeps the manager from now on; what is kept until that is collected must not keep the optimizer.
@@ -325,7 +325,7 @@ class GradientManager:
         directory = self._sink.claim() if self._history.reports and self._sink.rank == 0 else None
         if directory is None:
             return
-        last = [report for pair in self._pairs for report in pair.flight.read()[-1:]]
+        last = [report for pair in self._pairs for report in pair.flight_recorder.read()[-1:]]
         end = RunEnd(
             run_id=self._sink.run_id,
             summary=self.get_training_summary(),

@@ -170,7 +170,7 @@ class SharedGradients(Gradients):
         finite.
         """
         positions, layout = self._positions, self.layout
-        here, counts = self._look(measurer)
+        here, counts = self._measure_local(measurer)
         there, sizes = self._has_gradient[positions], np.zeros(len(self._has_gradient), dtype=np.int64)
         counts = counts[there]
         sizes[positions] = layout.sizes
@@ -211,7 +211,7 @@ class SharedGradients(Gradients):
         """Let the measurer sort the parts that are here, whose sizes are not those of the layout."""
         self._batch = measurer.prepare(self.tensors)
 
-    def _look(self, measurer: Measurer) -> tuple[Moments, NDArray[np.int64]]:
+    def _measure_local(self, measurer: Measurer) -> tuple[Moments, NDArray[np.int64]]:
         """Return the sums and the element counts of what is here."""
         layout = self.layout
         counts = np.fromiter(map(Tensor.numel, self.tensors), np.int64, len(self.tensors))

@@ -65,7 +65,7 @@ class PassedShards(SharedGradients):
         self._rows = np.array([rows.get(id(param), empty_row()) for param in table.params])
         self._counts = np.array([counts.get(id(param), 0) for param in table.params])
 
-    def _look(self, measurer: Measurer) -> tuple[Moments, NDArray[np.int64]]:
+    def _measure_local(self, measurer: Measurer) -> tuple[Moments, NDArray[np.int64]]:
         rows, layout = self._rows[self._positions], self.layout
         return Moments(rows, *merge(rows, layout.group_of, len(layout.group_names))), self._counts[self._positions]
 
@@ -73,7 +73,7 @@ class PassedShards(SharedGradients):
         return count_elements([], [], len(self.layout.group_names))
 
 
-class Passing:
+class GradientsInBackward:
     """Hooks that come before an optimizer's own and measure every gradient of a backward pass."""
 
     def __init__(self, params: Sequence[nn.Parameter], measurer: Measurer) -> None:
@@ -81,14 +81,14 @@ class Passing:
         self._counts: dict[int, int] = {}
         self._measurer, self._alone = measurer, np.zeros(1, dtype=np.int64)
 
-        def passes(param: nn.Parameter) -> None:
+        def on_gradient(param: nn.Parameter) -> None:
             owner = itself()
             if owner is not None and param.grad is not None:
                 owner._measure(param)
 
         self._handles: list[Any] = []
         for param in params:
-            handle: Any = param.register_post_accumulate_grad_hook(passes)  # type: ignore[no-untyped-call]
+            handle: Any = param.register_post_accumulate_grad_hook(on_gradient)  # type: ignore[no-untyped-call]
             _put_first(param._post_accumulate_grad_hooks, handle.id)
             self._handles.append(handle)
 
@@ -98,7 +98,7 @@ class Passing:
         self._rows[id(param)] = np.ldexp(moments.rows[0], moments.exponent * _POWERS)
         self._counts[id(param)] = grad.numel()
 
-    def take(self, table: ParameterTable) -> Gradients:
+    def collect(self, table: ParameterTable) -> Gradients:
         """Return what has passed since the last time."""
         rows, self._rows = self._rows, {}
         if table.ranks is not None:

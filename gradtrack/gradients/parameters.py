@@ -121,7 +121,7 @@ class ParameterTable:
         tensors = found if len(present) == len(found) else [found[index] for index in present]
         if not self._has_complex and _DENSE.issuperset(map(_layout, tensors)):
             return Gradients(tensors, layout, {})
-        return self._unusual(tensors, layout)
+        return self._with_sparse_or_complex(tensors, layout)
 
     def resize(self, grads: Gradients) -> None:
         """Take the sizes of parameters anew that were given data of another shape."""
@@ -149,7 +149,7 @@ class ParameterTable:
             [name for index, name in enumerate(self.names) if index not in there],
         )
 
-    def _unusual(self, tensors: Sequence[Tensor], layout: Layout) -> Gradients:
+    def _with_sparse_or_complex(self, tensors: Sequence[Tensor], layout: Layout) -> Gradients:
         touched: dict[str, int] = {}
         dense: list[Tensor] = []
         stand_ins: dict[int, Tensor] = {}

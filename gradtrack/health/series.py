@@ -115,11 +115,11 @@ class Jump:
         self.norm, self.loss = _Level(_NORM, relative=False), _Level(_LOSS, relative=True)
         self.waiting, self.pause = 0, _PAUSE
 
-    def take(self, log_norm: float, loss: float | None) -> bool:
+    def update(self, log_norm: float, loss: float | None) -> bool:
         """Take in a step, and say whether it is a reason to look."""
-        jumped = self.norm.take(log_norm)
+        jumped = self.norm.update(log_norm)
         if loss is not None:
-            jumped = self.loss.take(loss) or jumped
+            jumped = self.loss.update(loss) or jumped
         if self.waiting:
             self.waiting -= 1
             return False
@@ -152,7 +152,7 @@ class _Level:
         self.count = self.streak = 0
         self.mean = self.spread = 0.0
 
-    def take(self, value: float) -> bool:
+    def update(self, value: float) -> bool:
         """Take in a value, and say whether it is the second in a row that is far from those before."""
         if not math.isfinite(value):
             return False

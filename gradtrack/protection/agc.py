@@ -66,7 +66,7 @@ def _norms(values: Tensor, dims: tuple[int, ...]) -> Tensor:
 Floats = NDArray[np.float64]
 
 
-class Limited(NamedTuple):
+class UnitLimits(NamedTuple):
     """How many units are limited, the sum of the squares that all of them have then, and the factor of each."""
 
     num_limited: int
@@ -108,14 +108,14 @@ class CutUnits:
                     row[place.units] += place.share * _squares(values, place)
         return found.ravel()
 
-    def limit(self, sums: Sequence[float], factor: float) -> Limited:
+    def limit(self, sums: Sequence[float], factor: float) -> UnitLimits:
         """Decide by the sums over all ranks."""
         grads, weights = np.asarray(sums).reshape(2, -1)
         norms, limits = np.sqrt(grads), factor * np.maximum(np.sqrt(weights), SMALLEST_WEIGHT)
         beyond = norms > limits
         factors = np.divide(limits, norms, out=np.ones_like(norms), where=beyond)
         left = np.where(beyond, limits * limits, grads)
-        return Limited(int(beyond.sum()), float(left.sum()), factors)
+        return UnitLimits(int(beyond.sum()), float(left.sum()), factors)
 
     def scale(self, param: nn.Parameter, part: Tensor, factors: Floats) -> None:
         """Limit in place what is here of the gradient of a parameter."""

@@ -121,7 +121,7 @@ class RunningAnalyzers:
     @property
     def panels(self) -> list[Panel]:
         """Return what the analyzers want to be drawn."""
-        found = (self._guard(name, lambda one=one: list(one.panels)) for name, one in list(self.running.items()))
+        found = (self._run_safely(name, lambda one=one: list(one.panels)) for name, one in list(self.running.items()))
         return [panel for panels in found for panel in panels or ()]
 
     def choose(self, model: nn.Module) -> None:
@@ -183,7 +183,7 @@ class RunningAnalyzers:
     def _numbers(self, name: str, size: int, snapshot: Any, groups: Sequence[str]) -> list[float]:
         """Return a one and the numbers of an analyzer, only zeros where there are none."""
         analyzer = self.running.get(name)
-        numbers = None if analyzer is None else self._guard(name, lambda: list(analyzer.sums(snapshot, groups)))
+        numbers = None if analyzer is None else self._run_safely(name, lambda: list(analyzer.sums(snapshot, groups)))
         return [1.0, *numbers] if numbers and len(numbers) == size else [0.0] * (size + 1)
 
     def _take(self, sizes: Mapping[str, int], sums: Sequence[float], num_ranks: int) -> None:
@@ -194,7 +194,7 @@ class RunningAnalyzers:
             self._sums[name] = list(sums[start + 1 : start + 1 + size]) if whole else None
             start += size + 1
 
-    def rest(self) -> list[str]:
+    def leave_out_incomplete(self) -> list[str]:
         """Let those have no turn from now on that compute with whole parameters; return notes of those that had one.
 
         Where parameters are spread over ranks they would have to be gathered, and a rank whose analyzer has failed
@@ -222,7 +222,7 @@ class RunningAnalyzers:
         inner = unwrapped(model)
         for name, analyzer in due:
             self._armed.add(name)
-            self._guard(name, lambda analyzer=analyzer: analyzer.arm(inner))
+            self._run_safely(name, lambda analyzer=analyzer: analyzer.arm(inner))
         if any(_looks_inside(one) for name, one in self.running.items() if name in self._armed):
             self._run_eagerly(model)
 
@@ -241,11 +241,11 @@ class RunningAnalyzers:
         for name, analyzer in self._due(snapshot.step):
             shown = self._shown_to(name, snapshot)
             with unheard():  # the hooks of the others are still there
-                report = self._guard(name, lambda analyzer=analyzer, shown=shown: _usable(analyzer.inspect(shown)))
+                report = self._run_safely(name, lambda analyzer=analyzer, shown=shown: _usable(analyzer.inspect(shown)))
             self._disarm(name)
             if isinstance(report, Report):
                 reports[name] = report
-            notes += self._guard(name, analyzer.notes) or []
+            notes += self._run_safely(name, analyzer.notes) or []
         return reports, notes
 
     def _shown_to(self, name: str, snapshot: Snapshot) -> Snapshot:
@@ -255,13 +255,13 @@ class RunningAnalyzers:
             snapshot = replace(snapshot, sums=self._sums.pop(name, None))
         if call is None:
             return snapshot
-        return replace(snapshot, call_before_step=lambda look: call(lambda: self._guard(name, look)))
+        return replace(snapshot, call_before_step=lambda look: call(lambda: self._run_safely(name, look)))
 
     def issues(self) -> list[Issue]:
         """Return the faults that the analyzers know of."""
         found: list[Issue] = []
         for name, analyzer in list(self.running.items()):
-            found += self._guard(name, analyzer.issues) or []
+            found += self._run_safely(name, analyzer.issues) or []
         return found
 
     def due(self, step: int) -> bool:
@@ -300,20 +300,20 @@ class RunningAnalyzers:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the analyzers remember."""
-        return {name: self._guard(name, one.state_dict) or {} for name, one in list(self.running.items())}
+        return {name: self._run_safely(name, one.state_dict) or {} for name, one in list(self.running.items())}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` returned."""
         for name, analyzer in list(self.running.items()):
             if state.get(name):
-                self._guard(name, lambda analyzer=analyzer, own=state[name]: analyzer.load_state_dict(own))
+                self._run_safely(name, lambda analyzer=analyzer, own=state[name]: analyzer.load_state_dict(own))
 
     def _disarm(self, name: str) -> None:
         self._armed.discard(name)
         if name in self.running:
-            self._guard(name, self.running[name].disarm)
+            self._run_safely(name, self.running[name].disarm)
 
-    def _guard(self, name: str, call: Any) -> Any:
+    def _run_safely(self, name: str, call: Any) -> Any:
         try:
             return call()
         except Exception as fault:

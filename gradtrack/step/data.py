@@ -80,7 +80,7 @@ class StepData:
         self.scale = self.error = None
         self.late = ()
 
-    def take(self, moments: Moments) -> None:
+    def set_moments(self, moments: Moments) -> None:
         """Take in the sums of the step."""
         self.rows, self.group_rows = moments.rows, moments.group_rows
         self.total, self.exponent = moments.total, moments.exponent

@@ -26,7 +26,7 @@ from gradtrack.protection.clipping import clipping_fields, coefficient_of
 from gradtrack.protection.strategies import ClippedNorm, Memory
 from gradtrack.reports import HEALTHY, StepReport
 from gradtrack.step.data import StepData
-from gradtrack.step.history import History, Known
+from gradtrack.step.history import History, StepNumbers
 from gradtrack.step.pending import PendingSteps
 from gradtrack.support.interrupts import pass_on
 
@@ -125,7 +125,7 @@ class FastSteps:
                 data = self._data[slot] = self._make(slot)
             return data
 
-    def leave(self) -> None:
+    def copy_results(self) -> None:
         """Let the memory of the results be used for the next steps."""
         with self._lock:
             if self._shared:
@@ -146,7 +146,7 @@ class FastSteps:
         return data
 
 
-class _Unsettled(NamedTuple):
+class _RingEntry(NamedTuple):
     """Steps in the ring, which unlike the steps themselves hold the model."""
 
     path: FastPath
@@ -154,7 +154,7 @@ class _Unsettled(NamedTuple):
 
     def settle(self) -> None:
         """Apply the steps, of which no more are taken."""
-        self.steps.leave()
+        self.steps.copy_results()
         self.path.apply(self.steps)
 
 
@@ -176,7 +176,7 @@ class FastPath:
         self._table: ParameterTable
         self._plan: Any
         self._steps: FastSteps
-        self._unsettled: _Unsettled
+        self._entry: _RingEntry
 
     def take(self, loss: Tensor | float | None, epoch: int | None, batch: object) -> StepReport | None:
         """Measure and clip the gradients of an uneventful step; else return None, and leave them as they are."""
@@ -227,10 +227,10 @@ class FastPath:
                 self._high = high if high < log_norm + _STEP else log_norm + _STEP
             finally:
                 pending.is_taking = False
-            if pending.held is not self._unsettled:
-                pending.hold(self._unsettled)
-            if self._is_watched and pair.judge.startles(log_norm, loss):
-                self._startle()
+            if pending.held is not self._entry:
+                pending.hold(self._entry)
+            if self._is_watched and pair.judge.jumps(log_norm, loss):
+                self._alert_analyzers()
             elif self._is_to_close:
                 self.close()
             elif slot + 1 >= self._room:
@@ -281,17 +281,17 @@ class FastPath:
         if not steps.reports:
             return
         pair, terms, reports = self._pair, steps.terms, steps.reports
-        calm, norms, known = list[CalmStep](), list[ClippedNorm](), list[Known]()
+        calm, norms, known = list[CalmStep](), list[ClippedNorm](), list[StepNumbers]()
         for step in steps.steps:
             coefficient = 1.0 if terms.limit is None else coefficient_of(step.norm, terms.limit, terms.epsilon)
             clipped = coefficient < 1.0
             calm.append(CalmStep(step.log_norm, step.loss, terms.chosen_limit, clipped))
             norms.append((step.norm, step.norm * coefficient))
-            known.append(Known(step.norm, clipped))
+            known.append(StepNumbers(step.norm, clipped))
         components: tuple[Callable[[], object], ...] = (
             lambda: pair.clipper.observe(norms, terms.memory) if terms.limit is not None else None,
             lambda: pair.judge.remember(calm, terms.layout.missing),
-            lambda: pair.flight.push(reports, steps.data, steps.shrink),
+            lambda: pair.flight_recorder.push(reports, steps.data, steps.shrink),
             lambda: pair.monitor.keep(*reports),
             lambda: self._history.extend(reports, known, size=pair.config.max_gradient_history),
         )
@@ -325,11 +325,11 @@ class FastPath:
         self._low, self._high = max(self._band[0], last - _STEP), min(self._band[1], last + _STEP)
         if self._low < self._high:
             self._steps = FastSteps(terms, self._plan.results)
-            self._unsettled = _Unsettled(self, self._steps)
+            self._entry = _RingEntry(self, self._steps)
             self._room, self._is_to_close, self._is_open = room, False, True
         return self._is_open
 
-    def _startle(self) -> None:
+    def _alert_analyzers(self) -> None:
         """Let the analyzers look at the next step, which then is not a fast one."""
         pair = self._pair
         self.close()

@@ -23,7 +23,7 @@ _OF_STEPS: Final = ("steps", "norms", "unhealthy", "skipped", "clipped")
 _OF_ELEMENTS: Final = ("nan", "inf", "nonfinite", "replaced")
 
 
-class Known(NamedTuple):
+class StepNumbers(NamedTuple):
     """What the sums take of a step without its report being read."""
 
     norm: float | None
@@ -46,7 +46,7 @@ class _Sums(NamedTuple):
     min: float = math.inf
     max: float = -math.inf
 
-    def plus(self, steps: Sequence[Known]) -> _Sums:
+    def plus(self, steps: Sequence[StepNumbers]) -> _Sums:
         """Return the sums with further steps; mean and squares by Welford's method."""
         num, norms, unhealthy, skipped, clipped, mean, squares, last, least, most = self
         for norm, is_clipped, is_skipped, is_healthy in steps:
@@ -81,7 +81,7 @@ class History:
         """Return how many steps there were."""
         return self._sums.steps
 
-    def extend(self, reports: Sequence[StepReport], known: Sequence[Known], *, size: int) -> None:
+    def extend(self, reports: Sequence[StepReport], known: Sequence[StepNumbers], *, size: int) -> None:
         """Keep the reports of steps, of which so many are kept, and add up what is known of each."""
         if self.reports.maxlen != size:
             self.reports = deque(self.reports, maxlen=size)
@@ -148,7 +148,7 @@ class History:
 _STEPS: Final = 8
 
 
-class _Kept(NamedTuple):
+class _RecordedSteps(NamedTuple):
     reports: Sequence[StepReport]
     data: Callable[[int], StepData]
     shrink: Callable[[], object]
@@ -160,7 +160,7 @@ class FlightRecorder:
     """Keeps the last steps in full; of a step that falls out only the sums stay in its report."""
 
     def __init__(self) -> None:
-        self._kept: deque[_Kept] = deque()
+        self._kept: deque[_RecordedSteps] = deque()
 
     def push(
         self, reports: Sequence[StepReport], data: Callable[[int], StepData], shrink: Callable[[], object]
@@ -168,7 +168,7 @@ class FlightRecorder:
         """Keep steps, with what returns the data of each; `shrink` is called when all of them have fallen out."""
         kept = self._kept
         end = (kept[-1].end if kept else 0) + len(reports)
-        kept.append(_Kept(reports, data, shrink, end))
+        kept.append(_RecordedSteps(reports, data, shrink, end))
         while end - kept[0].end >= _STEPS:
             kept.popleft().shrink()
 

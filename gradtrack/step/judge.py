@@ -29,7 +29,7 @@ class Judge:
         """Whether the last step had an element that is not finite, so that another one makes no row."""
         self.series = Series()
         self._jump = Jump()
-        self.startled = False
+        self.jumped = False
         """Whether norm or loss have left what they were, which is a reason to look more closely."""
         self.last_log_norm = math.nan
         """ln of the norm of the last step."""
@@ -45,10 +45,10 @@ class Judge:
             data.event = True
         self.nonfinite_before = not finite
         if not self._config.enable_gradient_monitoring:
-            data.health, self.startled = HEALTHY, False
+            data.health, self.jumped = HEALTHY, False
             return
         norm_then = self.last_log_norm = log_norm(moments.norm)
-        self.startled = watched and self._jump.take(norm_then, data.loss)
+        self.jumped = watched and self._jump.update(norm_then, data.loss)
         self.series.append(norm_then, data.loss, data.layout.missing, finite=finite)
         data.issues = self._of_rules = self._monitor.judge(_evidence(moments, data, critical=critical))
         self._open_issues.remember(self._of_rules)
@@ -64,10 +64,10 @@ class Judge:
         """Say whether nothing is open, and no analyzer keeps anything open."""
         return self.health is HEALTHY and not (self._of_analyzers or self.nonfinite_before)
 
-    def startles(self, log_norm: float, loss: float | None) -> bool:
+    def jumps(self, log_norm: float, loss: float | None) -> bool:
         """Say whether a calm step is a reason to look more closely."""
-        self.startled = self._jump.take(log_norm, loss)
-        return self.startled
+        self.jumped = self._jump.update(log_norm, loss)
+        return self.jumped
 
     def remember(self, steps: Sequence[CalmStep], missing: Sequence[str]) -> None:
         """Remember steps on which nothing can open, of each of which it was asked whether it startles."""
@@ -76,7 +76,7 @@ class Judge:
         self._monitor.health.remember(steps)
         self.last_log_norm = steps[-1].log_norm
 
-    def hear(self, issues: Sequence[Issue]) -> None:
+    def set_analyzer_issues(self, issues: Sequence[Issue]) -> None:
         """Take the issues of the analyzers, which stay open from the next step on until they are heard again."""
         self._of_analyzers = order(unmuted(list(issues), self._config.mute))
 

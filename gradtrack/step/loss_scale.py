@@ -50,7 +50,7 @@ class ScalerLog:
     def __init__(self) -> None:
         self._skips = self._in_a_row = 0
 
-    def take(self, scale: Scale, *, skipped: bool) -> dict[str, Any]:
+    def update(self, scale: Scale, *, skipped: bool) -> dict[str, Any]:
         """Count a step, and return the fields of a `ScalerReport`; the scale itself may still be on its device."""
         self._skips += scale.unseen + skipped
         self._in_a_row = self._in_a_row + scale.unseen + 1 if skipped else 0

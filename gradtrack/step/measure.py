@@ -18,7 +18,7 @@ from gradtrack.gradients.deviations import find_deviations
 from gradtrack.gradients.distributed.agreement import agree, digest
 from gradtrack.gradients.distributed.shards import local_part
 from gradtrack.gradients.histograms import histograms_of
-from gradtrack.gradients.in_backward import Passing, may_step_in_backward, step_in_backward
+from gradtrack.gradients.in_backward import GradientsInBackward, may_step_in_backward, step_in_backward
 from gradtrack.gradients.measurer import Measurer
 from gradtrack.gradients.moments import SQUARES, Moments, finite_norm
 from gradtrack.gradients.parameters import OutsideParameter, ParameterTable
@@ -61,7 +61,7 @@ _NO_RANKS = (
     "per_rank has nothing to compare: the gradients are plain tensors, which DDP makes the same on every rank. "
     "Pass process_group to compare them."
 )
-_PASSING = (
+_IN_BACKWARD = (
     "the optimizers step inside the backward pass: each gradient is measured just before, "
     "and can neither be clipped nor left out."
 )
@@ -86,7 +86,7 @@ class Measurement:
     def __init__(self, model: nn.Module, config: GradientConfig, measurer: Measurer, process_group: Any = None) -> None:
         self._model, self._config, self._measurer = model, config, measurer
         self._told: set[str] = set()
-        self._passing: Passing | None = None
+        self._in_backward: GradientsInBackward | None = None
         self._agreed: tuple[object, ...] = ()
         self._weight_squares: NDArray[np.float64] | None = None
         self.elsewhere: Callable[[], frozenset[int]] = frozenset
@@ -108,7 +108,7 @@ class Measurement:
         )
         self.close()
         if step_in_backward(self.table.params):
-            self._watch_passing()
+            self._measure_in_backward()
 
     def add_outside(self, outside: Sequence[OutsideParameter]) -> None:
         """Measure parameters as well that the optimizers own and no module has."""
@@ -131,15 +131,15 @@ class Measurement:
 
     def close(self) -> None:
         """Take off the hooks that measure gradients on their way."""
-        if self._passing is not None:
-            self._passing.close()
-            self._passing = None
+        if self._in_backward is not None:
+            self._in_backward.close()
+            self._in_backward = None
 
-    def _watch_passing(self) -> None:
+    def _measure_in_backward(self) -> None:
         """Measure gradients as they pass from now on."""
-        if self._passing is None:
-            self._passing = Passing(self.table.params, self._measurer)
-            self.coming_notes.append(_PASSING)
+        if self._in_backward is None:
+            self._in_backward = GradientsInBackward(self.table.params, self._measurer)
+            self.coming_notes.append(_IN_BACKWARD)
 
     def collect(self, only: Container[int] | None = None) -> Gradients:
         """Return the gradients that are there now; with `only`, those of the parameters with these ids."""
@@ -153,13 +153,13 @@ class Measurement:
         table = self.table
         grads = table.gradients(only)
         if not grads.tensors or table.ranks is not None:
-            if self._passing is not None and all(param.grad is None for param in self.table.params):
-                return self._passing.take(self.table)
-            if self._passing is None and may_step_in_backward(self.table.params):
-                self._watch_passing()
+            if self._in_backward is not None and all(param.grad is None for param in self.table.params):
+                return self._in_backward.collect(self.table)
+            if self._in_backward is None and may_step_in_backward(self.table.params):
+                self._measure_in_backward()
         return grads
 
-    def meet(self, of_pair: Callable[[], dict[str, Any]], offers: Sequence[str] = ()) -> list[str] | None:
+    def agree_with_ranks(self, of_pair: Callable[[], dict[str, Any]], offers: Sequence[str] = ()) -> list[str] | None:
         """Make sure that all ranks which share the parameters are about to send and decide alike.
 
         They meet when the parameters are new, and when a setting has changed that says what is sent; `of_pair`
@@ -238,11 +238,11 @@ class Measurement:
         so that all ranks send the same.
         """
         # Whether an issue makes a row of this step is known when nothing can be sent any more.
-        weigh, config = data.full and data.with_groups, self._config
+        with_weights, config = data.full and data.with_groups, self._config
         grads.prepare(self._measurer)
         moments = grads.measure(
             self._measurer,
-            extra=weight_squares(self.table, self._measurer) if weigh else None,
+            extra=weight_squares(self.table, self._measurer) if with_weights else None,
             loss=_number(loss),
             ends=data.full,
             ends_if_nonfinite=first_nonfinite and config.enable_gradient_monitoring,
@@ -255,8 +255,8 @@ class Measurement:
         # A layout takes other sizes when they change, and this report may be read after that.
         data.layout, data.ranks, data.loss = copy.copy(grads.layout), merged.spread, merged.loss
         data.deviations = grads.deviations
-        self._weight_squares = merged.extra if weigh else None
-        data.take(moments)
+        self._weight_squares = merged.extra if with_weights else None
+        data.set_moments(moments)
         if row_due and self._config.log_histograms:
             self._tally(grads, data)
         return moments
@@ -271,7 +271,7 @@ class Measurement:
             self.table.resize(grads)
             data.layout = grads.layout
 
-    def weigh(self, data: StepData) -> None:
+    def measure_weights(self, data: StepData) -> None:
         """Measure the weights of the groups, unless they were sent with the gradients."""
         if self.table.ranks is None:
             data.weight_norms = weight_norms(self.table, self._measurer)
@@ -281,7 +281,7 @@ class Measurement:
     @property
     def is_plain(self) -> bool:
         """Whether the gradients are all here, are those of no other pair, and are measured once they are complete."""
-        return self.table.ranks is None and self.elsewhere is frozenset and self._passing is None
+        return self.table.ranks is None and self.elsewhere is frozenset and self._in_backward is None
 
     @property
     def has_shards(self) -> bool:

@@ -214,7 +214,7 @@ class PendingDeviceStep:
                 return
             data = self._data
             moments, data.loss = step.read()
-            data.take(moments)
+            data.set_moments(moments)
             data.deviations = step.deviations
             data.nan_inf, data.clipping = step.nan_inf(moments), step.clipping(moments)
             data.skipped = data.nan_inf["action"] in ("skip", "scaler")

@@ -24,7 +24,7 @@ from gradtrack.step.analyzers import RunningAnalyzers
 from gradtrack.step.arguments import add_loss
 from gradtrack.step.data import StepData
 from gradtrack.step.fast_path import FastPath
-from gradtrack.step.history import FlightRecorder, History, Known
+from gradtrack.step.history import FlightRecorder, History, StepNumbers
 from gradtrack.step.judge import Judge
 from gradtrack.step.loss_scale import Scale, ScalerLog
 from gradtrack.step.measure import Measurement
@@ -68,7 +68,7 @@ class Pair:
         self._rank_exchange = RankExchange(self.measurement, self.protection, self.judge, analyzers)
         self.scaler_log = ScalerLog()
         self.step_count = 0
-        self.flight = FlightRecorder()
+        self.flight_recorder = FlightRecorder()
         self.coming_notes: list[str] = []
         self.seen_before_step = False
         """Whether the loop itself has shown the gradients for the optimizer's coming step."""
@@ -216,11 +216,11 @@ class Pair:
         step = DeviceStep(grads, loss, self.clipper, self.handler, variances=data.full)
         step.protect(grads, self.optimizers, scaled=data.scale is not None)
         self.optimizer_steps.may_hold_found_inf = True
-        self.pending.hold(PendingDeviceStep(report, data, step, judge=self._judge_late, conclude=self._conclude))
+        self.pending.hold(PendingDeviceStep(report, data, step, judge=self._judge_device_step, conclude=self._conclude))
         self.monitor.keep(report)
         self.analyzers.arm(self.model, self.step_count + 1)
 
-    def _judge_late(self, moments: Moments, data: StepData) -> None:
+    def _judge_device_step(self, moments: Moments, data: StepData) -> None:
         """Judge a step whose numbers have come."""
         self._judge(moments, data)
         self._complete(moments, data)
@@ -248,12 +248,12 @@ class Pair:
             scaled = data.scale is not None
             self._judge(moments, data)
             if data.event and data.full and data.with_groups:
-                self.measurement.weigh(data)
+                self.measurement.measure_weights(data)
             measurement, several = self.measurement, self.measurement.table.ranks is not None or self.config.per_rank
             if several or self.coming_notes or measurement.coming_notes or self.analyzers.chosen:
                 self._note(data)
             if self.analyzers.running:
-                self._look(grads, data)
+                self._run_analyzers(grads, data)
             self._complete(moments, data)
             self.monitor.keep(report)
             self._conclude(report, data)
@@ -264,10 +264,10 @@ class Pair:
     def _judge(self, moments: Moments, data: StepData) -> None:
         scale = data.scale
         if scale is not None:
-            data.scaler = self.scaler_log.take(scale, skipped=data.skipped)
+            data.scaler = self.scaler_log.update(scale, skipped=data.skipped)
         critical = not moments.finite and self.handler.is_critical(moments, data.layout.total_count)
         self.judge.judge(moments, data, critical=critical, watched=bool(self.analyzers.running))
-        if data.opened or self.judge.startled:
+        if data.opened or self.judge.jumped:
             self.analyzers.alert(data.step + 1)
 
     def _complete(self, moments: Moments, data: StepData) -> None:
@@ -279,15 +279,15 @@ class Pair:
     def _conclude(self, report: StepReport, data: StepData) -> None:
         """Keep and record a step, then call the user's callbacks, which may stop the training."""
         healthy, opened = data.health.healthy, data.opened
-        self.flight.push((report,), lambda _: data, data.shrink)
-        known = Known(data.norm, data.clipped, data.skipped, healthy)
+        self.flight_recorder.push((report,), lambda _: data, data.shrink)
+        known = StepNumbers(data.norm, data.clipped, data.skipped, healthy)
         self.history.extend((report,), (known,), size=self.config.max_gradient_history)
         if "nan_count" in data.nan_inf:
             self.history.add_nonfinite(data.nan_inf)
         for issue in data.issues:
             self.history.add_issue(issue.issue_type.value)
         if not healthy and not self.history.first_fault:
-            self.history.first_fault = self.flight.read()
+            self.history.first_fault = self.flight_recorder.read()
         if self._rows is not None and (data.event or data.late):
             self._rows.send(data, self.analyzers.panels if self._rows.is_new(self.name) else ())
             self._rows.log(report, data)
@@ -298,23 +298,23 @@ class Pair:
 
     def _note(self, data: StepData) -> None:
         """Let the report tell what is good to know."""
-        of_gauge = self.measurement.notes(analyzed=self.analyzers.local)
-        data.notes = [*self.coming_notes, *self.analyzers.chosen, *of_gauge]
+        of_measurement = self.measurement.notes(analyzed=self.analyzers.local)
+        data.notes = [*self.coming_notes, *self.analyzers.chosen, *of_measurement]
         self.coming_notes, self.analyzers.chosen = [], []
 
-    def _look(self, grads: Gradients, data: StepData) -> None:
+    def _run_analyzers(self, grads: Gradients, data: StepData) -> None:
         """Let the analyzers that are due look at the step, and arm those that are due at the next one."""
         step = self.step_count
         if self.measurement.has_shards:
-            data.notes = [*data.notes, *self.analyzers.rest()]
+            data.notes = [*data.notes, *self.analyzers.leave_out_incomplete()]
         if self.analyzers.due(step):
             reports, notes = self.analyzers.inspect(self._snapshot(grads, data))
             data.analyzers = reports
             data.notes = [*data.notes, *notes]
             # Judging a window costs more than looking at a step; what one rank sees of its part is one voice of many.
-            heard = rarely(step) or step in self.analyzers.close_steps
-            if heard and not self.measurement.has_shards:
-                self.judge.hear(self.analyzers.issues())
+            judges_window = rarely(step) or step in self.analyzers.close_steps
+            if judges_window and not self.measurement.has_shards:
+                self.judge.set_analyzer_issues(self.analyzers.issues())
             data.late = [one for one in reports.values() if isinstance(one, LateReport) and one.step != step]
             data.event = data.event or len(reports) > len(data.late)
         self.analyzers.arm(self.model, step + 1)

@@ -101,7 +101,7 @@ class Pairs:
             return pair
         optimizers = as_sequence(optimizer)
         pair = self._pairs.get((id(model), *map(id, optimizers)))
-        return pair if pair is not None else self._meet(model, optimizers)
+        return pair if pair is not None else self._add_or_rebind(model, optimizers)
 
     def settle(self) -> None:
         """Apply the pending steps of every pair."""
@@ -171,7 +171,7 @@ class Pairs:
         """Return what removes the hooks from the models, and does not keep the optimizers alive as this does."""
         return partial(_close_all, self._on_models)
 
-    def _meet(self, model: nn.Module, optimizers: Sequence[Any]) -> Pair:
+    def _add_or_rebind(self, model: nn.Module, optimizers: Sequence[Any]) -> Pair:
         self.interrupt()
         check_model(model)
         waiting = [pair for pair in self if pair.model is model and not pair.optimizers]

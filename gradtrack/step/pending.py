@@ -13,7 +13,7 @@ import weakref
 from typing import Protocol, final
 
 
-class Unsettled(Protocol):
+class RingEntry(Protocol):
     """Steps in the ring."""
 
     def settle(self) -> None:
@@ -31,10 +31,10 @@ class PendingSteps:
         self.lock = threading.RLock()  # a handler of a signal, or another thread, may settle
         self.is_taking = False
         """Whether a step is on its way into the ring, which a handler of a signal must not settle then."""
-        self.held: Unsettled | None = None
+        self.held: RingEntry | None = None
         _rings.add(self)
 
-    def hold(self, steps: Unsettled) -> None:
+    def hold(self, steps: RingEntry) -> None:
         """Hold steps, after those before them were settled."""
         self.settle()
         self.held = steps

@@ -71,9 +71,9 @@ class RankExchange:
     """Reads the gradients of all ranks, and takes to the analyzers what the ranks have sent for them along with it."""
 
     def __init__(
-        self, measurement: Measurement, guard: Protection, judgement: Judge, analyzers: RunningAnalyzers
+        self, measurement: Measurement, protection: Protection, judge: Judge, analyzers: RunningAnalyzers
     ) -> None:
-        self._measurement, self._protection, self._judge, self._analyzers = measurement, guard, judgement, analyzers
+        self._measurement, self._protection, self._judge, self._analyzers = measurement, protection, judge, analyzers
 
     def read(
         self,
@@ -85,7 +85,7 @@ class RankExchange:
         shown: Callable[[], Snapshot],
     ) -> Moments:
         """Measure the gradients; `shown` returns what there is to see of them before that."""
-        common = self._measurement.meet(partial(self._remembered, data.step), self._analyzers.offers)
+        common = self._measurement.agree_with_ranks(partial(self._remembered, data.step), self._analyzers.offers)
         if common is not None:
             self._analyzers.share(common)
         more, take = self._contribute(data, shown)
@@ -110,7 +110,7 @@ class RankExchange:
         def take(sums: Sequence[float], num_ranks: int) -> None:
             take_sums(sums, num_ranks)
             if self._analyzers.verdicts is not None:
-                self._judge.hear(self._analyzers.verdicts)
+                self._judge.set_analyzer_issues(self._analyzers.verdicts)
 
         return more, take
 

@@ -24,7 +24,7 @@ class Rows:
         self._dashboard = Dashboard()
 
     @property
-    def go_somewhere(self) -> bool:
+    def have_destination(self) -> bool:
         """Whether anything takes rows."""
         return bool(self._sink.backends) or self._sink.keeps_files
 
@@ -34,7 +34,7 @@ class Rows:
 
     def send(self, data: StepData, panels: Sequence[Panel] = ()) -> None:
         """Send what a step leaves; with the first row of a pair the panels of its analyzers."""
-        if not self.go_somewhere:
+        if not self.have_destination:
             return
         for record in late_records(data) if data.late else ():
             self._sink.write(record)

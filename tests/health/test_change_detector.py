@@ -27,9 +27,8 @@ def noisy(count: int, seed: int = 0, spread: float = 0.2) -> list[float]:
 def jumps(log_norms: Sequence[float], losses: Sequence[float] | None = None) -> list[int]:
     """Return the steps, counted from 0, at which a run is found to have jumped."""
     jump = Jump()
-    return [
-        step for step, log_norm in enumerate(log_norms) if jump.take(log_norm, None if losses is None else losses[step])
-    ]
+    known = [None] * len(log_norms) if losses is None else losses
+    return [step for step, (norm, loss) in enumerate(zip(log_norms, known, strict=True)) if jump.update(norm, loss)]
 
 
 @pytest.mark.parametrize("height", [3.0, -3.0])
@@ -61,10 +60,10 @@ def test_state_continues(cut: int, seed: int) -> None:
     """What is told after a checkpoint is what would have been told without one."""
     log_norms = [*noisy(100, seed), *(3 + value for value in noisy(100, seed + 1))]
     whole, first, second = Jump(), Jump(), Jump()
-    expected = [whole.take(value, math.exp(value)) for value in log_norms]
-    found = [first.take(value, math.exp(value)) for value in log_norms[:cut]]
+    expected = [whole.update(value, math.exp(value)) for value in log_norms]
+    found = [first.update(value, math.exp(value)) for value in log_norms[:cut]]
     second.load_state_dict(first.state_dict())
-    assert found + [second.take(value, math.exp(value)) for value in log_norms[cut:]] == expected
+    assert found + [second.update(value, math.exp(value)) for value in log_norms[cut:]] == expected
 
 
 def _steps(

@@ -69,7 +69,7 @@ class Together:
             return False
         limit = clipping["threshold"] if has_chosen_limit(self._config) else None
         self._steps.append(CalmStep(log_norm(moments.norm), data.loss, limit, clipping["clipped"]))
-        self._made.startles(log_norm(moments.norm), data.loss)
+        self._made.jumps(log_norm(moments.norm), data.loss)
         self._close_in(log_norm(moments.norm))
         return True
 
@@ -210,7 +210,7 @@ def test_what_an_analyzer_takes_back_is_an_event() -> None:
     issue = Issue(issue_type=IssueType.DEAD, severity=IssueSeverity.HIGH, layer="a", message="")
     events = []
     for heard in ([issue], [], []):
-        made.hear(heard)
+        made.set_analyzer_issues(heard)
         moments, data = step_of(60, 1.0, 1.0, config)
         made.judge(moments, data, critical=False)
         events.append((data.event, data.health.healthy))

@@ -50,19 +50,19 @@ def test_a_streak_of_nonfinite_steps_is_one_event() -> None:
 def test_issues_of_analyzers_stay_until_they_are_heard_again() -> None:
     """What the analyzers say opens on the next step, once, unless its layer is muted."""
     made = judge_of(mute=["quiet"])
-    made.hear([issue("loud"), issue("quiet")])
+    made.set_analyzer_issues([issue("loud"), issue("quiet")])
     first, second = judge(made, 1, 1.0), judge(made, 2, 1.0)
     assert [found.layer for found in first.opened] == ["loud"]
     assert second.opened == []
     assert [found.layer for found in second.issues] == ["loud"]
-    made.hear([])
+    made.set_analyzer_issues([])
     assert judge(made, 3, 1.0).issues == []
 
 
 def test_without_monitoring_nothing_is_judged() -> None:
     """With monitoring off a step is healthy whatever the analyzers said."""
     made = judge_of(enable_gradient_monitoring=False)
-    made.hear([issue("loud")])
+    made.set_analyzer_issues([issue("loud")])
     outcome = judge(made, 1, 1.0)
     assert outcome.health == HealthReport()
     assert not outcome.issues
