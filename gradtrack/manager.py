@@ -40,7 +40,7 @@ class GradientManager:
 
     `config` is a `GradientConfig`, a mapping, the path of a YAML, TOML or JSON file, or nothing; keywords override it.
     `process_group` says that the gradients are spread over its ranks, where plain tensors do not say so themselves.
-    A manager is a context manager; leaving it delivers what is left. It works until it is closed.
+    A manager is a context manager; leaving it delivers the remaining records. It works until it is closed.
     """
 
     def __init__(
@@ -89,12 +89,12 @@ class GradientManager:
 
         With `accumulate=True` the gradients are those of a micro-batch: nothing is measured, clipped or counted yet.
         """
-        if torch.compiler.is_dynamo_compiling():  # a loop that is compiled as a whole goes on after a break here
+        if torch.compiler.is_dynamo_compiling():  # a loop that is compiled as a whole has a graph break here
             options = {"scaler": scaler, "accumulate": accumulate, "epoch": epoch, "batch": batch}
             return uncompiled(self.step)(model, optimizer, loss, backward, **options)  # type: ignore[no-any-return]
         if self._closed and not self._at_exit.exiting:
             raise ClosedError(_CLOSED)
-        if not (backward and type(loss) is Tensor):  # a backward pass finds out by itself
+        if not (backward and type(loss) is Tensor):  # the backward pass checks a tensor by itself
             check_loss(loss, backward)
         pair = self._pairs.find(model, optimizer)
         if backward:
@@ -123,7 +123,7 @@ class GradientManager:
         epoch: int | None = None,
         batch: object = None,
     ) -> StepReport:
-        """Measure, protect and report the unscaled gradients that a pair has now."""
+        """Run the step of a pair: measure, protect and report its unscaled gradients."""
         report = pair.step(loss, scale=scale, epoch=epoch, batch=batch)
         if self._unused_settings.waits:
             self._unused_settings.step({pair.name: pair.model for pair in self._pairs})
@@ -138,7 +138,7 @@ class GradientManager:
         name: str | None = None,
         process_group: Any = None,
     ) -> None:
-        """Prepare for a model before its first forward pass; needed only for a second pair, which must have a name.
+        """Register a model before its first forward pass; needed only for a second pair, which must have a name.
 
         `horizon` is the number of time steps over which a recurrent model has to remember; `process_group` is for this
         pair what it is for the manager.
@@ -155,12 +155,12 @@ class GradientManager:
         self._pairs.named(name).continue_from(step)
 
     def note(self, text: str, *, name: str = "") -> None:
-        """Put something that is good to know into the next report of a pair."""
+        """Add a note to the next report of a pair."""
         self._pairs.interrupt()
         self._pairs.named(name).coming_notes.append(text)
 
     def knows(self, model: nn.Module, optimizer: Any) -> bool:
-        """Whether a model and what steps it have been seen or attached."""
+        """Whether a model and its optimizer were passed to `step` or `attach`."""
         return self._pairs.has(model, optimizer)
 
     @property
@@ -214,12 +214,12 @@ class GradientManager:
         return callback
 
     def diagnose(self) -> list[Issue]:
-        """Return what is wrong with the run so far, in every pair: root causes first, at most a handful."""
+        """Return the issues of the run so far, in every pair: root causes first, at most five of each pair."""
         self._pairs.settle()
         return [issue for pair in self._pairs for issue in pair.diagnose()]
 
     def status(self) -> dict[str, Any]:
-        """Tell what was recorded, and for each backend what it has taken and what it has not, and why."""
+        """Return the numbers of steps and rows, and for each backend which rows it has delivered or lost, and why."""
         return {
             "run_id": self._sink.run_id,
             "run_dir": None if self.run_dir is None else str(self.run_dir),
@@ -230,7 +230,7 @@ class GradientManager:
         }
 
     def get_training_summary(self) -> TrainingSummary:
-        """Sum up the training so far."""
+        """Return the summary of the training so far."""
         self._pairs.settle()
         return self._history.summary()
 
@@ -248,21 +248,21 @@ class GradientManager:
         return pictures.plot_training_curves(self.reports, Path(save_path))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything that rolls, as plain data for a checkpoint."""
+        """Return the state that later steps depend on, as plain data for a checkpoint."""
         self._pairs.settle()
         return {"version": 1, "pairs": self._pairs.state_dict(), "history": self._history.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` returned; pairs that are not there yet get theirs when they are attached."""
+        """Restore what `state_dict` returned; the state of a pair that is attached later is kept until then."""
         check_state(state)
         self._pairs.interrupt()
         self._history.load_state_dict(state["history"])
         self._pairs.load_state_dict(state["pairs"])
 
     def follow(self, model: nn.Module, optimizer: Any) -> None:
-        """Look by itself just before the first of the optimizers steps, or after each call of its closure.
+        """Register hooks that run a step just before the first of the optimizers steps, or after each closure call.
 
-        What the loop has shown to `step` itself since the last one is not looked at again.
+        Gradients that the loop has passed to `step` itself since the last one are not measured again.
         """
         if self._closed:
             raise ClosedError(_CLOSED)
@@ -278,16 +278,16 @@ class GradientManager:
                 self._step_pair(pair, loss, scale)
 
         self._hooks.append(BeforeSteps(optimizers, look))
-        # The optimizer keeps the manager from now on; what is kept until that is collected must not keep the optimizer.
+        # The optimizer now refers to the manager, so the function that runs when it is collected must not refer back.
         self._at_exit.unhook = self._pairs.models_alone()
 
     def flush(self) -> None:
-        """Make everything that was recorded durable."""
+        """Apply the pending steps, and write all records to disk and to the backends."""
         self._pairs.settle()
         self._sink.flush()
 
     def close(self, *, failed: bool = False) -> None:
-        """Deliver what is left and take every hook off; a second call does nothing."""
+        """Deliver the remaining records and remove every hook; a second call does nothing."""
         if self._closed or self._sink.forked:
             return
         self._pairs.settle()
@@ -298,7 +298,7 @@ class GradientManager:
             self._pairs.close()
             self._sink.tell_if_empty(self._history.num_steps)
             self._leave_files(failed=failed)
-        finally:  # whoever has no patience for the pictures keeps the rows
+        finally:  # an interrupt while pictures are drawn loses no row
             self._sink.close(failed=failed)
             self._at_exit.cancel()
 
@@ -320,7 +320,7 @@ class GradientManager:
         self.close(failed=kind is not None and not left_on_purpose)
 
     def _leave_files(self, *, failed: bool) -> None:
-        """Write how the run ended, and what the configuration asks for of pictures and a report."""
+        """Write how the run ended, and the pictures and the HTML report if the configuration asks for them."""
         config = self.config
         directory = self._sink.claim() if self._history.reports and self._sink.rank == 0 else None
         if directory is None:

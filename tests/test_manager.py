@@ -26,7 +26,7 @@ def rows(manager: GradientManager) -> list[Any]:
 
 
 def shrink(model: nn.Module, factor: float, *_: object) -> None:
-    """Clip as somebody else would, when an optimizer begins its step."""
+    """Clip as other code in the loop would, when an optimizer begins its step."""
     for param in model.parameters():
         assert param.grad is not None
         param.grad.mul_(factor)
@@ -66,7 +66,7 @@ class TestStep:
         assert {type(value) for record in rows(manager) for value in record.metrics.values()} == {float}
 
     def test_weights_are_weighed_for_groups_only(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """A step that shows no groups does not read the weights."""
+        """A step that shows no groups does not measure the weights."""
         monkeypatch.setattr("gradtrack.step.measure.weight_norms", lambda *_: pytest.fail("weights were read"))
         train(GradientManager(grad_log_every_n_steps=1, grad_track_per_weight_matrix=False), 2)
         with pytest.raises(pytest.fail.Exception, match="weights were read"):
@@ -318,7 +318,7 @@ class TestLoops:
         assert report.lr == {"0.0": 0.1, "1.head": 0.2}
 
     def test_wrapped_optimizer(self) -> None:
-        """Any object with param_groups will do."""
+        """Any object with param_groups is accepted as an optimizer."""
 
         class Wrapper:
             def __init__(self, inner: torch.optim.Optimizer) -> None:
@@ -328,7 +328,7 @@ class TestLoops:
         assert GradientManager().step(model, Wrapper(optimizer_of(model)), batch_loss(model)).step == 1
 
     def test_wrapped_optimizer_is_watched(self) -> None:
-        """Under whatever name somebody's wrapper keeps the optimizer, its steps are seen."""
+        """Under whatever name a wrapper of the user keeps the optimizer, its steps are measured."""
 
         class Wrapper:
             def __init__(self, inner: Any) -> None:
@@ -622,7 +622,7 @@ class TestLife:
             manager.continue_from(-1)
 
     def test_a_note_is_in_one_report(self) -> None:
-        """What is good to know is in the next report and in no other."""
+        """A note is in the next report and in no other."""
         manager, model = GradientManager(), small_model()
         optimizer = optimizer_of(model)
         manager.attach(model, optimizer)
@@ -637,7 +637,7 @@ class TestLife:
 
 
 def test_interrupted_pictures_do_not_cost_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever has no patience for the pictures keeps the rows."""
+    """An interrupt while the pictures are drawn loses no row."""
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
@@ -650,7 +650,7 @@ def test_interrupted_pictures_do_not_cost_rows(tmp_path: Path, monkeypatch: pyte
     assert manager.status()["backends"]["json"]["acknowledged"] == 3
 
 
-def test_flush_after_the_close_waits_for_nobody(tmp_path: Path) -> None:
+def test_flush_after_the_close_waits_for_no_worker(tmp_path: Path) -> None:
     """A flush that comes too late returns, although no worker is there to answer."""
     manager = GradientManager(backends=["json"], run_dir=tmp_path / "run", close_timeout_seconds=3600.0)
     train(manager, 3)

@@ -1,1 +1,1 @@
-"""One pass over every gradient: tables of parameters, engines, sums."""
+"""Measurement of gradients in one pass: parameter tables, engines, sums and histograms."""

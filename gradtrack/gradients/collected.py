@@ -1,4 +1,4 @@
-"""The gradients of one step, on one rank or on all: what to measure, by name and group."""
+"""The gradients of one step, by name and group, on one rank or over all ranks."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class Gradients:
     """The gradients of one step: the tensors to measure and their layout.
 
     A sparse gradient is measured by its coalesced values, a complex one by its real and imaginary parts. Coalescing
-    changes how an optimizer rounds, so whoever changes the tensors calls `install`; and `own` before that.
+    changes how an optimizer rounds, so code that changes the tensors calls `own` before it and `install` after it.
     """
 
     __slots__ = ("_batch", "as_planned", "layout", "stand_ins", "tensors", "touched_rows")
 
     passed: ClassVar = False
-    """Whether the optimizers have used them up by now."""
+    """Whether the optimizers have already used the gradients, inside the backward pass."""
 
     def __init__(
         self,
@@ -44,15 +44,15 @@ class Gradients:
         """Sparse gradients coalesced and conjugate ones resolved, by their position; their values are measured."""
         self._batch: Batch | None = None
         self.as_planned = False
-        """Whether they were measured by the plan of their layout."""
+        """Whether the gradients were measured by the plan of their layout."""
 
     @property
     def batch(self) -> Batch | Sequence[Tensor]:
-        """Return the tensors as the measurer has prepared them, or as they are."""
+        """Return the batch that the measurer has prepared, or the tensors before that."""
         return self.tensors if self._batch is None else self._batch
 
     def measure_as_planned(self, measurer: Measurer) -> Moments | None:
-        """Return the sums of the gradients in one call, if they are of the sizes of the last ones, and as plain."""
+        """Return the sums of the gradients by the plan of the last step, or None if their sizes or types differ."""
         layout = self.layout
         plan = layout.plan
         if plan is None or plan.engine is not measurer.native:
@@ -62,7 +62,7 @@ class Gradients:
         return moments
 
     def prepare(self, measurer: Measurer) -> None:
-        """Let the measurer sort the tensors once for all that is done with them; the layout has their sizes."""
+        """Sort the tensors by engine once for all calls of the step; the layout has their sizes."""
         self._batch = batch = measurer.prepare(self.tensors, self.layout.plan)
         self.layout.plan = batch.plan
 
@@ -78,9 +78,9 @@ class Gradients:
         self.install()
 
     def own(self) -> None:
-        """Give each parameter a gradient of its own, where a loop has given one to several or to many elements.
+        """Give each parameter a gradient of its own, where parameters share one or elements share their memory.
 
-        Whatever is about to change the gradients would otherwise change some of them twice.
+        A change in place would otherwise change such a gradient twice.
         """
         batch = self.batch
         others = () if self.as_planned else batch.others if isinstance(batch, Batch) else range(len(self.tensors))
@@ -101,19 +101,19 @@ class Gradients:
         self._batch, self.as_planned = None, False
 
     def install(self) -> None:
-        """Put what was measured in the place of the gradients that it stands for, since its values have changed."""
+        """Replace sparse and conjugate gradients by the tensors that were measured and changed in their stead."""
         for index, grad in self.stand_ins.items():
             self.layout.params[index].grad = grad
 
     def count(self) -> Rows:
-        """Return for each group how many elements are in each bucket of a histogram."""
+        """Return the histogram counts of each group: the number of elements in each bucket."""
         return count_elements(self.tensors, self.layout.group_of.tolist(), len(self.layout.group_names))
 
 
 class Foreseen(NamedTuple):
-    """How much an elementwise clipping would limit in each tensor here, with the sum of squares that it would leave.
+    """The predicted effect of elementwise clipping: how much it limits in each tensor, and the squares after that.
 
-    `sums` are numbers by which the ranks decide together about what none of them can decide about alone.
+    `sums` are numbers that the ranks add up to decide about units which are cut between them.
     """
 
     rows: Rows
@@ -121,13 +121,13 @@ class Foreseen(NamedTuple):
 
 
 Foresight = Callable[["SharedGradients", Moments], Foreseen]
-"""Tells from what this rank has measured what clipping is going to do."""
+"""Predicts the effect of elementwise clipping from the sums that this rank has measured."""
 
 
 class SharedGradients(Gradients):
-    """The parts of the gradients that this rank has, whose sums are those of all ranks.
+    """This rank's parts of gradients that are spread over ranks; their measurement returns the sums over all ranks.
 
-    Until it is measured it has a tensor for every parameter, then for those that have a gradient on any rank.
+    Before the measurement there is a tensor for every parameter, after it for those with a gradient on any rank.
     """
 
     __slots__ = ("_has_gradient", "_lay_out", "_num_foreseen", "_positions", "deviations", "merged", "ranks")
@@ -147,7 +147,7 @@ class SharedGradients(Gradients):
         self._has_gradient = np.array([param.grad is not None for param in params]) & wanted
         self.deviations: Deviations | None = None
         self.merged: Merged
-        """What the last measurement has found over all ranks."""
+        """The result of the last measurement over all ranks."""
 
     def measure(
         self,
@@ -162,12 +162,12 @@ class SharedGradients(Gradients):
         tally: bool = False,
         more: Sequence[float] = (),
     ) -> Moments:
-        """Return the sums over all ranks, and leave what else was asked for in `merged`.
+        """Return the sums over all ranks, and set the further results in `merged`.
 
-        That are the sums of an extra number per parameter, the loss, how the ranks differ, what an elementwise
-        clipping is going to do, with `tally` the counts of a histogram for each group, and the sums of `more`. Without
-        `ends` the smallest and largest elements stay unknown, which saves a collective, unless some element is not
-        finite.
+        These are the sums of an `extra` number per parameter, the loss, the differences between ranks, the effect of
+        elementwise clipping (`limited`), with `tally` the histogram counts of each group, and the sums of `more`.
+        Without `ends` the smallest and largest elements stay unknown, which saves a collective, unless
+        `ends_if_nonfinite` is set and some element is not finite.
         """
         positions, layout = self._positions, self.layout
         here, counts = self._measure_local(measurer)
@@ -208,41 +208,41 @@ class SharedGradients(Gradients):
         return moments
 
     def prepare(self, measurer: Measurer) -> None:
-        """Let the measurer sort the parts that are here, whose sizes are not those of the layout."""
+        """Sort this rank's parts by engine; their sizes are not those of the layout."""
         self._batch = measurer.prepare(self.tensors)
 
     def _measure_local(self, measurer: Measurer) -> tuple[Moments, NDArray[np.int64]]:
-        """Return the sums and the element counts of what is here."""
+        """Return the sums and the element counts of this rank's parts."""
         layout = self.layout
         counts = np.fromiter(map(Tensor.numel, self.tensors), np.int64, len(self.tensors))
         return measurer.measure(self.batch, layout.group_of, len(layout.group_names)), counts
 
     def own(self) -> None:
-        """Leave parts as they are: what made them gave each parameter its own."""
+        """Do nothing: each parameter has a part of its own."""
 
     @property
     def limited(self) -> NDArray[np.float64]:
-        """Return what an elementwise clipping does over all ranks: how much it limits, and the squares it leaves."""
-        assert self.merged.limited is not None, "nobody has asked what a clipping would do"
+        """Return the effect of elementwise clipping over all ranks: how much it limits, and the squares after that."""
+        assert self.merged.limited is not None, "the measurement was made without `limited`"
         found: NDArray[np.float64] = self.merged.limited[self._positions].sum(axis=0)
         return found
 
     @property
     def foreseen(self) -> Sequence[float]:
-        """Return the sums of what the ranks decide about together."""
+        """Return the sums of the predicted numbers by which the ranks decide together."""
         return self.merged.more[: self._num_foreseen]
 
     @property
     def more(self) -> Sequence[float]:
-        """Return the sums of the other numbers that came along."""
+        """Return the sums of the numbers that were passed as `more`."""
         return self.merged.more[self._num_foreseen :]
 
     def count(self) -> Rows:
-        """Return the same over all ranks, as it was counted while they were measured."""
+        """Return the histogram counts of each group over all ranks, from the measurement."""
         return self.merged.tallies.reshape(len(self.layout.group_names), -1)
 
     def _tally(self) -> Rows:
-        """Count what this rank has for each group, so that a sum over the ranks has each element once."""
+        """Return this rank's histogram counts, weighted so that a sum over the ranks has each element once."""
         counts = count_elements(self.tensors, range(len(self.tensors)), len(self.tensors))
         counts[~self._has_gradient[self._positions]] = 0.0
         groups = np.zeros((len(self.layout.group_names), counts.shape[1]))
@@ -257,7 +257,7 @@ class SharedGradients(Gradients):
         self.layout = self._lay_out(self._positions.tolist())
 
     def _recount(self) -> None:
-        """Take the sizes that all ranks have together, where a parameter here knows only its own."""
+        """Update the layout with the sizes over all ranks, where a parameter has the size of its shard."""
         if self.merged.counts is None:
             return
         counts = self.merged.counts[self._positions].tolist()

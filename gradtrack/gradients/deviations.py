@@ -20,14 +20,14 @@ from gradtrack.gradients.variance import (
 
 
 def find_deviations(grads: Gradients, moments: Moments) -> Deviations | None:
-    """Return the deviations where the difference of two sums does not tell them, and mostly nothing.
+    """Return the squared deviations if the mean hides a variance, and None on most steps.
 
-    Only tensors whose mean hides their variance are read again. Ranks that share the parameters know them from what
-    they send.
+    Only tensors whose mean hides their variance are read again. Ranks that share the parameters find them in the
+    all-reduce instead.
     """
     rows, layout = moments.rows, grads.layout
     if len(rows) != len(grads.tensors) or not len(rows):
-        return None  # gradients that are gone by now
+        return None  # gradients that the optimizers have used inside the backward pass
     if moments.finite and not _is_any_hidden(layout, moments):
         return None
     counts = layout.sizes if moments.finite else layout.sizes - rows[:, NAN:].sum(axis=1)
@@ -38,8 +38,8 @@ def find_deviations(grads: Gradients, moments: Moments) -> Deviations | None:
 def _is_any_hidden(layout: Layout, moments: Moments) -> bool:
     """Say whether the variance of any tensor, group or of everything is hidden, which it is not on most steps.
 
-    None is of a tensor whose elements lie on both sides of zero, nor of a group in which it is of no tensor. One
-    element has no variance of its own.
+    The variance of a tensor whose elements lie on both sides of zero is never hidden, and that of a group only if the
+    variance of one of its tensors is. A single element has no variance of its own.
     """
     if not moments.one_sided:
         return False
@@ -59,7 +59,7 @@ def _is_any_hidden(layout: Layout, moments: Moments) -> bool:
 
 
 def _merge(grads: Gradients, moments: Moments, counts: Floats, hidden: NDArray[np.bool_]) -> Deviations:
-    """Read again what is hidden, each about its mean."""
+    """Read tensors with a hidden variance again, each about its mean, and merge all deviations."""
     rows, number = moments.rows, np.maximum(counts, 1.0)
     constant = hidden & (rows[:, MIN] == rows[:, MAX])
     means = np.where(constant, rows[:, MIN], rows[:, SUM] / number)

@@ -1,4 +1,4 @@
-"""Which group a parameter belongs to, and the layout that gradients have in common from step to step."""
+"""Parameter groups: assigns each parameter to one, and keeps the layout of gradients from step to step."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _by_matrix(model: nn.Module, names: Sequence[str]) -> list[str]:
 
 
 def _matrix(name: str, layers: Sequence[str]) -> str | None:
-    """Judge by the type of the module first and by the name second."""
+    """Return the group of a recurrent network's parameter, by the type of its module or else by its name."""
     owner, _, own = name.rpartition(".")
     if _BIAS.search(own) and not own.startswith("weight"):
         return BIASES
@@ -79,7 +79,7 @@ def _matrix(name: str, layers: Sequence[str]) -> str | None:
 
 
 def _by_module(names: Sequence[str]) -> list[str]:
-    """Cut the module paths at the depth that leaves a number of groups that a person can look at."""
+    """Group by module paths, cut at the depth that gives at most as many groups as a person can read."""
     paths = [name.split(".")[:-1] or [name] for name in names]
     deepest = max((len(path) for path in paths), default=0)
     depth, chosen = 1, _cut(paths, 1)
@@ -98,7 +98,7 @@ def _cut(paths: Sequence[Sequence[str]], depth: int) -> list[str]:
 
 
 class Layout:
-    """The names, groups and sizes of the gradients that are there, which stay the same from step to step."""
+    """The layout of gradients: names, groups and sizes, which stay the same from step to step."""
 
     __slots__ = (
         "counts",
@@ -129,15 +129,15 @@ class Layout:
 
     @property
     def params(self) -> list[nn.Parameter]:
-        """Return the parameters, of which a report that is kept keeps none alive."""
+        """Return the parameters that still exist; weak references, so that a kept report keeps no model alive."""
         return [param for ref in self.param_refs if (param := ref()) is not None]
 
     def recount(self, counts: Sequence[int]) -> None:
-        """Take new sizes, as those of sparse gradients are on every step."""
+        """Update the sizes, which for sparse gradients change on every step."""
         self.counts = list(counts)
         self.sizes = np.array(self.counts, dtype=np.int64)
         self.plan: Any = None
-        """What the measurer has found of gradients of these sizes, to be given to it with the next ones."""
+        """The measurer's plan for gradients of these sizes, which it uses again on the next step."""
         sums = np.bincount(self.group_of, weights=self.counts, minlength=len(self.group_names))
         self.group_counts = [int(count) for count in sums]
         self.total_count = sum(self.counts)

@@ -23,7 +23,7 @@ EDGES: Final = np.concatenate([-_POSITIVE[::-1], _POSITIVE])
 def count_elements(tensors: Sequence[Tensor], group_of: Iterable[int], num_groups: int) -> NDArray[np.float64]:
     """Count the finite elements of each group between consecutive `EDGES`; the upper one belongs to the next bucket.
 
-    The bucket in the middle has everything below 2**-64, the outermost ones have what is beyond them as well.
+    The bucket in the middle holds all elements below 2**-64, the outermost ones also those beyond the edges.
     """
     counts = np.zeros((num_groups, len(EDGES) - 1))
     for tensor, group in zip(tensors, group_of, strict=True):
@@ -40,7 +40,7 @@ def histograms_of(counts: NDArray[np.float64], names: Sequence[str]) -> dict[str
 
 
 def to_histogram(counts: NDArray[np.float64]) -> Histogram | None:
-    """Return the buckets from the first to the last that holds an element; None where none does."""
+    """Return a histogram of the buckets from the first to the last that holds an element; None without elements."""
     (filled,) = np.nonzero(counts)
     if not len(filled):
         return None
@@ -49,7 +49,7 @@ def to_histogram(counts: NDArray[np.float64]) -> Histogram | None:
 
 
 def _count(values: Tensor) -> Tensor:
-    """Take the bucket from the exponent, which is exact where a logarithm is not."""
+    """Return the counts of all buckets, which follow from the exponents; a logarithm would not be exact."""
     values = values if values.dtype in (torch.float32, torch.float64) else values.float()
     mantissa, exponent = torch.frexp(values[torch.isfinite(values)])
     exponent = exponent - (mantissa == -0.5).to(exponent.dtype)

@@ -1,4 +1,4 @@
-"""Gradients that an optimizer uses up inside the backward pass, measured as they pass."""
+"""Gradients inside the backward pass: measured by hooks, just before an optimizer uses them and frees them."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from gradtrack.gradients.moments import WIDTH, Moments, Rows, empty_row, merge
 from gradtrack.gradients.parameters import ParameterTable
 
 _POWERS = np.array([1, 2, 1, 1, 0, 0, 0, 0])
-"""By which power of a scale each number of a row grows."""
+"""The power of a scale by which each number of a row grows."""
 
 
 class PassedGradients(Gradients):
-    """What was measured of gradients that are gone by now: they can be reported, and no longer be changed."""
+    """The sums of gradients that the optimizers have used already: they are reported, and cannot be changed."""
 
     passed = True
 
@@ -31,25 +31,25 @@ class PassedGradients(Gradients):
         self._rows = rows
 
     def measure_as_planned(self, measurer: Measurer) -> None:
-        """Leave it to `measure`, since there is nothing to look at."""
+        """Return None, so that `measure` is called."""
 
     def prepare(self, measurer: Measurer) -> None:
-        """Prepare nothing, since there is nothing to look at."""
+        """Do nothing, since there are no tensors."""
 
     def measure(self, measurer: Measurer) -> Moments:
-        """Return the sums of the gradients as they passed."""
+        """Return the sums that the hooks have measured."""
         layout = self.layout
         return Moments(self._rows, *merge(self._rows, layout.group_of, len(layout.group_names)))
 
     def count(self) -> Rows:
-        """Count nothing, since nothing is left to be counted."""
+        """Return counts of zero, since there are no tensors to count."""
         return np.zeros((len(self.layout.group_names), 1))
 
 
 class PassedShards(SharedGradients):
-    """What was measured of the parts that this rank had of gradients, merged with what passed on the others.
+    """The sums of this rank's parts of gradients that the optimizers have used already, merged with the other ranks'.
 
-    What is sent has the size of what is sent of gradients that are there, with nothing to clip and nothing to count.
+    A rank sends as many numbers as for gradients that still exist, with nothing to clip and nothing to count.
     """
 
     __slots__ = ("_counts", "_rows")
@@ -74,7 +74,7 @@ class PassedShards(SharedGradients):
 
 
 class GradientsInBackward:
-    """Hooks that come before an optimizer's own and measure every gradient of a backward pass."""
+    """Hooks that measure every gradient inside the backward pass, before an optimizer's own hook uses it."""
 
     def __init__(self, params: Sequence[nn.Parameter], measurer: Measurer) -> None:
         itself, self._rows = weakref.ref(self), dict[int, NDArray[np.float64]]()
@@ -99,7 +99,7 @@ class GradientsInBackward:
         self._counts[id(param)] = grad.numel()
 
     def collect(self, table: ParameterTable) -> Gradients:
-        """Return what has passed since the last time."""
+        """Return the gradients that were measured since the last call."""
         rows, self._rows = self._rows, {}
         if table.ranks is not None:
             return PassedShards(table, rows, self._counts)
@@ -115,7 +115,7 @@ class GradientsInBackward:
 
 
 def _put_first(hooks: Any, number: int) -> None:
-    """Put a hook before all others; the engine goes by the order in which they came, so they come anew."""
+    """Move a hook before all others, by inserting all of them anew: autograd calls them in order of insertion."""
     items = sorted(hooks.items(), key=lambda item: item[0] != number)
     hooks.clear()
     hooks.update(items)
@@ -127,5 +127,5 @@ def step_in_backward(params: Sequence[nn.Parameter]) -> bool:
 
 
 def may_step_in_backward(params: Sequence[nn.Parameter]) -> bool:
-    """Say whether somebody has hooked the accumulation of gradients, of which then none is left."""
+    """Say whether hooks of the loop may step inside the backward pass, since they have left no gradient."""
     return all(param.grad is None for param in params) and any(param._post_accumulate_grad_hooks for param in params)

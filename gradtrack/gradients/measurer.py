@@ -1,4 +1,4 @@
-"""Chooses the engine that measures and scales gradients."""
+"""The measurer: measures and scales gradients with the native engine or with torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EngineName = Literal["auto", "torch", "native"]
 
 
 class Batch:
-    """The tensors of one step, sorted by the engine that covers them, and where the native engine finds them."""
+    """The tensors of one step, sorted by the engine that covers them, with the address table of the native engine."""
 
     __slots__ = ("native", "others", "plan", "table", "tensors")
 
@@ -28,21 +28,21 @@ class Batch:
     ) -> None:
         self.tensors, self.native, self.others, self.table = tensors, native, others, table
         self.plan = plan
-        """What `prepare` may be given with further tensors of the same sizes."""
+        """The plan that `prepare` can use for further tensors of the same sizes."""
 
     @property
     def native_tensors(self) -> Sequence[Tensor]:
-        """Return what the native engine covers."""
+        """Return the tensors that the native engine covers."""
         return [self.tensors[index] for index in self.native] if self.others else self.tensors
 
     @property
     def other_tensors(self) -> Sequence[Tensor]:
-        """Return what is left to torch."""
+        """Return the tensors that torch measures."""
         return [self.tensors[index] for index in self.others] if self.native else self.tensors
 
 
 class Measurer:
-    """Measures gradients in one pass: with the native engine what it covers, with torch the rest."""
+    """Measures gradients in one pass: those that the native engine covers with it, the others with torch."""
 
     def __init__(self, engine: EngineName = "auto") -> None:
         self._torch = TorchEngine()
@@ -51,7 +51,7 @@ class Measurer:
     def use(self, engine: EngineName) -> None:
         """Measure with another engine from now on."""
         self.native: Any = None if engine == "torch" else _native(required=engine == "native")
-        """The engine of plans that may be used; None where there is none."""
+        """The native engine, whose plans may be used; None without it."""
         self.engine = engine
 
     def prepare(self, tensors: Sequence[Tensor], plan: Any = None) -> Batch:
@@ -118,7 +118,7 @@ def _native(*, required: bool) -> object:
 
 
 class TorchEngine:
-    """Measures on the CPU in pieces that stay in the cache, and elsewhere with one read at the end."""
+    """The torch engine: measures CPU tensors in pieces that stay in the cache, and other devices with one read."""
 
     name = "torch"
 

@@ -1,4 +1,4 @@
-"""The sums that one pass over the gradients leaves, and the statistics that follow from them."""
+"""Moments: the sums of one pass over the gradients, and the norms and statistics that follow from them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SMALLEST_FACTOR: Final = 2.0**-100
 SMALLEST_SQUARES: Final = 1e-280
 """The smallest sum of squares that has surely not lost precision by underflow."""
 _POWERS: Final = {"norm": 1, "mean": 1, "variance": 2, "min": 1, "max": 1}
-"""By which power of a scale each statistic grows that depends on one."""
+"""How each statistic scales: multiplying gradients by `s` multiplies it by `s ** power`."""
 Rows = NDArray[np.float64]
 
 
@@ -56,7 +56,7 @@ class Moments:
         """Whether there may be a tensor whose elements are all above zero or all below."""
 
     def of(self, kept: NDArray[np.int64]) -> Moments:
-        """Return the same sums with the rows of these tensors only, the others being empty."""
+        """Return the same sums with the rows of these tensors only; the other tensors have no elements."""
         return Moments(self.rows[kept], self.group_rows, self.total, self.exponent, has_ends=self.has_ends)
 
     @property
@@ -77,7 +77,7 @@ class Moments:
 
 
 def replaced(moments: Moments, nan: Rows, infinity: Rows, group_of: NDArray[np.int64], num_groups: int) -> Moments:
-    """Return the sums once NaN and Inf are replaced by these values of each tensor, which their counts tell."""
+    """Return the sums after NaN and Inf are replaced by these values of each tensor, computed from their counts."""
     rows, exponent = moments.rows.copy(), moments.exponent
     kinds = ((NAN, nan), (POSINF, infinity), (NEGINF, -infinity))
     largest = max(float(abs(values[rows[:, kind] > 0]).max(initial=0.0)) for kind, values in kinds)
@@ -157,7 +157,7 @@ def describe(
 ) -> dict[str, Any]:
     """Return the statistics of a row of this many elements, over the finite ones.
 
-    Pass the sum of the squared deviations from their mean where it is known better than from the row.
+    Pass the sum of the squared deviations from their mean if it is known more exactly than from the row.
     """
     total, squares, low, high, zeros, nan, positive, negative = row
     infinite = int(positive + negative)

@@ -1,4 +1,4 @@
-"""The parameters of a model by name and group."""
+"""The parameter table of a model: its trainable parameters by name and group, and their gradients."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _layout = attrgetter("layout")
 _values = dict.values
 _DENSE: Final = frozenset({torch.strided})
 _LAST: Final = (object(),)
-"""What comes after the modules and parameters that there are."""
+"""Sentinel that ends the comparison in `stale()`, so that added modules are noticed."""
 
 
 class OutsideParameter(NamedTuple):
@@ -37,10 +37,10 @@ class OutsideParameter(NamedTuple):
 class ParameterTable:
     """The trainable parameters of a model by name and group, each once, with the other names of tied ones.
 
-    Those `outside` of the model follow behind, unless ranks share the parameters.
+    Parameters `outside` of the model come last, unless ranks share the parameters.
 
-    With a process group the gradients are those of all its ranks, also where nothing about a tensor says so. The
-    parameters with the ids in `elsewhere` are left to another table.
+    With a process group the gradients are spread over its ranks, also if they are plain tensors. The parameters with
+    the ids in `elsewhere` belong to another table.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class ParameterTable:
     ) -> None:
         wrapped, model = list(model.modules()), unwrapped(model)
         self._modules = list(model.modules())
-        # A ScriptModule has wrappers in their place, made anew on every call, and cannot change its parts.
+        # A ScriptModule makes new wrappers of its parts on every call, and its parts cannot change.
         plain = [module for module in self._modules if not isinstance(module, torch.jit.ScriptModule)]
         self._dicts: list[dict[str, Any]] = [module._modules for module in plain]
         self._dicts += [module._parameters for module in plain]
@@ -89,7 +89,7 @@ class ParameterTable:
         index = {name: position for position, name in enumerate(self.group_names)}
         self.group_of = np.array([index[group] for group in groups], dtype=np.int64)
         self.ranks: Ranks | None = None
-        """The ranks that share the parameters, where any of them is a DTensor or there is a group that does."""
+        """The ranks that share the parameters, if any is a DTensor or there is a process group."""
         if self.params and (group is not None or self.has_dtensors):
             self.ranks = Ranks(self.params, group, replicas=replicated_params(wrapped))
         self._layout: Layout | None = None
@@ -124,12 +124,12 @@ class ParameterTable:
         return self._with_sparse_or_complex(tensors, layout)
 
     def resize(self, grads: Gradients) -> None:
-        """Take the sizes of parameters anew that were given data of another shape."""
+        """Update the layout with the sizes of parameters that were given data of another shape."""
         self._layout = None
         grads.layout = self.lay_out(self._present)
 
     def passed(self, present: Sequence[int]) -> Gradients:
-        """Return gradients of the parameters at these positions that are not there any more."""
+        """Return gradients without tensors, of the parameters at these positions, which the optimizers have used."""
         return Gradients([], self.lay_out(present), {})
 
     def lay_out(self, present: Sequence[int]) -> Layout:
@@ -150,6 +150,7 @@ class ParameterTable:
         )
 
     def _with_sparse_or_complex(self, tensors: Sequence[Tensor], layout: Layout) -> Gradients:
+        """Return gradients of which some are sparse, complex or conjugate, as tensors of real numbers."""
         touched: dict[str, int] = {}
         dense: list[Tensor] = []
         stand_ins: dict[int, Tensor] = {}

@@ -1,4 +1,4 @@
-"""The torch engine on the CPU: pieces that fit into the cache, small tensors side by side."""
+"""The torch engine on the CPU: sums over pieces that fit into the cache, small tensors of one size together."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _measure_large(lines: Sequence[Tensor], exponent: int) -> Rows:
 
 
 def _measure_pieces(pieces: Sequence[Tensor], *, careful: bool) -> Rows:
-    """Measure pieces in their own precision, a line at a time; read what the lines hold at the end, all together."""
+    """Measure pieces in their own precision, a line at a time; read the sums of all lines at the end."""
     table = np.zeros((len(pieces), 8))
     if careful or not pieces:
         table[:, SQUARES] = math.nan
@@ -101,7 +101,7 @@ def _lines(values: Tensor) -> Iterator[Tensor]:
 
 
 class _Marks:
-    """Memory that is written for every piece and read at once, so that it stays in the cache."""
+    """Scratch memory that is reused for every piece, so that it stays in the cache."""
 
     def __init__(self) -> None:
         self._memory: dict[torch.dtype, Tensor] = {}

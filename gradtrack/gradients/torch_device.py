@@ -1,4 +1,4 @@
-"""The torch engine on an accelerator: sums that stay on the device until somebody reads them."""
+"""The torch engine on an accelerator (GPU): sums that stay on the device until the host reads them."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def measure(grads: Sequence[Tensor], *, exact: bool) -> Tensor:
 
 
 def measure_around(grads: Sequence[Tensor], ends: Tensor) -> Tensor:
-    """Return for each gradient a centre between its ends and the sums of what is left and of its squares about it.
+    """Return for each gradient a centre between its ends, and the sums of the deviations from it and their squares.
 
-    The centre is 0 unless all elements lie on one side of zero and close together. Nobody waits for the device.
+    The centre is 0 unless all elements lie on one side of zero and close together. The host does not wait.
     """
     with torch.no_grad():
         lows, highs = ends.unbind(dim=1)

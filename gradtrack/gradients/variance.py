@@ -1,4 +1,4 @@
-"""Sums about a centre, which keep a variance that is next to nothing beside the mean, in one process and over ranks."""
+"""Exact variance of gradients with a large mean: sums about a centre, in one process and over ranks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Deviations(NamedTuple):
 
 
 class Centred(NamedTuple):
-    """Parameters by centres near their means: what these are off by, the squared deviations and the finite elements."""
+    """Sums of parameters about centres near their means: shifts of the means, squared deviations, element counts."""
 
     centres: Floats
     shifts: Floats
@@ -43,19 +43,19 @@ class Centred(NamedTuple):
 
 
 def is_hidden(total: Any, squares: Any, count: Any) -> Any:
-    """Say whether a sum and a sum of squares have a variance that is next to nothing beside the mean's square."""
+    """Say whether the mean hides the variance: it is less than 1e-6 of the mean square in these two sums."""
     return total * total > (1.0 - _HIDDEN) * count * squares
 
 
 def hides(rows: Rows, counts: NDArray[Any]) -> NDArray[np.bool_]:
-    """Say which rows have such a variance."""
+    """Say of which rows the mean hides the variance."""
     with np.errstate(over="ignore"):
         found: NDArray[np.bool_] = is_hidden(rows[:, SUM], rows[:, SQUARES], counts)
     return found
 
 
 def centres_between(lows: Floats, highs: Floats) -> Floats:
-    """Return a centre of what lies between these ends, 0 unless it all lies on one side of zero and close together.
+    """Return a centre between these ends; 0 unless they lie on one side of zero and close together.
 
     Only there can the mean hide the variance: an element at half the mean makes it a share of one in four times the
     number of elements at least.
@@ -69,7 +69,7 @@ def centres_between(lows: Floats, highs: Floats) -> Floats:
 def sums_around(tensors: Sequence[Tensor], rows: Rows, counts: NDArray[Any], centres: Floats, exponent: int) -> Floats:
     """Return the sum of the elements and of their squares once a centre is taken from each, in the units of the rows.
 
-    A tensor is read again only where its mean hides its variance, and where it is still there.
+    A tensor is read again only if its mean hides its variance, and if it still exists.
     """
     found, finite = rows[:, [SUM, SQUARES]], counts - rows[:, NAN:].sum(axis=1)
     hidden = hides(rows, finite)
@@ -87,7 +87,7 @@ def sums_around(tensors: Sequence[Tensor], rows: Rows, counts: NDArray[Any], cen
 
 
 def take_back(rows: Rows, centres: Floats, counts: Floats) -> Centred:
-    """Make of sums about centres, in place, the sums themselves; return what they tell of the deviations."""
+    """Convert sums about centres to plain sums, in place; return the deviations that they contain."""
     number = np.maximum(counts, 1.0)
     shifts = rows[:, SUM] / number
     squares = np.maximum(rows[:, SQUARES] - rows[:, SUM] * shifts, 0.0)
@@ -103,7 +103,7 @@ def deviations_around(
     sizes: NDArray[np.int64],
     groups: tuple[NDArray[np.int64], int],
 ) -> Deviations | None:
-    """Return the deviations where the tensors at some positions were read about centres, None where none has one.
+    """Return the deviations if tensors at some positions were read about centres, None if no centre is set.
 
     `around` has the centre of each of them, the sum about it and that of the squares.
     """
@@ -117,7 +117,7 @@ def deviations_around(
 
 
 def merge_deviations(parts: Centred, group_of: NDArray[np.int64], num_groups: int) -> Deviations:
-    """Add up the deviations of tensors and those of their means, each mean as a difference to a middle one."""
+    """Merge the deviations of tensors and of their means, each mean as a difference to a common one."""
     middle = float(parts.centres[np.argmax(parts.counts)]) if len(parts.counts) else 0.0
     apart = (parts.centres - middle) + parts.shifts
     groups = _together(parts, apart, group_of, num_groups)
@@ -125,7 +125,7 @@ def merge_deviations(parts: Centred, group_of: NDArray[np.int64], num_groups: in
 
 
 def _together(parts: Centred, means: Floats, group_of: NDArray[np.int64], num_groups: int) -> Floats:
-    """Return the squared deviations of groups from those of their parts."""
+    """Return the squared deviations of groups, merged from those of their tensors."""
     counts = parts.counts
     sizes: Floats = np.maximum(np.bincount(group_of, counts, num_groups), 1.0)
     middles = np.bincount(group_of, counts * means, num_groups) / sizes

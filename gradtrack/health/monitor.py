@@ -1,4 +1,4 @@
-"""Statistics and health of gradients, step by step."""
+"""The gradient monitor: judges the health of gradients step by step, and keeps their statistics."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ class GradientMonitor:
         self._step = 0
 
     def check_gradient_health(self, gradients: Sequence[Tensor | None]) -> HealthReport:
-        """Judge gradients as those of the coming step."""
+        """Judge gradients as those of the coming step, without remembering them."""
         grads, moments = self._measure(gradients)
         issues = copy.deepcopy(self.health).judge(self._evidence(moments, grads.layout), self.config)
         return HealthReport.of(issues).copied()
 
     def update_statistics(self, gradients: Sequence[Tensor | None]) -> GradientStatistics:
-        """Take in the gradients of one step and return their statistics, as one vector."""
+        """Judge and remember the gradients of one step; return their statistics, as one vector."""
         grads, moments = self._measure(gradients)
         self.judge(self._evidence(moments, grads.layout))
         known, count = find_deviations(grads, moments), grads.layout.total_count
@@ -65,17 +65,17 @@ class GradientMonitor:
         return [statistics for statistics in found if statistics is not None]
 
     def keep(self, *reports: StepReport) -> None:
-        """Keep the reports of steps for the pictures; their statistics are found when they are drawn."""
+        """Keep the reports of steps for the pictures; their statistics are computed when they are drawn."""
         if self._kept.maxlen != self.config.max_gradient_history:
             self._kept = deque(self._kept, maxlen=self.config.max_gradient_history)
         self._kept.extend(reports)
 
     def judge(self, evidence: Evidence) -> list[Issue]:
-        """Take in the evidence of one step and return the issues that are open."""
+        """Judge and remember the evidence of one step; return the issues that are open."""
         return self.health.judge(evidence, self.config)
 
     def plot_gradient_statistics(self, save_path: str | Path) -> Path:
-        """Draw the distribution, means, deviations, extremes and correlations of what was kept."""
+        """Draw the distribution, means, deviations, extremes and correlations of the kept statistics."""
         from gradtrack.pages import pictures
 
         return pictures.plot_gradient_statistics(self.history, Path(save_path))
@@ -90,7 +90,7 @@ class GradientMonitor:
         return {"health": self.health.state_dict(), "step": self._step}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` returned."""
+        """Restore what `state_dict` returned."""
         self.health.load_state_dict(state["health"])
         self._step = int(state["step"])
 

@@ -1,4 +1,4 @@
-"""The issues that are open, by what they are about; causes before their consequences."""
+"""The open issues of a pair by type and layer, and their order: root causes before consequences."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gradtrack.analyzers.base import OFTEN_EVERY, OFTEN_UNTIL, Analyzer
 from gradtrack.reports import Issue, IssueSeverity, IssueType
 
 MOST: Final = 5
-"""A diagnosis that names everything names nothing."""
+"""The most issues in a diagnosis: a longer list does not help the user to find the cause."""
 
 T = IssueType
 _CAUSES: Final[dict[IssueType, tuple[IssueType, ...]]] = {
@@ -30,7 +30,7 @@ _STATES: Final = (T.DEAD, T.SATURATION, T.BOTTLENECK)
 
 
 def order(issues: Sequence[Issue], most: int = MOST) -> list[Issue]:
-    """Return the issues, each once: the causes first, by severity and confidence, then what follows from them."""
+    """Return the issues, each once: the causes first, by severity and confidence, then their consequences."""
     merged = _once(issue for issue in issues if issue.severity > IssueSeverity.INFO)
     explained = [_explain(issue, merged) for issue in merged]
     explained.sort(key=lambda issue: (issue.explained_by is not None, -_weight(issue), issue.step))
@@ -48,7 +48,7 @@ def _varied(issues: Sequence[Issue]) -> list[Issue]:
 
 
 def _once(issues: object) -> list[Issue]:
-    """Keep of several issues of one type at one layer the most severe."""
+    """Return the most severe of several issues of one type at one layer."""
     best: dict[str, Issue] = {}
     for issue in issues:  # type: ignore[attr-defined]
         known = best.get(issue.key)
@@ -74,7 +74,7 @@ def causes_of(kind: IssueType) -> tuple[IssueType, ...]:
 
 
 def _seen_from(cause: Issue) -> int:
-    """Return the step by which a cause was there: the states of units are judged one sample later than what follows."""
+    """Return the step by which a cause was present; states of units are judged one sample after their effects."""
     if cause.issue_type not in _STATES:
         return cause.step
     return cause.step - (OFTEN_EVERY if cause.step <= OFTEN_UNTIL else OFTEN_UNTIL)
@@ -96,17 +96,17 @@ class OpenIssues:
 
     @property
     def harm(self) -> list[Issue]:
-        """Return the first issue of each type that does harm even where it is over."""
+        """Return the first issue of each type that does lasting harm, also after it has closed."""
         return list(self._harm.values())
 
     def remember(self, issues: Sequence[Issue]) -> None:
-        """Keep what does harm of the issues that the rules find on one step."""
+        """Remember those issues of a step that do lasting harm."""
         for issue in issues:
             if issue.issue_type in _HARMFUL and issue.severity >= IssueSeverity.HIGH:
                 self._harm.setdefault(issue.issue_type, issue)
 
     def update(self, issues: Sequence[Issue]) -> tuple[list[Issue], bool]:
-        """Take the issues of one step; return those that have opened, and whether anything changed at all."""
+        """Update the open issues with those of one step; return the new ones, and whether any has opened or closed."""
         if not (issues or self._open):
             return [], False
         now = {issue.key: issue.severity for issue in issues}
@@ -122,7 +122,7 @@ class OpenIssues:
         return {"open": opened, "harm": [issue.model_dump(mode="json") for issue in self.harm]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` returned."""
+        """Restore what `state_dict` returned."""
         harm = [Issue.model_validate(issue) for issue in state.get("harm", ())]
         self._open = {key: IssueSeverity(value) for key, value in state.get("open", {}).items()}
         self._harm = {issue.issue_type: issue for issue in harm}

@@ -1,4 +1,4 @@
-"""The interface of the rules that judge each step, the evidence that they are given, and limits that users choose."""
+"""The interface of a health rule, the evidence of a step that rules judge, and the limits that users set."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from gradtrack.reports import Issue, IssueSeverity, IssueType
 from gradtrack.support.statistics import RollingMedian
 
 LEAST_LEFT: Final = 0.01
-"""What clipping leaves of a norm that is judged at once, since it may decide too many steps."""
+"""A step of which clipping leaves less than this share of the norm is judged at once, see `ClipSaturatedRule`."""
 
 
 class CalmStep(NamedTuple):
-    """What rules remember of a step on which nothing can open."""
+    """A step on which no issue can open: the numbers of it that rules remember."""
 
     log_norm: float
     loss: float | None
     limit: float | None
-    """The limit of the norm, where somebody chose it."""
+    """The limit of the norm, if the user has set it."""
     clipped: bool
 
 
 @dataclass(slots=True, kw_only=True)
 class Evidence:
-    """One step as the rules see it: its norm, its loss, its clipping, and the sums of every tensor."""
+    """The evidence of one step for the rules: its norm, loss, clipping, and the sums of every tensor."""
 
     step: int
     norm: float
@@ -50,7 +50,7 @@ class Evidence:
 
 
 def has_chosen_limit(config: GradientConfig) -> bool:
-    """Say whether norms are limited, and by a limit that somebody chose."""
+    """Say whether norms are limited, and by a limit that the user has set."""
     return "max_grad_norm" in config.model_fields_set and config.effective_clip_type not in ("value", "agc")
 
 
@@ -76,20 +76,20 @@ def beyond_limit(evidence: Evidence, kind: IssueType, limit: float | None) -> li
 
 
 Band = tuple[float, float]
-"""What lies above its first and below its second number."""
+"""A band of ln of the norm: its lower and its upper bound."""
 ANY: Final[Band] = (-math.inf, math.inf)
 TENFOLD: Final = math.log(10.0)
 MOST_TOGETHER: Final = 16
 """How many steps are remembered together at most."""
 SLACK: Final = 1e-6
-"""By how much a band is narrower than the rule has it, so that no rounding decides."""
+"""How much narrower a band is than the rule's own bounds, so that rounding cannot open an issue."""
 
 
 class Rule(ABC):
-    """One kind of finding, judged from a window of evidence that the rule keeps itself.
+    """A health rule: finds issues of one kind from a window of evidence that the rule keeps itself.
 
-    A rule is one file with one class. What it remembers are numbers, lists, deques and rolling medians, so that it can
-    be saved with a checkpoint.
+    A rule is one file with one class. Its state is made of numbers, lists, deques and rolling medians, so that a
+    checkpoint can keep it.
     """
 
     kept_in_checkpoints: ClassVar[tuple[str, ...]]
@@ -97,26 +97,26 @@ class Rule(ABC):
 
     @abstractmethod
     def judge(self, evidence: Evidence, config: GradientConfig) -> list[Issue]:
-        """Take in the evidence of one step and return the issues that are open now."""
+        """Judge and remember the evidence of one step; return the issues that are open now."""
 
     def calm(self, config: GradientConfig) -> Band | None:
-        """Return between which ln of the norm a step opens nothing, nor do those after it, `MOST_TOGETHER` in all.
+        """Return a band of ln of the norm in which none of the next `MOST_TOGETHER` steps opens an issue.
 
-        That is of steps with gradients, whose numbers are finite, of which clipping leaves more than `LEAST_LEFT`, and
-        whose norm is neither ten times that of the step before nor a tenth. Return None where every step has to be
-        judged at once.
+        This holds for steps with finite gradients of which clipping leaves more than `LEAST_LEFT`, and whose norm is
+        less than ten times that of the step before and more than a tenth. Return None if every step has to be judged
+        at once.
         """
         return None
 
     def remember(self, steps: Sequence[CalmStep]) -> None:
-        """Remember of steps what `judge` would have remembered; they were within what `calm` returned."""
+        """Remember steps within the band of `calm`, as `judge` would have done one by one."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the window, as plain data."""
         return {name: _plain(getattr(self, name)) for name in self.kept_in_checkpoints}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` returned."""
+        """Restore what `state_dict` returned."""
         for name in self.kept_in_checkpoints:
             if name in state:
                 setattr(self, name, _like(getattr(self, name), state[name]))

@@ -1,4 +1,4 @@
-"""The rules together: what is open now, root causes before their consequences."""
+"""The rule engine: runs all health rules on each step, and finds the band in which no issue can open."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ RULES: Final[Mapping[str, type[Rule]]] = {
     "unstable": UnstableRule,
     "vanishing": VanishingRule,
 }
-"""The rules by the names under which checkpoints keep what they remember."""
+"""The rules by their names in a checkpoint."""
 
 
 class Health:
     """The rules of one (model, optimizer) pair, each with its own window.
 
-    A step is judged by `judge`. Steps between the norms that `band` returns can open nothing, so several of them may be
-    remembered together by `remember`, without being judged.
+    `judge` judges a step. On steps whose norm is within the `band` no issue can open, so the fast path passes several
+    of them to `remember` together, without judging them.
     """
 
     def __init__(self) -> None:
@@ -53,10 +53,10 @@ class Health:
         return sorted(unmuted(found, config.mute), key=_severity, reverse=True) if found else found
 
     def band(self, config: GradientConfig) -> Band:
-        """Return between which ln of the norm no rule opens on any of the next `MOST_TOGETHER` steps.
+        """Return the band of ln of the norm in which no rule opens an issue on the next `MOST_TOGETHER` steps.
 
-        That is of steps with gradients, whose numbers are finite, of which clipping leaves more than `LEAST_LEFT`, and
-        whose norm is neither ten times that of the step before nor a tenth.
+        This holds for steps with finite gradients of which clipping leaves more than `LEAST_LEFT`, and whose norm is
+        less than ten times that of the step before and more than a tenth.
         """
         low, high = ANY
         for band in self._ask(lambda rule: rule.calm(config)):
@@ -66,11 +66,11 @@ class Health:
         return low, high
 
     def remember(self, steps: Sequence[CalmStep]) -> None:
-        """Let the rules remember steps that were within the band."""
+        """Update the rules with steps that were within the band."""
         self._ask(lambda rule: rule.remember(steps))
 
     def _ask(self, question: Callable[[Rule], Answer]) -> list[Answer]:
-        """Return what every rule says; one that fails must not stop the training, and is left out from now on."""
+        """Return the answer of every rule; a rule that raises is removed, so that it never stops the training."""
         answers: list[Answer] = []
         for name, rule in list(self._rules.items()):
             try:

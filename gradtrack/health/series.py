@@ -1,4 +1,4 @@
-"""The loss and the norm over time: which way the loss goes, and whether either has left its level."""
+"""Change detection in the series of losses and norms: the trend of the loss, and jumps of either."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MIN_STEPS: Final = 8
 
 
 class Trend:
-    """The end of a series of losses against its beginning, whatever their scale and sign."""
+    """The trend of a series of losses: its end compared with its beginning, whatever their scale and sign."""
 
     def __init__(self, first: Sequence[float], last: Iterable[float]) -> None:
         self.losses = list(last)
@@ -87,7 +87,7 @@ class Trend:
 
 
 def _noise(losses: Sequence[float]) -> float:
-    """Return the standard deviation from step to step, robust against a trend."""
+    """Return the noise of losses: the standard deviation from step to step, robust against a trend."""
     steps = [after - before for before, after in pairwise(losses)]
     if not steps:
         return 0.0
@@ -105,10 +105,10 @@ _LONGEST: Final = 1024
 
 
 class Jump:
-    """Tells of steps whose norm or loss is far from the last ones', twice in a row.
+    """Detects a jump: two steps in a row whose norm or loss is far from those before.
 
-    It is no fault by itself: it only makes the analyzers look, and the more often it has done so, the longer it waits
-    until the next time. Far is six mean deviations, and a factor of two of the norm or a quarter of the loss.
+    A jump is no issue, it only makes the analyzers run. After each jump it pauses twice as long as before. Far is six
+    mean deviations, and a factor of two of the norm or a quarter of the loss.
     """
 
     def __init__(self) -> None:
@@ -116,7 +116,7 @@ class Jump:
         self.waiting, self.pause = 0, _PAUSE
 
     def update(self, log_norm: float, loss: float | None) -> bool:
-        """Take in a step, and say whether it is a reason to look."""
+        """Update with a step, and say whether the norm or the loss has jumped."""
         jumped = self.norm.update(log_norm)
         if loss is not None:
             jumped = self.loss.update(loss) or jumped
@@ -138,14 +138,14 @@ class Jump:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` returned."""
+        """Restore what `state_dict` returned."""
         self.waiting, self.pause = int(state["waiting"]), int(state["pause"])
         self.norm.load_state_dict(state["norm"])
         self.loss.load_state_dict(state["loss"])
 
 
 class _Level:
-    """A running mean and mean deviation, which what is far from them does not enter until it lasts."""
+    """A running mean and mean deviation; a value far from them restarts both if the next one is far, too."""
 
     def __init__(self, least: float, *, relative: bool) -> None:
         self._least, self._relative = least, relative
@@ -153,7 +153,7 @@ class _Level:
         self.mean = self.spread = 0.0
 
     def update(self, value: float) -> bool:
-        """Take in a value, and say whether it is the second in a row that is far from those before."""
+        """Update with a value, and say whether it is the second in a row that is far from those before."""
         if not math.isfinite(value):
             return False
         away = abs(value - self.mean)

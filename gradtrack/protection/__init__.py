@@ -1,1 +1,1 @@
-"""Clipping strategies and the handling of non-finite gradients."""
+"""Protection of a step: clipping strategies and the handling of non-finite gradients."""

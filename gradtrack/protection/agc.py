@@ -1,4 +1,4 @@
-"""Adaptive gradient clipping: units of parameters, whole or sharded, and the limits of their norms."""
+"""Adaptive gradient clipping (AGC): limits the norm of each unit of a gradient by the norm of its weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gradtrack.gradients.distributed.merge import Ranks
 from gradtrack.gradients.distributed.shards import is_distributed, local_numbers
 
 SMALLEST_WEIGHT: Final = 1e-3
-"""The norm that a unit of smaller weights is taken to have, so that one of zeros can begin to learn."""
+"""Lower bound of a unit's weight norm, so that a unit whose weights are zero can begin to learn."""
 
 
 def limit_units(grad: Tensor, param: nn.Parameter, factor: float, stand_in: Tensor | None) -> int:
@@ -38,7 +38,7 @@ def limit_units(grad: Tensor, param: nn.Parameter, factor: float, stand_in: Tens
 
 
 def num_units(grads: Gradients) -> int:
-    """Return how many units there are; a rank without a gradient has none of its own, but the weights."""
+    """Return the number of units; over ranks it follows from the weights, since a rank may have no gradient."""
     params = grads.layout.params
     tensors = params if isinstance(grads, SharedGradients) else grads.tensors
     pairs = zip(tensors, params, strict=True)
@@ -46,12 +46,12 @@ def num_units(grads: Gradients) -> int:
 
 
 def has_rows(grad: Tensor, param: nn.Parameter) -> bool:
-    """Say whether the units are rows; a vector is one, also where its complex numbers are two real ones each."""
+    """Say whether the units are rows; a vector is one unit, also a complex one that is viewed as real pairs."""
     return min(grad.ndim, param.ndim) > 1
 
 
 def _norms(values: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """Return the norm of each unit; by its largest element where the squares overflow."""
+    """Return the norm of each unit, divided by its largest element first where the squares overflow."""
     wide = values if values.dtype == torch.float64 else values.float()
     if not dims:
         return wide.abs()
@@ -67,7 +67,7 @@ Floats = NDArray[np.float64]
 
 
 class UnitLimits(NamedTuple):
-    """How many units are limited, the sum of the squares that all of them have then, and the factor of each."""
+    """The limits of cut units: how many are scaled down, the sum of squares after that, and the factor of each."""
 
     num_limited: int
     squares: float
@@ -75,7 +75,7 @@ class UnitLimits(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """Which of all cut units the rows that a rank has of a parameter belong to, and how often a sum counts them."""
+    """The cut units of a parameter: the index of each row on this rank, and its weight in a sum over ranks."""
 
     units: NDArray[np.int64]
     has_rows: bool
@@ -84,7 +84,7 @@ class _Place(NamedTuple):
 
 
 class CutUnits:
-    """The units, rows or whole vectors, of which ranks hold parts, with their places in what the ranks add up.
+    """The units, rows or whole vectors, of which ranks hold parts, with their places in the sums over ranks.
 
     A row is cut where a parameter is sharded over its columns, as by `RowwiseParallel`, and a vector by every sharding.
     """
@@ -100,7 +100,7 @@ class CutUnits:
         return key in self._places
 
     def sums(self, parts: Mapping[int, Tensor]) -> Floats:
-        """Return the squares of the gradients here, by the ids of their parameters, and those of the weights."""
+        """Return the sums of squares of this rank's gradients (`parts`, by the ids of parameters) and its weights."""
         found = np.zeros((2, self._num_units))
         for key, place in self._places.items():
             for row, values in zip(found, (parts.get(key), local_numbers(place.param)), strict=True):
@@ -109,7 +109,7 @@ class CutUnits:
         return found.ravel()
 
     def limit(self, sums: Sequence[float], factor: float) -> UnitLimits:
-        """Decide by the sums over all ranks."""
+        """Return the limits of the units, from the sums over all ranks."""
         grads, weights = np.asarray(sums).reshape(2, -1)
         norms, limits = np.sqrt(grads), factor * np.maximum(np.sqrt(weights), SMALLEST_WEIGHT)
         beyond = norms > limits
@@ -118,7 +118,7 @@ class CutUnits:
         return UnitLimits(int(beyond.sum()), float(left.sum()), factors)
 
     def scale(self, param: nn.Parameter, part: Tensor, factors: Floats) -> None:
-        """Limit in place what is here of the gradient of a parameter."""
+        """Scale this rank's part of the gradient of a parameter in place."""
         place = self._places[id(param)]
         own = factors[place.units]
         if part.numel() and (own < 1.0).any():
@@ -127,7 +127,7 @@ class CutUnits:
             part.detach().copy_(part.detach() * torch.from_numpy(own).to(part.device, wide).reshape(shape))
 
     def _add(self, param: nn.Parameter, share: float) -> None:
-        """Find the place of a parameter, if any of its units is cut."""
+        """Add the units of a parameter, if any of them is cut."""
         if not is_distributed(param):
             raise UsageError(
                 "clip_type 'agc' with shards that are plain tensors: expected DTensors, which tell where a unit "
@@ -153,7 +153,7 @@ def _is_whole_or_rows(kind: Any) -> bool:
 
 
 def _rows_here(param: Any) -> NDArray[np.int64]:
-    """Return which rows of a parameter this rank has a part of, by sharing out their numbers as it is shared out."""
+    """Return the rows of a parameter that this rank has a part of, by distributing their numbers like its rows."""
     from torch.distributed.tensor import Replicate, distribute_tensor
 
     kinds = [kind if getattr(kind, "dim", None) == 0 else Replicate() for kind in param.placements]
@@ -164,7 +164,7 @@ def _rows_here(param: Any) -> NDArray[np.int64]:
 
 
 def _squares(values: Tensor, place: _Place) -> Floats:
-    """Return the sum of the squares of each row here, or of the whole vector."""
+    """Return the sum of squares of each row on this rank, or of the whole vector."""
     rows = values.reshape(values.shape[0] if place.has_rows else 1, -1)
     norms: Tensor = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
     return norms.square().cpu().numpy()

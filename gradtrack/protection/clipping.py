@@ -1,4 +1,4 @@
-"""Clipping: one decision from one measurement, and one pass over the gradients only when it engages."""
+"""Gradient clipping: decides from the measured norm, and scales the gradients only if the norm is above its limit."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class GradientClipper:
             "zscore": ZScoreStrategy(),
         }
         self._engaged = (0, 0)
-        """In how many of the last hundred steps clipping could engage, and a bit for each, set where it did."""
+        """The window of the clip rate: its number of steps, at most a hundred, and a bit for each, set if clipped."""
         self._cut: tuple[Ranks, ClipType, CutUnits] | None = None
 
     @property
@@ -90,12 +90,12 @@ class GradientClipper:
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything that rolls, as plain data."""
+        """Return the state that later steps depend on, as plain data."""
         strategies = {name: strategy.state_dict() for name, strategy in self._strategies.items()}
         return {"strategies": strategies, "engaged": _booleans(*self._engaged)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` returned."""
+        """Restore what `state_dict` returned."""
         for name, strategy in self._strategies.items():
             strategy.load_state_dict(state["strategies"][name])
         self._engaged = (0, 0)
@@ -103,7 +103,7 @@ class GradientClipper:
             self.engage(clipped)
 
     def _left_alone(self, clip_type: ClipType, norm: float) -> dict[str, Any]:
-        """Scale nothing by a norm that is not finite, since that would make every gradient non-finite."""
+        """Return the report of a norm that is not finite, by which scaling would make every gradient non-finite."""
         return {"clip_type": clip_type, "norm_before": norm, "norm_after": norm, "clip_rate": self.clip_rate}
 
     def limit(self) -> float:
@@ -112,25 +112,25 @@ class GradientClipper:
 
     @property
     def epsilon(self) -> float:
-        """Return what torch adds to the norm; a limit that follows the norms is kept free of absolute numbers."""
+        """Return the epsilon that torch adds to the norm; 0 for limits that follow the norms, whatever their scale."""
         return _TORCH_EPSILON if self.config.effective_clip_type == "norm" else 0.0
 
     def remember(self, norm: float, found: Mapping[str, Any]) -> None:
-        """Remember a step, for the clip rate and for the strategies."""
+        """Update the clip rate and the strategies with a step."""
         self.observe([(norm, found["norm_after"])], Memory.of(self.config))
         self.engage(found["clipped"])
 
     def observe(self, norms: Sequence[ClippedNorm], memory: Memory) -> None:
-        """Let the strategies remember the norms of steps, as long as the settings of these steps say."""
+        """Update the strategies with the norms of steps; `memory` has the settings of these steps."""
         for strategy in self._strategies.values():
             strategy.observe(norms, memory)
 
     def engage(self, clipped: bool) -> float:
-        """Return the clip rate with a further step."""
+        """Update the clip rate with a step, and return it."""
         num_steps, bits = self._engaged
         num_steps = num_steps + 1 if num_steps < _RATE_WINDOW else _RATE_WINDOW
         bits = (bits << 1 | (1 if clipped else 0)) & _RATE_BITS
-        self._engaged = num_steps, bits  # one assignment, before or after which an exception may pass
+        self._engaged = num_steps, bits  # a single assignment, which an exception cannot split
         return bits.bit_count() / num_steps
 
     def _current_limit(self, clip_type: ClipType) -> float:
@@ -144,14 +144,14 @@ class GradientClipper:
     def foresee(
         self, grads: SharedGradients, here: Moments, replace: Callable[[Iterable[Tensor]], None] | None
     ) -> Foreseen:
-        """Return for each tensor how much clipping would limit in it, and the sum of squares that it would leave.
+        """Predict elementwise clipping: for each tensor how much it would limit, and the sum of squares after that.
 
-        Nothing is changed yet. Where NaN and Inf are replaced first, `replace` does so in place. Of units that no rank
-        has whole the ranks add up the squares first.
+        The gradients do not change, but for NaN and Inf, which `replace` replaces in place. For units that are cut
+        between ranks, return the squares that the ranks have to add up first.
         """
         found = np.zeros((len(here.rows), 2))
         cut = self._cut_units(grads)
-        if not grads.tensors:  # they have passed, and nothing is left to be clipped
+        if not grads.tensors:  # optimizers inside the backward pass have used them: too late to clip
             return Foreseen(found, cut.sums({}).tolist())
         with np.errstate(over="ignore"):  # what is beyond the range is beyond the limit
             found[:, 1] = np.ldexp(here.rows[:, SQUARES], 2 * here.exponent)
@@ -173,15 +173,15 @@ class GradientClipper:
         return Foreseen(found, cut.sums(parts).tolist())
 
     def _cut_units(self, grads: SharedGradients) -> CutUnits:
-        """Return the units that no rank has whole, none where each element is limited by itself."""
+        """Return the units that are cut between ranks; none if each element is limited by itself."""
         ranks, clip_type = grads.ranks, self.config.effective_clip_type
         if self._cut is None or self._cut[0] is not ranks or self._cut[1] != clip_type:
-            # Before they are measured they have a place for every parameter.
+            # Before the measurement there is a tensor for every parameter.
             self._cut = ranks, clip_type, CutUnits(grads.layout.params if clip_type == "agc" else (), ranks)
         return self._cut[2]
 
     def _clip_elements(self, grads: Gradients, moments: Moments, norm: float) -> dict[str, Any]:
-        """Limit elements or units; what all ranks do together has been foreseen."""
+        """Limit elements or units, and return the report; over ranks the counts come from `foresee`."""
         by_value = self.config.effective_clip_type == "value"
         count: float
         if isinstance(grads, SharedGradients):
@@ -203,7 +203,7 @@ class GradientClipper:
         }
 
     def _clip_together(self, grads: SharedGradients, norm: float) -> tuple[float, float]:
-        """Limit what this rank has; return how much all of them limit, and the norm that is left."""
+        """Limit this rank's parts; return how much all ranks limit, and the norm after that."""
         count, squares = grads.limited.tolist()
         cut = self._cut_units(grads)
         limited = cut.limit(grads.foreseen, self.config.agc_clip_factor)
@@ -217,7 +217,7 @@ class GradientClipper:
         return count + limited.num_limited, math.sqrt(squares + limited.squares)
 
     def _beyond(self, moments: Moments) -> Sequence[int]:
-        """Return the tensors in which there may be something to limit."""
+        """Return the tensors that may have elements or units beyond the limit."""
         if self.config.effective_clip_type == "agc":
             return range(len(moments.rows))
         ends = np.maximum(moments.rows[:, MAX], -moments.rows[:, MIN])
@@ -239,7 +239,7 @@ def coefficient_of(norm: float, limit: float, epsilon: float) -> float:
 
 
 def coefficient_for(norm: float, threshold: float, epsilon: float) -> dict[str, Any]:
-    """Return what clipping a norm to a threshold means, with torch's own epsilon as torch's own function scales it."""
+    """Return the report fields of clipping a norm to a threshold, as `torch.nn.utils.clip_grad_norm_` scales it."""
     coefficient = coefficient_of(norm, threshold, epsilon)
     if coefficient >= 1.0:
         return {"clipped": False, "threshold": threshold, "coefficient": 1.0, "norm_after": norm}
@@ -247,14 +247,14 @@ def coefficient_for(norm: float, threshold: float, epsilon: float) -> dict[str, 
 
 
 def _booleans(num_steps: int, bits: int) -> list[bool]:
-    """Return the bits of steps, the oldest first."""
+    """Return the bits of the clip rate's window as booleans, the oldest step first."""
     return [bool(bits >> age & 1) for age in reversed(range(num_steps))]
 
 
 def clipping_fields(
     clip_type: str, limit: float | None, epsilon: float, norm: float, clip_rate: float
 ) -> dict[str, Any]:
-    """Return the fields of a `ClippingReport` of a finite norm, which is limited unless there is no limit."""
+    """Return the fields of a `ClippingReport` for a finite norm; without a limit clipping is off."""
     if limit is None:
         return {"enabled": False, "clip_type": clip_type, "norm_before": norm, "norm_after": norm}
     found = coefficient_for(norm, limit, epsilon)

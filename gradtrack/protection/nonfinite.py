@@ -1,4 +1,4 @@
-"""What happens to non-finite gradients and weights."""
+"""Handling of non-finite gradients and weights: skip, replace, report or raise."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class NaNInfHandler:
         self._measurer = measurer if measurer is not None else Measurer(self.config.engine)
 
     def check_and_fix_gradients(self, model: nn.Module) -> NanInfReport:
-        """Look at the gradients that a model has now and act on the non-finite ones."""
+        """Measure the gradients that a model has now, and handle the non-finite ones."""
         grads = ParameterTable(model).gradients()
         moments = grads.measure(self._measurer)
         if moments.finite:
@@ -38,7 +38,7 @@ class NaNInfHandler:
         return NanInfReport(**found)
 
     def check_and_fix_parameters(self, model: nn.Module, replace_values: bool = True) -> NanInfReport:
-        """Look at the weights themselves, frozen ones too; with `replace_values` make the non-finite ones finite."""
+        """Measure the weights, frozen ones too; with `replace_values` replace the non-finite ones."""
         named = [(name, param) for name, param in model.named_parameters() if _holds_reals(param)]
         tensors = [_real(param.detach()) for _, param in named]
         moments = self._measurer.measure(tensors, torch.zeros(len(named), dtype=torch.int64).numpy(), 1)
@@ -51,9 +51,9 @@ class NaNInfHandler:
         return NanInfReport(**found, action="replace", replaced_count=moments.nonfinite_count)
 
     def act(self, grads: Gradients, moments: Moments, owned: Iterable[Tensor]) -> dict[str, Any]:
-        """Act on gradients of which some are not finite; `owned` are the parameters that `skip` keeps from moving.
+        """Handle gradients of which some are not finite; `skip` removes the gradients of the `owned` parameters.
 
-        For `raise` the gradients stay as they are and the caller raises `error(found)` when its books are in order.
+        For `raise` the gradients stay as they are, and the caller raises `error(found)` after recording the step.
         """
         found = count_nonfinite(grads.layout.names, moments)
         action = self.config.nonfinite_action
@@ -74,7 +74,7 @@ class NaNInfHandler:
             torch.nan_to_num_(tensor.detach(), nan=self._nan_of(tensor), posinf=limit, neginf=-limit)
 
     def replaced(self, grads: Gradients, moments: Moments) -> Moments:
-        """Return the sums of gradients once `replace` has been at them, without another look at them."""
+        """Return the sums of gradients after `replace`, computed from the counts without measuring again."""
         pairs = [(self._nan_of(tensor), self.limit_of(tensor)) for tensor in grads.tensors]
         values = [torch.tensor(pair, dtype=one.dtype) for pair, one in zip(pairs, grads.tensors, strict=True)]
         nan, infinity = torch.stack([rounded.double() for rounded in values], dim=1).numpy()
@@ -94,11 +94,11 @@ class NaNInfHandler:
         )
 
     def limit_of(self, tensor: Tensor) -> float:
-        """Return what replaces an infinity: the value of the configuration, within the range of the type."""
+        """Return the value that replaces an infinity: that of the configuration, within the range of the type."""
         return min(self.config.replace_inf_with, torch.finfo(tensor.dtype).max)
 
     def _nan_of(self, tensor: Tensor) -> float:
-        """Return what replaces a NaN, within the range of the type."""
+        """Return the value that replaces a NaN, within the range of the type."""
         edge = torch.finfo(tensor.dtype).max
         return min(max(self.config.replace_nan_with, -edge), edge)
 

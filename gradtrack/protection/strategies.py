@@ -1,4 +1,4 @@
-"""The limits of the clipping strategies, each from the norms that came before."""
+"""Clipping strategies: the limit of the norm, fixed or computed from the norms of the steps before."""
 
 from __future__ import annotations
 
@@ -19,46 +19,46 @@ ClippedNorm = tuple[float, float]
 
 
 class Memory(NamedTuple):
-    """What the settings of a step say of how long its norm is remembered."""
+    """The settings of a step that say how long its norm is remembered."""
 
     window_size: int
     alpha: float
 
     @classmethod
     def of(cls, config: GradientConfig) -> Memory:
-        """Return what is said now."""
+        """Return the settings of a configuration as they are now."""
         return cls(config.adaptive_window_size, config.zscore_alpha)
 
 
 class Strategy(ABC):
-    """The limit of the next step's norm. A non-finite norm never enters what it remembers."""
+    """A clipping strategy: computes the limit of the next step's norm from finite norms."""
 
     @abstractmethod
     def threshold(self, config: GradientConfig) -> float:
-        """Return the limit that applies to the step at hand."""
+        """Return the limit of the norm for the current step."""
 
     def observe(self, norms: Sequence[ClippedNorm], memory: Memory) -> None:
-        """Remember finite pre-clip norms and what each was clipped to."""
+        """Remember the finite norms of steps before and after clipping."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is remembered, as plain data."""
+        """Return the remembered norms, as plain data."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` returned."""
+        """Restore what `state_dict` returned."""
 
 
 class FixedStrategy(Strategy):
-    """The limit that the configuration gives."""
+    """The limit `max_grad_norm` of the configuration."""
 
     def threshold(self, config: GradientConfig) -> float:
         return config.max_grad_norm
 
 
 class AdaptiveStrategy(Strategy):
-    """A percentile of the recent pre-clip norms, as `numpy.percentile` has it, without the current one.
+    """A percentile of the recent norms before clipping, as `numpy.percentile` has it, without the current one.
 
-    The norms are kept in order only while somebody asks for the percentile, at every step.
+    The norms are kept sorted only while the clipper asks for the percentile at every step.
     """
 
     def __init__(self) -> None:
@@ -104,7 +104,7 @@ class AdaptiveStrategy(Strategy):
 
 
 class ZScoreStrategy(Strategy):
-    """A number of standard deviations above the running mean of the norms, spikes entering it clipped.
+    """A number of standard deviations above the running mean of the norms, in which spikes count as clipped.
 
     Mean and variance are exponential moving averages (arXiv 2504.02507 has the idea for pre-training spikes).
     """

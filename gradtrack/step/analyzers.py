@@ -1,4 +1,4 @@
-"""Runs the analyzers of a training: their schedule, hooks and faults, and eager steps of compiled models."""
+"""Stage 4: runs the analyzers that are due: schedule, hooks, faults, and eager steps of compiled models."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _logger = logging.getLogger("gradtrack")
 
 
 class EagerSteps:
-    """Lets compiled code run eagerly for single steps: what was compiled stays, and nothing is compiled again.
+    """Runs compiled models eagerly for single steps, without discarding or repeating a compilation.
 
-    A compiled graph does not call hooks that were placed after it was made.
+    A compiled graph does not call hooks that were registered after its compilation.
     """
 
     def __init__(self) -> None:
@@ -38,15 +38,16 @@ class EagerSteps:
         """Whether steps run eagerly now."""
 
     def begin(self) -> None:
-        """Run eagerly from now on."""
+        """Run compiled code eagerly from now on."""
         if self._stance is None:
             self._stance = torch.compiler.set_stance("force_eager")
             self.active = True
 
     def backward(self) -> AbstractContextManager[Any]:
-        """Return the context for a backward pass: one that is captured looks at no stance that came after its begin.
+        """Return the context for a backward pass, which switches off compiled autograd while steps run eagerly.
 
-        Captured with the hooks of an analyzer, it would be captured once more without them.
+        Compiled autograd ignores a stance that is set after it has begun; a graph with the hooks of an analyzer would
+        have to be captured once more without them.
         """
         capturing = sys.modules.get("torch._dynamo.compiled_autograd")
         if self._stance is None or capturing is None or not capturing.compiled_autograd_enabled:
@@ -55,7 +56,7 @@ class EagerSteps:
         return found
 
     def end(self) -> None:
-        """Run as before; a second call does nothing."""
+        """Run compiled code as compiled again; a second call does nothing."""
         if self._stance is not None:
             self._stance.__exit__(None, None, None)
             self._stance = None
@@ -92,7 +93,7 @@ class RunningAnalyzers:
         self._armed: set[str] = set()
         self._alerts: Sequence[int] = ()
         self.close_steps: Sequence[int] = ()
-        """The steps after an alert on which the cheap analyzers look, and on which what all find is to be heard."""
+        """The steps after an alert on which the cheap analyzers run, and on which the issues of all are updated."""
         self._idle: set[str] = set()
         self._sharing: dict[str, Analyzer] = {}
         self._sums: dict[str, Sequence[float] | None] = {}
@@ -120,7 +121,7 @@ class RunningAnalyzers:
 
     @property
     def panels(self) -> list[Panel]:
-        """Return what the analyzers want to be drawn."""
+        """Return the dashboard panels of the analyzers."""
         found = (self._run_safely(name, lambda one=one: list(one.panels)) for name, one in list(self.running.items()))
         return [panel for panels in found for panel in panels or ()]
 
@@ -135,26 +136,26 @@ class RunningAnalyzers:
                 self.chosen.append(f"analyzer {name} was chosen: {reason}.")
 
     def alert(self, step: int) -> None:
-        """Make every analyzer due at a step, because something has just happened, and the cheap ones for a while after.
+        """Make every analyzer due at a step after an issue or a jump, and the cheap ones for a while after it.
 
-        The first steps are looked at as closely in any case.
+        On the first steps the schedule runs the cheap ones as often in any case.
         """
-        self._alerts = (*self._alerts[-1:], step)  # what was armed for the step before has yet to look at it
+        self._alerts = (*self._alerts[-1:], step)  # analyzers with hooks on the step before have yet to run
         if step > OFTEN_UNTIL and step not in self.close_steps:
             self.close_steps = range(step, step + _CLOSE, OFTEN_EVERY)
 
     @property
     def local(self) -> bool:
-        """Whether any of them tells what it finds on this rank alone."""
+        """Whether any analyzer reports numbers of this rank alone."""
         return any(not one.adds_up for name, one in self.running.items() if name not in self._idle)
 
     @property
     def offers(self) -> list[str]:
-        """Name what can be added up over ranks: the numbers of some, and the verdicts of all."""
+        """Name the numbers that can be added up over ranks: those of some analyzers, and the verdicts of all."""
         return [*(name for name, one in self.running.items() if one.adds_up), *([_VERDICTS] if self else [])]
 
     def share(self, names: Iterable[str]) -> None:
-        """Add up what all ranks offer from now on, also where an analyzer fails here later."""
+        """Add up the numbers that all ranks offer from now on, even if an analyzer fails on this rank later."""
         wanted = sorted(names)
         self._judges = _VERDICTS in wanted
         wanted = [name for name in wanted if name != _VERDICTS]
@@ -164,7 +165,7 @@ class RunningAnalyzers:
     def contribute(
         self, step: int, groups: Sequence[str], snapshot: Callable[[], Snapshot]
     ) -> tuple[list[float], Callable[[Sequence[float], int], None]]:
-        """Return what ranks are to add up at a step, and what takes the sums over a number of ranks."""
+        """Return the numbers that ranks add up at a step, and a function that sets the sums over a number of ranks."""
         sizes = {name: one.num_sums(step, len(groups)) for name, one in self._sharing.items()}
         sizes = {name: size for name, size in sizes.items() if size}
         judged, found = self._judges and ranks.due(step), list[float]()
@@ -181,13 +182,13 @@ class RunningAnalyzers:
         return found, take
 
     def _numbers(self, name: str, size: int, snapshot: Any, groups: Sequence[str]) -> list[float]:
-        """Return a one and the numbers of an analyzer, only zeros where there are none."""
+        """Return a one and the numbers of an analyzer; only zeros if it has none on this rank."""
         analyzer = self.running.get(name)
         numbers = None if analyzer is None else self._run_safely(name, lambda: list(analyzer.sums(snapshot, groups)))
         return [1.0, *numbers] if numbers and len(numbers) == size else [0.0] * (size + 1)
 
     def _take(self, sizes: Mapping[str, int], sums: Sequence[float], num_ranks: int) -> None:
-        """Take the sums of which every rank has had its part."""
+        """Set the sums of the analyzers to which every rank has contributed."""
         start = 0
         for name, size in sizes.items():
             whole = round(sums[start]) == num_ranks
@@ -195,10 +196,10 @@ class RunningAnalyzers:
             start += size + 1
 
     def leave_out_incomplete(self) -> list[str]:
-        """Let those have no turn from now on that compute with whole parameters; return notes of those that had one.
+        """Stop running the analyzers that need whole parameters or every rank; return notes on those that stop now.
 
-        Where parameters are spread over ranks they would have to be gathered, and a rank whose analyzer has failed
-        would leave the others waiting.
+        Where parameters are spread over ranks they would have to be gathered, and the other ranks would wait for a
+        rank whose analyzer has failed.
         """
         alone = [name for name, one in self.running.items() if one.adds_up and name not in self._sharing]
         split = [name for name, one in self.running.items() if one.needs_whole_parameters]
@@ -212,9 +213,9 @@ class RunningAnalyzers:
         return notes
 
     def arm(self, model: nn.Module, step: int) -> None:
-        """Let those analyzers place their hooks that are due at the coming step, which then runs eagerly."""
+        """Register the hooks of the analyzers that are due at the coming step; a compiled model runs it eagerly."""
         self.eager.end()
-        for name in list(self._armed):  # for a step that is not the next one after all
+        for name in list(self._armed):  # they were registered for another step
             self._disarm(name)
         due = self._due(step)
         if not due:
@@ -234,13 +235,13 @@ class RunningAnalyzers:
                 self.chosen.append(_EAGER)
 
     def inspect(self, snapshot: Snapshot) -> tuple[dict[str, Report], list[str]]:
-        """Let the due analyzers look at a step; return their reports and their notes."""
+        """Run the analyzers that are due at a step; return their reports and their notes."""
         self.eager.end()
         reports: dict[str, Report] = {}
         notes: list[str] = []
         for name, analyzer in self._due(snapshot.step):
             shown = self._shown_to(name, snapshot)
-            with unheard():  # the hooks of the others are still there
+            with unheard():  # the hooks of other analyzers are still registered
                 report = self._run_safely(name, lambda analyzer=analyzer, shown=shown: _usable(analyzer.inspect(shown)))
             self._disarm(name)
             if isinstance(report, Report):
@@ -249,7 +250,7 @@ class RunningAnalyzers:
         return reports, notes
 
     def _shown_to(self, name: str, snapshot: Snapshot) -> Snapshot:
-        """Give an analyzer its sums, and contain the faults of what it leaves to be called from an optimizer's step."""
+        """Return the snapshot with the analyzer's sums; faults of its callback in an optimizer's step are counted."""
         call = snapshot.call_before_step
         if self._sharing:
             snapshot = replace(snapshot, sums=self._sums.pop(name, None))
@@ -258,14 +259,14 @@ class RunningAnalyzers:
         return replace(snapshot, call_before_step=lambda look: call(lambda: self._run_safely(name, look)))
 
     def issues(self) -> list[Issue]:
-        """Return the faults that the analyzers know of."""
+        """Return the issues found by all running analyzers."""
         found: list[Issue] = []
         for name, analyzer in list(self.running.items()):
             found += self._run_safely(name, analyzer.issues) or []
         return found
 
     def due(self, step: int) -> bool:
-        """Say whether any analyzer is due at a step, which may depend on what it was shown since it was last asked."""
+        """Say whether any analyzer is due at a step; the answer may change with the steps that it has analyzed."""
         return bool(self._due(step))
 
     def quiet_until(self, step: int, most: int) -> int:
@@ -279,7 +280,7 @@ class RunningAnalyzers:
         """Return the analyzers that are due at a step; nearly every step of a training asks this twice."""
         alerted, close = step in self._alerts, step in self.close_steps
         found, faulty = [], []
-        for name, one in list(self.running.items()):  # a hook in another thread may leave one out
+        for name, one in list(self.running.items()):  # a hook in another thread may remove an analyzer
             if name in self._idle:
                 continue
             try:
@@ -293,17 +294,17 @@ class RunningAnalyzers:
         return found
 
     def close(self) -> None:
-        """Remove every hook."""
+        """Remove the hooks of all analyzers."""
         self.eager.end()
         for name in list(self.running):
             self._disarm(name)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the analyzers remember."""
+        """Return the state of each analyzer, by its name."""
         return {name: self._run_safely(name, one.state_dict) or {} for name, one in list(self.running.items())}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` returned."""
+        """Restore what `state_dict` returned."""
         for name, analyzer in list(self.running.items()):
             if state.get(name):
                 self._run_safely(name, lambda analyzer=analyzer, own=state[name]: analyzer.load_state_dict(own))
@@ -314,6 +315,7 @@ class RunningAnalyzers:
             self._run_safely(name, self.running[name].disarm)
 
     def _run_safely(self, name: str, call: Any) -> Any:
+        """Return the result of a call into an analyzer; None after a fault, which is counted."""
         try:
             return call()
         except Exception as fault:
@@ -322,7 +324,7 @@ class RunningAnalyzers:
             return None
 
     def _count_fault(self, name: str, fault: Exception) -> None:
-        """Tell of the first fault of an analyzer, and leave it out after the third."""
+        """Log the first fault of an analyzer, and remove it after the third."""
         self._faults[name] = self._faults.get(name, 0) + 1
         if self._faults[name] == 1:
             _logger.warning("analyzer %s failed; training goes on", name, exc_info=fault)
@@ -334,12 +336,12 @@ class RunningAnalyzers:
 
 
 def _looks_inside(analyzer: Analyzer) -> bool:
-    """Say whether an analyzer places hooks: those that do not look at what every step leaves."""
+    """Say whether an analyzer registers hooks on modules, which those without `arm` do not."""
     return type(analyzer).arm is not Analyzer.arm
 
 
 def _usable(report: Report | None) -> Report | None:
-    """Ask a report for its metrics here, where a fault of its own is contained."""
+    """Return a report after computing its metrics, so that a fault in them counts as one of its analyzer."""
     if report is not None:
         report.metrics()
     return report

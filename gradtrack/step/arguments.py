@@ -23,12 +23,12 @@ def as_sequence(optimizer: Any) -> tuple[Any, ...]:
 
 
 def is_several(value: object) -> bool:
-    """Say whether something is a collection of things, and not a text or a mapping."""
+    """Say whether a value is a collection of values, and not a text or a mapping."""
     return isinstance(value, Iterable) and not isinstance(value, (str, Mapping))
 
 
 def check_model(model: object) -> None:
-    """Refuse what is not a module."""
+    """Refuse a model that is not a module."""
     if not isinstance(model, nn.Module):
         raise InputTypeError(f"model {type(model).__name__}: expected a torch.nn.Module. Pass the model itself.")
 
@@ -91,7 +91,7 @@ def _summable(loss: Tensor | float) -> Tensor | float:
 
 
 def run_backward(loss: Tensor) -> None:
-    """Run the backward pass; say what is wrong with the loss, or who has probably used up the graph already."""
+    """Run the backward pass; an error says what is wrong with the loss, or that the loop has run the pass already."""
     try:
         torch.autograd.backward(loss)
     except RuntimeError as fault:
@@ -121,7 +121,7 @@ def check_optimizer(optimizer: Any, params: Sequence[nn.Parameter]) -> None:
 
 
 def check_state(state: object) -> None:
-    """Refuse what is no state of a manager, or that of another version."""
+    """Refuse a value that is not the state of a manager, or the state of another version."""
     if not isinstance(state, Mapping) or "version" not in state:
         raise InputTypeError(f"state {type(state).__name__}: expected what manager.state_dict() returned.")
     if state["version"] != 1:
@@ -132,7 +132,7 @@ def check_state(state: object) -> None:
 
 
 def hookable(optimizer: Any) -> Any:
-    """Return an optimizer whose steps can be watched: where somebody has wrapped it, the one within."""
+    """Return an optimizer whose steps can be hooked: the one inside a wrapper that holds it."""
     if hasattr(optimizer, "_optimizer_step_pre_hooks"):
         return optimizer
     inner = getattr(optimizer, "optimizer", None)
@@ -149,7 +149,7 @@ def _params_of(optimizer: Any) -> list[int]:
 
 
 def check_hookable(optimizer: object) -> None:
-    """Refuse an optimizer whose steps cannot be watched."""
+    """Refuse an optimizer whose steps cannot be hooked."""
     if not hasattr(optimizer, "register_step_pre_hook"):
         raise InputTypeError(
             f"optimizer {type(optimizer).__name__}: expected one with register_step_pre_hook. "

@@ -1,4 +1,4 @@
-"""The data of one step: what the stages hand on, and the fields and metrics of its report that follow from it."""
+"""The data of one step, which the stages pass on, and the report fields and metrics that are made from it."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from gradtrack.step.loss_scale import Scale
 
 
 class StepData:
-    """What is known of one step, handed from stage to stage: raw numbers, decisions, issues, and what has to follow.
+    """The data of one step, which each stage adds to: sums, clipping, issues, reports of analyzers, and notes.
 
-    It stays with the report of the step, which makes its fields of it when it is read. It is small, but for the rows of
+    The report of the step keeps it and makes its fields from it when they are read. It is small, but for the rows of
     the single parameters, which `shrink` drops; `release` drops what only the stages need.
     """
 
-    # Of the class, since nearly all of them stay as they are on nearly every step.
+    # Defaults on the class, since on nearly every step nearly all of them keep these values.
     step = 0
     epoch: int | None = None
     source = ""
     time = 0.0
-    # 1 measured
+    # 1 measure
     rows: Rows | None = None
     group_rows: Rows
     total: list[float]
@@ -43,26 +43,26 @@ class StepData:
     lr: Sequence[Sequence[tuple[Any, Any]]] = ()
     weight_norms: Mapping[str, float] = MappingProxyType({})
     histograms: Mapping[str, Histogram] = MappingProxyType({})
-    """By group, the empty name being that of the whole; for the trackers only."""
+    """Histograms by group, that of all gradients under the empty name; for the trackers only."""
     ranks: Mapping[str, Any] | None = None
     scale: Scale | None = None
     scaler: Mapping[str, Any] | None = None
-    # 2 protected
+    # 2 protect
     clipping: Mapping[str, Any] = MappingProxyType({})
     nan_inf: Mapping[str, Any] = MappingProxyType({"action": "none"})
     skipped = False
     error: NonFiniteGradientError | None = None
-    """What is raised at the end of the step."""
-    # 3 judged
+    """The exception that is raised at the end of the step."""
+    # 3 judge
     health: HealthReport
     issues: Sequence[Issue] = ()
     opened: Sequence[Issue] = ()
-    # 4 looked at
+    # 4 analyzers
     analyzers: Mapping[str, Report] = MappingProxyType({})
     late: Sequence[LateReport] = ()
-    """Reports on earlier steps, which become known with this one."""
+    """Reports of analyzers on earlier steps, which were completed on this one."""
     notes: Sequence[str] = ()
-    # 5 and 6 kept and recorded
+    # 5 history and 6 rows
     norm: float | None = None
     event = False
     """Whether the step makes a row."""
@@ -81,12 +81,12 @@ class StepData:
         self.late = ()
 
     def set_moments(self, moments: Moments) -> None:
-        """Take in the sums of the step."""
+        """Set the sums of the gradients of the step."""
         self.rows, self.group_rows = moments.rows, moments.group_rows
         self.total, self.exponent = moments.total, moments.exponent
 
     def fields(self) -> dict[str, Any]:
-        """Return the fields of the report, but for those that are known from the start."""
+        """Return the fields of the report, but for those that it has from the start, such as its step."""
         fields: dict[str, Any] = {
             "loss": self.loss,
             "skipped": self.skipped,
@@ -127,12 +127,12 @@ class StepData:
         )
 
     def shrink(self) -> None:
-        """Forget what only trackers get, and the rows of the single parameters, unless the report is to show them."""
+        """Drop the histograms, and the rows of the single parameters unless the report has to show them."""
         if self.histograms:
             self.histograms = {}
         if not self.with_parameters:
             self.rows = None
-            self.group_rows = self.group_rows.copy()  # which would keep all rows, being a part of their memory
+            self.group_rows = self.group_rows.copy()  # a view would keep the memory of all rows
             if self.deviations is not None:
                 self.deviations = self.deviations._replace(rows=self.deviations.rows[:0].copy())
 
@@ -181,7 +181,7 @@ class StepData:
         return found
 
     def _scaler(self) -> dict[str, Any] | None:
-        """Return what is known of the loss scale, which may have to come from its device."""
+        """Return the fields of a `ScalerReport`; reading the scale may wait for its device."""
         if self.scaler is None:
             return None
         scale = self.scaler["scale"]

@@ -46,7 +46,7 @@ _logger = logging.getLogger("gradtrack")
 
 
 class FastStep(NamedTuple):
-    """What is known of a step beside its sums."""
+    """The numbers of a fast step beside the sums of its gradients."""
 
     loss: float | None
     norm: float
@@ -56,7 +56,7 @@ class FastStep(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """What fast steps have in common, for as long as no setting changes."""
+    """The layout and the settings that fast steps have in common, until a setting changes."""
 
     layout: Layout
     aliases: dict[str, list[str]]
@@ -65,14 +65,14 @@ class Terms(NamedTuple):
     clip_type: str
     limit: float | None
     chosen_limit: float | None
-    """The same, where it was passed explicitly."""
+    """The limit of the norm, if the user has set `max_grad_norm`."""
     epsilon: float
     memory: Memory
     nan_inf: dict[str, Any]
 
     @classmethod
     def of(cls, pair: Pair, layout: Layout) -> Terms:
-        """Return those of the next steps of a pair."""
+        """Return the terms of the next steps of a pair."""
         config = pair.config
         limit = config.max_grad_norm if config.enable_gradient_clipping else None
         return cls(
@@ -90,23 +90,23 @@ class Terms(NamedTuple):
 
 
 class FastSteps:
-    """Steps of the fast path in the ring. Their reports keep neither the model nor its gradients alive.
+    """Steps of the fast path in the pending ring. Their reports keep neither the model nor its gradients alive.
 
-    A step has been made as soon as its report is among the `reports`, whatever an exception ends after that.
+    A step counts as made once its report is in `reports`, even if an exception interrupts the call after that.
     """
 
     def __init__(self, terms: Terms, results: NDArray[np.float64]) -> None:
         self.terms, self.steps, self.reports = terms, list[FastStep](), list[StepReport]()
         self.num_applied = 0
-        """To how many of the other components they were applied."""
+        """The number of components that the steps were applied to."""
         self._results, self._shared = results, True
         self._first = len(terms.layout.names)
         """The row of the first group; the rows before it belong to the parameters."""
         self._data: dict[int, StepData] = {}
-        self._lock = threading.RLock()  # another thread may read a report, and a handler of a signal
+        self._lock = threading.RLock()  # another thread or a signal handler may read a report
 
     def shrink(self) -> None:
-        """Forget the rows of the single parameters, unless the reports are to show them."""
+        """Drop the rows of the single parameters, unless the reports have to show them."""
         with self._lock:
             for data in self._data.values():
                 data.shrink()
@@ -118,7 +118,7 @@ class FastSteps:
         return self.data(slot).fields()
 
     def data(self, slot: int) -> StepData:
-        """Return what is known of a step."""
+        """Return the data of a step, made on the first call."""
         with self._lock:
             data = self._data.get(slot)
             if data is None:
@@ -126,7 +126,7 @@ class FastSteps:
             return data
 
     def copy_results(self) -> None:
-        """Let the memory of the results be used for the next steps."""
+        """Copy the results, whose memory the plan uses for the next steps."""
         with self._lock:
             if self._shared:
                 self._results, self._shared = self._results[: len(self.reports)].copy(), False
@@ -147,13 +147,13 @@ class FastSteps:
 
 
 class _RingEntry(NamedTuple):
-    """Steps in the ring, which unlike the steps themselves hold the model."""
+    """Fast steps with their path, in the pending ring; unlike the steps alone it holds the model."""
 
     path: FastPath
     steps: FastSteps
 
     def settle(self) -> None:
-        """Apply the steps, of which no more are taken."""
+        """Apply the steps; no further one is added to them."""
         self.steps.copy_results()
         self.path.apply(self.steps)
 
@@ -162,8 +162,8 @@ class _RingEntry(NamedTuple):
 class FastPath:
     """Measures and clips steps on which no rule can open an issue, and puts them into the pending ring.
 
-    Between two other steps it stays open: a change of what it relies on, but for the settings and the model, which it
-    watches itself, has to `close` it.
+    It stays open from one step to the next. It checks the settings and the model itself; the caller of any other
+    change that it relies on has to `close` it.
     """
 
     def __init__(self, pair: Pair, history: History, pending: PendingSteps) -> None:
@@ -179,21 +179,21 @@ class FastPath:
         self._entry: _RingEntry
 
     def take(self, loss: Tensor | float | None, epoch: int | None, batch: object) -> StepReport | None:
-        """Measure and clip the gradients of an uneventful step; else return None, and leave them as they are."""
+        """Measure and clip the gradients of an uneventful step; for any other return None and change no gradient."""
         if not self._is_open:
             return None
-        # In one piece, since beside a training each call costs about a microsecond.
+        # In one piece, since during a training each call costs about a microsecond.
         pair, pending = self._pair, self._pending
         with pending.lock:
             pending.is_taking = True
             try:
-                if self._steps.num_applied and not self._go_on():  # they were settled to be read
+                if self._steps.num_applied and not self._go_on():  # a reader has settled them
                     return None
                 step, table, steps = pair.step_count + 1, self._table, self._steps
                 slot = len(steps.reports)
                 if (
                     step >= self._until
-                    or slot >= self._room  # an exception ended the step that should have settled them
+                    or slot >= self._room  # an exception interrupted the step that should have settled them
                     or assignments.count != self._assignments
                     or pair.coming_loss is not None
                     or table.stale()
@@ -207,7 +207,7 @@ class FastPath:
                     return None
                 if epoch is not None and not (type(epoch) is int and -_FAR < epoch < _FAR):
                     return None
-                if len(steps.steps) > slot:  # an exception ended the step that it was of
+                if len(steps.steps) > slot:  # an exception interrupted its step
                     del steps.steps[slot:]
                 norm = self._plan.look(list(map(_grad, table.params)), slot, self._low, self._high)
                 if not norm > 0:
@@ -239,8 +239,8 @@ class FastPath:
         return report
 
     def open(self, grads: Gradients, *, scaled: bool) -> None:
-        """Take the next steps where they may be uneventful, after this one, which has set everything up for them."""
-        if self._pause:  # none of the last attempts has led to a fast step
+        """Open the path for the next steps if they may be uneventful, with the plan and the layout of this step."""
+        if self._pause:  # back-off: no recent attempt has led to a fast step
             self._pause -= 1
             return
         pair, config, count = self._pair, self._pair.config, assignments.count
@@ -264,19 +264,19 @@ class FastPath:
             self._pause = min(self._failures, _LONGEST_PAUSE) if self._failures > _PATIENCE else 0
 
     def close(self) -> None:
-        """Settle, and take no step until opened."""
+        """Settle the pending steps, and refuse steps until the path is opened again."""
         if not self._is_open:
             self._pending.settle()
             return
         with self._pending.lock:
-            if self._pending.is_taking:  # a handler of a signal closes: the step is taken first
+            if self._pending.is_taking:  # a signal handler closes: the step is added first
                 self._is_to_close = True
             else:
                 self._is_open, self._until = False, 0
                 self._pending.settle()
 
     def apply(self, steps: FastSteps) -> None:
-        """Apply steps to the other components; each gets them at most once, whatever an exception ends."""
+        """Apply steps to the other components; each gets them at most once, even if an exception interrupts it."""
         del steps.steps[len(steps.reports) :]
         if not steps.reports:
             return
@@ -305,14 +305,14 @@ class FastPath:
                 _logger.exception("steps %d to %d are incomplete", reports[0].step, reports[-1].step)
 
     def _go_on(self, terms: Terms | None = None) -> bool:
-        """Find out how many steps may come, between which norms they have to be, and whether the path is open."""
+        """Set how many steps the path may take and the bounds of their norms; return whether it is open."""
         pair = self._pair
         following = pair.step_count + 1
         every = pair.config.grad_log_every_n_steps
         self._is_open, self._until = False, following + (every - following % every) % every
         self._is_watched = bool(pair.analyzers.running)
         room = min(MOST_TOGETHER, self._plan.num_slots)
-        if self._is_watched:  # hooks for the step at which something is due are placed at the end of the one before
+        if self._is_watched:  # the hooks of an analyzer are registered at the end of the step before
             self._until = min(self._until, pair.analyzers.quiet_until(following, room + 1) - 1)
         if following >= self._until:
             return False
@@ -330,7 +330,7 @@ class FastPath:
         return self._is_open
 
     def _alert_analyzers(self) -> None:
-        """Let the analyzers look at the next step, which then is not a fast one."""
+        """Close the path and alert the analyzers, which run on the next step."""
         pair = self._pair
         self.close()
         pair.analyzers.alert(pair.step_count + 1)
@@ -338,7 +338,7 @@ class FastPath:
 
 
 def _ceiling(terms: Terms) -> float:
-    """Return ln of the norm of which clipping would leave so little that it is judged at once."""
+    """Return ln of the norm above which clipping leaves so little that the step has to be judged at once."""
     if terms.limit is None:
         return math.inf
     highest = terms.limit / LEAST_LEFT - terms.epsilon

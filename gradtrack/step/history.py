@@ -1,4 +1,4 @@
-"""What a training keeps in memory: its last reports, the sums of its summary, and its last steps in full."""
+"""Stage 5: history: the last reports, the running sums of the summary, and the flight recorder."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _OF_ELEMENTS: Final = ("nan", "inf", "nonfinite", "replaced")
 
 
 class StepNumbers(NamedTuple):
-    """What the sums take of a step without its report being read."""
+    """The numbers of one step that the running sums need, known without reading its report."""
 
     norm: float | None
     clipped: bool = False
@@ -33,7 +33,7 @@ class StepNumbers(NamedTuple):
 
 
 class _Sums(NamedTuple):
-    """The sums over all steps, which are replaced as a whole, so that an exception leaves the old or the new ones."""
+    """Running sums over all steps. They are replaced as a whole, so an exception leaves the old or the new ones."""
 
     steps: int = 0
     norms: int = 0
@@ -65,7 +65,7 @@ class _Sums(NamedTuple):
 
 
 class History:
-    """Stage 5: the last reports of a training, and running sums over all of it."""
+    """The last reports of a training, and running sums over all of its steps."""
 
     def __init__(self, size: int) -> None:
         self.reports: deque[StepReport] = deque(maxlen=size)
@@ -82,7 +82,7 @@ class History:
         return self._sums.steps
 
     def extend(self, reports: Sequence[StepReport], known: Sequence[StepNumbers], *, size: int) -> None:
-        """Keep the reports of steps, of which so many are kept, and add up what is known of each."""
+        """Add the reports of steps to the last `size` ones, and their numbers to the running sums."""
         if self.reports.maxlen != size:
             self.reports = deque(self.reports, maxlen=size)
         self.reports.extend(reports)
@@ -138,7 +138,7 @@ class History:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` returned."""
+        """Restore what `state_dict` returned."""
         count = Counter(state["count"])
         self._elements = Counter({name: count[name] for name in _OF_ELEMENTS})
         self._issues = Counter(state["issues"])
@@ -153,11 +153,11 @@ class _RecordedSteps(NamedTuple):
     data: Callable[[int], StepData]
     shrink: Callable[[], object]
     end: int
-    """How many steps were kept up to and with these, so that no count can contradict them."""
+    """The number of steps recorded up to and with these."""
 
 
 class FlightRecorder:
-    """Keeps the last steps in full; of a step that falls out only the sums stay in its report."""
+    """Flight recorder: keeps the last steps with the statistics of every parameter; older reports keep only sums."""
 
     def __init__(self) -> None:
         self._kept: deque[_RecordedSteps] = deque()
@@ -165,7 +165,7 @@ class FlightRecorder:
     def push(
         self, reports: Sequence[StepReport], data: Callable[[int], StepData], shrink: Callable[[], object]
     ) -> None:
-        """Keep steps, with what returns the data of each; `shrink` is called when all of them have fallen out."""
+        """Record steps; `data` returns the data of each, and `shrink` is called when all of them are dropped."""
         kept = self._kept
         end = (kept[-1].end if kept else 0) + len(reports)
         kept.append(_RecordedSteps(reports, data, shrink, end))

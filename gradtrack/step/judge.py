@@ -1,4 +1,4 @@
-"""What is wrong with the training of one pair, judged step by step."""
+"""Stage 3: judges each step of a pair by the rules, and keeps the open issues."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gradtrack.step.data import StepData
 
 
 class Judge:
-    """The open issues of a pair, those of the rules and those of its analyzers, and the series they are judged by."""
+    """The open issues of a pair, from its rules and its analyzers, and the series of norms and losses."""
 
     def __init__(self, config: GradientConfig, monitor: GradientMonitor) -> None:
         self._config, self._monitor = config, monitor
@@ -26,19 +26,19 @@ class Judge:
         self._of_rules: list[Issue] = []
         self._of_analyzers: list[Issue] = []
         self.nonfinite_before = False
-        """Whether the last step had an element that is not finite, so that another one makes no row."""
+        """Whether the last step had a non-finite element: only the first of such steps in a row makes a record."""
         self.series = Series()
         self._jump = Jump()
         self.jumped = False
-        """Whether norm or loss have left what they were, which is a reason to look more closely."""
+        """Whether the norm or the loss has jumped on this step, so that the analyzers run on the next one."""
         self.last_log_norm = math.nan
         """ln of the norm of the last step."""
         self.health: HealthReport = HEALTHY
 
     def judge(self, moments: Moments, data: StepData, *, critical: bool, watched: bool = True) -> None:
-        """Judge a step that was measured and protected; a change of what is open makes it an event.
+        """Judge a step that was measured and protected; it is an event when an issue opens or closes.
 
-        Only where somebody looks more closely then (`watched`) is it asked whether the step is a reason to.
+        A jump of norm or loss is detected only if analyzers are `watched`, since they run after one.
         """
         finite = moments.finite
         if not finite and not self.nonfinite_before:
@@ -61,35 +61,35 @@ class Judge:
 
     @property
     def is_calm(self) -> bool:
-        """Say whether nothing is open, and no analyzer keeps anything open."""
+        """Whether no issue is open, neither of the rules nor of an analyzer."""
         return self.health is HEALTHY and not (self._of_analyzers or self.nonfinite_before)
 
     def jumps(self, log_norm: float, loss: float | None) -> bool:
-        """Say whether a calm step is a reason to look more closely."""
+        """Say whether the norm or the loss has jumped on a calm step, and remember it."""
         self.jumped = self._jump.update(log_norm, loss)
         return self.jumped
 
     def remember(self, steps: Sequence[CalmStep], missing: Sequence[str]) -> None:
-        """Remember steps on which nothing can open, of each of which it was asked whether it startles."""
+        """Remember steps on which no issue can open; `jumps` was called for each of them."""
         for step in steps:
             self.series.append(step.log_norm, step.loss, missing, finite=True)
         self._monitor.health.remember(steps)
         self.last_log_norm = steps[-1].log_norm
 
     def set_analyzer_issues(self, issues: Sequence[Issue]) -> None:
-        """Take the issues of the analyzers, which stay open from the next step on until they are heard again."""
+        """Set the issues of the analyzers, which are open from the next step on until they are set again."""
         self._of_analyzers = order(unmuted(list(issues), self._config.mute))
 
     def diagnose(self, issues: Sequence[Issue]) -> list[Issue]:
-        """Return what of the rules is open or did harm, with these issues of the analyzers.
+        """Return the issues of the rules that are open or did harm, with these issues of the analyzers.
 
-        What the analyzers said on an earlier step does not count beside what they say now.
+        These replace the issues that the analyzers found on an earlier step.
         """
         found = [*self._of_rules, *self._open_issues.harm, *issues]
         return order(unmuted(found, self._config.mute))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything that rolls, as plain data."""
+        """Return the state that later steps depend on, as plain data."""
         return {
             "monitor": self._monitor.state_dict(),
             "ledger": self._open_issues.state_dict(),
@@ -102,7 +102,7 @@ class Judge:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` returned."""
+        """Restore what `state_dict` returned."""
         self._monitor.load_state_dict(state["monitor"])
         self._open_issues.load_state_dict(state["ledger"])
         if "series" in state:  # which states of older versions do not have

@@ -1,4 +1,4 @@
-"""The loss scale of a training in mixed precision: taken back once, reported, and agreed on by all ranks."""
+"""The loss scale of mixed precision (GradScaler): gradients are unscaled once, and skipped steps are counted."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _FRAMES: Final = 12
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """The loss scale of one step, where it is known, and the flags by which its scaler will leave the step out.
+    """The loss scale of one step, if it is known, and the flags by which its scaler will skip the step.
 
-    Of an optimizer that is stepping already, which no flag holds back any more, the parameters are `under_way`. Steps
-    that the scaler has left out since the last one without a word to anybody are `unseen`.
+    `under_way` are the parameters of an optimizer whose step has begun, which no flag can skip any more. `unseen` is
+    the number of steps that the scaler has skipped since the last one without a call of any optimizer.
     """
 
     value: Tensor | float | None
@@ -34,9 +34,9 @@ class Scale:
     unseen: int = 0
 
     def leave_out(self) -> None:
-        """Have the scaler leave the step out, on every rank and for every optimizer, where one has found an overflow.
+        """Make the scaler skip the step on every rank and for every optimizer, after an overflow on any of them.
 
-        There is one verdict because there is one step: its gradients were judged and clipped by one norm.
+        They decide together, since the gradients of the step were judged and clipped by one norm.
         """
         for flag in self.flags:
             flag.fill_(1.0)
@@ -45,7 +45,7 @@ class Scale:
 
 
 class ScalerLog:
-    """How many steps the scaler has left out, in all and in a row."""
+    """The number of steps that the loss scaler has skipped, in all and in a row."""
 
     def __init__(self) -> None:
         self._skips = self._in_a_row = 0
@@ -57,18 +57,18 @@ class ScalerLog:
         return {"scale": scale.value, "skips": self._skips, "skips_in_a_row": self._in_a_row}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything that rolls, as plain data."""
+        """Return the state that later steps depend on, as plain data."""
         return {"skips": self._skips, "in_a_row": self._in_a_row}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` returned."""
+        """Restore what `state_dict` returned."""
         self._skips, self._in_a_row = int(state["skips"]), int(state["in_a_row"])
 
 
 def unscale(scaler: torch.amp.GradScaler, optimizers: Sequence[Any], *, once: bool) -> Scale | None:
-    """Unscale the gradients of optimizers; after an own backward pass (not `once`) the loop may have done so itself.
+    """Unscale the gradients of optimizers; after its own backward pass (not `once`) the loop may have done so itself.
 
-    Nothing is returned for a scaler that is switched off.
+    Return None for a scaler that is switched off.
     """
     if not optimizers:
         raise UsageError("scaler without an optimizer: expected the one that it steps. Pass it beside the model.")
@@ -88,7 +88,7 @@ def unscale(scaler: torch.amp.GradScaler, optimizers: Sequence[Any], *, once: bo
 
 
 def take_over_scale(optimizer: Any) -> Scale | None:
-    """Unscale for a fused optimizer that was told to do so within its step; return nothing where no scaler decides."""
+    """Unscale the gradients of a fused optimizer, which then does not do so in its step; None without a scaler."""
     if not hasattr(optimizer, "found_inf") or not hasattr(optimizer, "grad_scale"):
         return None
     flags = [optimizer.found_inf] if isinstance(optimizer.found_inf, Tensor) else []
@@ -102,7 +102,7 @@ def take_over_scale(optimizer: Any) -> Scale | None:
 
 
 class UnseenSkips:
-    """Tells from a scaler's scale how many steps it has left out since the last look, in which no optimizer stepped."""
+    """Counts the steps that a scaler has skipped since the last one, by its scale, since no optimizer was called."""
 
     def __init__(self) -> None:
         self._scaler: weakref.ref[torch.amp.GradScaler] | None = None
@@ -110,20 +110,20 @@ class UnseenSkips:
         self._states: Mapping[int, Any] = {}
 
     def count(self, scaler: torch.amp.GradScaler) -> int:
-        """Count them, and remember by what the scaler decides after the step of now."""
+        """Return the number of skipped steps, and remember the scaler's state for the next call."""
         scale, expected, before = scaler.get_scale(), self._expected(scaler), self._tracker
         self._scaler, self._last, self._tracker = weakref.ref(scaler), scale, scaler._get_growth_tracker()
-        self._states = scaler._per_optimizer_states  # of all of its optimizers, ours or not; it begins new ones
-        # A step left out begins the count to the next growth anew; whoever sets the scale by hand leaves it.
+        self._states = scaler._per_optimizer_states  # of all optimizers; `update` makes new ones
+        # A skipped step restarts the count to the next growth; a scale set by hand does not.
         if not 0.0 < scale < expected or self._tracker >= before > 0:
             return 0
         steps = math.log(scale / expected) / math.log(scaler.get_backoff_factor())
         return round(steps) if math.isclose(steps, round(steps), abs_tol=1e-3) else 0
 
     def _expected(self, scaler: torch.amp.GradScaler) -> float:
-        """Return the scale that there is if no step was left out unseen."""
+        """Return the scale that the scaler has if it has skipped no step unseen."""
         if self._scaler is None or self._scaler() is not scaler:
-            # One that steps were taken with before knows a scale of its own.
+            # A scaler that has trained before has a scale of its own.
             return scaler.get_scale() if scaler._get_growth_tracker() else float(scaler._init_scale)
         flags = (flag for state in self._states.values() for flag in state.get("found_inf_per_device", {}).values())
         if any(map(bool, flags)):
@@ -134,7 +134,7 @@ class UnseenSkips:
 def unscale_together(optimizer: Any, others: Sequence[Any], unseen: UnseenSkips) -> Scale | None:
     """Unscale for all optimizers of a step within the step of the first, where the scaler would unscale one by one.
 
-    Nobody tells us of the scaler, but it is the one that is calling.
+    The optimizer is not given the scaler, which is found among the callers of its step.
     """
     own, scaler = take_over_scale(optimizer), _calling_scaler()
     if scaler is None:
@@ -144,14 +144,14 @@ def unscale_together(optimizer: Any, others: Sequence[Any], unseen: UnseenSkips)
         if other is not optimizer and states[id(other)]["stage"] is OptState.READY:
             scaler.unscale_(other)
     flags = [*(own.flags if own is not None else ()), *_flags(scaler, others)]
-    if own is not None:  # which steps whatever the scaler has found
+    if own is not None:  # a fused optimizer steps whatever the scaler has found
         return Scale(_value(scaler), flags)
     under_way = [param for group in optimizer.param_groups for param in group["params"]]
     return Scale(_value(scaler), flags, under_way, unseen.count(scaler))
 
 
 def _calling_scaler() -> torch.amp.GradScaler | None:
-    """Return the scaler, if one is at work, out of whose `step` we are called."""
+    """Return the enabled scaler whose `step` is among the callers, or None."""
     frame = sys._getframe(1)
     for _ in range(_FRAMES):
         if frame.f_code.co_name == "step" and isinstance(found := frame.f_locals.get("self"), torch.amp.GradScaler):
@@ -163,7 +163,7 @@ def _calling_scaler() -> torch.amp.GradScaler | None:
 
 
 def _stepped(optimizer: Any) -> Any:
-    """Return what the scaler itself will step: with Accelerate, the optimizer within the one that it hands out."""
+    """Return the optimizer that the scaler itself steps: with Accelerate, the one inside its wrapper."""
     return optimizer.optimizer if hasattr(optimizer, "scaler") and hasattr(optimizer, "optimizer") else optimizer
 
 

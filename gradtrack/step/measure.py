@@ -54,8 +54,8 @@ def _measure(table: ParameterTable, measurer: Measurer) -> Moments:
 
 _LOCAL_PARTS = (
     "the parameters are spread over ranks: analyzers look at the parts that this rank holds, "
-    "so their numbers, those of updates excepted, are those of this rank, and what they find opens an issue "
-    "where most ranks find it. manager.diagnose() tells what is found here."
+    "so their numbers, those of updates excepted, are those of this rank, and an issue that they find opens "
+    "where most ranks find it. manager.diagnose() returns the issues that are found on this rank."
 )
 _NO_RANKS = (
     "per_rank has nothing to compare: the gradients are plain tensors, which DDP makes the same on every rank. "
@@ -73,14 +73,14 @@ _OUTSIDE = (
     "{} parameter(s) of the optimizer are in no module of {}: they are measured, clipped and protected with it, as {}."
 )
 _MOST_BYTES, _BYTES_OF_GROUP, _BYTES_BESIDE = 128, 48, 184
-"""What a rank gives to a report at most, for each parameter; what numbers of a group take, and those of the whole."""
+"""Bytes of a report on one rank: at most for each parameter, for the numbers of a group, and for those of the whole."""
 
 
 class Measurement:
-    """Reads the gradients of a model in one pass, with the parameters, groups and engine that are right at that step.
+    """Measures the gradients of a model in one pass, with the parameters, groups and engine of that step.
 
-    Where parameters are spread over ranks, what it reads is that of all ranks, and all of it is sent together. Where
-    `elsewhere` returns ids of parameters, those are read by others.
+    Where parameters are spread over ranks it returns the sums over all ranks, which are sent together. Parameters
+    whose ids `elsewhere` returns are measured by other pairs.
     """
 
     def __init__(self, model: nn.Module, config: GradientConfig, measurer: Measurer, process_group: Any = None) -> None:
@@ -101,7 +101,7 @@ class Measurement:
             )
 
     def share(self, process_group: Any) -> None:
-        """Take the gradients to be spread over the ranks of a group from now on, unless it is None."""
+        """Measure gradients that are spread over the ranks of a group from now on, unless it is None."""
         self._process_group = process_group
         self.table = ParameterTable(
             self._model, self._config.groups, process_group, elsewhere=self.left_out, outside=self._outside
@@ -111,7 +111,7 @@ class Measurement:
             self._measure_in_backward()
 
     def add_outside(self, outside: Sequence[OutsideParameter]) -> None:
-        """Measure parameters as well that the optimizers own and no module has."""
+        """Measure the parameters, too, that the optimizers own and no module has."""
         if [id(one.param) for one in outside] != [id(one.param) for one in self._outside]:
             self._outside = list(outside)
             self.share(self._process_group)
@@ -120,7 +120,7 @@ class Measurement:
                 self.coming_notes.append(_OUTSIDE.format(len(self.table.outside), type(self._model).__name__, groups))
 
     def divide(self) -> None:
-        """Leave to others what they read now."""
+        """Leave out the parameters that other pairs measure now."""
         left_out = self.elsewhere()
         if left_out == self.left_out:
             return
@@ -130,19 +130,19 @@ class Measurement:
             self.coming_notes.append(_DIVIDED.format(len(left_out), len(self.table.everything)))
 
     def close(self) -> None:
-        """Take off the hooks that measure gradients on their way."""
+        """Remove the hooks that measure gradients inside the backward pass."""
         if self._in_backward is not None:
             self._in_backward.close()
             self._in_backward = None
 
     def _measure_in_backward(self) -> None:
-        """Measure gradients as they pass from now on."""
+        """Register hooks that measure gradients inside the backward pass from now on."""
         if self._in_backward is None:
             self._in_backward = GradientsInBackward(self.table.params, self._measurer)
             self.coming_notes.append(_IN_BACKWARD)
 
     def collect(self, only: Container[int] | None = None) -> Gradients:
-        """Return the gradients that are there now; with `only`, those of the parameters with these ids."""
+        """Collect the gradients that the parameters have now; with `only`, those of the parameters with these ids."""
         table, config = self.table, self._config
         if table.stale() or table.patterns is not config.groups:
             self.share(self._process_group)
@@ -160,10 +160,10 @@ class Measurement:
         return grads
 
     def agree_with_ranks(self, of_pair: Callable[[], dict[str, Any]], offers: Sequence[str] = ()) -> list[str] | None:
-        """Make sure that all ranks which share the parameters are about to send and decide alike.
+        """Check that all ranks which share the parameters send the same numbers and decide by the same settings.
 
-        They meet when the parameters are new, and when a setting has changed that says what is sent; `of_pair`
-        returns those of the pair. Return which of the offers all of them make, or None where they need not meet.
+        They are compared when the parameters are new, and when a setting that says what is sent has changed;
+        `of_pair` returns the settings of the pair. Return the offers that every rank makes, or None without a check.
         """
         ranks = self.table.ranks
         if ranks is None or (ranks, settings := self._settings()) == self._agreed:
@@ -188,7 +188,7 @@ class Measurement:
         return {} if table.ranks is None else dict(zip(table.names, table.ranks.counts_as(), strict=True))
 
     def _settings(self) -> dict[str, Any]:
-        """Return the settings by which it is decided what is sent."""
+        """Return the settings that decide which numbers the ranks exchange."""
         config = self._config
         return {
             "check_frequency": config.check_frequency,
@@ -203,13 +203,13 @@ class Measurement:
         }
 
     def read(self, grads: Gradients, data: StepData, loss: Tensor | float | None, *, row_due: bool) -> Moments:
-        """Measure gradients and the loss, and where a row is due what only a row shows."""
+        """Measure the gradients and the loss; if a row is due, count the histograms for it as well."""
         moments = grads.measure_as_planned(self._measurer)
         if moments is None:
             self.fit(grads, data)
             grads.prepare(self._measurer)
             moments = grads.measure(self._measurer)
-        # Spelled out, since beside a training each call of a usual step costs about a microsecond.
+        # Inlined, since during a training each call costs about a microsecond on every step.
         data.loss = loss if loss is None or type(loss) is float else float(loss)
         data.rows, data.group_rows, data.total = moments.rows, moments.group_rows, moments.total
         if moments.exponent:
@@ -233,11 +233,10 @@ class Measurement:
     ) -> Moments:
         """Measure gradients of all ranks and the loss; where the step is reported the weights too; and `more` numbers.
 
-        What clipping will do (`limited`) goes along, and where an element that is not finite makes a row
-        (`first_nonfinite`) what only a row shows. What is asked for must follow from the step and the settings alone,
-        so that all ranks send the same.
+        `limited` adds the effect of clipping, and `first_nonfinite` the statistics of a row if any element is not
+        finite. The arguments must follow from the step and the settings alone, so that all ranks send the same.
         """
-        # Whether an issue makes a row of this step is known when nothing can be sent any more.
+        # An issue may make a row of this step, but it opens after the ranks have sent their numbers.
         with_weights, config = data.full and data.with_groups, self._config
         grads.prepare(self._measurer)
         moments = grads.measure(
@@ -252,7 +251,7 @@ class Measurement:
             more=more,
         )
         merged = grads.merged
-        # A layout takes other sizes when they change, and this report may be read after that.
+        # The sizes in a layout change with the gradients, and this report may be read after that.
         data.layout, data.ranks, data.loss = copy.copy(grads.layout), merged.spread, merged.loss
         data.deviations = grads.deviations
         self._weight_squares = merged.extra if with_weights else None
@@ -262,17 +261,17 @@ class Measurement:
         return moments
 
     def _tally(self, grads: Gradients, data: StepData) -> None:
-        """Count the elements for histograms."""
+        """Count the elements of the gradients for histograms."""
         data.histograms = histograms_of(grads.count(), grads.layout.group_names if data.with_groups else ())
 
     def fit(self, grads: Gradients, data: StepData) -> None:
-        """Take the sizes that the gradients have, where a parameter was given data of another shape."""
+        """Update the sizes in the layout, where a parameter was given data of another shape."""
         if grads.tensors and list(map(Tensor.numel, grads.tensors)) != grads.layout.counts:
             self.table.resize(grads)
             data.layout = grads.layout
 
     def measure_weights(self, data: StepData) -> None:
-        """Measure the weights of the groups, unless they were sent with the gradients."""
+        """Set the norms of the groups' weights, which ranks have sent with the gradients."""
         if self.table.ranks is None:
             data.weight_norms = weight_norms(self.table, self._measurer)
         elif self._weight_squares is not None:
@@ -280,7 +279,7 @@ class Measurement:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the gradients are all here, are those of no other pair, and are measured once they are complete."""
+        """Whether the gradients are on one rank, belong to one pair, and are measured after the backward pass."""
         return self.table.ranks is None and self.elsewhere is frozenset and self._in_backward is None
 
     @property
@@ -289,7 +288,7 @@ class Measurement:
         return self.table.ranks is not None and bool(self.table.ranks.sharded.any())
 
     def notes(self, *, analyzed: bool) -> list[str]:
-        """Tell what to know of the numbers where parameters are spread over ranks, or are not; each thing once."""
+        """Return the notes on how parameters are spread over ranks or shared with other pairs, each once."""
         alone = self.table.ranks is None
         found = [_LOCAL_PARTS] if analyzed and self.has_shards else []
         if self._config.per_rank and alone:

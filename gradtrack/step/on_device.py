@@ -1,4 +1,4 @@
-"""Steps whose numbers stay on the accelerator until their report is read, or until the next step."""
+"""Steps on an accelerator (GPU): their numbers stay on the device until the report is read or the next step."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def on_device(grads: Sequence[Tensor]) -> bool:
 
 
 def can_wait(config: GradientConfig, optimizers: Sequence[Any], *, scaled: bool) -> bool:
-    """Say whether a step can be protected without its numbers being known here.
+    """Say whether a step can be protected without copying its numbers to the host first.
 
-    To leave a step out, the optimizers have to know, which take `found_inf`, or else the host.
+    A step can be skipped by optimizers that support `found_inf`; for all others the host has to decide.
     """
     if config.enable_gradient_clipping and config.effective_clip_type not in _TOGETHER:
         return False
@@ -42,14 +42,14 @@ def can_wait(config: GradientConfig, optimizers: Sequence[Any], *, scaled: bool)
 
 
 def takes_found_inf(optimizer: Any) -> bool:
-    """Say whether an optimizer leaves a step out by itself when its `found_inf` is set, as fused ones do."""
+    """Say whether an optimizer skips a step by itself when its `found_inf` is set, as fused ones do."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
 class DeviceStep:
-    """A step that was measured, clipped and made safe on its device; `read` waits for the numbers.
+    """A step that is measured, clipped and protected on its device; `read` waits for the numbers.
 
-    With `variances` those of float64 gradients are right where their means hide them, at the cost of a second pass.
+    With `variances` a second pass keeps the variances of float64 gradients exact where their means hide them.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class DeviceStep:
         self._action = "none"
 
     def protect(self, grads: Gradients, optimizers: Sequence[Any], *, scaled: bool) -> None:
-        """Replace, leave out and clip by operations on the device."""
+        """Replace non-finite values, skip and clip by operations on the device."""
         config = self._config
         self._action = "off" if not config.enable_nan_inf_check else "scaler" if scaled else config.nonfinite_action
         if self._action == "replace":
@@ -102,11 +102,11 @@ class DeviceStep:
 
     @property
     def readable(self) -> bool:
-        """Whether there are numbers to read at all: tensors without data have none."""
+        """Whether the tensors have data to read, which meta and fake tensors do not."""
         return not (self._packed.is_meta or type(self._packed).__name__ == "FakeTensor")
 
     def read(self) -> tuple[Moments, float | None]:
-        """Wait for the numbers of the step."""
+        """Return the sums and the loss of the step, after waiting for the device."""
         if self._done is not None:
             self._done.synchronize()
         values = self._host.double().numpy()
@@ -126,7 +126,7 @@ class DeviceStep:
         return {**found, "replaced_count": moments.nonfinite_count} if self._action == "replace" else found
 
     def clipping(self, moments: Moments) -> dict[str, Any]:
-        """Return the fields of a `ClippingReport`, and remember the norm as an ordinary step does."""
+        """Return the fields of a `ClippingReport`, and update the clipper as a step on the host does."""
         clipper, norm = self._clipper, moments.norm
         clip_type = self._config.effective_clip_type
         if self._limit is None:
@@ -157,7 +157,7 @@ class DeviceStep:
         return rows.select(1, NAN) * nan**2 + infinities * limits**2
 
     def _start_copy(self) -> None:
-        """Send everything that the report needs to the host in one copy, without waiting for it."""
+        """Start to copy the numbers of the report to the host, in one copy and without waiting."""
         parts = [self._rows.flatten(), self._around.flatten()]
         if isinstance(self._loss, Tensor) and self._loss.device == self._rows.device:
             parts.append(self._loss.detach().to(self._rows.dtype).reshape(1))
@@ -172,10 +172,10 @@ class DeviceStep:
 
 
 class PendingDeviceStep:
-    """A step in the ring whose numbers are still on a device: its report waits for them, and so does `settle`.
+    """A step in the pending ring whose numbers are on a device: reading its report waits for them, as does `settle`.
 
-    `judge` is called with the numbers as soon as they are here, `conclude` when the step is settled. A report may be
-    read in another thread than the one that trains.
+    `judge` is called with the numbers once they are on the host, `conclude` when the step is settled. Another thread
+    than the one that trains may read the report.
     """
 
     def __init__(
@@ -194,7 +194,7 @@ class PendingDeviceStep:
         report.defer_to(self._fields)
 
     def settle(self) -> None:
-        """Wait for the numbers and end the step; one whose tensors hold no data is left as it is."""
+        """Wait for the numbers and conclude the step; a step whose tensors have no data stays as it is."""
         if self._step is not None and not self._step.readable:
             return
         self._read()
@@ -207,7 +207,7 @@ class PendingDeviceStep:
         return self._data.fields()
 
     def _read(self) -> None:
-        """Wait for the numbers and judge them, unless that was done."""
+        """Wait for the numbers and judge the step, unless an earlier call has done so."""
         with self._reading:
             step, self._step = self._step, None
             if step is None:

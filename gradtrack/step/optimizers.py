@@ -1,4 +1,4 @@
-"""The optimizers of a pair: their rates, their closures, and what runs before each of their steps."""
+"""The optimizers of a pair: learning rates, closures, and hooks that run before each optimizer step."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _OUTSIDE: Final = (
 
 
 class PairOptimizers:
-    """The optimizers that step one model, watched only for closures and for who asks."""
+    """The optimizers that step one model; their steps are hooked for closures and for analyzers only."""
 
     def __init__(self) -> None:
         self.optimizers: tuple[Any, ...] = ()
@@ -43,12 +43,12 @@ class PairOptimizers:
         self._skipped: list[SkippedStep] = []
         self._rates: list[list[tuple[Any, Any]]] = []
         self._last_rates: list[Any] = []
-        """The same of a single optimizer, where all of its groups have a rate."""
+        """The rates of the last step, if there is a single optimizer and all of its groups have a rate."""
         self._last_groups: Any = None
         self._watch = StepWatch()
 
     def bind(self, optimizers: Sequence[Any], table: ParameterTable) -> None:
-        """Take other optimizers; each must own at least one parameter of the table."""
+        """Replace the optimizers; each must own at least one parameter of the table."""
         for optimizer in optimizers:
             # Between its passes FSDP2 has whole parameters in the place of the shards that the optimizer owns.
             if table.has_dtensors or not _owns_shards(optimizer):
@@ -81,25 +81,25 @@ class PairOptimizers:
         return [len(optimizer.param_groups) for optimizer in self.optimizers]
 
     def call_before_step(self, look: Callable[[], None]) -> None:
-        """Call a function once, when one of the optimizers takes the gradients, if its steps can be watched."""
+        """Call a function once, when one of the optimizers begins its step, if its steps can be hooked."""
         self._watch.call_before_step(look)
 
     def watch(self, *, running: bool = True) -> None:
-        """Watch every step from now on, for `call_before_step`; while a step may be running, from the next one on."""
+        """Hook every step from now on, for `call_before_step`; while a step may be running, from the next one on."""
         for optimizer in map(hookable, self.optimizers):
             if hasattr(optimizer, "_optimizer_step_pre_hooks"):
                 self._watch.add(optimizer, running=running)
 
     def params(self) -> Iterator[nn.Parameter]:
-        """Yield what the optimizers own."""
+        """Yield the parameters that the optimizers own."""
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 yield from group["params"]
 
     def rates(self) -> list[list[tuple[Any, Any]]]:
-        """Take down the rates now, since they may change before the report is read; their names are found then.
+        """Return a copy of the learning rates, since a schedule may change them before the report is read.
 
-        While they stay as they were the same list is returned.
+        While the rates do not change the same list is returned.
         """
         groups = self.optimizers[0].param_groups if self._last_rates else None
         if groups is not None and groups is self._last_groups:
@@ -124,7 +124,7 @@ class PairOptimizers:
         return self._rates
 
     def calls_again(self) -> bool:
-        """Count a look at the gradients; say whether it comes from a further closure call of the same step."""
+        """Count a call of the closure; say whether it is a further one of the same optimizer step."""
         if self._closure_calls is None:
             self._warn_outside()
             return False
@@ -150,20 +150,20 @@ class PairOptimizers:
             step.restore()
 
     def forget_found_inf(self) -> None:
-        """Take back the flag of a late step, where the next one is decided on the host."""
+        """Remove the `found_inf` flag that a step on a device has set, since the host decides about this step."""
         if self.may_hold_found_inf:
             self.may_hold_found_inf = False
             for optimizer in self.optimizers:
                 vars(optimizer).pop("found_inf", None)
 
     def close(self) -> None:
-        """Leave the optimizers as they were found."""
+        """Remove the hooks and flags from the optimizers, and let them step."""
         self.restore_steps()
         self._watch.close()
         self.forget_found_inf()
 
     def _watch_closures(self) -> None:
-        """Notice the several closure calls of one step, for optimizers like LBFGS that need a closure."""
+        """Register hooks that count the closure calls of one step, for optimizers like LBFGS that need a closure."""
         found = [one for one in self.optimizers if isinstance(one, torch.optim.Optimizer) and needs_closure(one)]
         # The first step() of a pair may come from within the closure.
         self._closure_calls = 0 if found else None
@@ -214,10 +214,10 @@ class SkippedStep:
 
 
 class BeforeSteps:
-    """Calls `look(loss, scale)` just before optimizers step, or after each call of a closure, until it is removed.
+    """Hooks that call `look(loss, scale)` just before optimizers step, or after each call of a closure.
 
-    Of several, which step together, it is called before the first: one that has stepped already begins anew, and so
-    does one whose gradients came after the last look, since not all of them need to step every time.
+    With several optimizers, which step after one backward pass, `look` is called before the first of them steps. An
+    optimizer begins a new step if it has stepped already or has new gradients, since not all of them step every time.
     """
 
     def __init__(self, optimizers: Sequence[Any], look: Callable[..., None]) -> None:
@@ -229,7 +229,7 @@ class BeforeSteps:
         self._hooks = [(one, one.register_step_pre_hook(uncompiled(self._before_step))) for one in optimizers]
 
     def remove(self) -> None:
-        """Look no more."""
+        """Remove the hooks from the optimizers."""
         self._look = None
         take_off(self._hooks)
         self._hooks = []
@@ -260,13 +260,13 @@ class BeforeSteps:
         return len(self._stepped) == 1
 
     def _has_new_grads(self, optimizer: Any) -> bool:
-        """Whether a backward pass has left other tensors than those that were looked at."""
+        """Whether a backward pass has made other gradients than those of the last call of `look`."""
         before = self._looked_at.get(id(optimizer))
         return before is not None and _first_grad(optimizer)() is not before()
 
 
 def _first_grad(optimizer: Any) -> Callable[[], Tensor | None]:
-    """Return what returns the first gradient of an optimizer as long as it lives, and does not keep it alive."""
+    """Return a weak reference to the first gradient of an optimizer, which is called to get it."""
     params = (param for group in optimizer.param_groups for param in group["params"])
     found = next((param.grad for param in params if param.grad is not None), None)
     return weakref.ref(found) if found is not None else lambda: None

@@ -1,4 +1,4 @@
-"""One (model, optimizer) pair: from its gradients to the report of a step."""
+"""A pair, one model with its optimizers: calls the stages of a step, from the gradients to the report."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ Components = tuple[GradientMonitor, GradientClipper, NaNInfHandler]
 
 
 class Pair:
-    """A model with its optimizers, its own windows and its own count of optimizer steps."""
+    """A model with its optimizers, its clipper, rules and analyzers, and its own count of optimizer steps."""
 
     def __init__(
         self,
@@ -71,9 +71,9 @@ class Pair:
         self.flight_recorder = FlightRecorder()
         self.coming_notes: list[str] = []
         self.seen_before_step = False
-        """Whether the loop itself has shown the gradients for the optimizer's coming step."""
+        """Whether the loop itself has called `manager.step` for the optimizer's coming step."""
         self.coming_loss: Tensor | float | None = None
-        """The sum over the micro-batches of the coming step."""
+        """The sum of the losses of the coming step's micro-batches."""
         self.optimizer_steps = PairOptimizers()
         self.history = history if history is not None else History(config.max_gradient_history)
         self._rows, self._callbacks = rows, callbacks
@@ -90,7 +90,7 @@ class Pair:
 
     @property
     def optimizers(self) -> tuple[Any, ...]:
-        """Return what steps the model."""
+        """Return the optimizers that step the model."""
         return self.optimizer_steps.optimizers
 
     def owned(self) -> Iterator[nn.Parameter]:
@@ -98,29 +98,29 @@ class Pair:
         return self.optimizer_steps.params()
 
     def bind(self, optimizers: Sequence[Any]) -> None:
-        """Take the optimizers that step the model; each must own at least one of its parameters."""
+        """Set the optimizers that step the model; each must own at least one of its parameters."""
         self.fast_path.close()
         self.optimizer_steps.bind(optimizers, self.table)
         self._add_outside()
         self.watch()
 
     def _add_outside(self) -> None:
-        """Measure what the optimizers own beside the model, whatever other pairs do with it."""
+        """Measure the parameters of the optimizers that are in no module, whatever other pairs do with them."""
         within = {id(param) for name, param in unwrapped(self.model).named_parameters(remove_duplicate=False)}
         self.measurement.add_outside(self.optimizer_steps.outside(within))
 
     def watch(self, *, running: bool = True) -> None:
-        """Watch what the optimizers take where an analyzer may ask; one of them may be `running` a step now."""
+        """Hook the optimizers' steps if there are analyzers; an optimizer may be `running` a step now."""
         if self.analyzers:
             self.optimizer_steps.watch(running=running)
 
     def arm(self) -> None:
-        """Arm the analyzers for the coming step, and watch what the optimizers take."""
+        """Place the hooks of the analyzers and on the optimizers for the coming step."""
         self.watch()
         self.analyzers.arm(self.model, self.step_count + 1)
 
     def continue_from(self, step: int) -> None:
-        """Count the next step as the one after `step`, and arm what is due there."""
+        """Count the next step as the one after `step`, and place the hooks of the analyzers that are due there."""
         self.fast_path.close()
         if step != self.step_count:
             self.step_count = step
@@ -146,7 +146,7 @@ class Pair:
 
     @property
     def is_plain(self) -> bool:
-        """Whether nothing makes its steps other than those of one optimizer over parameters of its own."""
+        """Whether steps are ordinary: no closure, shared component, open issue, rank or note that needs every stage."""
         told = self.coming_notes or self.measurement.coming_notes or self.analyzers.chosen
         special = self.optimizer_steps.has_closures or self.components_are_shared
         return self.measurement.is_plain and self.judge.is_calm and not (special or told)
@@ -189,7 +189,7 @@ class Pair:
         return report
 
     def _begin(self, grads: Gradients, *, epoch: int | None, repeated: bool) -> StepData:
-        """Return what is known of a step before its numbers."""
+        """Return the data of a step before its gradients are measured: its number, time, rates and settings."""
         config, step = self.config, self.step_count
         data = StepData(grads.layout, grads.touched_rows)
         data.step, data.epoch, data.source, data.time = step, epoch, self.name, time.time()
@@ -212,6 +212,7 @@ class Pair:
     def _leave_on_device(
         self, grads: Gradients, report: StepReport, data: StepData, loss: Tensor | float | None
     ) -> None:
+        """Measure and protect a step on its device, and hold it in the pending ring."""
         self.measurement.fit(grads, data)
         step = DeviceStep(grads, loss, self.clipper, self.handler, variances=data.full)
         step.protect(grads, self.optimizers, scaled=data.scale is not None)
@@ -221,12 +222,12 @@ class Pair:
         self.analyzers.arm(self.model, self.step_count + 1)
 
     def _judge_device_step(self, moments: Moments, data: StepData) -> None:
-        """Judge a step whose numbers have come."""
+        """Judge a step whose numbers have arrived from the device."""
         self._judge(moments, data)
         self._complete(moments, data)
 
     def _finish(self, grads: Gradients, report: StepReport, data: StepData, loss: Tensor | float | None) -> None:
-        """Measure, protect, judge, look at and keep a step here and now."""
+        """Run all stages of a step now: measure, protect, judge, analyze, keep and record."""
         if self.optimizer_steps.may_hold_found_inf:
             self.optimizer_steps.forget_found_inf()
         row_due = data.event and data.full
@@ -271,7 +272,7 @@ class Pair:
             self.analyzers.alert(data.step + 1)
 
     def _complete(self, moments: Moments, data: StepData) -> None:
-        """Take what only the end of a step can say: its true norm, and that a row shows statistics."""
+        """Set the fields that are known after judging: the norm, and whether the row has statistics."""
         data.norm = moments.norm
         if data.event and moments.has_ends:
             data.full = self.config.enable_gradient_monitoring
@@ -297,13 +298,13 @@ class Pair:
                 callback(issue, report)
 
     def _note(self, data: StepData) -> None:
-        """Let the report tell what is good to know."""
+        """Add the pending notes to the report."""
         of_measurement = self.measurement.notes(analyzed=self.analyzers.local)
         data.notes = [*self.coming_notes, *self.analyzers.chosen, *of_measurement]
         self.coming_notes, self.analyzers.chosen = [], []
 
     def _run_analyzers(self, grads: Gradients, data: StepData) -> None:
-        """Let the analyzers that are due look at the step, and arm those that are due at the next one."""
+        """Run the analyzers that are due at the step, and place the hooks of those that are due at the next one."""
         step = self.step_count
         if self.measurement.has_shards:
             data.notes = [*data.notes, *self.analyzers.leave_out_incomplete()]
@@ -311,7 +312,7 @@ class Pair:
             reports, notes = self.analyzers.inspect(self._snapshot(grads, data))
             data.analyzers = reports
             data.notes = [*data.notes, *notes]
-            # Judging a window costs more than looking at a step; what one rank sees of its part is one voice of many.
+            # Judging a window costs more than analyzing a step; with shards the ranks exchange their issues.
             judges_window = rarely(step) or step in self.analyzers.close_steps
             if judges_window and not self.measurement.has_shards:
                 self.judge.set_analyzer_issues(self.analyzers.issues())
@@ -320,7 +321,7 @@ class Pair:
         self.analyzers.arm(self.model, step + 1)
 
     def _unmeasured_snapshot(self, grads: Gradients) -> Snapshot:
-        """Return what there is to see of shards before the ranks have exchanged their sums."""
+        """Return a snapshot of this rank's shards, before the all-reduce of the sums."""
         return Snapshot(
             step=self.step_count,
             model=unwrapped(self.model),
@@ -351,12 +352,12 @@ class Pair:
         )
 
     def _within(self, by_name: dict[str, Value]) -> dict[str, Value]:
-        """Leave out what is in no module, which analyzers know nothing of."""
+        """Leave out parameters that are in no module, since analyzers look at modules only."""
         outside = self.table.outside
         return {name: value for name, value in by_name.items() if name not in outside} if outside else by_name
 
     def diagnose(self) -> list[Issue]:
-        """Return the faults of the run so far, those of the rules that are open or did harm and the analyzers'."""
+        """Return the issues of the run so far: those of the rules that are open or did harm, and the analyzers'."""
         return self.judge.diagnose(self.analyzers.issues())
 
     def _stepped(self) -> Iterable[nn.Parameter]:
@@ -366,14 +367,14 @@ class Pair:
             yield from self.table.params
 
     def close(self) -> None:
-        """Remove what was hooked to the model and the optimizers."""
+        """Remove the hooks from the model and the optimizers."""
         self.fast_path.close()
         self.optimizer_steps.close()
         self.measurement.close()
         self.analyzers.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything that rolls, as plain data."""
+        """Return the state that later steps depend on, as plain data."""
         self.pending.settle()
         return {
             "step": self.step_count,
@@ -385,7 +386,7 @@ class Pair:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` returned."""
+        """Restore what `state_dict` returned."""
         self.fast_path.close()
         self.step_count = int(state["step"])
         self.judge.load_state_dict(state)

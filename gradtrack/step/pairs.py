@@ -1,4 +1,4 @@
-"""The (model, optimizer) pairs of a manager, and who owns the parameters that their models share."""
+"""The (model, optimizer) pairs of a manager, and which pair owns the parameters that their models share."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Shares:
     """The division of parameters among pairs, so that every gradient is measured and clipped once.
 
     A parameter belongs to the pairs whose optimizers own it, and one that no optimizer owns to the first pair whose
-    model has it. Pairs whose optimizers own the same parameter step it in turns, and each looks at it before its own.
+    model has it. Pairs whose optimizers own the same parameter step it in turns; each measures it before its own step.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class Shares:
         self._elsewhere: list[frozenset[int]] = []
 
     def elsewhere(self, pair: Pair, pairs: Sequence[Pair]) -> frozenset[int]:
-        """Return the ids of those parameters of a pair that are for the others to look at."""
+        """Return the ids of those parameters of a pair that other pairs measure."""
         tables = [one.table for one in pairs]
         owned = [list(map(id, one.owned())) for one in pairs]
         if (tables, owned) != self._known:
@@ -50,7 +50,7 @@ class Shares:
 
 
 def divide(held: Sequence[Iterable[int]], owned: Sequence[Iterable[int]]) -> list[frozenset[int]]:
-    """Return for each pair what it leaves to others of what its model holds, by what its optimizers own."""
+    """Return for each pair the ids of the parameters in its model that other pairs measure, by their optimizers."""
     owners = [frozenset(ids) for ids in owned]
     taken = frozenset().union(*owners)
     found = []
@@ -64,10 +64,10 @@ def divide(held: Sequence[Iterable[int]], owned: Sequence[Iterable[int]]) -> lis
 class Pairs:
     """The pairs by their model and optimizers: the first one needs no name, every further one does.
 
-    Where their models share parameters, each looks at those that its own optimizers own.
+    Where their models share parameters, each pair measures those that its own optimizers own.
 
-    The components and analyzers of the first pair are there before it is, so that a manager can hand them out; when it
-    comes, `on_first` is called.
+    The components and analyzers of the first pair exist before the pair does, so that a manager can return them;
+    `on_first` is called when the first pair is added.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Pairs:
         return iter(self._pairs.values())
 
     def find(self, model: nn.Module, optimizer: Any) -> Pair:
-        """Return the pair of a model and what steps it; make it where it is the first one."""
+        """Return the pair of a model and its optimizers; add it if it is the first one."""
         pair = self._pairs.get((id(model), id(optimizer)))
         if pair is not None:
             return pair
@@ -109,7 +109,7 @@ class Pairs:
             pair.pending.settle()
 
     def interrupt(self) -> None:
-        """Apply the pending steps of every pair, and let the next one not take the fast path."""
+        """Apply the pending steps of every pair, and close the fast path for the next step."""
         for pair in self:
             pair.fast_path.close()
 
@@ -122,13 +122,13 @@ class Pairs:
         return self.first_components
 
     def has(self, model: nn.Module, optimizer: Any) -> bool:
-        """Whether there is a pair of a model and what steps it."""
+        """Whether there is a pair of a model and its optimizers."""
         return (id(model), *map(id, as_sequence(optimizer))) in self._pairs
 
     def attach(
         self, model: nn.Module, optimizer: Any, *, horizon: int | None, name: str, process_group: Any = None
     ) -> Pair:
-        """Add a pair under a name, or give one that is there already its optimizers or its horizon."""
+        """Add a pair under a name, or set the optimizers or the horizon of a known one."""
         self.interrupt()
         check_model(model)
         optimizers = as_sequence(optimizer)
@@ -153,11 +153,11 @@ class Pairs:
         raise UsageError(f"pair {name!r}: expected one that is attached ({known}). Call manager.attach first.")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what every pair remembers, by its name."""
+        """Return the state of every pair, by its name."""
         return {**self._restored, **{pair.name: pair.state_dict() for pair in self}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` returned; a pair that is not there yet gets its state when it is added."""
+        """Restore what `state_dict` returned; the state of a pair that is added later is kept until then."""
         self._restored = dict(state)
         for pair in self:
             self._restore(pair)
@@ -168,15 +168,16 @@ class Pairs:
             pair.close()
 
     def models_alone(self) -> Callable[[], None]:
-        """Return what removes the hooks from the models, and does not keep the optimizers alive as this does."""
+        """Return a function that removes the hooks from the models without keeping the optimizers alive."""
         return partial(_close_all, self._on_models)
 
     def _add_or_rebind(self, model: nn.Module, optimizers: Sequence[Any]) -> Pair:
+        """Return the pair of a new (model, optimizers): one that was attached without optimizers, or the first."""
         self.interrupt()
         check_model(model)
-        waiting = [pair for pair in self if pair.model is model and not pair.optimizers]
-        if waiting:
-            return self._rebind(waiting[0], optimizers, None)
+        without_optimizers = [pair for pair in self if pair.model is model and not pair.optimizers]
+        if without_optimizers:
+            return self._rebind(without_optimizers[0], optimizers, None)
         if self._pairs:
             raise UsageError(
                 f"a second (model, optimizer) pair, of {type(model).__name__}: expected it to have a name. "
@@ -224,7 +225,7 @@ class Pairs:
         return pair
 
     def _divide(self) -> None:
-        """Let every pair know what is for the others, as soon as there are others."""
+        """Divide the parameters among the pairs: each measures its own, once there are several pairs."""
         pairs = list(self)
         for pair in pairs if len(pairs) > 1 else ():
             pair.measurement.elsewhere = partial(self._shares.elsewhere, pair, pairs)
@@ -257,7 +258,7 @@ class Pairs:
             raise UsageError(f"pair name {name!r} is taken: expected another one. Names in use: {taken}.")
 
     def _plain_groups(self, newcomers: Sequence[Any]) -> set[str]:
-        """Return the groups of the unnamed pair, without what these optimizers will take over from it."""
+        """Return the groups of the unnamed pair, without the parameters that these optimizers own."""
         taken = {
             id(param) for one in newcomers for group in getattr(one, "param_groups", ()) for param in group["params"]
         }

@@ -1,8 +1,8 @@
-"""The pending ring of a pair: steps that were measured and protected, and of which the rest can wait.
+"""The pending ring of a pair: steps that are measured and protected, and not applied to the other components yet.
 
-On a CPU these are up to sixteen steps of the fast path, whose numbers are there at once; on an accelerator it is the
-last step, whose numbers are copied without waiting. Both are applied to health, clipping, history and flight recorder
-by the same `settle`: when the ring is full, when the next step is no fast one, or when one of these is to be read.
+On a CPU these are up to sixteen steps of the fast path, whose numbers are known at once; on an accelerator it is the
+last step, whose numbers are copied without waiting. The same `settle` applies both to health, clipping, history and
+flight recorder: when the ring is full, before a step outside the fast path, or before any of these is read.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class RingEntry(Protocol):
     """Steps in the ring."""
 
     def settle(self) -> None:
-        """Apply the steps to the other components; called again, go on after what an exception has ended."""
+        """Apply the steps to the other components; after an exception a second call continues with the rest."""
 
 
 _rings: weakref.WeakSet[PendingSteps] = weakref.WeakSet()
@@ -25,22 +25,22 @@ _rings: weakref.WeakSet[PendingSteps] = weakref.WeakSet()
 
 @final
 class PendingSteps:
-    """Holds steps until they are settled. Reading a report settles nothing but the numbers of its own step."""
+    """The steps of a pair that are not settled yet. Reading a report settles only the numbers of its own step."""
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()  # a handler of a signal, or another thread, may settle
+        self.lock = threading.RLock()  # a signal handler, or another thread, may settle
         self.is_taking = False
-        """Whether a step is on its way into the ring, which a handler of a signal must not settle then."""
+        """Whether a step is being added, during which a signal handler must not settle the ring."""
         self.held: RingEntry | None = None
         _rings.add(self)
 
     def hold(self, steps: RingEntry) -> None:
-        """Hold steps, after those before them were settled."""
+        """Add steps to the ring, after settling those before them."""
         self.settle()
         self.held = steps
 
     def settle(self) -> None:
-        """Apply what is held, all in order."""
+        """Apply the pending steps, in order."""
         with self.lock:
             held = self.held
             if held is not None and not self.is_taking:
@@ -48,7 +48,7 @@ class PendingSteps:
                 self.held = None
 
     def enter_child(self) -> None:
-        """Go on in a forked copy of the process, whose parent's threads may have held the lock."""
+        """Make a new lock in a forked process, since a thread of the parent may have held the old one."""
         self.lock, self.is_taking = threading.RLock(), False
 
 

@@ -1,4 +1,4 @@
-"""Stage 2: the two decisions that keep a step safe, in their order: about non-finite gradients, then about clipping."""
+"""Stage 2: protects a step: handles non-finite gradients, then clips."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _OFF: Final[Mapping[str, Any]] = {"action": "off"}
 
 
 class Protection:
-    """Makes measured gradients safe to step with, as the handler's and the clipper's configuration says."""
+    """Handles non-finite gradients and clips, as the configuration of the handler and the clipper says."""
 
     def __init__(self, handler: NaNInfHandler, clipper: GradientClipper) -> None:
         self._handler, self.clipper = handler, clipper
 
     def foresight(self, *, scaled: bool) -> Foresight | None:
-        """Return what tells how clipping is going to limit the gradients that are here, unless the norm is enough."""
+        """Return a function that predicts elementwise clipping of this rank's gradients; None if the norm suffices."""
         if not self.clipper.is_elementwise:
             return None
         config = self._handler.config
@@ -34,10 +34,10 @@ class Protection:
         return partial(self.clipper.foresee, replace=self._handler.replace if replaces else None)
 
     def protect(self, grads: Gradients, moments: Moments, data: StepData, owned: Owned) -> None:
-        """Act on the gradients; `owned` returns the parameters that a skipped step must not move.
+        """Skip, replace or report non-finite gradients, and clip; a skipped step must not move what `owned` returns.
 
-        Where a loss scaler decides, non-finite gradients are counted and left to it. A closure's repeated calls leave
-        the clipping windows as they are.
+        Where a loss scaler decides, non-finite gradients are counted and left as they are. Further calls of a closure
+        do not update the clipping windows.
         """
         if grads.passed:
             data.nan_inf, data.clipping = self._too_late(grads, moments)
@@ -58,7 +58,7 @@ class Protection:
         data.error = self._handler.error(found) if action == "raise" else None
 
     def _too_late(self, grads: Gradients, moments: Moments) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return what is reported of gradients that the optimizers have used already."""
+        """Return the report fields of gradients that the optimizers have used already, which cannot be changed."""
         counts = {} if moments.finite else count_nonfinite(grads.layout.names, moments)
         checks = self._handler.config.enable_nan_inf_check
         action = "off" if not checks else "none" if moments.finite else "report"

@@ -1,4 +1,4 @@
-"""What ranks exchange beside the sums of gradients: the order of their calls, and issues of analyzers as numbers."""
+"""Exchange between ranks beside the sums of gradients: sums of analyzers, and their issues packed as numbers."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ NUM_VERDICTS: Final = len(_TYPES)
 
 
 def due(step: int) -> bool:
-    """Say whether ranks exchange verdicts: two steps after each at which analyzers are judged, when little is sent."""
+    """Say whether ranks exchange verdicts: two steps after each rare analysis, when they send little else."""
     return step > _AFTER and rarely(step - _AFTER)
 
 
 def pack(issues: Iterable[Issue]) -> list[float]:
-    """Return a number for each type of issue, from whose sum over ranks follow how many have it and how severe."""
+    """Return a number for each type of issue; its sum tells how many ranks have the issue, and how severe it is."""
     worst: dict[IssueType, int] = {}
     for issue in issues:
         worst[issue.issue_type] = max(worst.get(issue.issue_type, 0), _SEVERITIES.index(issue.severity))
@@ -55,7 +55,7 @@ def _issue(kind: IssueType, severity: IssueSeverity, count: int, num_ranks: int,
     return Issue(
         issue_type=kind,
         severity=severity,
-        message=f"{count} of {num_ranks} ranks find it in the parts of the model that they hold.",
+        message=f"Found on {count} of {num_ranks} ranks, in the parts of the model that they hold.",
         statistic="ranks that find it",
         value=float(count),
         threshold=num_ranks / 2,
@@ -68,7 +68,7 @@ _Take = Callable[[Sequence[float], int], None]
 
 
 class RankExchange:
-    """Reads the gradients of all ranks, and takes to the analyzers what the ranks have sent for them along with it."""
+    """Measures the gradients over all ranks, and sets the sums of analyzers that the ranks send along with them."""
 
     def __init__(
         self, measurement: Measurement, protection: Protection, judge: Judge, analyzers: RunningAnalyzers
@@ -84,7 +84,7 @@ class RankExchange:
         row_due: bool,
         shown: Callable[[], Snapshot],
     ) -> Moments:
-        """Measure the gradients; `shown` returns what there is to see of them before that."""
+        """Measure the gradients over all ranks; `shown` returns a snapshot of this rank's shards."""
         common = self._measurement.agree_with_ranks(partial(self._remembered, data.step), self._analyzers.offers)
         if common is not None:
             self._analyzers.share(common)
@@ -102,7 +102,7 @@ class RankExchange:
         return moments
 
     def _contribute(self, data: StepData, shown: Callable[[], Snapshot]) -> tuple[Sequence[float], _Take]:
-        """Return what the ranks add up for the analyzers, and what takes the sums."""
+        """Return the numbers that the ranks add up for the analyzers, and a function that sets the sums."""
         if data.repeated or not self._measurement.has_shards:
             return (), _nothing
         more, take_sums = self._analyzers.contribute(data.step, self._measurement.groups_to_send(), shown)
@@ -115,10 +115,10 @@ class RankExchange:
         return more, take
 
     def _remembered(self, step: int) -> dict[str, Any]:
-        """Return what ranks decide by beside the settings and the sums: it has to be the same on all of them."""
+        """Return the state by which a rank decides beside settings and sums; it must be equal on all ranks."""
         memory = digest((self._protection.clipper.state_dict(), self._judge.nonfinite_before))
         return {"step": step, "max_grad_norm": self._protection.clipper.config.max_grad_norm, "memory": memory}
 
 
 def _nothing(sums: Sequence[float], num_ranks: int) -> None:
-    """Take no sums."""
+    """Ignore the sums; the analyzers have sent no numbers."""

@@ -1,4 +1,4 @@
-"""Stage 6: the record and the log lines of a step, and the dashboard that goes with the first of a pair."""
+"""Stage 6: rows: the record and the log lines of a step, with the dashboard on the first record of a pair."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _logger = logging.getLogger("gradtrack")
 
 
 class Rows:
-    """Sends the rows of steps to a sink."""
+    """Sends the records of steps to a sink, and logs lines for them."""
 
     def __init__(self, config: GradientConfig, sink: Sink) -> None:
         self._config, self._sink = config, sink
@@ -25,7 +25,7 @@ class Rows:
 
     @property
     def have_destination(self) -> bool:
-        """Whether anything takes rows."""
+        """Whether a backend or a run directory is configured to get rows."""
         return bool(self._sink.backends) or self._sink.keeps_files
 
     def is_new(self, source: str) -> bool:
@@ -33,7 +33,7 @@ class Rows:
         return source not in self._dashboard.shown
 
     def send(self, data: StepData, panels: Sequence[Panel] = ()) -> None:
-        """Send what a step leaves; with the first row of a pair the panels of its analyzers."""
+        """Send the records of a step to the sink; the first one of a pair has the panels of its analyzers."""
         if not self.have_destination:
             return
         for record in late_records(data) if data.late else ():
@@ -49,7 +49,7 @@ class Rows:
 
 
 def to_record(data: StepData, config: GradientConfig, panels: tuple[Panel, ...] = ()) -> Record:
-    """Return the row that goes to the backends; without `log_gradient_stats` it has health and clipping only."""
+    """Return the record of a step for the backends; without `log_gradient_stats` it has health and clipping only."""
     with_statistics = config.log_gradient_stats
     histograms: Mapping[str, Histogram] = {}
     if data.histograms and with_statistics:
@@ -69,7 +69,7 @@ def to_record(data: StepData, config: GradientConfig, panels: tuple[Panel, ...] 
 
 
 def late_records(data: StepData) -> list[Record]:
-    """Return the rows of earlier steps that became known with this one."""
+    """Return the records of earlier steps, from reports that analyzers completed on this step."""
     tail = tail_of(data.source)
     return [
         Record(

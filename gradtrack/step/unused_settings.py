@@ -1,4 +1,4 @@
-"""Settings that say something and do nothing: those that others switch off, and names that nothing has."""
+"""Unused settings: warns about settings that have no effect, and about names that match no layer or parameter."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ _ADAPTIVE: Final = ("adaptive_window_size", "adaptive_percentile")
 _AGC: Final = ("agc_clip_factor",)
 _ZSCORE: Final = ("zscore_threshold", "zscore_alpha")
 CLIPPING: Final = (*_LIMITS, *_ADAPTIVE, *_AGC, *_ZSCORE)
-"""What says how gradtrack clips, and nothing where it does not."""
+"""The settings that say how gradtrack clips, which have no effect while clipping is off."""
 _REPLACING: Final = ("replace_nan_with", "replace_inf_with")
 _MONITORED: Final = ("vanishing_threshold", "exploding_threshold", "log_histograms", "track_parameters", "groups")
-# By then the pairs of a game have been attached, since a second one without a name would have been an error.
+# By then all pairs of a game are attached, since a second pair without a name is an error.
 _ALL_ARE_HERE: Final = 2
 _logger = logging.getLogger("gradtrack")
 
 
 class UnusedSettings:
-    """Tells once what of a configuration has no effect, as its author will not have meant it.
+    """Warns once about each setting of a configuration that has no effect.
 
-    A setting with its default value has nothing to say, so a configuration that lists them all is as good as none.
+    A setting with its default value is not mentioned, so a configuration may list all of them.
     """
 
     def __init__(self, config: GradientConfig) -> None:
         self._config = config
         self._num_steps = 0
         self.waits = process_rank() == 0 and bool(config.mute or config.groups)
-        """Whether names are still to be looked for in the models."""
+        """Whether the names in `mute` and `groups` have yet to be checked against the models."""
         for setting, reason in switched_off(config) if process_rank() == 0 else ():
             _logger.warning("%s has no effect: %s", setting, reason)
 
     def step(self, models: Mapping[str, nn.Module]) -> None:
-        """Look for the names after a step, as soon as every pair of a game must be there."""
+        """Check the names after the second step, by which every pair of a game is attached."""
         self._num_steps += 1
         if self._num_steps == _ALL_ARE_HERE:
             self.waits = False
@@ -87,7 +87,7 @@ def switched_off(config: GradientConfig) -> Iterator[tuple[str, str]]:
 
 
 def changed_settings(config: GradientConfig) -> dict[str, Any]:
-    """Return the settings that were given and are not those that would be taken anyway."""
+    """Return the settings that were set to another value than their default."""
     fields = type(config).model_fields
     return {
         name: value

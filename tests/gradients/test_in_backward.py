@@ -1,4 +1,4 @@
-"""Optimizers that step inside the backward pass leave no gradient behind; it is measured on its way."""
+"""Optimizers that step inside the backward pass leave no gradient behind; hooks measure it before the step."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ LATER = [torch.randn_like, Tensor.double, Tensor.bfloat16, _other_order, _sparse
 
 @pytest.mark.parametrize("later", LATER)
 def test_a_plan_is_for_gradients_of_the_same_sizes(later: Callable[[Tensor], Tensor]) -> None:
-    """What was found of the gradients of one step misleads nobody about later ones, whatever their type and layout."""
+    """A plan made for the gradients of one step never measures later ones of another type, size or layout."""
     measurer, group_of = Measurer("native"), np.zeros(2, np.int64)
     first = [torch.randn(5, 3), torch.randn(7)]
     batch = measurer.prepare(first)

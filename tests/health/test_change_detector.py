@@ -1,4 +1,4 @@
-"""What makes the analyzers look closely, and what does not."""
+"""Change detection: which jumps of norm and loss make the analyzers run, and which do not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps on which nothing can open are judged together later, which nobody notices."""
+"""The rule engine: steps on which no issue can open are judged together later, with the same results."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Together:
         self.num_remembered = 0
 
     def take(self, moments: Moments, data: StepData) -> bool:
-        """Hold a step back, unless it has to be judged at once."""
+        """Hold a step back to be judged later, unless it has to be judged at once."""
         clipping = data.clipping
         if not (
             len(self._steps) < MOST_TOGETHER
@@ -74,7 +74,7 @@ class Together:
         return True
 
     def settle(self) -> None:
-        """Let the rules remember what was held back, after which nothing is."""
+        """Update the rules with the steps that were held back."""
         if self._steps:
             self._made.remember(self._steps, LAYOUT.missing)
             self.num_remembered += len(self._steps)
@@ -82,7 +82,7 @@ class Together:
         self._low, self._high = self._band = NEVER
 
     def go_on(self, health: Health) -> None:
-        """Find out between which norms the next steps may be held back."""
+        """Set the bounds of the norm between which the next steps may be held back."""
         self.settle()
         if math.isfinite(self._made.last_log_norm):
             self._band = health.band(self._config)

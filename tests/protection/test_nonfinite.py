@@ -100,7 +100,7 @@ class TestReplace:
         assert clipping.norm_after == pytest.approx(1.0, rel=1e-5)
 
 
-def test_raise_names_the_worst_parameters_and_keeps_the_books() -> None:
+def test_raise_names_the_worst_parameters_and_records_the_step() -> None:
     """The error names the parameters, gradients stay, and the step is recorded."""
     model = with_gradients([torch.tensor([math.nan, math.nan]), torch.tensor([math.inf, 1.0]), torch.ones(2)])
     manager = GradientManager(nonfinite_action="raise", backends=["memory"])

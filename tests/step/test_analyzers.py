@@ -1,4 +1,4 @@
-"""The analyzers beside a training look at every step that they were made ready for, and leave nothing on the model."""
+"""Running analyzers see every step that their hooks were registered for, and leave no hook on the model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def num_hooks(model: nn.Module) -> int:
 
 @pytest.mark.parametrize("step", [5, 8])
 def test_hooks_for_a_step_that_does_not_come_are_removed(step: int) -> None:
-    """Who counts steps anew while hooks wait for the next one has them on the model once, or not at all."""
+    """Counting steps anew while hooks are registered for the next one leaves them on the model once, or not at all."""
     model = nn.TransformerEncoderLayer(8, 2, 16)
     live = RunningAnalyzers({"flow": GradientFlowAnalyzer(), "transformer": TransformerAnalyzer()})
     live.arm(model, 4)
@@ -37,7 +37,7 @@ def test_hooks_for_a_step_that_does_not_come_are_removed(step: int) -> None:
 
 
 def test_an_alert_does_not_take_back_the_one_before() -> None:
-    """What was made ready for a step looks at it, though something else has happened on that step."""
+    """An analyzer with hooks on a step runs on it, though another alert came on that step."""
     live = RunningAnalyzers({"jacobian": JacobianAnalyzer()})
     live.alert(21)
     assert not live.due(20)
@@ -50,7 +50,7 @@ def test_an_alert_does_not_take_back_the_one_before() -> None:
 
 
 class Block(nn.Module):
-    """A block of which every analyzer has something to say."""
+    """A block on which every analyzer has something to report."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Compiled models: nothing is compiled again and no graph breaks, whatever gradtrack looks at."""
+"""Compiled models: nothing is compiled again and no graph breaks, whichever analyzers run."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def test_a_state_of_version_0_1_0_loads() -> None:
 
 
 def test_the_state_has_the_keys_that_it_had() -> None:
-    """What this version writes down, the present names aside, is what the earlier one did at the same step."""
+    """The state of this version has the keys of the earlier one at the same step, and the same norms."""
     manager = GradientManager(engine="native", grad_track_per_weight_matrix=False)
     train(manager, 91)
     then, now = json.loads(STATE.read_text(encoding="utf-8")), json.loads(json.dumps(manager.state_dict()))

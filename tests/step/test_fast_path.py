@@ -1,4 +1,4 @@
-"""Fast steps are looked at in one call and taken in together, which nobody notices."""
+"""The fast path: steps are measured in one call and applied together, with the same results as one by one."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ QUIET = 60
 
 @contextmanager
 def closely() -> Any:
-    """Look at every step closely."""
+    """Run every step outside the fast path."""
     with mock.patch.object(FastPath, "open"):
         yield
 
@@ -147,7 +147,7 @@ def _share(loop: Loop) -> None:
 def outcome(
     chosen: Mapping[str, Any], actions: Mapping[int, str], late: bool
 ) -> tuple[list[Any], list[Any], Any, Any, Any]:
-    """Return what a training leaves: reports, rows, the state, the flight recorder, the weights."""
+    """Return the results of a training: reports, rows, the state, the flight recorder, the weights."""
     torch.manual_seed(0)
     loop = a_loop(backends=["memory"], **chosen)
 
@@ -185,7 +185,7 @@ SETTINGS: list[dict[str, Any]] = [
 def test_reports_do_not_tell_fast_steps_from_others(
     chosen: dict[str, Any], actions: dict[int, str], late: bool
 ) -> None:
-    """Reports, rows, state and weights are what they are where every step is looked at closely, whatever happens."""
+    """Reports, rows, state and weights are the same as without the fast path, whatever happens between steps."""
     together = outcome(chosen, actions, late)
     with closely():
         each = outcome(chosen, actions, late)
@@ -195,7 +195,7 @@ def test_reports_do_not_tell_fast_steps_from_others(
 
 @pytest.mark.parametrize("action", sorted(ACTIONS))
 def test_whatever_comes_between_fast_steps(action: str) -> None:
-    """Each thing that may happen in between leaves the same behind."""
+    """Each action between fast steps has the same results as between other steps."""
     actions = dict.fromkeys((QUIET + 7, QUIET + 8, QUIET + 30), action)
     together = outcome({}, actions, True)
     with closely():
@@ -218,7 +218,7 @@ ROWS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("chosen", ROWS)
 @pytest.mark.parametrize("action", ["clip", "NaN", "micro-batch", "count on"])
 def test_rows_are_those_of_steps_looked_at_closely(tmp_path: Path, chosen: dict[str, Any], action: str) -> None:
-    """All that the journal has of a step is the same to the bit, but the time."""
+    """The journal has the same rows of a step to the bit, but for the time."""
     found = []
     for name in ("together", "each"):
         every = {"grad_log_every_n_steps": 5, "save_gradient_plots": False}
@@ -233,7 +233,7 @@ def test_rows_are_those_of_steps_looked_at_closely(tmp_path: Path, chosen: dict[
 
 
 def run_action(loop: Loop, actions: Mapping[int, str], step: int) -> None:
-    """Do what is to be done before a step."""
+    """Run an action before a step."""
     if step in actions:
         ACTIONS[actions[step]](loop, step)
 
@@ -251,7 +251,7 @@ def test_epochs_of_every_kind(tmp_path: Path, epoch: Any) -> None:
 
 @pytest.mark.parametrize("limit", [0.05, 100.0])
 def test_most_steps_of_a_quiet_training_are_fast(limit: float) -> None:
-    """Only the first ones and those that make rows are looked at closely, whether clipping engages or not."""
+    """Only the first steps and those that make rows are outside the fast path, whether clipping engages or not."""
     loop, taken = a_loop(max_grad_norm=limit), []
     take = FastPath.take
 
@@ -277,7 +277,7 @@ def test_a_report_that_waits_keeps_no_model_alive() -> None:
 
 
 def test_the_end_of_a_run_knows_of_every_step() -> None:
-    """The summary and the reports have the steps that wait when the manager is closed."""
+    """The summary and the reports have the steps that are pending when the manager is closed."""
     loop = a_loop()
     train(loop, range(QUIET))
     assert_waiting(loop)
@@ -307,7 +307,7 @@ def test_other_threads_may_ask_while_steps_are_made() -> None:
 
 
 def test_a_handler_of_a_signal_may_ask_within_a_step() -> None:
-    """It is told of the steps before, and the step it interrupts is not lost."""
+    """A signal handler reads the steps before, and the step that it interrupts is not lost."""
     loop = a_loop()
     train(loop, range(QUIET))
     assert_waiting(loop)
@@ -332,7 +332,7 @@ def test_a_handler_of_a_signal_may_ask_within_a_step() -> None:
 
 
 def hook_look(loop: Loop, hook: Callable[[], object]) -> None:
-    """Call something within the next look, as a handler of a signal does."""
+    """Call a function within the next call of `look`, as a signal handler does."""
     plan = pair_of(loop).fast_path._plan
 
     class Hooked:

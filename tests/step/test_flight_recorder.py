@@ -1,4 +1,4 @@
-"""What of the last steps is kept, and for how long."""
+"""The flight recorder: which numbers of the last steps are kept, and for how long."""
 
 import gc
 import tracemalloc

@@ -1,4 +1,4 @@
-"""What a training keeps, and the files of it."""
+"""The history of a training: its summary, its log, and files that are written atomically."""
 
 import json
 import math
@@ -94,7 +94,7 @@ class TestAtomicFiles:
         assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
     def test_failure_keeps_the_old_file(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """A write that fails leaves what was there."""
+        """A write that fails leaves the old file unchanged."""
         write_atomically(tmp_path / "file", "old")
         with pytest.raises(UnicodeEncodeError):
             write_atomically(tmp_path / "file", "\udcff")

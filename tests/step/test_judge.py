@@ -1,4 +1,4 @@
-"""The judge_of of one pair's steps."""
+"""The judge of one pair's steps."""
 
 import json
 import math
@@ -15,7 +15,7 @@ from tests.training import with_gradients
 
 
 def judge_of(**settings: object) -> Judge:
-    """Return a judge_of that has seen nothing."""
+    """Return a judge that has judged no step."""
     config = GradientConfig.load(None, **settings)
     return Judge(config, GradientMonitor(config))
 
@@ -47,8 +47,8 @@ def test_a_streak_of_nonfinite_steps_is_one_event() -> None:
     assert [found.issue_type for found in made.diagnose([])] == [IssueType.NUMERICAL]
 
 
-def test_issues_of_analyzers_stay_until_they_are_heard_again() -> None:
-    """What the analyzers say opens on the next step, once, unless its layer is muted."""
+def test_issues_of_analyzers_stay_until_they_are_set_again() -> None:
+    """Issues of the analyzers open on the next step, once, unless their layer is muted."""
     made = judge_of(mute=["quiet"])
     made.set_analyzer_issues([issue("loud"), issue("quiet")])
     first, second = judge(made, 1, 1.0), judge(made, 2, 1.0)
@@ -69,7 +69,7 @@ def test_without_monitoring_nothing_is_judged() -> None:
 
 
 def test_state_comes_back() -> None:
-    """A restored judge_of knows what is open, so that it does not open again."""
+    """A restored judge knows the open issues, so that they do not open again."""
     made, later = judge_of(), judge_of()
     judge(made, 1, math.nan)
     later.load_state_dict(json.loads(json.dumps(made.state_dict())))

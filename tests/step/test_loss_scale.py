@@ -1,4 +1,4 @@
-"""Mixed precision: losses are unscaled once, and what the scaler does is told."""
+"""Mixed precision: gradients are unscaled once, and the scale and skipped steps are reported."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_skips_that_no_optimizer_hears_of_are_told(num_optimizers: int) -> None:
 
 
 def test_skips_from_before_the_watch_are_not_told() -> None:
-    """A scaler that has trained already has a scale of its own, and what it left out then was before our time."""
+    """A scaler that has trained already has a scale of its own, and the steps that it skipped then do not count."""
     model = small_model()
     optimizer, scaler = optimizer_of(model), torch.amp.GradScaler("cpu", init_scale=2.0**16)
 
@@ -149,7 +149,7 @@ def test_skips_from_before_the_watch_are_not_told() -> None:
 
 
 def test_a_scale_set_by_hand_is_no_skip() -> None:
-    """Whoever lowers the scale has left out no step; a step left out afterwards is told."""
+    """A scale that the user lowers by hand is no skipped step; a step that is skipped afterwards is reported."""
     model, scaler = small_model(), torch.amp.GradScaler("cpu", init_scale=1024.0)
     optimizer = optimizer_of(model)
     with watch(model, optimizer) as manager:
@@ -241,7 +241,7 @@ class Together:
         return [torch.optim.SGD(part, lr=0.1, momentum=0.9, fused=fused) for part in parts]
 
     def step(self, seed: int, *, bad: bool = False) -> None:
-        """Train both for a step, without a word to the scaler about unscaling; a bad one overflows in one gradient."""
+        """Train both for a step, without calling `unscale_`; a bad step overflows in one gradient."""
         for optimizer in (*self.optimizers, *self.twins):
             optimizer.zero_grad()
         torch.autograd.backward(self.scaler.scale(batch_loss(self.model, seed)))

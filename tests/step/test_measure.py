@@ -1,4 +1,4 @@
-"""What is read of a model."""
+"""The measurement of a model: its gradients at every step, its weights on request."""
 
 from typing import Any
 
@@ -84,7 +84,7 @@ def test_a_report_that_is_read_later_has_the_sizes_of_its_step() -> None:
         distributed.destroy_process_group()
 
 
-def test_a_usual_step_is_measured_as_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_ordinary_step_is_measured_as_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     """From the second step on, and again after parameters have got other sizes or another engine was used."""
     native = pytest.importorskip("gradtrack.gradients.native.engine", reason="numba is not installed")
     planned: list[bool] = []

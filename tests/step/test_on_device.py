@@ -1,4 +1,4 @@
-"""Steps whose numbers stay on the device: the same reports, and nobody waits for them."""
+"""Steps whose numbers stay on the device: the same reports, and no step waits for the device."""
 
 import copy
 import math

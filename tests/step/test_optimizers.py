@@ -1,4 +1,4 @@
-"""The optimizers of a pair."""
+"""The optimizers of a pair: rates, closures, and hooks before their steps."""
 
 import math
 
@@ -22,7 +22,7 @@ def stepping(model: nn.Module, *optimizers: object) -> PairOptimizers:
 
 
 def test_a_rate_that_changes_in_place_is_copied() -> None:
-    """The rates that were taken down stay those of their step, also where a schedule fills a tensor."""
+    """Recorded rates stay those of their step, also if a schedule changes a tensor in place."""
     model = nn.Linear(2, 2)
     rate = torch.tensor(0.5)
     made = stepping(model, torch.optim.Adam([{"params": model.parameters(), "lr": rate, "name": "all"}], foreach=True))
@@ -92,7 +92,7 @@ def test_a_closure_that_raises_ends_its_step() -> None:
 
 
 def test_flags_are_taken_back_once() -> None:
-    """An optimizer loses the flag of a late step, and keeps one that somebody else has set."""
+    """An optimizer loses the flag of a step on the device, and keeps one that other code has set."""
     model = nn.Linear(2, 2)
     optimizer = optimizer_of(model)
     made = stepping(model, optimizer)

@@ -1,4 +1,4 @@
-"""The decisions about one step, together."""
+"""The protection of one step: non-finite gradients and clipping together."""
 
 import math
 from unittest.mock import create_autospec
@@ -66,7 +66,7 @@ def test_raising_waits_for_the_caller() -> None:
 
 @pytest.mark.parametrize(("enabled", "action"), [(True, "none"), (False, "off")])
 def test_finite_gradients_are_clipped_only(enabled: bool, action: str) -> None:
-    """Finite gradients are clipped, whether or not somebody looks for non-finite ones."""
+    """Finite gradients are clipped, whether or not the check for non-finite ones is on."""
     made, _ = protect(torch.tensor([3.0, 4.0]), enable_nan_inf_check=enabled, max_grad_norm=1.0)
     assert made.nan_inf == {"action": action}
     assert made.clipping["clipped"]

@@ -1,4 +1,4 @@
-"""The verdicts of ranks that share the parameters, added up."""
+"""Ranks that share the parameters add up the verdicts of their analyzers."""
 
 from __future__ import annotations
 

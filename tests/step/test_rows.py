@@ -1,4 +1,4 @@
-"""What a step leaves for the manager: a report on an earlier step gets a row of its own."""
+"""The rows of a step: metrics, histograms, and a row of its own for a report on an earlier step."""
 
 from __future__ import annotations
 

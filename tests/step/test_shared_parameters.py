@@ -63,8 +63,8 @@ class Together:
 
 
 @given(st.lists(st.tuples(Ids, Ids), min_size=1, max_size=4))
-def test_every_parameter_is_somebodys(pairs: list[tuple[set[int], set[int]]]) -> None:
-    """Whoever owns a parameter looks at it, and of those that nobody owns the first who has it."""
+def test_every_parameter_belongs_to_the_pair_of_its_optimizer(pairs: list[tuple[set[int], set[int]]]) -> None:
+    """A pair measures what its optimizers own; a parameter without an optimizer belongs to the first pair with it."""
     held, owned = [held for held, _ in pairs], [owned for _, owned in pairs]
     found = [mine - left for mine, left in zip(held, divide(held, owned), strict=True)]
     anyone = set[int]().union(*owned)
@@ -127,7 +127,7 @@ def test_a_step_that_is_left_out_takes_no_gradient_from_the_other_pair() -> None
     assert all(param.grad is not None for param in both.biases)
 
 
-def test_a_parameter_that_nobody_owns_is_the_first_pairs() -> None:
+def test_a_parameter_without_an_optimizer_is_the_first_pairs() -> None:
     """What no optimizer steps is still measured, once."""
     model = small_model()
     one, two = optimizer_of(layer(model, 0)), torch.optim.SGD([layer(model, 2).weight], lr=0.1)

@@ -1,1 +1,1 @@
-"""Gradients that are spread over ranks: shards, partial sums, the all-reduce of what was measured."""
+"""Gradients that are spread over ranks: shards, partial sums, and the all-reduce of measured sums."""

@@ -1,4 +1,4 @@
-"""What ranks must have in common before they exchange numbers, or one of them would wait for ever."""
+"""Agreement of ranks before a collective: settings and parameters must match, or a rank would wait for ever."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import torch.distributed
 from gradtrack.errors import UsageError
 
 PATIENCE_SECONDS = 600.0
-"""How long the ranks may be apart when they meet: as long as NCCL waits, since one may have much to compile."""
+"""How long a rank waits for the others: as long as NCCL does, since one of them may have much to compile."""
 _SHOWN: Final = 4
 _meetings: dict[tuple[int, ...], int] = {}
 
 
 def agree(ranks: tuple[int, ...], facts: Mapping[str, Any], offers: Collection[str] = ()) -> dict[str, int]:
-    """Make sure that these ranks have all come with the same facts; return how many of them make each offer.
+    """Check that these ranks all have the same facts; return how many of them make each offer.
 
     The facts are exchanged through the store in which torch keeps what its groups are made from, so that no collective
     is needed, whose sizes could differ as well. Every rank ends with an error where any two differ, or one is missing.
@@ -72,7 +72,7 @@ def _wait(store: Any, place: str, ranks: Sequence[int]) -> None:
 
 
 def _difference(store: Any, place: str, ranks: Sequence[int], facts: Mapping[str, Any]) -> str:
-    """Name the first rank that has something else, and what."""
+    """Return the first rank whose facts differ, and how they do."""
     mine = json.loads(json.dumps(facts))
     for rank in ranks:
         other = json.loads(store.get(_key(place, rank)))

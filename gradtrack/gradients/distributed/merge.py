@@ -73,13 +73,13 @@ class Spread:
 
     @staticmethod
     def sums(rows: Rows, exponent: int) -> list[float]:
-        """Return what goes to the sum: the norm of this rank, its square, and whether anything is not finite."""
+        """Return this rank's numbers for the sum: its norm, the square of it, and whether an element is not finite."""
         norm = _norm(rows, exponent)
         return [norm, norm * norm, float(_has_nonfinite(rows))]
 
     @staticmethod
     def highs(rows: Rows, exponent: int) -> list[float]:
-        """Return what goes to the maximum: the ends with their rank, and the first rank with anything not finite."""
+        """Return this rank's numbers for the maximum: the ends with the rank, and the rank if one is not finite."""
         rank, norm = torch.distributed.get_rank(), _norm(rows, exponent)
         marked = _mark(norm, rank)
         return [-marked, marked, -float(rank) if _has_nonfinite(rows) else -math.inf]
@@ -138,8 +138,8 @@ class Share:
     parameters, whole. `limited` has for each of them what an elementwise clipping would limit and the sum of squares
     that it would leave, `tallies` are counts to be added up, and `more` other numbers. `ends` asks for the smallest and
     largest elements, `ends_if_nonfinite` only where any element is not finite, and `spread` for the differences between
-    ranks, which come with them. What is there and what is asked for is the same on every rank, or the ranks would wait
-    for each other.
+    ranks, which come with them. All ranks must set the same fields and ask for the same results, or they would wait for
+    each other.
     """
 
     rows: Rows
@@ -159,7 +159,7 @@ class Share:
 
 
 class Merged(NamedTuple):
-    """What all ranks together have, for each parameter and for all of them."""
+    """The merged sums of all ranks, for each parameter and for all of them."""
 
     rows: Rows
     exponent: int
@@ -174,7 +174,7 @@ class Merged(NamedTuple):
     spread: dict[str, Any] | None
     has_ends: bool
     centred: Centred | None
-    """What tells of variances that the means hide, where any might."""
+    """The sums about centres, if a mean might hide a variance."""
 
 
 class Ranks:
@@ -227,7 +227,7 @@ class Ranks:
         return 80 + 8 * self._wide + 8 * self._plain_shards
 
     def merge(self, share: Share) -> Merged:
-        """Merge what this rank has measured with what all others have."""
+        """Merge the sums that this rank has measured with those of all others."""
         highs, apart = self._find_ends(share) if share.ends else (None, None)
         centres = np.zeros(len(self._shards)) if highs is None else centres_between(-highs[:, 0], highs[:, 1])
         sums, loss, more = self._add_up(share, centres)

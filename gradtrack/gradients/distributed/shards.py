@@ -34,12 +34,12 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def is_distributed(tensor: object) -> bool:
-    """Say whether a tensor is a DTensor, without loading what defines them."""
+    """Say whether a tensor is a DTensor, without importing torch.distributed.tensor."""
     return hasattr(tensor, "device_mesh") and hasattr(tensor, "placements")
 
 
 def local_part(tensor: Any) -> Tensor:
-    """Return what this rank holds of a tensor, in the memory of the tensor itself."""
+    """Return this rank's shard of a tensor, which shares the memory of the tensor."""
     if not is_distributed(tensor):
         return tensor.detach() if isinstance(tensor, Tensor) else torch.empty(0)
     with torch.no_grad():  # in which it is handed out as it is; to detach the whole first takes many times as long
@@ -51,15 +51,15 @@ def local_part(tensor: Any) -> Tensor:
 
 
 def local_numbers(tensor: Any) -> Tensor:
-    """Return what this rank holds of a tensor as real numbers, which are two for each element of a complex one."""
+    """Return this rank's shard of a tensor as real numbers, two for each element of a complex one."""
     local = local_part(tensor)
     return torch.view_as_real(local.resolve_conj()) if local.is_complex() else local
 
 
 def local_gradient(param: nn.Parameter) -> Tensor:
-    """Return what this rank holds of the gradient of a parameter, nothing where there is none.
+    """Return this rank's shard of the gradient of a parameter; an empty tensor without a gradient.
 
-    A gradient that is laid out otherwise than its parameter, one of pending sums above all, is first laid out like it.
+    A gradient with other placements than its parameter, such as a pending sum, is redistributed first.
     """
     grad: Any = param.grad
     if grad is None:
@@ -149,7 +149,7 @@ def _is_pending(param: nn.Parameter) -> bool:
 
 
 def _along(params: Iterable[nn.Parameter], axis: int) -> Iterator[tuple[nn.Parameter, Any]]:
-    """Yield what is whole along an axis of its mesh while its gradient has a pending sum there, with that."""
+    """Yield the parameters that are whole along an axis of the mesh and whose gradient has a pending sum there."""
     for param in params:
         grad: Any = param.grad
         if axis >= len(grad.placements) or not param.placements[axis].is_replicate():  # type: ignore[attr-defined]

@@ -34,17 +34,17 @@ _ALL_PHASES = kernels.PREPARE | kernels.WORK | kernels.MERGE
 _ALL_IN_TEAM = kernels.PREPARE | kernels.TEAM_WORK | kernels.MERGE
 _NUM_SHORT_ITEMS = kernels.SHORT_LINE // kernels.ITEM_ELEMENTS
 _UNKNOWN = 0
-"""The length of a line that nobody has laid out yet."""
+"""The length of a line that the kernels have not prepared yet."""
 MOST_SLOTS = 16
 _SLOT_BYTES = 1 << 18
-"""How many looks a plan has room for, and what their results may take in memory."""
+"""How many calls of `look` a plan has slots for, and how many bytes their results may take."""
 
 
 @final
 class Plan:
-    """What the kernels are told of gradients of the same sizes at every step, all but where they lie.
+    """A plan to measure gradients of the same sizes at every step: all arguments of the kernels but the addresses.
 
-    It has room for the results of several looks, so it serves one training, in one thread.
+    It holds the results of several calls, so it serves one training, in one thread.
     """
 
     def __init__(self, engine: NativeEngine, grads: Sequence[torch.Tensor], table: Integers) -> None:
@@ -61,16 +61,16 @@ class Plan:
 
     @property
     def num_slots(self) -> int:
-        """Return for how many looks there is room."""
+        """Return the number of slots for results."""
         return self._spare
 
     @property
     def results(self) -> Floats:
-        """Return what was measured: for each slot a row for every gradient, for every group, and for all."""
+        """Return the measured sums: for each slot a row for every gradient, for every group, and for all."""
         return self._results[: self._spare]
 
     def _group(self, group_of: Integers, num_groups: int) -> None:
-        """Make room for the results of these groups; who is interrupted here begins anew the next time."""
+        """Allocate the results for these groups; after an interrupt the next call begins anew."""
         self._group_of, num_grads = None, len(self._sizes)
         self.table[kernels.GROUP, :num_grads] = group_of
         num_rows = num_grads + num_groups + 1
@@ -98,7 +98,7 @@ class Plan:
         return self.table
 
     def limit(self, norm: float, epsilon: float) -> None:
-        """Let `look` clip to a norm, which is what `epsilon` is added to."""
+        """Set the limit to which `look` clips the norm; `epsilon` is added to the norm."""
         self._limited = norm < math.inf
         self._orders.view(np.float64)[[kernels.LIMIT, kernels.EPSILON]] = norm, epsilon
 
@@ -184,7 +184,7 @@ class NativeEngine:
         return quick or all(map(NativeEngine.covers, grads))
 
     def plan(self, grads: Sequence[torch.Tensor], table: Integers) -> Plan:
-        """Return what the table of gradients has in common with those of later ones of the same sizes."""
+        """Return a plan for later gradients of the same sizes as those in this table."""
         return Plan(self, grads, table)
 
     @staticmethod

@@ -1,1 +1,1 @@
-"""One file for each rule."""
+"""The health rules, one file for each."""

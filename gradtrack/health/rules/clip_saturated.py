@@ -1,4 +1,4 @@
-"""Clipping that decides every step."""
+"""CLIP_SATURATED: clipping decides the size of nearly every step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NOT_CLIPPED: Final = -1.0
 class ClipSaturatedRule(Rule):
     """Opens when more than 95 % of steps are clipped and the median norm is a hundred times the limit.
 
-    Silent on a limit that nobody chose: what the default clips says nothing about the training.
+    Silent on the default limit: only a limit that the user has set says what norm is to be expected.
     """
 
     kept_in_checkpoints = ("excess",)

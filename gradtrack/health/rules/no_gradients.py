@@ -1,4 +1,4 @@
-"""Steps at which no parameter has a gradient at all."""
+"""DISCONNECTED: steps on which no parameter has a gradient at all."""
 
 from __future__ import annotations
 

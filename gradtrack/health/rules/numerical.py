@@ -1,4 +1,4 @@
-"""Non-finite gradients."""
+"""NUMERICAL: non-finite gradients."""
 
 from __future__ import annotations
 

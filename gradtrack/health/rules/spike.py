@@ -1,4 +1,4 @@
-"""A norm that jumps far above its recent past, or above an absolute limit that the user gave."""
+"""EXPLODING: a norm that jumps far above its recent past, or above an absolute limit that the user gave."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ _LARGEST: Final = 700.0
 class SpikeRule(Rule):
     """Opens when ln of the norm is six robust deviations and a factor of ten above the window's median.
 
-    It must be beyond the largest so far as well: a jump that happens again and again is no jump any more, and a norm
-    that was there when the training began is none that it cannot stand. A
-    spike does not enter the window, so that a run of them is one issue; a new level that lasts for a whole window is
-    accepted as the new normal. Where the loss is still under half of what it was on the first steps, and the norm not
-    ten times what it was, there is none: once nearly all is learned, the norm is that of the few inputs that are not.
-    What has grown over several steps is the training's own doing, of which it may recover, and weighs less than the
-    jump of a single batch; so does one of less than thirtyfold, which is over when it is over.
+    It must be beyond the largest so far as well: a jump that repeats is the level of this run, and a norm that the
+    training has had at its beginning does no harm to it. A spike does not enter the window, so that a run of them
+    is one issue; a new level that lasts for a whole window is accepted as the new normal. Where the loss is still
+    under half of what it was on the first steps, and the norm not ten times what it was, there is none: once nearly
+    all is learned, the norm is that of the few inputs that are not. What has grown over several steps is the
+    training's own doing, of which it may recover, and weighs less than the jump of a single batch; so does one of
+    less than thirtyfold, which is over when it is over.
     """
 
     kept_in_checkpoints = ("window", "streak", "last", "grown", "largest", "first_norms", "first_losses")

@@ -1,4 +1,4 @@
-"""A norm that jumps up and down by orders of magnitude from step to step."""
+"""UNSTABLE: a norm that jumps up and down by orders of magnitude from step to step."""
 
 from __future__ import annotations
 

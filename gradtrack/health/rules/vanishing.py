@@ -1,4 +1,4 @@
-"""A norm that dies away while the loss does not."""
+"""VANISHING: a norm that falls to almost zero while the loss does not."""
 
 from __future__ import annotations
 

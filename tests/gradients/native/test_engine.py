@@ -546,7 +546,7 @@ class TestLook:
         assert grads[0].tolist() == pytest.approx([0.6, -0.8])
 
     def test_others_than_planned(self) -> None:
-        """Other sizes, types and places, missing, shared and sparse gradients are left to somebody else."""
+        """A plan refuses gradients of other sizes, types and places, and missing, shared and sparse ones."""
         plan = self.plan([torch.ones(4), -torch.ones(4)], np.zeros(2, np.int64))
         plan.limit(1.0, 0.0)
         one, sparse = torch.ones(4), torch.eye(2).to_sparse()
