@@ -23,13 +23,6 @@ MOST_MODULES_AT_THE_TOP: Final = 8
 MOST_FILES: Final = 220
 MOST_LINES: Final = 400
 LONGER: Final = {"gradients/native/kernels.py": "numba's cache looks at one file: a change of any kernel makes it anew"}
-STILL_TO_MERGE: Final = {
-    "gradients/deviations.py": "belongs into gradients/variance.py",
-    "delivery/journal/tail.py": "reads the format of an earlier version",
-    "step/on_device.py": "belongs into the ring of pending steps",
-}
-"""Files that do not count, since they are to become part of others; an entry without a file fails."""
-
 PUBLIC: Final = "the lazy public names of the package"
 ALLOWED: Final = {
     ("__init__.py", name): PUBLIC
@@ -119,8 +112,7 @@ def test_at_most_eight_modules_lie_at_the_top() -> None:
 def test_the_package_has_few_files() -> None:
     """A file ends where an idea ends: files that are always read together are one."""
     files = {path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py")}
-    assert len(files - STILL_TO_MERGE.keys()) <= MOST_FILES
-    assert not STILL_TO_MERGE.keys() - files, "remove these from STILL_TO_MERGE"
+    assert len(files) <= MOST_FILES
 
 
 def test_no_file_is_long() -> None:

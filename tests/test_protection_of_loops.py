@@ -17,7 +17,7 @@ import gradtrack
 from gradtrack import Analyzer, GradientManager, GradientMonitor, safe_backward
 from gradtrack.analyzers.base import Snapshot
 from gradtrack.errors import UsageError
-from gradtrack.health.rules.spike import SpikeRule
+from gradtrack.health.rules.norm import SpikeRule
 from gradtrack.reports import Report, StepReport
 from tests.training import batch_loss, layer, look, optimizer_of, small_model, train, with_gradients
 

@@ -15,7 +15,7 @@ from gradtrack._version import __version__
 from gradtrack.cli.help_texts import EPILOG, epilog
 from gradtrack.cli.runs import HERE, find_run, survive_poor_encodings
 from gradtrack.errors import GradtrackError, UsageError
-from gradtrack.support.text import Printable, one_line, printable
+from gradtrack.support.names import Printable, one_line, printable
 
 app = typer.Typer(
     name="gradtrack",

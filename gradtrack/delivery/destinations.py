@@ -11,9 +11,9 @@ from urllib.parse import urlsplit, urlunsplit
 
 from gradtrack import registry
 from gradtrack.errors import UsageError
+from gradtrack.support.names import one_line
 from gradtrack.support.redact import redact
 from gradtrack.support.regular_files import is_inside
-from gradtrack.support.text import one_line
 
 _LOOPBACK: Final = re.compile(r"https?://(?:localhost|127(?:\.\d{1,3}){3}|\[::1\])(?::\d{1,5})?(?:/[\w\-./]*)?")
 """Strict, since what is read differently here and by the client of a tracker could name another host."""

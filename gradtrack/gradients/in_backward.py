@@ -12,9 +12,8 @@ from torch import nn
 
 from gradtrack.gradients.collected import Gradients, SharedGradients
 from gradtrack.gradients.distributed.shards import is_distributed, local_gradient
-from gradtrack.gradients.histograms import count_elements
 from gradtrack.gradients.measurer import Measurer
-from gradtrack.gradients.moments import WIDTH, Moments, Rows, empty_row, merge
+from gradtrack.gradients.moments import WIDTH, Moments, Rows, count_elements, empty_row, merge
 from gradtrack.gradients.parameters import ParameterTable
 
 _POWERS = np.array([1, 2, 1, 1, 0, 0, 0, 0])

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from gradtrack.config import GradientConfig
-from gradtrack.gradients.collected import Gradients
-from gradtrack.gradients.deviations import find_deviations
+from gradtrack.gradients.collected import Gradients, find_deviations
 from gradtrack.gradients.distributed.shards import local_numbers
 from gradtrack.gradients.groups import Layout
 from gradtrack.gradients.measurer import Measurer

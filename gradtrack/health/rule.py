@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final, NamedTuple
 
@@ -13,7 +14,6 @@ from gradtrack.config import GradientConfig
 from gradtrack.gradients.groups import Layout
 from gradtrack.gradients.moments import Moments, log_norm
 from gradtrack.reports import Issue, IssueSeverity, IssueType
-from gradtrack.support.statistics import RollingMedian
 
 LEAST_LEFT: Final = 0.01
 """A step of which clipping leaves less than this share of the norm is judged at once, see `ClipSaturatedRule`."""
@@ -83,6 +83,45 @@ MOST_TOGETHER: Final = 16
 """How many steps are remembered together at most."""
 SLACK: Final = 1e-6
 """How much narrower a band is than the rule's own bounds, so that rounding cannot open an issue."""
+
+
+class RollingMedian:
+    """A window of the last values that keeps them ordered, so that the median and its deviation are cheap."""
+
+    def __init__(self, size: int, values: Iterable[float] = ()) -> None:
+        self.size = size
+        self.values: deque[float] = deque(values)
+        self._ordered = sorted(self.values)
+
+    def __len__(self) -> int:
+        return len(self._ordered)
+
+    def push(self, value: float) -> None:
+        """Add a value, and drop the oldest one when the window is full."""
+        self.values.append(value)
+        insort(self._ordered, value)
+        if len(self.values) > self.size:
+            del self._ordered[bisect_left(self._ordered, self.values.popleft())]
+
+    @property
+    def median(self) -> float:
+        """Return the middle value; for an even number of values the mean of the two middle ones."""
+        return _middle(self._ordered)
+
+    def __getitem__(self, index: int) -> float:
+        """Return the value at a rank, the smallest at 0."""
+        return self._ordered[index]
+
+    @property
+    def deviation(self) -> float:
+        """Return the median absolute deviation, scaled to be the standard deviation of normal values."""
+        centre = self.median
+        return 1.4826 * _middle(sorted(abs(value - centre) for value in self._ordered))
+
+
+def _middle(ordered: list[float]) -> float:
+    half = len(ordered) // 2
+    return ordered[half] if len(ordered) % 2 else 0.5 * (ordered[half - 1] + ordered[half])
 
 
 class Rule(ABC):

@@ -11,12 +11,8 @@ from typing import Any, Final, TypeVar
 from gradtrack.config import GradientConfig
 from gradtrack.health.open_issues import unmuted
 from gradtrack.health.rule import ANY, Band, CalmStep, Evidence, Rule
-from gradtrack.health.rules.clip_saturated import ClipSaturatedRule
-from gradtrack.health.rules.no_gradients import NoGradientsRule
-from gradtrack.health.rules.numerical import NumericalRule
-from gradtrack.health.rules.spike import SpikeRule
-from gradtrack.health.rules.unstable import UnstableRule
-from gradtrack.health.rules.vanishing import VanishingRule
+from gradtrack.health.rules.norm import SpikeRule, UnstableRule, VanishingRule
+from gradtrack.health.rules.values import ClipSaturatedRule, NoGradientsRule, NumericalRule
 from gradtrack.reports import Issue
 from gradtrack.support.interrupts import pass_on
 

@@ -21,7 +21,7 @@ from gradtrack.pages.run_data import RunData, Track
 from gradtrack.pages.terminal.overview import Fitted, short
 from gradtrack.pages.terminal.tables import WIDTH, Table, number, sparkline
 from gradtrack.reports.step import spell
-from gradtrack.support.text import one_line
+from gradtrack.support.names import one_line
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

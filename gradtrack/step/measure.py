@@ -13,14 +13,12 @@ from torch import Tensor, nn
 
 from gradtrack.config import GradientConfig
 from gradtrack.errors import UsageError
-from gradtrack.gradients.collected import Foresight, Gradients, SharedGradients
-from gradtrack.gradients.deviations import find_deviations
+from gradtrack.gradients.collected import Foresight, Gradients, SharedGradients, find_deviations
 from gradtrack.gradients.distributed.agreement import agree, digest
 from gradtrack.gradients.distributed.shards import local_part
-from gradtrack.gradients.histograms import histograms_of
 from gradtrack.gradients.in_backward import GradientsInBackward, may_step_in_backward, step_in_backward
 from gradtrack.gradients.measurer import Measurer
-from gradtrack.gradients.moments import SQUARES, Moments, finite_norm
+from gradtrack.gradients.moments import SQUARES, Moments, finite_norm, histograms_of
 from gradtrack.gradients.parameters import OutsideParameter, ParameterTable
 from gradtrack.step.data import StepData
 
@@ -47,7 +45,8 @@ def norms_from_squares(table: ParameterTable, squares: NDArray[np.float64]) -> d
 
 
 def _measure(table: ParameterTable, measurer: Measurer) -> Moments:
-    parts = [local_part(param) for param in table.params]
+    shared = table.ranks is not None
+    parts = [local_part(param) if shared else param.detach() for param in table.params]
     weights = [torch.view_as_real(part) if part.is_complex() else part for part in parts]
     return measurer.measure(weights, table.group_of, len(table.group_names))
 

@@ -182,7 +182,8 @@ class Pair:
             data.fields, step=data.step, epoch=epoch, source=self.name, time=data.time, batch=batch
         )
         loss, self.coming_loss = self.coming_loss, None
-        if on_device(grads.tensors) and self._can_stay_on_device(data):
+        tensors = grads.tensors
+        if tensors and not tensors[0].is_cpu and on_device(tensors) and self._can_stay_on_device(data):
             self._leave_on_device(grads, report, data, loss)
         else:
             self._finish(grads, report, data, loss)

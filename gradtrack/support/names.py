@@ -1,11 +1,15 @@
-"""Valid names for trackers and files, fingerprints, and the module that a parameter belongs to."""
+"""Names and texts: what trackers and files accept, the modules of parameters, and text without control characters."""
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable
-from typing import Final
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderableType
+    from rich.segment import Segment
 
 _MAPPED: Final = re.compile(r"-gt[0-9a-f]{12}$")
 HASH_LENGTH: Final = 12
@@ -44,3 +48,26 @@ def file_part(source: str) -> str:
 def module_of(parameter: str) -> str:
     """Return the module that a parameter belongs to."""
     return parameter.rpartition(".")[0] or parameter
+
+
+def one_line(text: str) -> str:
+    """Keep a text on one line, and out of it what controls a terminal or turns round the direction of writing."""
+    return "".join(letter if letter.isprintable() else " " for letter in text)
+
+
+def printable(text: str) -> str:
+    """Keep out of a text what controls a terminal; its lines stay."""
+    return text if text.isprintable() else "\n".join(map(one_line, text.split("\n")))
+
+
+class Printable:
+    """Something that rich prints, without the control characters in its texts: only styles may become some."""
+
+    def __init__(self, shown: RenderableType) -> None:
+        self._shown = shown
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
+        from rich.segment import Segment
+
+        for found in console.render(self._shown, options):
+            yield found if found.control else Segment(printable(found.text), found.style)

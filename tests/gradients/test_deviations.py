@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from gradtrack import GradientManager, GradientMonitor, StepReport
-from gradtrack.gradients.deviations import find_deviations
+from gradtrack.gradients.collected import find_deviations
 from gradtrack.gradients.measurer import Measurer
 from gradtrack.gradients.parameters import ParameterTable
 from tests.training import batch_loss, look, optimizer_of, small_model, with_gradients

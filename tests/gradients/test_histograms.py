@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradtrack.gradients.histograms import EDGES, count_elements, to_histogram
+from gradtrack.gradients.moments import EDGES, count_elements, to_histogram
 
 FLOATS = st.floats(width=32, allow_nan=True, allow_infinity=True)
 POWERS = st.builds(lambda sign, power: sign * 2.0**power, st.sampled_from([-1.0, 1.0]), st.integers(-70, 127))
@@ -42,7 +42,7 @@ def test_tensors_of_a_group_are_counted_together() -> None:
 
 def test_large_tensors_are_counted_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The parts of a large tensor add up."""
-    monkeypatch.setattr("gradtrack.gradients.histograms._PART", 16)
+    monkeypatch.setattr("gradtrack.gradients.moments._PART", 16)
     values = torch.randn(1001)
     assert count_elements([values], [0], 1).sum() == 1001
 

@@ -26,7 +26,7 @@ from gradtrack.health.rule import (
     has_chosen_limit,
 )
 from gradtrack.health.rule_engine import NEVER, RULES, Health
-from gradtrack.health.rules.spike import SpikeRule
+from gradtrack.health.rules.norm import SpikeRule
 from gradtrack.protection.clipping import coefficient_for
 from gradtrack.reports import HEALTHY, Issue, IssueSeverity, IssueType
 from gradtrack.step.data import StepData

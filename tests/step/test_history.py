@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import sys
 import threading
 from pathlib import Path
@@ -96,8 +97,13 @@ class TestAtomicFiles:
     def test_failure_keeps_the_old_file(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """A write that fails leaves the old file unchanged."""
         write_atomically(tmp_path / "file", "old")
-        with pytest.raises(UnicodeEncodeError):
-            write_atomically(tmp_path / "file", "\udcff")
+
+        def fail(*_: object) -> None:
+            raise OSError("no space left")
+
+        monkeypatch.setattr(os, "replace", fail)
+        with pytest.raises(OSError, match="no space left"):
+            write_atomically(tmp_path / "file", "new")
         assert (tmp_path / "file").read_text() == "old"
         assert [path.name for path in tmp_path.iterdir()] == ["file"]
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Final
 from gradtrack.pages.run_data import RunData, Track, is_running, load_run
 from gradtrack.pages.terminal.overview import show, show_live
 from gradtrack.pages.terminal.tables import number
+from gradtrack.support.names import Printable, one_line
 from gradtrack.support.regular_files import is_regular
-from gradtrack.support.text import Printable, one_line
 
 if TYPE_CHECKING:
     from rich.console import Console

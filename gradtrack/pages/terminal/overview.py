@@ -17,7 +17,7 @@ from gradtrack.pages.run_data import RunData, Track
 from gradtrack.pages.terminal.tables import WIDTH, number, sparkline
 from gradtrack.reports import IssueSeverity
 from gradtrack.reports.step import spell
-from gradtrack.support.text import one_line
+from gradtrack.support.names import one_line
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

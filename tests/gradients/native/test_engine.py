@@ -20,8 +20,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from gradtrack.gradients import variance as centres
-from gradtrack.gradients.collected import Gradients
-from gradtrack.gradients.deviations import find_deviations
+from gradtrack.gradients.collected import Gradients, find_deviations
 from gradtrack.gradients.groups import Layout
 from gradtrack.gradients.measurer import Measurer
 from gradtrack.gradients.native import threads

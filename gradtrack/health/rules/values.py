@@ -1,0 +1,187 @@
+"""Rules about the gradients of a step: none at all, NaN and Inf, and far more than clipping lets through."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Sequence
+from typing import Final, final
+
+from gradtrack.config import GradientConfig
+from gradtrack.health.rule import ANY, LEAST_LEFT, Band, CalmStep, Evidence, Rule, has_chosen_limit
+from gradtrack.reports import Issue, IssueSeverity, IssueType
+
+_PATIENCE: Final = 3
+"""A loop may step once without a gradient, after a batch that was empty or left out."""
+
+
+@final
+class NoGradientsRule(Rule):
+    """Opens when no parameter has a gradient on three steps in a row, and closes with the first gradient."""
+
+    kept_in_checkpoints = ("streak",)
+
+    def __init__(self) -> None:
+        self.streak = 0
+
+    def calm(self, config: GradientConfig) -> Band | None:
+        return ANY
+
+    def remember(self, steps: Sequence[CalmStep]) -> None:
+        self.streak = 0
+
+    def judge(self, evidence: Evidence, config: GradientConfig) -> list[Issue]:
+        self.streak = 0 if evidence.layout.names else self.streak + 1
+        if self.streak < _PATIENCE:
+            return []
+        return [
+            Issue(
+                issue_type=IssueType.DISCONNECTED,
+                severity=IssueSeverity.HIGH,
+                message=f"No parameter had a gradient on the last {self.streak} steps, so that nothing was trained.",
+                statistic="steps_without_any_gradient",
+                value=float(self.streak),
+                threshold=float(_PATIENCE),
+                window=self.streak,
+                step=evidence.step,
+                recommendation=(
+                    "Look for a backward pass that is missing or over another model, "
+                    "or for a zero_grad() between it and the step."
+                ),
+            )
+        ]
+
+
+_SCALER_PATIENCE: Final = 5
+"""A GradScaler overflows now and then to find its scale; only this many in a row are a fault."""
+
+
+@final
+class NumericalRule(Rule):
+    """Opens when an element is NaN or infinite and closes with the first finite step."""
+
+    kept_in_checkpoints = ("streak",)
+
+    def __init__(self) -> None:
+        self.streak = 0
+
+    def calm(self, config: GradientConfig) -> Band | None:
+        return ANY
+
+    def remember(self, steps: Sequence[CalmStep]) -> None:
+        self.streak = 0
+
+    def judge(self, evidence: Evidence, config: GradientConfig) -> list[Issue]:
+        bad_loss = evidence.loss is not None and not math.isfinite(evidence.loss)
+        if evidence.moments.finite and not bad_loss:
+            self.streak = 0
+            return []
+        self.streak += 1
+        if not config.enable_nan_inf_check:
+            return []
+        if evidence.nonfinite_action == "scaler" and self.streak < _SCALER_PATIENCE:
+            return []
+        return [self._issue(evidence) if not evidence.moments.finite else self._bad_loss(evidence)]
+
+    def _bad_loss(self, evidence: Evidence) -> Issue:
+        return Issue(
+            issue_type=IssueType.NUMERICAL,
+            severity=IssueSeverity.HIGH,
+            message=f"The loss is {evidence.loss}, though every gradient is finite.",
+            statistic="nonfinite_loss",
+            value=1.0,
+            threshold=0.0,
+            window=self.streak,
+            step=evidence.step,
+            recommendation="Look for a masked row, a log(0) or an overflow whose gradient a mask or clamp cuts off.",
+        )
+
+    def _issue(self, evidence: Evidence) -> Issue:
+        moments, names = evidence.moments, evidence.layout.names
+        affected = moments.nonfinite_rows()
+        nearest = affected[-1]  # to the loss, where the modules stand in their order
+        count, total = moments.nonfinite_count, evidence.layout.total_count
+        return Issue(
+            issue_type=IssueType.NUMERICAL,
+            severity=IssueSeverity.CRITICAL if evidence.critical else IssueSeverity.HIGH,
+            layer=names[nearest] if len(affected) < len(names) else "",
+            message=(
+                f"{count} of {total} gradient elements are NaN or infinite, in {len(affected)} of {len(names)} "
+                f"parameters, the last of them {names[nearest]}."
+            ),
+            statistic="nonfinite_count",
+            value=float(count),
+            threshold=0.0,
+            window=self.streak,
+            step=evidence.step,
+            recommendation=_ADVICE.get(evidence.nonfinite_action, _ADVICE["report"]),
+        )
+
+
+_LOOK: Final = (
+    "Look for log(0), a division by zero or an overflow in the loss of this batch, then at the learning rate."
+)
+_ADVICE: Final = {
+    "skip": f"The optimizer step was left out. {_LOOK}",
+    "replace": f"The values were replaced, and after clipping they may own the whole update: prefer skip. {_LOOK}",
+    "scaler": "The loss scale has backed off several times in a row: look at the loss itself, not at the scale.",
+    "report": f"The gradients were left as they are, so the weights will become NaN. {_LOOK}",
+}
+
+
+_WINDOW: Final = 20
+_SHARE: Final = 0.95
+_EXCESS: Final = -math.log(LEAST_LEFT)
+_NOT_CLIPPED: Final = -1.0
+
+
+@final
+class ClipSaturatedRule(Rule):
+    """Opens when more than 95 % of steps are clipped and the median norm is a hundred times the limit.
+
+    Silent on the default limit: only a limit that the user has set says what norm is to be expected.
+    """
+
+    kept_in_checkpoints = ("excess",)
+
+    def __init__(self) -> None:
+        self.excess: deque[float] = deque(maxlen=_WINDOW)
+
+    def calm(self, config: GradientConfig) -> Band | None:
+        return ANY if max(self.excess, default=0.0) < _EXCESS else None
+
+    def remember(self, steps: Sequence[CalmStep]) -> None:
+        for step in steps:
+            if step.limit is not None:
+                self.excess.append(step.log_norm - math.log(step.limit) if step.clipped else _NOT_CLIPPED)
+
+    def judge(self, evidence: Evidence, config: GradientConfig) -> list[Issue]:
+        log_norm, limit = evidence.log_norm, evidence.clip_threshold
+        if limit is None or not math.isfinite(log_norm) or not has_chosen_limit(config):
+            return []
+        self.excess.append(log_norm - math.log(limit) if evidence.clipped else _NOT_CLIPPED)
+        if len(self.excess) < _WINDOW or max(self.excess) < _EXCESS:
+            return []
+        median = statistics.median(self.excess)
+        if median < _EXCESS:
+            return []
+        share = sum(excess > 0 for excess in self.excess) / _WINDOW
+        if share <= _SHARE:
+            return []
+        return [
+            Issue(
+                issue_type=IssueType.CLIP_SATURATED,
+                severity=IssueSeverity.LOW,
+                message=(
+                    f"{share:.0%} of the last {_WINDOW} steps were clipped, at a median norm of "
+                    f"{math.exp(median):.3g} times the limit {limit:g}: the norm no longer matters."
+                ),
+                statistic="median_norm_over_limit",
+                value=math.exp(median),
+                threshold=math.exp(_EXCESS),
+                window=_WINDOW,
+                step=evidence.step,
+                recommendation=(f"Set max_grad_norm near {math.exp(median) * limit:.2g}, or scale the loss down."),
+            )
+        ]
