@@ -90,7 +90,7 @@ LONG: Final = (
     "tests/pages/test_recorded.py",
     "tests/step/test_eager.py",
     "tests/step/test_fast_path.py::test_a_handler_of_a_signal_may_close_within_a_step",
-    "tests/step/test_fast_path.py::test_fast_steps_look_like_others",
+    "tests/step/test_fast_path.py::test_reports_do_not_tell_fast_steps_from_others",
     "tests/step/test_fast_path.py::test_rows_are_those_of_steps_looked_at_closely",
     "tests/step/test_fast_path.py::test_whatever_comes_between_fast_steps",
     "tests/step/test_flight_recorder.py::test_a_report_that_is_kept_keeps_no_model_alive",
@@ -98,7 +98,7 @@ LONG: Final = (
     "tests/support/test_interrupts.py::test_training_ends_wherever_the_signal_strikes",
     "tests/test_cases.py",
     "tests/test_demo.py::test_training_learns_in_spite_of_a_bad_batch",
-    "tests/test_manager.py::test_flush_after_the_close_waits_for_nobody",
+    "tests/test_manager.py::test_flush_after_the_close_waits_for_no_worker",
     "tests/test_pictures.py",
 )
 """Tests that train for seconds, draw pictures, or load a framework."""
