@@ -35,7 +35,7 @@ class Syncer:
         self._interval = interval_seconds
         self._handle: int | None = None
         self._retired: list[int] = []
-        self.dirty = self._closing = self.unlinked = False
+        self.dirty = self._closing = self._settling = self.unlinked = False
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -61,7 +61,7 @@ class Syncer:
         """Wait until nothing is left to be made durable."""
         end = time.monotonic() + timeout_seconds
         self._wake.set()
-        while self.dirty and self._alive() and time.monotonic() < end:
+        while (self.dirty or self._settling) and self._alive() and time.monotonic() < end:
             time.sleep(_POLL_SECONDS)
 
     def close(self, handle: int, timeout_seconds: float) -> None:
@@ -85,6 +85,7 @@ class Syncer:
 
     def _settle(self) -> None:
         """Clear the mark first: a row that comes in between sets it again."""
+        self._settling = True
         self.dirty = False
         with contextlib.suppress(OSError):
             if (handle := self._handle) is not None:
@@ -96,6 +97,7 @@ class Syncer:
                 os.fsync(handle)
             with contextlib.suppress(OSError):
                 os.close(handle)
+        self._settling = False
 
 
 def is_unlinked(handle: int) -> bool:

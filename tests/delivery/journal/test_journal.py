@@ -334,6 +334,25 @@ def test_removed_journal_is_told_and_begun_again(tmp_path: Path) -> None:
     assert (journal.rows, journal.failed) == (0, 4)
 
 
+def test_sync_waits_until_the_disk_has_the_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where another thread is making them durable at that moment."""
+    entered, ended, real = threading.Event(), threading.Event(), os.fsync
+
+    def slow(handle: int) -> None:
+        entered.set()
+        ended.wait(0.5)
+        real(handle)
+        ended.set()
+
+    monkeypatch.setattr("gradtrack.delivery.journal.writing.os.fsync", slow)
+    journal = Journal(tmp_path, RUN, limits=Limits(sync_seconds=3600.0))
+    journal.append(0, row(0), urgent=True)
+    assert entered.wait(30)
+    journal.sync(30.0)
+    assert ended.is_set()
+    journal.close(10.0)
+
+
 @pytest.mark.parametrize("gone", [[-1], [0], [1, -1], [0, 1]])
 def test_rows_of_removed_parts_are_counted_once(tmp_path: Path, gone: list[int]) -> None:
     """Whichever parts are removed, and whatever comes after, each row is in the journal or counted as failed."""
