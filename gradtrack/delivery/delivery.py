@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from gradtrack.backends.base import Backend
+from gradtrack.delivery.destinations import consent
 from gradtrack.delivery.journal.offsets import Offsets, offsets_path
 from gradtrack.delivery.journal.writing import Journal
 from gradtrack.delivery.locks import ForkGuard
@@ -137,7 +138,8 @@ class Delivery:
         self._summed_up = True
         if self._num_rows:
             directory = None if self._journal is None else self._journal.directory
-            log_summary(self._run.run_id, self.status(), self.journal_status(), directory)
+            allowed = [] if directory is None or self._journal is None else consent(self._journal.backends, directory)
+            log_summary(self._run.run_id, self.status(), self.journal_status(), directory, consent=allowed)
 
     def status(self) -> dict[str, dict[str, Any]]:
         """Tell for each backend what it has taken and what it has not, and why."""

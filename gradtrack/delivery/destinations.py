@@ -58,6 +58,21 @@ def settle(
     return {**settled, **given}
 
 
+def consent(backends: Sequence[Mapping[str, Any]], run_dir: Path) -> list[str]:
+    """Return the options of `gradtrack replay` by which a user allows the places that a journal's header names."""
+    found: dict[tuple[str, str], None] = {}
+    for backend in backends:
+        configured = _configured(backend["name"])
+        for option, value in backend["options"].items():
+            for text in _texts(value):
+                place = _file_of(option, text)
+                if place is not None and not is_inside(place, run_dir):
+                    found["--allow", place] = None
+                elif option == "tracking_uri" and not _is_local(option, text) and option not in configured:
+                    found["--tracking-uri", _bare(text)] = None
+    return [word for pair in found for word in pair]
+
+
 def _file_of(option: str, text: str) -> str | None:
     """Return the path that an option names, or None where it names none; one that cannot be told is outside of all."""
     match = _FILES.match(text)

@@ -6,7 +6,7 @@ import logging
 import re
 import shlex
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,9 +16,17 @@ _logger = logging.getLogger("gradtrack")
 
 
 def log_summary(
-    run_id: str, status: Mapping[str, Mapping[str, Any]], journal: Mapping[str, Any] | None, directory: Path | None
+    run_id: str,
+    status: Mapping[str, Mapping[str, Any]],
+    journal: Mapping[str, Any] | None,
+    directory: Path | None,
+    *,
+    consent: Sequence[str] = (),
 ) -> None:
-    """Log one line on what each backend has taken; a warning where something is missing."""
+    """Log one line on what each backend has taken; a warning where something is missing.
+
+    The command that delivers the rest has the options by which the user allows the places of these rows.
+    """
     parts = [_tell(name, found) for name, found in status.items()]
     short = any(found["acknowledged"] < found["accepted"] or found["unsettled"] for found in status.values())
     waiting = any(found["pending"] or found["refused"] or found["unsettled"] for found in status.values())
@@ -27,7 +35,8 @@ def log_summary(
         parts.append(f"{journal['failed']} rows are not in the journal ({journal['fault']})")
     text = f"run {run_id}: {'; '.join(parts)}"
     if waiting and journal is not None and journal["path"] is not None:
-        text += f". The rest is in {journal['path']}; deliver it with: gradtrack replay {shlex.quote(str(directory))}"
+        command = shlex.join(["gradtrack", "replay", str(directory), *consent])
+        text += f". The rest is in {journal['path']}; deliver it with: {command}"
     _logger.log(logging.WARNING if short else logging.INFO, "%s", text)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from gradtrack.delivery.destinations import consent
 from gradtrack.delivery.replay import replay
 from tests.delivery.training import journaled_steps, run_script, start_script
 
@@ -334,3 +335,17 @@ except Exception as fault:
     assert {"journal-000.jsonl", "log.json"} <= set(written)
     for name, text in {"stdout": done.stdout, "stderr": done.stderr, **written}.items():
         assert SECRET not in text, name
+
+
+def test_the_command_that_delivers_the_rest_has_what_a_replay_asks_for(tmp_path: Path) -> None:
+    """A directory outside of the run's and a server elsewhere, each once, without the credentials in an address."""
+    backends = [
+        {"name": "tensorboard", "options": {"log_dir": str(tmp_path / "logs")}},
+        {"name": "json", "options": {"directory": str(tmp_path / "run" / "json")}},
+        {"name": "mlflow", "options": {"tracking_uri": "https://user:secret@tracker.example/ml", "run_id": "a"}},
+        {"name": "other", "options": {"log_dir": str(tmp_path / "logs")}},
+    ]
+    assert consent(backends, tmp_path / "run") == [
+        *("--allow", str(tmp_path / "logs")),
+        *("--tracking-uri", "https://tracker.example/ml"),
+    ]

@@ -140,7 +140,7 @@ class Journal:
         self.parts: list[Path] = []
         self.rows = self.failed = self.removed = 0
         self.fault: Exception | None = None
-        self._run, self._backends = run, list(backends)
+        self._run, self.backends = run, list(backends)
         self._limits = limits or Limits()
         self._handle: int | None = None
         self._size = 0
@@ -228,7 +228,7 @@ class Journal:
             "rank": self.rank,
             "pid": os.getpid(),
             "run": encode_run(self._run),
-            "backends": self._backends,
+            "backends": self.backends,
             "checksum": CHECKSUM,
         }
         line = with_checksum(to_line(header))
