@@ -68,7 +68,9 @@ def consent(backends: Sequence[Mapping[str, Any]], run_dir: Path) -> list[str]:
                 place = _file_of(option, text)
                 if place is not None and not is_inside(place, run_dir):
                     found["--allow", place] = None
-                elif option == "tracking_uri" and not _is_local(option, text) and option not in configured:
+                    continue
+                is_chosen = _bare(text) == _bare(str(configured.get(option, "")))
+                if option == "tracking_uri" and not (is_chosen or _is_local(option, text)):
                     found["--tracking-uri", _bare(text)] = None
     return [word for pair in found for word in pair]
 

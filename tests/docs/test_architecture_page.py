@@ -22,8 +22,8 @@ def test_the_tree_has_every_folder_and_every_analyzer() -> None:
     """The tree shows what lies at the top, and the folders below."""
     tree = PAGE.split("```text")[1].split("```")[0]
     shown = set(re.findall(r"^ +(\w+)/ ", tree, flags=re.MULTILINE))
-    folders = [path for path in (ROOT / "gradtrack").rglob("*") if path.is_dir() and path.name[0] != "_"]
-    known = {"templates", *(path.name for path in (ROOT / "gradtrack" / "backends").iterdir())}
+    folders = [path.parent for path in (ROOT / "gradtrack").rglob("__init__.py") if path.parent != ROOT / "gradtrack"]
+    known = {*(path.name for path in (ROOT / "gradtrack" / "backends").iterdir())}
     missing = {path.name for path in folders if path.parent.parent.name != "analyzers"} - shown - known
     assert not missing
     assert not shown - {path.name for path in folders}
