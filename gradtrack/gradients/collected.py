@@ -28,6 +28,11 @@ from gradtrack.gradients.variance import (
 )
 
 
+def on_device(grads: Sequence[Tensor]) -> bool:
+    """Say whether all gradients are on one accelerator."""
+    return bool(grads) and not grads[0].is_cpu and all(grad.device == grads[0].device for grad in grads)
+
+
 class Gradients:
     """The gradients of one step: the tensors to measure and their layout.
 

@@ -24,11 +24,6 @@ from gradtrack.step.data import StepData
 _TOGETHER = ("norm", "adaptive", "zscore")
 
 
-def on_device(grads: Sequence[Tensor]) -> bool:
-    """Say whether all gradients are on one accelerator."""
-    return bool(grads) and not grads[0].is_cpu and all(grad.device == grads[0].device for grad in grads)
-
-
 def can_wait(config: GradientConfig, optimizers: Sequence[Any], *, scaled: bool) -> bool:
     """Say whether a step can be protected without copying its numbers to the host first.
 

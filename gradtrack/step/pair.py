@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from gradtrack.analyzers.base import Snapshot, rarely
 from gradtrack.config import GradientConfig
-from gradtrack.gradients.collected import Gradients, SharedGradients
+from gradtrack.gradients.collected import Gradients, SharedGradients, on_device
 from gradtrack.gradients.distributed.shards import unwrapped
 from gradtrack.gradients.measurer import Measurer
 from gradtrack.gradients.moments import Moments
@@ -28,7 +28,7 @@ from gradtrack.step.history import FlightRecorder, History, StepNumbers
 from gradtrack.step.judge import Judge
 from gradtrack.step.loss_scale import Scale, ScalerLog
 from gradtrack.step.measure import Measurement
-from gradtrack.step.on_device import DeviceStep, PendingDeviceStep, can_wait, on_device
+from gradtrack.step.on_device import DeviceStep, PendingDeviceStep, can_wait
 from gradtrack.step.optimizers import PairOptimizers
 from gradtrack.step.pending import PendingSteps
 from gradtrack.step.protect import Protection
@@ -182,8 +182,7 @@ class Pair:
             data.fields, step=data.step, epoch=epoch, source=self.name, time=data.time, batch=batch
         )
         loss, self.coming_loss = self.coming_loss, None
-        tensors = grads.tensors
-        if tensors and not tensors[0].is_cpu and on_device(tensors) and self._can_stay_on_device(data):
+        if on_device(grads.tensors) and self._can_stay_on_device(data):
             self._leave_on_device(grads, report, data, loss)
         else:
             self._finish(grads, report, data, loss)
