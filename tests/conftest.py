@@ -5,7 +5,7 @@ import platform
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import pytest
 import torch
@@ -18,16 +18,12 @@ settings.load_profile("gradtrack")
 torch.set_num_threads(1)
 
 _STARTS: Final = frozenset({"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.spawn", "socket.bind"})
-_started: list[str] = []
-
-
-def _note_start(event: str, _: tuple[Any, ...]) -> None:
-    if event in _STARTS:
-        _started.append(event)
-
+_not_yet: dict[str, None] = {}
+"""Of these events those that have not happened in the test under way."""
 
 platform.platform()  # asks a program, once in a process: no test is to blame
-sys.addaudithook(_note_start)
+# Not a function of Python, which torch would compile where it happens to be called, and which would take time.
+sys.addaudithook(_not_yet.pop)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -47,10 +43,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def _process_is_marked(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail a test that starts a process or a server and is not marked so."""
-    _started.clear()
+    _not_yet.update(dict.fromkeys(_STARTS))
     yield
-    if _started and not any(request.node.get_closest_marker(mark) for mark in ("process", "slow", "exhaustive")):
-        pytest.fail(f"{_started[0]}: expected a test marked process. Add it to PROCESS in tests/selection.py.")
+    started = sorted(_STARTS - _not_yet.keys())
+    if started and not any(request.node.get_closest_marker(mark) for mark in ("process", "slow", "exhaustive")):
+        pytest.fail(f"{started[0]}: expected a test marked process. Add it to PROCESS in tests/selection.py.")
 
 
 @pytest.fixture(autouse=True)
