@@ -20,6 +20,7 @@ PROCESS: Final = (
     "tests/contracts/test_backends.py",
     "tests/delivery/journal/test_journal.py::test_case_14_full_disk_keeps_whole_rows_only",
     "tests/delivery/test_at_exit.py::test_exit_closes_every_manager",
+    "tests/delivery/test_at_exit.py::test_thread_that_trains_while_the_interpreter_ends_is_left_alone",
     "tests/delivery/test_forks.py",
     "tests/delivery/test_locks.py::test_forked_copy_does_not_keep_a_directory",
     "tests/delivery/test_locks.py::test_two_processes_keep_apart",
