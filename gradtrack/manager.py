@@ -27,7 +27,7 @@ from gradtrack.step.arguments import as_sequence, check_loss, check_state, is_se
 from gradtrack.step.history import History
 from gradtrack.step.loss_scale import Scale, unscale
 from gradtrack.step.optimizers import BeforeSteps
-from gradtrack.step.pair import IssueCallback, Pair
+from gradtrack.step.pair import IssueCallback
 from gradtrack.step.pairs import Pairs
 from gradtrack.step.rows import Rows
 from gradtrack.step.unused_settings import UnusedSettings
@@ -112,22 +112,14 @@ class GradientManager:
             return pair.unmeasured(epoch)
         scale = None if scaler is None else unscale(scaler, pair.optimizers, once=backward)
         pair.seen_before_step = True
-        return self._step_pair(pair, loss, scale, epoch=epoch, batch=batch)
-
-    def _step_pair(
-        self,
-        pair: Pair,
-        loss: Tensor | float | None,
-        scale: Scale | None,
-        *,
-        epoch: int | None = None,
-        batch: object = None,
-    ) -> StepReport:
-        """Run the step of a pair: measure, protect and report its unscaled gradients."""
         report = pair.step(loss, scale=scale, epoch=epoch, batch=batch)
         if self._unused_settings.waits:
-            self._unused_settings.step({pair.name: pair.model for pair in self._pairs})
+            self._check_settings()
         return report
+
+    def _check_settings(self) -> None:
+        """Warn of settings that have no effect, as soon as enough steps were made to tell."""
+        self._unused_settings.step({pair.name: pair.model for pair in self._pairs})
 
     def attach(
         self,
@@ -275,7 +267,9 @@ class GradientManager:
             if pair.seen_before_step:
                 pair.seen_before_step = False
             elif not self._closed:
-                self._step_pair(pair, loss, scale)
+                pair.step(loss, scale=scale)
+                if self._unused_settings.waits:
+                    self._check_settings()
 
         self._hooks.append(BeforeSteps(optimizers, look))
         # The optimizer now refers to the manager, so the function that runs when it is collected must not refer back.

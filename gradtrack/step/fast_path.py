@@ -45,14 +45,8 @@ _grad = attrgetter("grad")
 _logger = logging.getLogger("gradtrack")
 
 
-class FastStep(NamedTuple):
-    """The numbers of a fast step beside the sums of its gradients."""
-
-    loss: float | None
-    norm: float
-    log_norm: float
-    clip_rate: float
-    rates: Any
+FastStep = tuple[float | None, float, float, float, Any]
+"""The numbers of a fast step beside its sums: loss, norm, ln of the norm, clip rate and learning rates."""
 
 
 class Terms(NamedTuple):
@@ -132,7 +126,8 @@ class FastSteps:
                 self._results, self._shared = self._results[: len(self.reports)].copy(), False
 
     def _make(self, slot: int) -> StepData:
-        terms, results, first, step = self.terms, self._results[slot], self._first, self.steps[slot]
+        terms, results, first = self.terms, self._results[slot], self._first
+        loss, norm, _, clip_rate, rates = self.steps[slot]
         data = StepData(terms.layout, {})
         data.aliases = terms.aliases
         data.with_groups, data.with_parameters = terms.with_groups, terms.with_parameters
@@ -141,8 +136,8 @@ class FastSteps:
         if first:
             data.rows = results[:first]
         data.group_rows, data.total = results[first:-1], results[-1].tolist()
-        data.loss, data.lr, data.nan_inf, data.health = step.loss, step.rates, terms.nan_inf, HEALTHY
-        data.clipping = clipping_fields(terms.clip_type, terms.limit, terms.epsilon, step.norm, step.clip_rate)
+        data.loss, data.lr, data.nan_inf, data.health = loss, rates, terms.nan_inf, HEALTHY
+        data.clipping = clipping_fields(terms.clip_type, terms.limit, terms.epsilon, norm, clip_rate)
         return data
 
 
@@ -218,7 +213,7 @@ class FastPath:
                 terms, log_norm, rate = steps.terms, log(norm), 0.0
                 if terms.limit is not None:
                     rate = pair.clipper.engage(coefficient_of(norm, terms.limit, terms.epsilon) < 1.0)
-                steps.steps.append(FastStep(loss, norm, log_norm, rate, pair.optimizer_steps.rates()))
+                steps.steps.append((loss, norm, log_norm, rate, pair.optimizer_steps.rates()))
                 pair.step_count = step
                 steps.reports.append(report)
                 self._failures = 0
@@ -282,12 +277,12 @@ class FastPath:
             return
         pair, terms, reports = self._pair, steps.terms, steps.reports
         calm, norms, known = list[CalmStep](), list[ClippedNorm](), list[StepNumbers]()
-        for step in steps.steps:
-            coefficient = 1.0 if terms.limit is None else coefficient_of(step.norm, terms.limit, terms.epsilon)
+        for loss, norm, log_norm, _, _ in steps.steps:
+            coefficient = 1.0 if terms.limit is None else coefficient_of(norm, terms.limit, terms.epsilon)
             clipped = coefficient < 1.0
-            calm.append(CalmStep(step.log_norm, step.loss, terms.chosen_limit, clipped))
-            norms.append((step.norm, step.norm * coefficient))
-            known.append(StepNumbers(step.norm, clipped))
+            calm.append(CalmStep(log_norm, loss, terms.chosen_limit, clipped))
+            norms.append((norm, norm * coefficient))
+            known.append(StepNumbers(norm, clipped))
         components: tuple[Callable[[], object], ...] = (
             lambda: pair.clipper.observe(norms, terms.memory) if terms.limit is not None else None,
             lambda: pair.judge.remember(calm, terms.layout.missing),
