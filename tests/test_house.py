@@ -166,6 +166,7 @@ def copies(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("copies")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ANALYZERS)
 def test_the_folder_of_an_analyzer_can_be_deleted(name: str, copies: Path) -> None:
     """Every other module still imports, and `auto` chooses among the analyzers that are left."""
