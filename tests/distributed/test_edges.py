@@ -125,7 +125,7 @@ def test_verdict_of_most_ranks_opens_an_issue_on_all(ranks: list[Found]) -> None
     for found in ranks:
         healthy, opened = found["dead"][1]["healthy"], found["dead"][1]["opened"]
         assert opened
-        kinds = [kind for kind, message, step in opened if message.startswith("2 of 2 ranks")]
+        kinds = [kind for kind, message, step in opened if message.startswith("Found on 2 of 2 ranks")]
         assert "DEAD" in kinds
         assert (healthy[2], healthy[-1]) == (True, False)
         assert found["own"][1] == ["0"]
