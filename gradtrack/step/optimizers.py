@@ -141,13 +141,16 @@ class PairOptimizers:
 
     def skip_step(self) -> None:
         """Keep the coming step of each optimizer from doing anything, but for one whose step is running already."""
-        self._skipped = [SkippedStep(one) for one in self.optimizers if not is_stepping(one)]
+        for one in self.optimizers:
+            if not is_stepping(one):
+                self._skipped.append(SkippedStep(one))
+                self._skipped[-1].arm()
 
     def restore_steps(self) -> None:
         """Let every optimizer step again, also one that was not called for a skipped step."""
-        skipped, self._skipped = self._skipped, []
-        for step in skipped:
+        for step in self._skipped:
             step.restore()
+        self._skipped = []
 
     def forget_found_inf(self) -> None:
         """Remove the `found_inf` flag that a step on a device has set, since the host decides about this step."""
@@ -187,21 +190,24 @@ class SkippedStep:
     """
 
     def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
         self._replaced: list[tuple[Any, Any]] = []
-        for one in {id(one): one for one in (optimizer, hookable(optimizer))}.values():
-            before = getattr(one, "__dict__", {}).get("step", _NOT_THERE)
+
+    def arm(self) -> None:
+        """Replace `step`; what is replaced is known before, so that an exception leaves nothing that stays so."""
+        for one in {id(one): one for one in (self._optimizer, hookable(self._optimizer))}.values():
+            self._replaced.append((one, getattr(one, "__dict__", {}).get("step", _NOT_THERE)))
             with suppress(AttributeError):  # a wrapper without attributes of its own
                 one.step = wraps(one.step)(partial(self._skip, one))
-                self._replaced.append((one, before))
 
     def restore(self) -> None:
-        """Let the optimizer step again."""
-        replaced, self._replaced = self._replaced, []
-        for one, before in replaced:
+        """Let the optimizer step again; may be called again after an exception."""
+        for one, before in self._replaced:
             if before is _NOT_THERE:
-                vars(one).pop("step", None)
+                getattr(one, "__dict__", {}).pop("step", None)
             else:
                 one.step = before
+        self._replaced = []
 
     def _skip(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         self.restore()
