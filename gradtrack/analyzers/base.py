@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from gradtrack.errors import InputTypeError, UsageError
 from gradtrack.records import Panel
 from gradtrack.reports import Issue, IssueType, Report, StepReport
+from gradtrack.support.state import Stateful
 
 Schedule = Callable[[int], bool]
 OFTEN_EVERY = 4
@@ -42,7 +43,7 @@ def always(step: int) -> bool:
     return True
 
 
-class Series:
+class Series(Stateful):
     """The loss and gradient norm of the first and the last steps as plain numbers, the newest last.
 
     `log_norms` are ln of the norm, NaN where it was not finite; `missing` counts for each parameter the steps on which
@@ -52,6 +53,17 @@ class Series:
 
     FIRST = 16
     LAST = 512
+    kept_in_checkpoints = (
+        "num_steps",
+        "first_losses",
+        "losses",
+        "levels",
+        "first_log_norms",
+        "log_norms",
+        "nonfinite_steps",
+        "missing",
+        "missing_since",
+    )
 
     def __init__(self) -> None:
         self.num_steps = 0
@@ -144,22 +156,6 @@ class Series:
             self.levels.append((self.num_steps, level))
         if len(self.levels) > self.LAST:
             del self.levels[1::2]
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return everything as plain data."""
-        plain = {"losses": list(self.losses), "log_norms": list(self.log_norms), "missing": dict(self.missing)}
-        first = {"first_losses": list(self.first_losses), "first_log_norms": list(self.first_log_norms)}
-        return {**vars(self), **first, **plain, "levels": list(self.levels)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` returned."""
-        self.num_steps, self.nonfinite_steps = int(state["num_steps"]), int(state["nonfinite_steps"])
-        self.first_losses, self.first_log_norms = list(state["first_losses"]), list(state["first_log_norms"])
-        self.missing = Counter(state["missing"])
-        self.missing_since = dict(state.get("missing_since", {}))
-        self.levels = [(int(step), float(level)) for step, level in state.get("levels", ())]
-        self.losses = deque(state["losses"], maxlen=self.LAST)
-        self.log_norms = deque(state["log_norms"], maxlen=self.LAST)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -22,14 +21,17 @@ from gradtrack.health.rule import Evidence
 from gradtrack.health.rule_engine import Health
 from gradtrack.reports import GradientStatistics, HealthReport, Issue, StepReport, html
 from gradtrack.reports.summary import has_finite
+from gradtrack.support.state import Stateful
 
 
-class GradientMonitor:
+class GradientMonitor(Stateful):
     """Judges gradients against what came before them and keeps the statistics that its pictures show.
 
     A manager feeds its monitor by itself. Without a manager, call `check_gradient_health` to judge gradients, which
     remembers nothing, and `update_statistics` once a step, which does.
     """
+
+    kept_in_checkpoints = ("health", "_step")
 
     def __init__(self, config: GradientConfig | None = None, *, measurer: Measurer | None = None) -> None:
         self.config = config if config is not None else GradientConfig()
@@ -83,15 +85,6 @@ class GradientMonitor:
         names = ("total_norm", "mean", "std", "min", "max", "zero_fraction")
         rows = [[getattr(found, name) if has_finite(found) else None for name in names] for found in self.history[-5:]]
         return html.card(f"The last {len(rows)} measured steps", table=html.grid(names, rows))
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the windows of the rules, as plain data."""
-        return {"health": self.health.state_dict(), "step": self._step}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
-        self.health.load_state_dict(state["health"])
-        self._step = int(state["step"])
 
     def _evidence(self, moments: Moments, layout: Layout) -> Evidence:
         return Evidence(step=self._step + 1, norm=moments.norm, moments=moments, layout=layout)

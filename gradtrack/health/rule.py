@@ -6,14 +6,15 @@ import math
 from abc import ABC, abstractmethod
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from gradtrack.config import GradientConfig
 from gradtrack.gradients.groups import Layout
 from gradtrack.gradients.moments import Moments, log_norm
 from gradtrack.reports import Issue, IssueSeverity, IssueType
+from gradtrack.support.state import Stateful
 
 LEAST_LEFT: Final = 0.01
 """A step of which clipping leaves less than this share of the norm is judged at once, see `ClipSaturatedRule`."""
@@ -112,6 +113,14 @@ class RollingMedian:
         """Return the value at a rank, the smallest at 0."""
         return self._ordered[index]
 
+    def state_dict(self) -> list[float]:
+        """Return the values, oldest first."""
+        return list(self.values)
+
+    def load_state_dict(self, values: Iterable[float]) -> None:
+        """Restore what `state_dict` returned."""
+        self.__init__(self.size, values)  # type: ignore[misc]
+
     @property
     def deviation(self) -> float:
         """Return the median absolute deviation, scaled to be the standard deviation of normal values."""
@@ -124,15 +133,12 @@ def _middle(ordered: list[float]) -> float:
     return ordered[half] if len(ordered) % 2 else 0.5 * (ordered[half - 1] + ordered[half])
 
 
-class Rule(ABC):
+class Rule(Stateful, ABC):
     """A health rule: finds issues of one kind from a window of evidence that the rule keeps itself.
 
     A rule is one file with one class. Its state is made of numbers, lists, deques and rolling medians, so that a
     checkpoint can keep it.
     """
-
-    kept_in_checkpoints: ClassVar[tuple[str, ...]]
-    """The attributes that a checkpoint keeps, under the same names."""
 
     @abstractmethod
     def judge(self, evidence: Evidence, config: GradientConfig) -> list[Issue]:
@@ -149,27 +155,3 @@ class Rule(ABC):
 
     def remember(self, steps: Sequence[CalmStep]) -> None:
         """Remember steps within the band of `calm`, as `judge` would have done one by one."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the window, as plain data."""
-        return {name: _plain(getattr(self, name)) for name in self.kept_in_checkpoints}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
-        for name in self.kept_in_checkpoints:
-            if name in state:
-                setattr(self, name, _like(getattr(self, name), state[name]))
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, RollingMedian):
-        return list(value.values)
-    return list(value) if isinstance(value, (deque, list)) else value
-
-
-def _like(present: Any, saved: Any) -> Any:
-    if isinstance(present, RollingMedian):
-        return RollingMedian(present.size, saved)
-    if isinstance(present, deque):
-        return deque(saved, maxlen=present.maxlen)
-    return list(saved) if isinstance(saved, list) else saved

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from typing import Any, Final
+from typing import Final
+
+from gradtrack.support.state import Stateful
 
 _SIGNIFICANT: Final = 2.0
 _MIN_STEPS: Final = 8
@@ -104,12 +106,14 @@ _PAUSE: Final = 64
 _LONGEST: Final = 1024
 
 
-class Jump:
+class Jump(Stateful):
     """Detects a jump: two steps in a row whose norm or loss is far from those before.
 
     A jump is no issue, it only makes the analyzers run. After each jump it pauses twice as long as before. Far is six
     mean deviations, and a factor of two of the norm or a quarter of the loss.
     """
+
+    kept_in_checkpoints = ("waiting", "pause", "norm", "loss")
 
     def __init__(self) -> None:
         self.norm, self.loss = _Level(_NORM, relative=False), _Level(_LOSS, relative=True)
@@ -128,24 +132,11 @@ class Jump:
             self.pause = min(2 * self.pause, _LONGEST)
         return jumped
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return everything as plain data."""
-        return {
-            "waiting": self.waiting,
-            "pause": self.pause,
-            "norm": self.norm.state_dict(),
-            "loss": self.loss.state_dict(),
-        }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
-        self.waiting, self.pause = int(state["waiting"]), int(state["pause"])
-        self.norm.load_state_dict(state["norm"])
-        self.loss.load_state_dict(state["loss"])
-
-
-class _Level:
+class _Level(Stateful):
     """A running mean and mean deviation; a value far from them restarts both if the next one is far, too."""
+
+    kept_in_checkpoints = ("count", "streak", "mean", "spread")
 
     def __init__(self, least: float, *, relative: bool) -> None:
         self._least, self._relative = least, relative
@@ -175,10 +166,3 @@ class _Level:
 
     def _limit(self, value: float) -> float:
         return self._least * max(abs(self.mean), abs(value)) if self._relative else self._least
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"count": self.count, "streak": self.streak, "mean": self.mean, "spread": self.spread}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.count, self.streak = int(state["count"]), int(state["streak"])
-        self.mean, self.spread = float(state["mean"]), float(state["spread"])

@@ -7,9 +7,10 @@ from abc import ABC, abstractmethod
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, ClassVar, Final, NamedTuple
 
 from gradtrack.config import GradientConfig
+from gradtrack.support.state import Stateful
 
 WARMUP: Final = 10
 """How many norms must be known before a strategy judges by them; `max_grad_norm` applies until then."""
@@ -30,8 +31,10 @@ class Memory(NamedTuple):
         return cls(config.adaptive_window_size, config.zscore_alpha)
 
 
-class Strategy(ABC):
+class Strategy(Stateful, ABC):
     """A clipping strategy: computes the limit of the next step's norm from finite norms."""
+
+    kept_in_checkpoints: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
     def threshold(self, config: GradientConfig) -> float:
@@ -39,13 +42,6 @@ class Strategy(ABC):
 
     def observe(self, norms: Sequence[ClippedNorm], memory: Memory) -> None:
         """Remember the finite norms of steps before and after clipping."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the remembered norms, as plain data."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
 
 
 class FixedStrategy(Strategy):
@@ -60,6 +56,8 @@ class AdaptiveStrategy(Strategy):
 
     The norms are kept sorted only while the clipper asks for the percentile at every step.
     """
+
+    kept_in_checkpoints = ("_recent", "_seen")
 
     def __init__(self) -> None:
         self._recent: deque[float] = deque()
@@ -94,13 +92,9 @@ class AdaptiveStrategy(Strategy):
             if self._sorted is not None:
                 del self._sorted[bisect_left(self._sorted, oldest)]
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"recent": list(self._recent), "seen": self._seen}
-
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._recent = deque(float(norm) for norm in state["recent"])
+        super().load_state_dict(state)
         self._sorted = None
-        self._seen = int(state["seen"])
 
 
 class ZScoreStrategy(Strategy):
@@ -108,6 +102,8 @@ class ZScoreStrategy(Strategy):
 
     Mean and variance are exponential moving averages (arXiv 2504.02507 has the idea for pre-training spikes).
     """
+
+    kept_in_checkpoints = ("_mean", "_variance", "_seen")
 
     def __init__(self) -> None:
         self._mean = 0.0
@@ -128,13 +124,6 @@ class ZScoreStrategy(Strategy):
             change = value - self._mean
             self._mean += weight * change
             self._variance = (1.0 - weight) * (self._variance + weight * change * change)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"mean": self._mean, "variance": self._variance, "seen": self._seen}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._mean, self._variance = float(state["mean"]), float(state["variance"])
-        self._seen = int(state["seen"])
 
 
 def percentile(ordered: list[float], percent: float) -> float:

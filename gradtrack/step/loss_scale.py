@@ -15,6 +15,7 @@ from torch.amp.grad_scaler import OptState
 
 from gradtrack.errors import UsageError
 from gradtrack.gradients.distributed.shards import local_part
+from gradtrack.support.state import Stateful
 
 # From a hook of an optimizer's step up to the scaler's: torch's own wrappers of a step and those of a schedule.
 _FRAMES: Final = 12
@@ -44,8 +45,10 @@ class Scale:
             param.grad = None
 
 
-class ScalerLog:
+class ScalerLog(Stateful):
     """The number of steps that the loss scaler has skipped, in all and in a row."""
+
+    kept_in_checkpoints = ("_skips", "_in_a_row")
 
     def __init__(self) -> None:
         self._skips = self._in_a_row = 0
@@ -55,14 +58,6 @@ class ScalerLog:
         self._skips += scale.unseen + skipped
         self._in_a_row = self._in_a_row + scale.unseen + 1 if skipped else 0
         return {"scale": scale.value, "skips": self._skips, "skips_in_a_row": self._in_a_row}
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state that later steps depend on, as plain data."""
-        return {"skips": self._skips, "in_a_row": self._in_a_row}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
-        self._skips, self._in_a_row = int(state["skips"]), int(state["in_a_row"])
 
 
 def unscale(scaler: torch.amp.GradScaler, optimizers: Sequence[Any], *, once: bool) -> Scale | None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping
-from typing import Any, Final
+from typing import Final
 
 from gradtrack.analyzers.rl_policy.entropy import mann_kendall, theil_sen
 from gradtrack.analyzers.rl_policy.report import Adequacy, Risk
+from gradtrack.support.state import Stateful
 
 FLOOR: Final = 0.1
 _WINDOW: Final = 50
@@ -20,11 +20,13 @@ _SURE: Final = 1e-3
 _DRIVEN: Final = 0.01
 
 
-class PolicyHistory:
+class PolicyHistory(Stateful):
     """The last 50 levels of entropy, and returns: the first 16 and the last 512.
 
     A level is a normalised entropy between 0 and 1. A policy is `blind` that does nearly the same in every state.
     """
+
+    kept_in_checkpoints = ("levels", "returns", "first", "num_returns", "highest", "blind")
 
     def __init__(self) -> None:
         self.levels: deque[float] = deque(maxlen=_WINDOW)
@@ -143,18 +145,6 @@ class PolicyHistory:
             return False
         total, chance = mann_kendall(self.levels)
         return total > 0 and chance <= _SURE and self.levels[-1] - self.levels[0] > _DRIVEN
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the past as plain data."""
-        return {**vars(self), "levels": list(self.levels), "returns": list(self.returns), "first": list(self.first)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` returned."""
-        self.levels = deque(state["levels"], maxlen=_WINDOW)
-        self.returns = deque(state["returns"], maxlen=_RETURNS)
-        self.first, self.num_returns = list(state["first"]), int(state["num_returns"])
-        self.highest = float(state.get("highest", 1.0))
-        self.blind = bool(state.get("blind", False))
 
 
 def _average(values: list[float]) -> float:

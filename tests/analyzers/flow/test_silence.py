@@ -15,7 +15,7 @@ from gradtrack import GradientManager, VectorAnalyzer
 from gradtrack.analyzers.base import Series
 from gradtrack.analyzers.flow.rules.steps import judge_first_steps, judge_oscillation
 from gradtrack.analyzers.flow.samples import Case, Sample
-from gradtrack.analyzers.vector.verdict import judge
+from gradtrack.analyzers.vector import judge
 
 
 def diagnosed(model: nn.Module, loss_of: Callable[[int], Tensor], rate: float, steps: int = 40) -> list[str]:
