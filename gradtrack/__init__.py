@@ -19,46 +19,46 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from gradtrack._version import __version__
+from gradtrack._version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from gradtrack.analyzers.base import Analyzer
-    from gradtrack.analyzers.flow import GradientFlowAnalyzer
-    from gradtrack.analyzers.gain.monitor import GradientGainMonitor
-    from gradtrack.analyzers.jacobian import JacobianAnalyzer
-    from gradtrack.analyzers.recurrent import RecurrentAnalyzer
-    from gradtrack.analyzers.rl_policy import RLPolicyAnalyzer
-    from gradtrack.analyzers.transformer import TransformerAnalyzer
-    from gradtrack.analyzers.updates import UpdatesAnalyzer
-    from gradtrack.analyzers.vector import VectorAnalyzer
-    from gradtrack.backends.base import Backend
-    from gradtrack.config import GradientConfig
-    from gradtrack.functional import (
-        clip_gradients,
-        compute_gradient_norm,
-        compute_gradient_stats,
-        detect_gradient_issues,
-        visualize_layer_gradients,
-    )
-    from gradtrack.health.monitor import GradientMonitor
-    from gradtrack.loop import create_gradient_manager, safe_backward, watch
-    from gradtrack.manager import GradientManager
-    from gradtrack.protection.clipping import GradientClipper
-    from gradtrack.protection.nonfinite import NaNInfHandler
-    from gradtrack.records import Metric, Panel, Record
-    from gradtrack.reports import (
-        ClippingReport,
-        GradientStatistics,
-        GroupStatistics,
-        HealthReport,
-        Issue,
-        IssueSeverity,
-        IssueType,
-        NanInfReport,
-        ParameterStatistics,
-        StepReport,
-        TrainingSummary,
-    )
+    from gradtrack.analyzers.base import Analyzer as Analyzer
+    from gradtrack.analyzers.flow import GradientFlowAnalyzer as GradientFlowAnalyzer
+    from gradtrack.analyzers.gain.monitor import GradientGainMonitor as GradientGainMonitor
+    from gradtrack.analyzers.jacobian import JacobianAnalyzer as JacobianAnalyzer
+    from gradtrack.analyzers.recurrent import RecurrentAnalyzer as RecurrentAnalyzer
+    from gradtrack.analyzers.rl_policy import RLPolicyAnalyzer as RLPolicyAnalyzer
+    from gradtrack.analyzers.transformer import TransformerAnalyzer as TransformerAnalyzer
+    from gradtrack.analyzers.updates import UpdatesAnalyzer as UpdatesAnalyzer
+    from gradtrack.analyzers.vector import VectorAnalyzer as VectorAnalyzer
+    from gradtrack.backends.base import Backend as Backend
+    from gradtrack.config import GradientConfig as GradientConfig
+    from gradtrack.functional import clip_gradients as clip_gradients
+    from gradtrack.functional import compute_gradient_norm as compute_gradient_norm
+    from gradtrack.functional import compute_gradient_stats as compute_gradient_stats
+    from gradtrack.functional import detect_gradient_issues as detect_gradient_issues
+    from gradtrack.functional import visualize_layer_gradients as visualize_layer_gradients
+    from gradtrack.health.monitor import GradientMonitor as GradientMonitor
+    from gradtrack.loop import create_gradient_manager as create_gradient_manager
+    from gradtrack.loop import safe_backward as safe_backward
+    from gradtrack.loop import watch as watch
+    from gradtrack.manager import GradientManager as GradientManager
+    from gradtrack.protection.clipping import GradientClipper as GradientClipper
+    from gradtrack.protection.nonfinite import NaNInfHandler as NaNInfHandler
+    from gradtrack.records import Metric as Metric
+    from gradtrack.records import Panel as Panel
+    from gradtrack.records import Record as Record
+    from gradtrack.reports import ClippingReport as ClippingReport
+    from gradtrack.reports import GradientStatistics as GradientStatistics
+    from gradtrack.reports import GroupStatistics as GroupStatistics
+    from gradtrack.reports import HealthReport as HealthReport
+    from gradtrack.reports import Issue as Issue
+    from gradtrack.reports import IssueSeverity as IssueSeverity
+    from gradtrack.reports import IssueType as IssueType
+    from gradtrack.reports import NanInfReport as NanInfReport
+    from gradtrack.reports import ParameterStatistics as ParameterStatistics
+    from gradtrack.reports import StepReport as StepReport
+    from gradtrack.reports import TrainingSummary as TrainingSummary
 
 _HOMES = {
     "Analyzer": "analyzers.base",
@@ -100,46 +100,8 @@ _HOMES = {
     "TrainingSummary": "reports",
 }
 
-__all__ = [
-    "Analyzer",
-    "Backend",
-    "ClippingReport",
-    "GradientClipper",
-    "GradientConfig",
-    "GradientFlowAnalyzer",
-    "GradientGainMonitor",
-    "GradientManager",
-    "GradientMonitor",
-    "GradientStatistics",
-    "GroupStatistics",
-    "HealthReport",
-    "Issue",
-    "IssueSeverity",
-    "IssueType",
-    "JacobianAnalyzer",
-    "Metric",
-    "NaNInfHandler",
-    "NanInfReport",
-    "Panel",
-    "ParameterStatistics",
-    "RLPolicyAnalyzer",
-    "Record",
-    "RecurrentAnalyzer",
-    "StepReport",
-    "TrainingSummary",
-    "TransformerAnalyzer",
-    "UpdatesAnalyzer",
-    "VectorAnalyzer",
-    "__version__",
-    "clip_gradients",
-    "compute_gradient_norm",
-    "compute_gradient_stats",
-    "create_gradient_manager",
-    "detect_gradient_issues",
-    "safe_backward",
-    "visualize_layer_gradients",
-    "watch",
-]
+if not TYPE_CHECKING:  # type checkers take the public names from the imports above
+    __all__ = sorted(["__version__", *_HOMES])
 
 
 def __getattr__(name: str) -> Any:
@@ -152,4 +114,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *_HOMES})
