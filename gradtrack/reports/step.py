@@ -24,7 +24,7 @@ from gradtrack.records import Metric
 from gradtrack.reports import html
 from gradtrack.reports.base import Report
 from gradtrack.reports.issues import HealthReport
-from gradtrack.reports.metric_names import flat_metrics
+from gradtrack.reports.metric_names import CORE_METRICS, flat_metrics
 from gradtrack.reports.summary import (
     ClippingReport,
     GradientStatistics,
@@ -177,82 +177,11 @@ class StepReport(Report):
         title = f"Step {self.step}{f' of {self.source}' if self.source else ''}: {self.health.verdict}"
         return html.card(title, rows, items=[*self.health.issues, *self.notes], table=table)
 
-    described: ClassVar[tuple[Metric, ...]] = (
-        Metric("train/grad_norm", "L2 norm of all gradients, unscaled, before clipping; NaN or Inf where one is."),
-        Metric("train/grad_norm_clipped", "The same norm as the optimizer gets it.", when="clipping, step not skipped"),
-        Metric("train/grad_variance", "Unbiased variance over all finite elements.", when="log_gradient_stats"),
-        Metric("train/grad_mean", "Mean over all finite elements.", when="log_gradient_stats"),
-        Metric("train/grad_std", "Square root of the variance.", when="log_gradient_stats"),
-        Metric("train/grad_max", "The largest finite element, with its sign.", when="log_gradient_stats"),
-        Metric("train/grad_min", "The smallest finite element, with its sign.", when="log_gradient_stats"),
-        Metric("train/grad_zero_fraction", "Elements that are exactly zero.", unit="share", when="log_gradient_stats"),
-        Metric(
-            "train/grad_nan_count",
-            "Elements that are NaN, before any is replaced.",
-            unit="elements",
-            when="enable_nan_inf_check",
-        ),
-        Metric("train/grad_inf_count", "Elements that are +Inf or -Inf.", unit="elements", when="enable_nan_inf_check"),
-        Metric(
-            "train/grad_clip_coef",
-            "Factor by which clipping scaled the gradients; 1 where it did not engage.",
-            when="clipping",
-        ),
-        Metric("train/grad_clip_rate", "Recent steps on which clipping engaged.", unit="share", when="clipping"),
-        Metric(
-            "train/grad_clip_threshold",
-            "The limit of this step: of a norm, a value, or a ratio with agc.",
-            when="clipping",
-        ),
-        Metric(
-            "train/grad_rank_norm_min", "The smallest norm that a rank has of its own part.", when="per_rank, shards"
-        ),
-        Metric(
-            "train/grad_rank_norm_max", "The largest norm that a rank has of its own part.", when="per_rank, shards"
-        ),
-        Metric("train/grad_rank_norm_std", "How far these norms differ between ranks.", when="per_rank, shards"),
-        Metric("train/grad_loss_scale", "The loss scale of a GradScaler.", when="scaler="),
-        Metric("train/grad_scaler_skips", "Steps that a GradScaler has left out so far.", unit="steps", when="scaler="),
-        Metric("train/grad_skipped", "1 where the optimizer's step was made a no-op.", unit="0 or 1"),
-        Metric("train/grad_healthy", "1 while no issue of MEDIUM or above is open.", unit="0 or 1"),
-        Metric(
-            "train/grad_issues/<type>",
-            "Open issues of one type, as in train/grad_issues/dead.",
-            unit="issues",
-            when="one is open",
-        ),
-        Metric("train/grad_histogram", "Elements of all gradients by size.", when="log_histograms"),
-        Metric("train/grad_histogram/<group>", "Elements of one group by size.", when="log_histograms"),
-        Metric(
-            "train/grad_norm/<group>",
-            "Norm of one group, over its finite elements.",
-            when="grad_track_per_weight_matrix",
-        ),
-        Metric("train/grad_variance/<group>", "Variance of one group.", when="grad_track_per_weight_matrix"),
-        Metric("train/grad_mean/<group>", "Mean of one group.", when="grad_track_per_weight_matrix"),
-        Metric(
-            "train/grad_extreme/<parameter>",
-            "Norm of a single parameter, of the three with the largest norms and the three with the smallest.",
-            when="track_parameters",
-        ),
-    )
+    described: ClassVar[tuple[Metric, ...]] = CORE_METRICS
 
     def metrics(self) -> dict[str, float]:
         """Return the flat metrics of the step, `train/grad_*` first and then those of every analyzer."""
-        return flat_metrics(
-            step=self.step,
-            source=self.source,
-            skipped=self.skipped,
-            health=self.health,
-            clipping=vars(self.clipping),
-            nan_inf=vars(self.nan_inf),
-            statistics=None if self.statistics is None else vars(self.statistics),
-            groups={name: vars(found) for name, found in self.groups.items()},
-            parameters={name: vars(found) for name, found in self.parameters.items()},
-            ranks=None if self.ranks is None else vars(self.ranks),
-            scaler=None if self.scaler is None else vars(self.scaler),
-            analyzers=self.analyzers,
-        )
+        return flat_metrics(self)
 
 
 def _typed(name: str, report: object) -> object:

@@ -85,7 +85,7 @@ class StepData:
         self.rows, self.group_rows = moments.rows, moments.group_rows
         self.total, self.exponent = moments.total, moments.exponent
 
-    def fields(self) -> dict[str, Any]:
+    def fields(self, *, with_statistics: bool = True) -> dict[str, Any]:
         """Return the fields of the report, but for those that it has from the start, such as its step."""
         fields: dict[str, Any] = {
             "loss": self.loss,
@@ -100,31 +100,17 @@ class StepData:
             "analyzers": dict(self.analyzers),
             "notes": list(self.notes),
         }
-        if self.full:
+        if self.full and with_statistics:
             fields["statistics"] = self._statistics()
-        if self.full and self.with_groups:
-            fields["groups"] = dict(self._described_groups())
-        if self.full and self.with_parameters and self.rows is not None:
-            fields["parameters"] = self.parameters()
+            if self.with_groups:
+                fields["groups"] = dict(self._described_groups())
+            if self.with_parameters and self.rows is not None:
+                fields["parameters"] = self.parameters()
         return fields
 
     def metrics(self, *, with_statistics: bool = True) -> dict[str, float]:
         """Return what `report.metrics()` does, without the report; without statistics only health and clipping."""
-        full = self.full and with_statistics
-        return flat_metrics(
-            step=self.step,
-            source=self.source,
-            skipped=self.skipped,
-            health=self.health,
-            clipping=self.clipping,
-            nan_inf=self.nan_inf,
-            statistics=self._statistics() if full else None,
-            groups=dict(self._described_groups()) if full and self.with_groups else {},
-            parameters=self.parameters() if full and self.with_parameters and self.rows is not None else {},
-            ranks=self.ranks,
-            scaler=self.scaler,
-            analyzers=self.analyzers,
-        )
+        return flat_metrics({"step": self.step, "source": self.source, **self.fields(with_statistics=with_statistics)})
 
     def shrink(self) -> None:
         """Drop the histograms, and the rows of the single parameters unless the report has to show them."""

@@ -94,24 +94,19 @@ def _record(terms: _Terms, values: Sequence[Any]) -> Record:
     step, epoch, time, loss, norm, clip_rate, total = values
     if not -_LATEST < time < _LATEST:
         raise ValueError(f"time {time!r}: expected seconds since 1970")
-    metrics = flat_metrics(
-        step=step,
-        source=terms.source,
-        skipped=False,
-        health=HEALTHY,
-        clipping=clipping_fields(terms.clip_type, terms.limit, terms.epsilon, norm, clip_rate),
-        nan_inf={"action": terms.nan_inf},
-        statistics=describe_whole(_TOTAL.unpack(total), terms.num_elements, ()) if terms.with_statistics else None,
-        groups={},
-        parameters={},
-        ranks=None,
-        scaler=None,
-        analyzers={},
-    )
+    fields = {
+        "step": step,
+        "source": terms.source,
+        "health": HEALTHY,
+        "clipping": clipping_fields(terms.clip_type, terms.limit, terms.epsilon, norm, clip_rate),
+        "nan_inf": {"action": terms.nan_inf},
+    }
+    if terms.with_statistics:
+        fields["statistics"] = describe_whole(_TOTAL.unpack(total), terms.num_elements, ())
     return Record(
         step=step,
         time=time,
-        metrics={name: float(value) for name, value in metrics.items()},
+        metrics={name: float(value) for name, value in flat_metrics(fields).items()},
         epoch=None if epoch == _NO_EPOCH else epoch,
         loss=None if loss != loss else loss,
         source=terms.source,
