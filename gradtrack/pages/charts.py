@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from gradtrack import registry
 from gradtrack.pages.heat_map import HeatMap, heat_of
 from gradtrack.pages.issues import IssueHistory
-from gradtrack.pages.run_data import RunData, Track
+from gradtrack.pages.run_data import LOSS, RunData, Track
 from gradtrack.records import Metric
 
 _TOLD: Final = 4
@@ -162,13 +162,12 @@ def _charts(track: Track, run: RunData) -> Iterator[Chart | HeatMap]:
     def chart(title: str, lines: Sequence[Line], *, log_scale: bool = False, about: str = "") -> Chart:
         return Chart(title=title, lines=lines, section=section, log_scale=log_scale, about=about, events=events)
 
-    loss = Line(name="loss", steps=track.steps, values=track.loss, lost=track.nan_losses())
+    loss = line_of(track, LOSS, "loss")
     is_recorded = bool(loss.lost) or bool(np.isinf(track.loss).any())
     yield replace(chart("Loss", [loss], log_scale=spans_decades(track.loss)), always=is_recorded)
-    lost = track.nan_steps("train/grad_norm")
-    norms = [replace(_line(track, "train/grad_norm", "before clipping", style="wide"), lost=lost)]
-    norms += [_line(track, "train/grad_norm_clipped", "after clipping")]
-    norms += [_line(track, "train/grad_clip_threshold", "threshold", style="dashed")]
+    norms = [line_of(track, "train/grad_norm", "before clipping", style="wide")]
+    norms += [line_of(track, "train/grad_norm_clipped", "after clipping")]
+    norms += [line_of(track, "train/grad_clip_threshold", "threshold", style="dashed")]
     norm = chart(
         "Gradient norm", norms, log_scale=True, about="Global L2 norm, unscaled; × and ∞ mark what is NaN or infinite."
     )
@@ -176,9 +175,9 @@ def _charts(track: Track, run: RunData) -> Iterator[Chart | HeatMap]:
     yield chart(
         "Clipping",
         [
-            _line(track, "train/grad_clip_rate", "share of recent steps clipped"),
+            line_of(track, "train/grad_clip_rate", "share of recent steps clipped"),
             replace(
-                _line(track, "train/grad_clip_coef", "coefficient"),
+                line_of(track, "train/grad_clip_coef", "coefficient"),
                 values=np.where(
                     # A step that was left out is not clipped, whatever its gradients were.
                     track.column("train/grad_skipped") == 1.0,
@@ -189,15 +188,15 @@ def _charts(track: Track, run: RunData) -> Iterator[Chart | HeatMap]:
         ],
         about="A coefficient below 1 is how much a step was scaled down.",
     )
-    bad = [_line(track, "train/grad_nan_count", "NaN"), _line(track, "train/grad_inf_count", "Inf")]
+    bad = [line_of(track, "train/grad_nan_count", "NaN"), line_of(track, "train/grad_inf_count", "Inf")]
     if any(np.nansum(line.values) > 0 for line in bad):
         yield chart("Non-finite elements", bad)
-    yield chart("Variance", [_line(track, "train/grad_variance", "variance")], log_scale=True)
+    yield chart("Variance", [line_of(track, "train/grad_variance", "variance")], log_scale=True)
     largest = Line(name="max", steps=track.steps, values=track.column("train/grad_max"))
     smallest = Line(name="|min|", steps=track.steps, values=np.abs(track.column("train/grad_min")))
     yield chart("Range", [largest, smallest], log_scale=True)
     groups = _strongest(track, track.groups)
-    lines = [_line(track, f"train/grad_norm/{group}", group) for group in groups]
+    lines = [line_of(track, f"train/grad_norm/{group}", group) for group in groups]
     left = len(track.groups) - len(groups)
     about = f"The strongest {len(groups)}; {left} more are below and in the table." if left else ""
     if len(track.groups) > 1:
@@ -218,7 +217,7 @@ def _analyzer_charts(track: Track, events: Sequence[tuple[int, str, int]]) -> It
         names = [name for wanted in panel.metrics for name in _matching(wanted, track.names)]
         rest = [name for name in rest if name not in names]
         section = panel.section.removesuffix(tail)
-        lines = [_line(track, name, name.removeprefix(f"{section}/")) for name in names[:_LINES_PER_CHART]]
+        lines = [line_of(track, name, name.removeprefix(f"{section}/")) for name in names[:_LINES_PER_CHART]]
         stem = lines[0].name.partition("/")[0] if lines else ""
         lines = _without_stem(lines, stem)
         yield Chart(
@@ -230,7 +229,7 @@ def _analyzer_charts(track: Track, events: Sequence[tuple[int, str, int]]) -> It
             events=events,
         )
     for (section, stem), names in list(_by_stem(rest).items()):
-        lines = [_line(track, name, name.removeprefix(f"{section}/")) for name in names[:_LINES_PER_CHART]]
+        lines = [line_of(track, name, name.removeprefix(f"{section}/")) for name in names[:_LINES_PER_CHART]]
         title = _headed(stem if len(lines) > 1 else lines[0].name)
         about = explain([(line.name, name) for line, name in zip(lines, names, strict=False)])
         lines = _without_stem(lines, stem)
@@ -283,8 +282,10 @@ def _strongest(track: Track, groups: Sequence[str]) -> list[str]:
     return [group for group in groups if group in kept]
 
 
-def _line(track: Track, metric: str, name: str, *, style: str = "solid") -> Line:
-    return Line(name=name, steps=track.steps, values=track.over_finite(metric), style=style)
+def line_of(track: Track, metric: str, name: str, *, style: str = "solid") -> Line:
+    """Return a metric of a pair as a line, on which the loss and the norm are marked where they are not a number."""
+    lost = track.steps[track.lost(metric)].tolist() if metric in (LOSS, "train/grad_norm") else ()
+    return Line(name=name, steps=track.steps, values=track.over_finite(metric), style=style, lost=lost)
 
 
 def _plain_line(line: Line, buckets: int) -> dict[str, Any]:

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from gradtrack.delivery.run_files import write_atomically
-from gradtrack.pages.charts import Chart, Line, events_of, meaning_of, spans_decades
+from gradtrack.pages.charts import Chart, Line, events_of, line_of, meaning_of, spans_decades
 from gradtrack.pages.heat_map import HeatMap, heat_of, on_one_scale
 from gradtrack.pages.html import fill, issue_cards
 from gradtrack.pages.issues import IssueHistory
-from gradtrack.pages.run_data import RunData, Track
+from gradtrack.pages.run_data import LOSS, RunData, Track
 from gradtrack.pages.terminal.overview import Fitted, short
 from gradtrack.pages.terminal.tables import WIDTH, Table, number, sparkline
 from gradtrack.reports.step import spell
@@ -88,7 +88,7 @@ _ANALYZER_CHARTS: Final = 8
 def curves_of(sides: Sides, section: str, events: Events) -> Iterator[Chart]:
     """Yield the loss, the curves of the whole model and the norms of the groups that both runs have."""
     first, second = (track for _, track in sides)
-    losses = [Line(name=name, steps=track.steps, values=track.loss, lost=track.nan_losses()) for name, track in sides]
+    losses = _lines(sides, LOSS)
     shared = [group for group in first.groups if group in second.groups][:_GROUP_CHARTS]
     groups = [(f"Norm of {group}", f"train/grad_norm/{group}", True) for group in shared]
     charts = [("Loss", losses, _spans_decades(losses))]
@@ -122,15 +122,7 @@ def _spans_decades(lines: Sequence[Line]) -> bool:
 
 
 def _lines(sides: Sides, metric: str) -> list[Line]:
-    return [
-        Line(
-            name=name,
-            steps=track.steps,
-            values=track.over_finite(metric),
-            lost=track.nan_steps(metric) if metric == "train/grad_norm" else (),
-        )
-        for name, track in sides
-    ]
+    return [line_of(track, metric, name) for name, track in sides]
 
 
 _NORM: Final = "train/grad_norm"
@@ -173,7 +165,7 @@ class Comparison:
         rows: list[Pair] = [("steps", self.first.total_steps, self.second.total_steps)]
         for source, first, second in self._tracks():
             tail = f" ({source})" if source else ""
-            rows.append((f"last loss{tail}", first.last_loss(), second.last_loss()))
+            rows.append((f"last loss{tail}", first.last(LOSS), second.last(LOSS)))
             for title, metric, _ in CURVES:
                 rows.append((f"{title.lower()}, median{tail}", _median(first, metric), _median(second, metric)))
         rows.append(("skipped steps", _skipped(self.first), _skipped(self.second)))
@@ -186,14 +178,12 @@ class Comparison:
         """Return loss and gradient norm of both runs as lines of characters, each on a scale that both share."""
         rows: list[tuple[str, ...]] = []
         for source, first, second in self._tracks():
-            both = (first, second)
-            losses = [(track.loss, np.isin(track.steps, track.nan_losses())) for track in both]
-            norms = [(track.column(_NORM), np.isin(track.steps, track.nan_steps(_NORM))) for track in both]
-            for name, pair in (("loss", losses), ("gradient norm", norms)):
-                scale = np.concatenate([values for values, _ in pair])
+            for name, metric in (("loss", LOSS), ("gradient norm", _NORM)):
+                both = [(track.column(metric), track.lost(metric)) for track in (first, second)]
+                scale = np.concatenate([values for values, _ in both])
                 log_scale = name != "loss" or spans_decades(scale)
                 lines = (
-                    sparkline(values, log_scale=log_scale, scale=scale, width=width, lost=lost) for values, lost in pair
+                    sparkline(values, log_scale=log_scale, scale=scale, width=width, lost=lost) for values, lost in both
                 )
                 rows.append((f"{name} ({source})" if source else name, *lines))
         return [row for row in rows if any(row[1:])]

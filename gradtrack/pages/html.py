@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gradtrack._version import __version__
 from gradtrack.delivery.run_files import noted_files, write_atomically
@@ -22,7 +21,7 @@ from gradtrack.pages.charts import Chart, charts_of, to_plain
 from gradtrack.pages.heat_map import HeatMap
 from gradtrack.pages.issues import ADVICE, IssueHistory
 from gradtrack.pages.paths import way_to_open
-from gradtrack.pages.run_data import RunData, Track
+from gradtrack.pages.run_data import LOSS, RunData, Track
 from gradtrack.pages.terminal.tables import number, tables_of
 from gradtrack.reports import IssueSeverity
 from gradtrack.support.regular_files import read_regular
@@ -152,21 +151,19 @@ def _summary(run: RunData) -> list[tuple[str, list[Tile]]]:
 
 def _tiles(track: Track) -> list[Tile]:
     tiles = []
-    if track.last_loss() is not None:
+    if track.last(LOSS) is not None:
         numbers = track.loss[~np.isnan(track.loss)]
-        first = f"from {number(numbers[0])}" if len(numbers) else ""
-        tiles.append(("Loss", *_ended(track, track.loss, track.last_loss(), first)))
-    norms = track.over_finite("train/grad_norm")
-    tiles.append(("Gradient norm", *_ended(track, norms, track.last("train/grad_norm"), "before clipping")))
+        tiles.append(("Loss", *_ended(track, LOSS, f"from {number(numbers[0])}" if len(numbers) else "")))
+    tiles.append(("Gradient norm", *_ended(track, "train/grad_norm", "before clipping")))
     rate = track.last("train/grad_clip_rate")
     if rate is not None:
         tiles.append(("Clipped", f"{rate:.1%}", "of the last steps"))
     return tiles
 
 
-def _ended(track: Track, values: NDArray[np.float64], last: float | None, about: str) -> tuple[str, str]:
+def _ended(track: Track, metric: str, about: str) -> tuple[str, str]:
     """Return the last value as text, and the note below it: for a NaN, the last number and its step."""
-    known, step = track.end_of(values)
+    last, (known, step) = track.last(metric), track.last_number(metric)
     if last is not None and math.isnan(last):
         return "NaN", f"{number(known)} at step {step}, no number since" if step is not None else "never a number"
     return number(known), about if step is None else f"{about}; of step {step}, not recorded since"

@@ -23,7 +23,8 @@ from gradtrack.reports import IssueSeverity
 from gradtrack.support.progress import Bar
 
 _GROUP_NORM: Final = "train/grad_norm/"
-_LOSS: Final = "loss"
+LOSS: Final = ""
+"""The name of the column of losses; no metric has an empty one."""
 _OVER_FINITE: Final = re.compile(r"train/grad_(?:norm(?=/)|variance)(|/.*)$", re.DOTALL)
 
 
@@ -38,7 +39,6 @@ class Track:
     def __init__(self, name: str) -> None:
         self.name = name
         self._rows: dict[int, int] = {}
-        self._loss = array("d")
         self._columns: dict[str, array[float]] = {}
         self._nan_steps: dict[str, set[int]] = {}
         self._panels: dict[Panel, None] = {}
@@ -47,7 +47,7 @@ class Track:
         """Take in one row."""
         row = self._rows.setdefault(record.step, len(self._rows))
         if record.loss is not None:
-            self._set(self._loss, row, record.loss, record.step, _LOSS)
+            self._set(self._columns.setdefault(LOSS, array("d")), row, record.loss, record.step, LOSS)
         columns = self._columns
         for name, value in record.metrics.items():
             own = self._without_source(name) if self.name else name
@@ -70,12 +70,12 @@ class Track:
     @property
     def loss(self) -> NDArray[np.float64]:
         """Return the loss of every row."""
-        return self._in_order(self._loss)
+        return self.column(LOSS)
 
     @property
     def names(self) -> list[str]:
         """Name the metrics, in the order in which they appeared."""
-        return list(self._columns)
+        return [name for name in self._columns if name != LOSS]
 
     @property
     def panels(self) -> tuple[Panel, ...]:
@@ -89,7 +89,10 @@ class Track:
 
     def column(self, name: str) -> NDArray[np.float64]:
         """Return a metric at every row."""
-        return self._in_order(self._columns.get(name, array("d")))
+        column = self._columns.get(name, ())
+        values = np.full(len(self._rows), math.nan)
+        values[: len(column)] = column
+        return values[np.fromiter(self._rows, dtype=np.int64, count=len(self._rows)).argsort(kind="stable")]
 
     def over_finite(self, name: str) -> NDArray[np.float64]:
         """Return a metric as `column` does, but for a norm or a variance NaN where no gradient element was finite.
@@ -101,42 +104,28 @@ class Track:
             return values
         return np.where((values == 0.0) & np.isnan(self.column(f"train/grad_mean{found[1]}")), math.nan, values)
 
+    def lost(self, name: str) -> NDArray[np.bool_]:
+        """Return at which rows a metric was recorded, but is not a number or is over no finite element."""
+        recorded = self.column(name)
+        lost = np.isnan(self.over_finite(name)) & ~np.isnan(recorded)
+        if name in self._nan_steps:
+            lost |= np.isnan(recorded) & np.isin(self.steps, list(self._nan_steps[name]))
+        return lost
+
     def last(self, name: str) -> float | None:
         """Return the last recorded value of a metric, NaN included; None if it was never recorded."""
-        return self._last_recorded(name, self.column(name), self.over_finite(name))
+        values = self.over_finite(name)
+        rows = np.flatnonzero(~np.isnan(values) | self.lost(name))
+        return float(values[rows[-1]]) if len(rows) else None
 
-    def last_loss(self) -> float | None:
-        """Return the last recorded loss, NaN included; None without one."""
-        return self._last_recorded(_LOSS, self.loss, self.loss)
-
-    def nan_steps(self, name: str) -> list[int]:
-        """Return the steps at which a metric was recorded and is not a number."""
-        rows = np.flatnonzero(np.isnan(self.column(name)))
-        return sorted(self._nan_steps.get(name, set()) & set(self.steps[rows].tolist()))
-
-    def nan_losses(self) -> list[int]:
-        """Return the steps at which the loss is not a number."""
-        rows = np.flatnonzero(np.isnan(self.loss))
-        return sorted(self._nan_steps.get(_LOSS, set()) & set(self.steps[rows].tolist()))
-
-    def last_norm(self, group: str) -> float:
-        """Return the last norm of a group on a step with finite gradients."""
-        return _last_known(self.over_finite(f"{_GROUP_NORM}{group}"))
-
-    def end_of(self, values: NDArray[np.float64]) -> tuple[float, int | None]:
-        """Return the last number of a column, and its step where a later row has none."""
+    def last_number(self, name: str) -> tuple[float, int | None]:
+        """Return the last value that is a number, else NaN, and its step where a later row has none."""
+        values = self.over_finite(name)
         known = np.flatnonzero(~np.isnan(values))
         if not len(known):
             return math.nan, None
         row = int(known[-1])
         return float(values[row]), None if row + 1 == len(values) else int(self.steps[row])
-
-    def _last_recorded(self, name: str, recorded: NDArray[np.float64], shown: NDArray[np.float64]) -> float | None:
-        there = ~np.isnan(recorded)
-        if name in self._nan_steps:
-            there |= np.isin(self.steps, list(self._nan_steps[name]))
-        rows = np.flatnonzero(there)
-        return float(shown[rows[-1]]) if len(rows) else None
 
     def _set(self, column: array[float], row: int, value: float, step: int, name: str) -> None:
         if math.isnan(value):
@@ -149,20 +138,9 @@ class Track:
             column.extend([math.nan] * (row + 1 - len(column)))
         column[row] = value
 
-    def _in_order(self, column: array[float]) -> NDArray[np.float64]:
-        values = np.full(len(self._rows), math.nan)
-        values[: len(column)] = column
-        order = np.fromiter(self._rows, dtype=np.int64, count=len(self._rows)).argsort()
-        return values[order]
-
     def _without_source(self, name: str) -> str:
         head, found, group = name.partition(f"/{self.name}/")
         return f"{head}/{group}" if found else name.removesuffix(f"/{self.name}")
-
-
-def _last_known(values: NDArray[np.float64]) -> float:
-    known = values[~np.isnan(values)]
-    return float(known[-1]) if len(known) else math.nan
 
 
 _COLUMNS: Final = ("grad_variance", "grad_norm", "grad_mean", "grad_max", "grad_min")

@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 
+from gradtrack.pages.run_data import LOSS
 from gradtrack.records import Panel
 from tests.pages.runs import gather, row
 
@@ -38,14 +39,14 @@ def test_what_was_last_recorded_may_be_no_number() -> None:
 def test_a_loss_of_nan_is_told_from_none(losses: tuple[float | None, ...], last: str) -> None:
     """The last loss is what was recorded last."""
     (track,) = gather(*(row(step, loss=loss) for step, loss in enumerate(losses, 1))).tracks.values()
-    assert str(track.last_loss()) == last
+    assert str(track.last(LOSS)) == last
 
 
 def test_a_nan_that_was_replaced_is_gone() -> None:
     """A resumed run that repeats a step repeats what it recorded."""
     bad, good, late = row(2, norm=math.nan, loss=math.nan), row(2, norm=3.0), row(3, metrics={}, loss=None)
     (track,) = gather(row(1), bad, good, late).tracks.values()
-    assert (track.last("train/grad_norm"), track.last_loss()) == (3.0, 0.5)
+    assert (track.last("train/grad_norm"), track.last(LOSS)) == (3.0, 0.5)
 
 
 def test_a_step_that_was_recorded_twice_is_one_row() -> None:
@@ -73,7 +74,7 @@ def test_a_step_without_a_finite_gradient_has_no_norm() -> None:
                ((1.0, 0.1), (0.0, math.nan), (0.0, 0.0), (0.0, math.nan))]  # fmt: skip
     (track,) = gather(*(row(step, metrics=found) for step, found in enumerate(metrics, 1))).tracks.values()
     assert np.array_equal(track.over_finite("train/grad_norm/head"), [1.0, math.nan, 0.0, math.nan], equal_nan=True)
-    assert track.last_norm("head") == 0.0
+    assert track.last_number("train/grad_norm/head")[0] == 0.0
     assert math.isnan(track.last("train/grad_norm/head") or 0.0)
 
 

@@ -13,14 +13,13 @@ from gradtrack.functional.verdict import visualize_layer_gradients
 from gradtrack.pages.charts import spans_decades
 from gradtrack.pages.issues import ADVICE, IssueHistory
 from gradtrack.pages.paths import listing, ways_to_open
-from gradtrack.pages.run_data import RunData, Track
+from gradtrack.pages.run_data import LOSS, RunData, Track
 from gradtrack.pages.terminal.tables import WIDTH, number, sparkline
 from gradtrack.reports import IssueSeverity
 from gradtrack.reports.step import spell
 from gradtrack.support.names import one_line
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
     from rich.console import Console, ConsoleOptions, RenderableType
 
 _STATE_COLOURS: Final = {"ready": "green", "not installed": "dim"}
@@ -149,32 +148,22 @@ def _curves(track: Track, width: int) -> RenderableType:
     from rich.table import Table
     from rich.text import Text
 
-    loss = (track.loss, np.isin(track.steps, track.nan_losses()), track.last_loss())
-    curves = [
-        ("loss", spans_decades(track.loss), loss),
-        *((name, log, _known(track, key)) for name, key, log in _CURVES),
-    ]
-    rows = [(name, values, log, lost, _numbers_of(track, values, last)) for name, log, (values, lost, last) in curves]
+    curves = (("loss", LOSS, spans_decades(track.loss)), *_CURVES)
+    rows = [(name, key, log_scale, _numbers_of(track, key)) for name, key, log_scale in curves]
     heads, left = _room([(name, *words) for name, *_, words in rows if words], width)
     table = Table(
         box=None, pad_edge=False, title=Text(one_line(track.name)) if track.name else None, title_justify="left"
     )
     for column in ("", "", *heads):
         table.add_column(column, justify="left" if not column else "right", no_wrap=True)
-    for name, values, log_scale, lost, words in rows:
+    for name, key, log_scale, words in rows:
         if words:
-            drawn = sparkline(values, log_scale=log_scale, width=max(1, min(left, 2 * WIDTH)), lost=lost)
+            shown, letters = track.over_finite(key), max(1, min(left, 2 * WIDTH))
+            drawn = sparkline(shown, log_scale=log_scale, width=letters, lost=track.lost(key))
             table.add_row(name, drawn, *words[: len(heads)])
-        elif (name == "gradient norm" and len(values)) or (name == "loss" and track.last_loss() is not None):
+        elif (name == "gradient norm" and len(track.steps)) or (name == "loss" and track.last(LOSS) is not None):
             table.add_row(name, "never finite", *("–" for _ in heads), style="red")
     return table
-
-
-def _known(track: Track, key: str) -> tuple[NDArray[np.float64], NDArray[np.bool_], float | None]:
-    """Return the finite values of a metric, where it has none of these but was recorded, and its last value."""
-    values, recorded = track.over_finite(key), track.column(key)
-    lost = np.isin(track.steps, track.nan_steps(key)) | (np.isnan(values) & ~np.isnan(recorded))
-    return values, lost, track.last(key)
 
 
 def _room(cells: Sequence[Sequence[str]], width: int) -> tuple[tuple[str, ...], int]:
@@ -187,11 +176,12 @@ def _room(cells: Sequence[Sequence[str]], width: int) -> tuple[tuple[str, ...], 
     return heads, left
 
 
-def _numbers_of(track: Track, values: NDArray[np.float64], last: float | None) -> tuple[str, ...]:
+def _numbers_of(track: Track, key: str) -> tuple[str, ...]:
+    values = track.over_finite(key)
     finite = values[np.isfinite(values)]
     if not len(finite):
         return ()
-    known, step = track.end_of(values)
+    last, (known, step) = track.last(key), track.last_number(key)
     ended = f"NaN ({number(known)} at step {step})" if last is not None and last != last else number(known) + _age(step)
     return ended, number(finite.min()), number(finite.max())
 
@@ -205,8 +195,8 @@ def _groups(track: Track, total: int) -> Iterator[RenderableType]:
     from rich.cells import cell_len
     from rich.text import Text
 
-    norms = {group: track.last_norm(group) for group in track.groups}
-    known = {group: norm for group, norm in norms.items() if not math.isnan(norm)}
+    norms = {group: track.last_number(f"train/grad_norm/{group}") for group in track.groups}
+    known = {group: norm for group, (norm, _) in norms.items() if not math.isnan(norm)}
     if not known:
         return
     order = {group: place for place, group in enumerate(known)}
@@ -219,8 +209,8 @@ def _groups(track: Track, total: int) -> Iterator[RenderableType]:
     for layer in layers:
         name = short(layer.name, letters)
         space = " " * (width - cell_len(name) + 2)
-        _, step = track.end_of(track.over_finite(f"train/grad_norm/{layer.name}"))
-        yield Text(f"{name}{space}|{'█' * layer.bar_cells:<12}| norm: {number(layer.norm)}{_age(step)}")
+        age = _age(norms[layer.name][1])
+        yield Text(f"{name}{space}|{'█' * layer.bar_cells:<12}| norm: {number(layer.norm)}{age}")
     if len(known) > _GROUPS:
         yield Text(f"and {len(known) - _GROUPS} more between them: see gradtrack report", style="dim")
 
@@ -267,7 +257,7 @@ def _files(run: RunData) -> Iterator[RenderableType]:
 def _last(track: Track) -> dict[str, Any]:
     """Return the last recorded values without those that never were; NaN and infinities are words."""
     steps = {"step": int(track.steps[-1])} if len(track.steps) else {}
-    values = {"loss": track.last_loss(), **{name: track.last(name) for name in track.names}}
+    values = {"loss": track.last(LOSS), **{name: track.last(name) for name in track.names}}
     return {**steps, **{name: spell(value) for name, value in values.items() if value is not None}}
 
 

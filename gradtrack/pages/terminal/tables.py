@@ -96,12 +96,12 @@ def tables_of(run: RunData) -> list[Table]:
 
 
 def _group_table(identity: str, track: Track) -> Table:
-    norms = {group: track.end_of(track.over_finite(f"train/grad_norm/{group}")) for group in track.groups}
+    norms = {group: track.last_number(f"train/grad_norm/{group}") for group in track.groups}
     total = sum(norm * norm for norm, step in norms.values() if step is None and norm == norm)
     is_old = any(step is not None for _, step in norms.values())
     rows = []
     for group, (norm, step) in norms.items():
-        others = (track.end_of(track.over_finite(f"train/grad_{name}/{group}"))[0] for name in ("mean", "variance"))
+        others = (track.last_number(f"train/grad_{name}/{group}")[0] for name in ("mean", "variance"))
         share = f"{norm * norm / total:.4f}" if total and step is None and norm == norm else "–"
         age = [] if not is_old or norm != norm else [str(track.steps[-1] if step is None else step)]
         rows.append([group, _known(norm), share, *map(_known, others), *(age or ["–"] * is_old)])
