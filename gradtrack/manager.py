@@ -235,9 +235,10 @@ class GradientManager:
 
     def plot_training_curves(self, save_path: str | Path) -> Path:
         """Draw loss, gradient norms, non-finite counts and clipping over time."""
+        from gradtrack.drawing import figures
         from gradtrack.pages import pictures
 
-        return pictures.plot_training_curves(self.reports, Path(save_path))
+        return figures.save(pictures.draw_training_curves(self.reports), Path(save_path))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that later steps depend on, as plain data for a checkpoint."""

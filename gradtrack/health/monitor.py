@@ -77,9 +77,10 @@ class GradientMonitor(Stateful):
 
     def plot_gradient_statistics(self, save_path: str | Path) -> Path:
         """Draw the distribution, means, deviations, extremes and correlations of the kept statistics."""
+        from gradtrack.drawing import figures
         from gradtrack.pages import pictures
 
-        return pictures.plot_gradient_statistics(self.history, Path(save_path))
+        return figures.save(pictures.draw_gradient_statistics(self.history), Path(save_path))
 
     def _repr_html_(self) -> str:
         names = ("total_norm", "mean", "std", "min", "max", "zero_fraction")

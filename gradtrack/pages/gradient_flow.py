@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,22 +30,6 @@ def flow_of(
     return [report.step for report in found], norms, list(opened.values())
 
 
-def plot_gradient_flow(
-    norms: Mapping[str, Sequence[float | None]],
-    path: Path,
-    *,
-    steps: Sequence[int] = (),
-    issues: Sequence[tuple[int, str, str]] = (),
-    name: str = "",
-) -> Path:
-    """Draw the gradient norm of each layer: bars for one step, a heat map over time for several.
-
-    `norms` holds the layers from the input to the output; `issues` are steps, layers and texts to be marked, and
-    `name` is that of the pair.
-    """
-    return figures.save(draw_gradient_flow(norms, steps=steps, issues=issues, name=name), path)
-
-
 def draw_gradient_flow(
     norms: Mapping[str, Sequence[float | None]],
     *,
@@ -54,7 +37,11 @@ def draw_gradient_flow(
     issues: Sequence[tuple[int, str, str]] = (),
     name: str = "",
 ) -> Any:
-    """Return the figure of `plot_gradient_flow`."""
+    """Draw the gradient norm of each layer: bars for one step, a heat map over time for several.
+
+    `norms` holds the layers from the input to the output; `issues` are steps, layers and texts to be marked, and
+    `name` is that of the pair.
+    """
     names, of = list(norms), f" of {plain(name)}" if name else ""
     figure = figures.new_figure(11.0, min(3.0 + 0.22 * len(names), 14.0))
     table = np.array([figures.numbers(values) for values in norms.values()])

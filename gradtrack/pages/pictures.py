@@ -27,7 +27,8 @@ from gradtrack.drawing.figures import (
     panel,
     plain,
 )
-from gradtrack.pages.gradient_flow import flow_of, plot_gradient_flow
+from gradtrack.pages.charts import spans_decades
+from gradtrack.pages.gradient_flow import draw_gradient_flow, flow_of
 from gradtrack.pages.run_data import recorded_statistics
 from gradtrack.reports import GradientStatistics, StepReport
 from gradtrack.reports.summary import has_finite
@@ -47,7 +48,7 @@ def pictures_of(
 
     The journals of `directory` give the statistics of steps that are no longer among the reports.
     """
-    found: dict[str, Drawer] = {"training_curves.png": lambda path: plot_training_curves(reports, path)}
+    found: dict[str, Drawer] = {"training_curves.png": lambda path: figures.save(draw_training_curves(reports), path)}
     pairs = by_source(reports)
     for source, own in pairs.items():
         known = statistics if len(pairs) == 1 else [one.statistics for one in own if one.statistics is not None]
@@ -65,17 +66,17 @@ def _pictures_of_pair(
         # A long or resumed training began before the oldest report that is still in memory.
         earlier = recorded_statistics(directory, source=reports[0].source, before=reports[0].step)
         over_time = {name: earlier[name] + values for name, values in over_time.items()}
+    events = events_of(reports)
+    lost = [one.step for one in reports if one.statistics is not None and not has_finite(one.statistics)]
     steps, norms, issues = flow_of(reports)
     return {
-        "gradient_statistics": lambda path: plot_gradient_statistics_over_time(
-            over_time,
-            path,
-            events=events_of(reports),
-            lost=steps_without_finite(reports),
-            name=title,
+        "gradient_statistics": lambda path: figures.save(
+            draw_gradient_statistics_over_time(over_time, events=events, lost=lost, name=title), path
         ),
-        "gradient_stats": lambda path: plot_gradient_statistics(statistics, path, name=title),
-        "gradient_flow": lambda path: plot_gradient_flow(norms, path, steps=steps, issues=issues, name=title),
+        "gradient_stats": lambda path: figures.save(draw_gradient_statistics(statistics, name=title), path),
+        "gradient_flow": lambda path: figures.save(
+            draw_gradient_flow(norms, steps=steps, issues=issues, name=title), path
+        ),
         **_pictures_of_analyzers(reports),
     }
 
@@ -89,35 +90,11 @@ def _pictures_of_analyzers(reports: Sequence[StepReport]) -> dict[str, Drawer]:
     return found
 
 
-def plot_training_curves(reports: Sequence[StepReport], path: Path) -> Path:
-    """Draw loss, norms before and after clipping, non-finite counts and clip rate, with events where they happened."""
-    return figures.save(draw_training_curves(reports), path)
-
-
-def plot_gradient_statistics(statistics: Sequence[GradientStatistics], path: Path, *, name: str = "") -> Path:
-    """Draw the distributions of norms, means, deviations and extremes, and the correlation of the statistics."""
-    return figures.save(draw_gradient_statistics(statistics, name=name), path)
-
-
-def plot_gradient_statistics_over_time(
-    rows: Mapping[str, Sequence[float | None]],
-    path: Path,
-    *,
-    events: Sequence[tuple[float, str]] = (),
-    lost: Sequence[int] = (),
-    name: str = "",
-) -> Path:
-    """Draw variance, norm, absolute mean and range over time, each on a log axis.
-
-    `rows` holds lists of equal length, as `gradient_statistics.json` does: `step` and `grad_variance`, `grad_norm`,
-    `grad_mean`, `grad_max`, `grad_min`. `events` are steps and texts to be marked, `lost` are steps without a finite
-    gradient, and `name` is that of the pair.
-    """
-    return figures.save(draw_gradient_statistics_over_time(rows, events=events, lost=lost, name=name), path)
-
-
 def draw_training_curves(reports: Sequence[StepReport]) -> Any:
-    """Return the figure of `plot_training_curves`; several pairs have a colour each."""
+    """Draw loss, norms before and after clipping, non-finite counts and clip rate, with events where they happened.
+
+    Several pairs have a colour each.
+    """
     figure = figures.new_figure()
     figure.suptitle("Training curves", fontsize=14)
     pairs = list(by_source(reports).values()) or [[]]
@@ -134,7 +111,7 @@ def draw_training_curves(reports: Sequence[StepReport]) -> Any:
 
 
 def draw_gradient_statistics(statistics: Sequence[GradientStatistics], *, name: str = "") -> Any:
-    """Return the figure of `plot_gradient_statistics`."""
+    """Draw the distributions of norms, means, deviations and extremes, and the correlation of the statistics."""
     figure = figures.new_figure()
     count = f"{len(statistics)} step{'' if len(statistics) == 1 else 's'}"
     figure.suptitle(_titled(f"Gradient statistics of {count}", name), fontsize=14, parse_math=False)
@@ -165,24 +142,26 @@ def draw_gradient_statistics_over_time(
     lost: Sequence[int] = (),
     name: str = "",
 ) -> Any:
-    """Return the figure of `plot_gradient_statistics_over_time`."""
+    """Draw variance, norm, absolute mean and range over time, each on a log axis.
+
+    `rows` holds lists of equal length, as `gradient_statistics.json` does: `step` and `grad_variance`, `grad_norm`,
+    `grad_mean`, `grad_max`, `grad_min`. `events` are steps and texts to be marked, `lost` are steps without a finite
+    gradient, and `name` is that of the pair.
+    """
     figure = figures.new_figure()
     figure.suptitle(_titled("Gradient statistics over time", name), fontsize=14, parse_math=False)
     table = {name: figures.numbers(values) for name, values in rows.items()}
     steps = table["step"]
-    panels = [
-        ("Gradient variance", [("variance", table["grad_variance"], BLUE, "-")]),
-        ("Gradient norm", [("norm", table["grad_norm"], GREEN, "-")]),
-        ("Absolute gradient mean", [("|mean|", np.abs(table["grad_mean"]), PURPLE, "-")]),
-        (
-            "Gradient range",
-            [("max", table["grad_max"], ORANGE, "-"), ("|min|", np.abs(table["grad_min"]), BLUE, "-")],
-        ),
-    ]
+    panels = (
+        ("Gradient variance", [("variance", table["grad_variance"], BLUE)]),
+        ("Gradient norm", [("norm", table["grad_norm"], GREEN)]),
+        ("Absolute gradient mean", [("|mean|", np.abs(table["grad_mean"]), PURPLE)]),
+        ("Gradient range", [("max", table["grad_max"], ORANGE), ("|min|", np.abs(table["grad_min"]), BLUE)]),
+    )
     for index, (title, lines) in enumerate(panels):
         axes = panel(figure, (2, 2, index + 1), title, "step", "")
-        for label, values, colour, style in lines:
-            log_curve(axes, steps, values, label=label, colour=colour, linestyle=style)
+        for label, values, colour in lines:
+            log_curve(axes, steps, values, label=label, colour=colour)
         figures.mark_lost(axes, lost)
         if len(steps) or len(lost):
             figures.across(axes, [*steps, *lost])
@@ -202,38 +181,24 @@ def by_source(reports: Sequence[StepReport]) -> dict[str, list[StepReport]]:
 
 
 def statistics_over_time(reports: Sequence[StepReport]) -> dict[str, list[float | None]]:
-    """Return the lists that `plot_gradient_statistics_over_time` draws, from the measured ones among some reports.
-
-    A step without a finite gradient has nothing to draw.
-    """
-    kept = [(report, report.statistics) for report in reports if report.statistics is not None]
-    found = [(report, statistics) for report, statistics in kept if has_finite(statistics)]
+    """Return the lists that `draw_gradient_statistics_over_time` draws, from the steps with finite gradients."""
+    found = [(one, one.statistics) for one in reports if one.statistics is not None and has_finite(one.statistics)]
     return {
         "step": [report.step for report, _ in found],
-        "grad_variance": [statistics.variance for _, statistics in found],
         "grad_norm": [report.clipping.norm_before for report, _ in found],
-        "grad_mean": [statistics.mean for _, statistics in found],
-        "grad_max": [statistics.max for _, statistics in found],
-        "grad_min": [statistics.min for _, statistics in found],
+        **{f"grad_{name}": [getattr(whole, name) for _, whole in found] for name in ("variance", "mean", "max", "min")},
     }
-
-
-def steps_without_finite(reports: Sequence[StepReport]) -> list[int]:
-    """Return the measured steps on which no gradient element was finite, which `statistics_over_time` leaves out."""
-    return [report.step for report in reports if report.statistics is not None and not has_finite(report.statistics)]
 
 
 def _loss(axes: Any, pairs: Sequence[Sequence[StepReport]]) -> None:
     losses = [figures.numbers(report.loss for report in reports) for reports in pairs]
     everything = np.concatenate(losses)
-    finite = everything[np.isfinite(everything)]
     for reports in pairs:
         figures.mark_lost(axes, [one.step for one in reports if one.loss is not None and math.isnan(one.loss)])
-    if not len(finite):
+    if not np.isfinite(everything).any():
         figures.say(axes, "No finite loss was recorded." if pairs[0] else _EMPTY)
         return
-    # A loss that falls by orders of magnitude is a line on a log axis only.
-    draw = log_curve if finite.min() > 0 and finite.max() > 20 * finite.min() else curve
+    draw = log_curve if spans_decades(everything) else curve
     for index, (reports, values) in enumerate(zip(pairs, losses, strict=True)):
         draw(axes, _steps(reports), values, label=_of("loss", reports), colour=CYCLE[index % len(CYCLE)])
 
@@ -298,20 +263,14 @@ def _clipping(axes: Any, pairs: Sequence[Sequence[StepReport]]) -> None:
         axes.set_yticks([])
         return
     for index, reports in enumerate(pairs):
-        clipping, steps = [report.clipping for report in reports], _steps(reports)
+        steps = _steps(reports)
         colours = (SKY, ORANGE) if len(pairs) == 1 else (CYCLE[index % len(CYCLE)],) * 2
+        # A step that was left out is not clipped, whatever its gradients were.
+        coefficients = figures.numbers(None if one.skipped else one.clipping.coefficient for one in reports)
+        rates = figures.numbers(one.clipping.clip_rate for one in reports)
         lines = (
-            # A step that was left out is not clipped, whatever its gradients were.
-            (
-                "clip coefficient",
-                figures.numbers(None if one.skipped else one.clipping.coefficient for one in reports),
-                "-",
-            ),
-            (
-                "share of recent steps clipped",
-                figures.numbers(found.clip_rate for found in clipping),
-                "-" if len(pairs) == 1 else "--",
-            ),
+            ("clip coefficient", coefficients, "-"),
+            ("share of recent steps clipped", rates, "-" if len(pairs) == 1 else "--"),
         )
         for (label, values, style), colour in zip(lines, colours, strict=True):
             curve(axes, steps, values, label=_of(label, reports), colour=colour, linestyle=style)

@@ -49,7 +49,7 @@ def test_a_picture_that_fails_is_left_out(
     def fail(*_: object) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr(pictures, "plot_training_curves", fail)
+    monkeypatch.setattr(pictures, "draw_training_curves", fail)
     with caplog.at_level(logging.WARNING, logger="gradtrack"):
         train(run_dir=tmp_path)
     assert {path.name for path in tmp_path.glob("*.png")} == NAMES - {"training_curves.png"}

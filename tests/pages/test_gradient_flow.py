@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from gradtrack.drawing import figures
 from gradtrack.pages import gradient_flow as picture
 from gradtrack.pages.gradient_flow import flow_of
 from tests.pages.runs import HOSTILE, issue, report, unhealthy
@@ -58,11 +59,9 @@ def test_the_flow_is_that_of_the_groups() -> None:
 def test_pictures_survive_emptiness(tmp_path: Path) -> None:
     """Nothing to draw and names of any kind still make pictures."""
     paths = (tmp_path / f"{number}.png" for number in itertools.count())
-    for written in (
-        picture.plot_gradient_flow({}, next(paths)),
-        picture.plot_gradient_flow(
-            {HOSTILE: [1.0, math.nan], "$x": [0.0, 0.0]}, next(paths), issues=[(1, HOSTILE, HOSTILE)]
-        ),
-        picture.plot_gradient_flow({"all": [math.nan, math.nan]}, next(paths)),
+    for figure in (
+        picture.draw_gradient_flow({}),
+        picture.draw_gradient_flow({HOSTILE: [1.0, math.nan], "$x": [0.0, 0.0]}, issues=[(1, HOSTILE, HOSTILE)]),
+        picture.draw_gradient_flow({"all": [math.nan, math.nan]}),
     ):
-        assert written.read_bytes().startswith(PNG)
+        assert figures.save(figure, next(paths)).read_bytes().startswith(PNG)

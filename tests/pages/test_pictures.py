@@ -190,7 +190,7 @@ def test_steps_without_a_finite_gradient_are_no_zeros() -> None:
 def test_training_curves_survive_zeros_and_nonfinite_norms(tmp_path: Path, norms: list[float | None]) -> None:
     """Nothing that a norm can be keeps the picture from being written."""
     reports = [report(step, norm=norm) for step, norm in enumerate(norms, 1)]
-    assert pictures.plot_training_curves(reports, tmp_path / "curves.png").read_bytes().startswith(PNG)
+    assert figures.save(pictures.draw_training_curves(reports), tmp_path / "curves.png").read_bytes().startswith(PNG)
 
 
 def test_zeros_are_marked_on_a_log_axis() -> None:
@@ -225,21 +225,21 @@ def test_four_panels_over_time_are_on_log_axes(tmp_path: Path) -> None:
     assert line(figure.axes[1], "norm").get_ydata() == pytest.approx(np.arange(1, 11))
     assert line(figure.axes[2], "|mean|").get_ydata() == pytest.approx(np.arange(1, 11) * 1e-3)
     assert line(figure.axes[3], "|min|").get_ydata() == pytest.approx(np.arange(1, 11) / 3)
-    assert pictures.plot_gradient_statistics_over_time(rows, tmp_path / "a" / "b.png").read_bytes().startswith(PNG)
+    assert figures.save(figure, tmp_path / "a" / "b.png").read_bytes().startswith(PNG)
 
 
 def test_empty_trainings_say_so(tmp_path: Path) -> None:
     """A training without a step makes pictures that tell it."""
     assert texts(pictures.draw_training_curves([]).axes[0]) == ["No steps were recorded."]
     assert texts(pictures.draw_gradient_statistics([]).axes[0]) == ["No steps were recorded."]
-    assert pictures.plot_gradient_statistics([], tmp_path / "none.png").exists()
+    assert figures.save(pictures.draw_gradient_statistics([]), tmp_path / "none.png").exists()
 
 
 def test_hostile_names_are_drawn_as_text(tmp_path: Path) -> None:
     """A layer may be called anything, also what looks like a formula, without harm to the picture."""
     names = [HOSTILE, "$unclosed", "a_b^c"]
     reports = [report(step, health=unhealthy(issue(name))) for step, name in enumerate(names, 1)]
-    assert pictures.plot_training_curves(reports, tmp_path / "curves.png").exists()
+    assert figures.save(pictures.draw_training_curves(reports), tmp_path / "curves.png").exists()
 
 
 def test_pictures_leave_the_global_state_alone() -> None:
