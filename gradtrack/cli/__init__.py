@@ -4,18 +4,38 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
 from gradtrack._version import __version__
-from gradtrack.cli.help_texts import EPILOG, epilog
 from gradtrack.cli.runs import HERE, find_run, survive_poor_encodings
 from gradtrack.errors import GradtrackError, UsageError
 from gradtrack.support.names import Printable, one_line, printable
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+_EPILOG: Final = (
+    "Exit codes: 0 done; 1 done, but the run is unhealthy (show --check), issues appeared (diff --check), "
+    "rows are still missing (replay) or a backend cannot be used (doctor); 2 wrong usage or an input that cannot be "
+    "used: one line on stderr says why; 130 interrupted; 141 the reader of the output has gone."
+    "\n\n[bold]gradtrack COMMAND --help[/bold] has examples; "
+    "[bold]gradtrack --install-completion[/bold] completes commands and options in your shell."
+)
+
+
+def _epilog(*examples: str, code_1: str = "") -> str:
+    """Return what follows the help of a command: examples, and when it ends with 1; an empty line is a line break."""
+    lines = ["Examples:", *(f"[bold]{example}[/bold]" for example in examples)]
+    if code_1:
+        lines.append(f"Exit codes: 0 done; 1 {code_1}; 2 wrong usage or input.")
+    return "\n\n".join(lines)
+
 
 app = typer.Typer(
     name="gradtrack",
@@ -23,7 +43,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    epilog=EPILOG,
+    epilog=_EPILOG,
 )
 Run = Annotated[
     Path | None,
@@ -66,7 +86,7 @@ def gradtrack(
     """
 
 
-@app.command(epilog=epilog("demo"))
+@app.command(epilog=_epilog("gradtrack demo", "gradtrack demo --steps 60 --out my_first_run"))
 def demo(
     out: Annotated[
         Path | None, typer.Option(help="Where the files go. Default: a new directory in gradtrack_runs.")
@@ -84,7 +104,14 @@ def demo(
     typer.echo(json.dumps(finding.as_dict(), indent=1) if as_json else _folded(finding.describe()))
 
 
-@app.command(epilog=epilog("show"))
+@app.command(
+    epilog=_epilog(
+        "gradtrack show",
+        "gradtrack show gradtrack_runs/exp1 --follow",
+        "gradtrack show exp1 --check && ./deploy",
+        code_1="with --check the run is unhealthy",
+    )
+)
 def show(
     run: Run = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Stay until the run ends.")] = False,
@@ -92,28 +119,24 @@ def show(
     as_json: AsJson = False,
 ) -> None:
     """Show a run in the terminal: curves, issues with what to do about them, and the norm of each group."""
-    from rich.console import Console
-
     from gradtrack.pages.run_data import load_run
     from gradtrack.pages.terminal import overview
 
     if follow and as_json:
         raise UsageError("--follow with --json: expected one of them. Read the run's journal for rows as they come.")
-    directory, console = find_run(run), Console(highlight=False)
     if follow:
+        from rich.console import Console
+
         from gradtrack.pages.terminal.follow import follow as watch
 
-        found = watch(directory, console)
+        found = watch(find_run(run), Console(highlight=False))
     else:
-        found = load_run(directory, watched=True)
-        if as_json:
-            typer.echo(json.dumps(overview.to_plain(found), indent=1, default=str))
-        else:
-            console.print(Printable(overview.show(found)), crop=False)
+        found = load_run(find_run(run), watched=True)
+        _print(lambda: overview.to_plain(found), lambda: overview.show(found), as_json=as_json)
     raise typer.Exit(int(check and not found.healthy))
 
 
-@app.command(epilog=epilog("report"))
+@app.command(epilog=_epilog("gradtrack report", "gradtrack report gradtrack_runs/exp1 --out exp1.html"))
 def report(
     run: Run = None,
     out: Annotated[
@@ -136,7 +159,13 @@ def report(
     )
 
 
-@app.command(epilog=epilog("diff"))
+@app.command(
+    epilog=_epilog(
+        "gradtrack diff good_run bad_run",
+        "gradtrack diff good_run bad_run --html diff.html --check",
+        code_1="with --check an issue appeared",
+    )
+)
 def diff(
     first: Annotated[Path, typer.Argument(help="The directory of the run to compare with.")],
     second: Annotated[Path, typer.Argument(help="The directory of the other run.")],
@@ -145,8 +174,6 @@ def diff(
     as_json: AsJson = False,
 ) -> None:
     """Lay two runs side by side: numbers, settings, groups, and the issues that appeared or went."""
-    from rich.console import Console
-
     from gradtrack.pages.comparison import Comparison
     from gradtrack.pages.run_data import load_run
 
@@ -154,14 +181,17 @@ def diff(
     if html is not None:
         with _writing(html, "--html"):
             found.write_html(html)
-    if as_json:
-        typer.echo(json.dumps(found.to_plain(), indent=1, default=str))
-    else:
-        Console(highlight=False).print(Printable(found.show()))
+    _print(found.to_plain, found.show, as_json=as_json)
     raise typer.Exit(int(check and bool(found.appeared)))
 
 
-@app.command(epilog=epilog("replay"))
+@app.command(
+    epilog=_epilog(
+        "gradtrack replay exp1",
+        "gradtrack replay exp1 --to mlflow --tracking-uri http://127.0.0.1:5000",
+        code_1="rows are still missing",
+    )
+)
 def replay(
     run: Run = None,
     to: Annotated[
@@ -183,8 +213,6 @@ def replay(
     that only the journal names gets none: name it with --tracking-uri, unless it is on this machine or the environment
     names it. Files are written in the run's directory, and elsewhere only below --allow.
     """
-    from dataclasses import asdict
-
     from rich.console import Console
     from rich.progress import Progress
 
@@ -209,12 +237,16 @@ def replay(
         typer.echo(json.dumps([{**asdict(one), "complete": one.complete} for one in found], indent=1))
     for one in [] if as_json else found:
         text = f"{one.backend}: {one.rows} rows, {one.present} were there, {one.delivered} delivered, "
-        text += f"{one.refused} refused" + (f" ({one.fault})" if one.fault else "") + _tell_damage(one.damaged)
+        text += f"{one.refused} refused" + (f" ({one.fault})" if one.fault else "")
+        if one.damaged:
+            text += f"; {len(one.damaged)} line(s) of the journal left out: {one.damaged[0]}"
         typer.echo(one_line(text))
     raise typer.Exit(int(not all(one.complete for one in found)))
 
 
-@app.command(epilog=epilog("doctor"))
+@app.command(
+    epilog=_epilog("gradtrack doctor", "gradtrack doctor gradtrack.yaml --json", code_1="a backend cannot be used")
+)
 def doctor(
     config: Annotated[
         Path | None, typer.Argument(help="A YAML, TOML or JSON file. Default: no file.", show_default=False)
@@ -222,28 +254,21 @@ def doctor(
     as_json: AsJson = False,
 ) -> None:
     """Tell what is installed and where a configuration would send its rows, without creating anything there."""
-    from dataclasses import asdict
-
-    from rich.console import Console
-
     from gradtrack.delivery.preflight import examine
     from gradtrack.pages.terminal.overview import show_diagnosis
 
     found = examine(config)
-    if as_json:
-        typer.echo(json.dumps({**asdict(found), "healthy": found.healthy}, indent=1, default=str))
-    else:
-        Console(highlight=False).print(Printable(show_diagnosis(found)))
+    _print(lambda: {**asdict(found), "healthy": found.healthy}, lambda: show_diagnosis(found), as_json=as_json)
     raise typer.Exit(int(not found.healthy))
 
 
-@app.command(epilog=epilog("backends"))
+@app.command(epilog=_epilog("gradtrack backends", "gradtrack backends --json"))
 def backends(as_json: AsJson = False) -> None:
     """List the trackers that a run can write to, and whether what each needs is installed."""
     _list_plugins("backends", as_json)
 
 
-@app.command(epilog=epilog("analyzers"))
+@app.command(epilog=_epilog("gradtrack analyzers", "gradtrack analyzers --json"))
 def analyzers(as_json: AsJson = False) -> None:
     """List the analyzers that can look beyond the gradients themselves."""
     _list_plugins("analyzers", as_json)
@@ -259,11 +284,6 @@ def _writing(path: Path, option: str) -> Iterator[None]:
             f"{str(path)!r}: expected a file that can be written ({fault.strerror or fault}). "
             f"Choose another with {option}."
         ) from fault
-
-
-def _tell_damage(lines: Sequence[str]) -> str:
-    """Say how many lines of a journal could not be read, and why the first of them could not."""
-    return f"; {len(lines)} line(s) of the journal left out: {lines[0]}" if lines else ""
 
 
 def _backend_names() -> list[str]:
@@ -289,18 +309,21 @@ def _folded(text: str) -> str:
 
 
 def _list_plugins(kind: str, as_json: bool) -> None:
-    from dataclasses import asdict
-
-    from rich.console import Console
-
     from gradtrack import registry
     from gradtrack.cli.plugins import describe_plugins, show_plugins
 
-    plugins = describe_plugins(getattr(registry, kind))
+    found = describe_plugins(getattr(registry, kind))
+    _print(lambda: [*map(asdict, found)], lambda: show_plugins(kind.removesuffix("s"), found), as_json=as_json)
+
+
+def _print(plain: Callable[[], Any], shown: Callable[[], RenderableType], *, as_json: bool) -> None:
+    """Print data for scripts, or what a person reads."""
     if as_json:
-        typer.echo(json.dumps([asdict(plugin) for plugin in plugins], indent=1))
+        typer.echo(json.dumps(plain(), indent=1, default=str))
     else:
-        Console().print(Printable(show_plugins(kind.removesuffix("s"), plugins)))
+        from rich.console import Console
+
+        Console(highlight=False).print(Printable(shown()), crop=False)
 
 
 if __name__ == "__main__":
