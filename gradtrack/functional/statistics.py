@@ -40,18 +40,13 @@ def leaves(gradients: object) -> Iterator[Leaf]:
             yield from leaves(value)
     elif _is_array_like(gradients):
         yield as_array(gradients)
+    elif isinstance(gradients, list | tuple) and gradients and all(type(item) is float for item in gradients):
+        yield np.array(gradients, dtype=np.float64)  # a long history of norms is one array, not thousands
     elif isinstance(gradients, Iterable) and not isinstance(gradients, str | bytes):
-        yield from _iterable_leaves(gradients)
+        for item in gradients:
+            yield from leaves(item)
     else:
         raise _unusable(gradients)
-
-
-def _iterable_leaves(gradients: Iterable[object]) -> Iterator[Leaf]:
-    if isinstance(gradients, list | tuple) and gradients and all(type(item) is float for item in gradients):
-        yield np.array(gradients, dtype=np.float64)  # a long history of norms is one array, not thousands
-        return
-    for item in gradients:
-        yield from leaves(item)
 
 
 def as_array(value: object) -> NDArray[Any]:
@@ -66,36 +61,21 @@ def as_array(value: object) -> NDArray[Any]:
 
 def float64_blocks(leaf: Leaf) -> Iterator[NDArray[np.float64]]:
     """Yield the elements as flat float64 pieces, complex ones as their magnitude."""
-    if is_tensor(leaf):
-        yield from _tensor_blocks(leaf)
-        return
-    flat = np.asarray(leaf).ravel(order="K")
-    for start in range(0, flat.size, BLOCK_ELEMENTS):
-        block = flat[start : start + BLOCK_ELEMENTS]
+    flat = leaf.reshape(-1) if is_tensor(leaf) else np.asarray(leaf).ravel(order="K")
+    for start in range(0, len(flat), BLOCK_ELEMENTS):
+        piece = flat[start : start + BLOCK_ELEMENTS]
+        block = _on_host(piece) if is_tensor(piece) else np.asarray(piece)
         with np.errstate(all="ignore"):
-            if flat.dtype.kind == "c":
+            if block.dtype.kind == "c":
                 yield np.abs(block.astype(np.complex128))
             else:
                 yield block.astype(np.float64, copy=False)
 
 
-def _tensor_blocks(tensor: torch.Tensor) -> Iterator[NDArray[np.float64]]:
-    flat = tensor.reshape(-1)
-    for start in range(0, flat.numel(), BLOCK_ELEMENTS):
-        # To the host first: some devices have no float64.
-        block = flat[start : start + BLOCK_ELEMENTS].cpu()
-        if block.is_complex():
-            with np.errstate(all="ignore"):
-                yield np.abs(block.resolve_conj().resolve_neg().numpy().astype(np.complex128))
-        else:
-            yield block.double().resolve_neg().numpy()
-
-
-def has_wide_range(leaf: Leaf) -> bool:
-    """Tell whether the square of an element can leave the range of float64."""
-    width = leaf.element_size() if is_tensor(leaf) else leaf.itemsize
-    is_complex = leaf.is_complex() if is_tensor(leaf) else np.iscomplexobj(leaf)
-    return width >= (16 if is_complex else 8)
+def _on_host(piece: torch.Tensor) -> NDArray[Any]:
+    """Return a tensor as an array; some devices have no float64, and numpy lacks some of torch's types."""
+    hosted = piece.cpu().resolve_conj().resolve_neg()
+    return (hosted if hosted.is_complex() else hosted.double()).numpy()
 
 
 def rebuild(gradients: object, change: Callable[[Leaf], None]) -> object:
@@ -105,28 +85,21 @@ def rebuild(gradients: object, change: Callable[[Leaf], None]) -> object:
     if is_tensor(gradients):
         return _rebuild_tensor(gradients, change)
     if isinstance(gradients, Mapping):
-        return _rebuild_mapping(gradients, change)
+        # A shallow copy keeps what the constructor would ask for again, such as the factory of a defaultdict.
+        rebuilt: dict[Any, object] = copy.copy(gradients) if isinstance(gradients, dict) else {}
+        for key, value in gradients.items():
+            rebuilt[key] = rebuild(value, change)
+        return rebuilt
     if _is_array_like(gradients):
         return _rebuild_array(gradients, change)
     if isinstance(gradients, Iterator) or not isinstance(gradients, Iterable):
         raise _unusable(gradients)
     items = [rebuild(item, change) for item in gradients]
     if isinstance(gradients, tuple):
-        make = getattr(type(gradients), "_make", type(gradients))
-        return make(items)
-    return _refill(gradients, items) if isinstance(gradients, MutableSequence) else items
-
-
-def _rebuild_mapping(gradients: Mapping[Any, object], change: Callable[[Leaf], None]) -> dict[Any, object]:
-    # A shallow copy keeps what the constructor would ask for again, such as the factory of a defaultdict.
-    rebuilt: dict[Any, object] = copy.copy(gradients) if isinstance(gradients, dict) else {}
-    for key, value in gradients.items():
-        rebuilt[key] = rebuild(value, change)
-    return rebuilt
-
-
-def _refill(sequence: MutableSequence[object], items: list[object]) -> MutableSequence[object]:
-    refilled = copy.copy(sequence)
+        return getattr(type(gradients), "_make", type(gradients))(items)
+    if not isinstance(gradients, MutableSequence):
+        return items
+    refilled = copy.copy(gradients)
     for index, item in enumerate(items):
         refilled[index] = item
     return refilled
@@ -217,7 +190,8 @@ def norm_of(arrays: Sequence[Leaf]) -> float:
     """Return the L2 norm over arrays that are already unpacked."""
     scale = _common_scale(arrays)
     with np.errstate(all="ignore"):
-        squares = [float(np.dot(x, x)) for array in arrays for x in _scaled_blocks(array, scale)]
+        blocks = (block for array in arrays for block in float64_blocks(array))
+        squares = [float(np.dot(x, x)) for x in (block if scale == 1.0 else block / scale for block in blocks)]
     return math.sqrt(math.fsum(squares)) * scale
 
 
@@ -244,8 +218,7 @@ def compute_gradient_stats(gradients: object) -> GradientStats:
 
 def _common_scale(arrays: Sequence[Leaf]) -> float:
     """Return the power of two to divide by so that squares neither overflow nor vanish; mostly 1."""
-    wide = [array for array in arrays if has_wide_range(array)]
-    peak = _peak(wide)
+    peak = _peak(array for array in arrays if _has_wide_range(array))
     if 0.0 < peak < _SAFE_TO_SQUARE[0]:
         peak = _peak(arrays)  # beside any number of a narrower dtype these are nothing
     if peak == 0.0 or _SAFE_TO_SQUARE[0] < peak < _SAFE_TO_SQUARE[1]:
@@ -253,13 +226,16 @@ def _common_scale(arrays: Sequence[Leaf]) -> float:
     return math.ldexp(1.0, math.frexp(peak)[1] - 1)
 
 
-def _peak(arrays: Sequence[Leaf]) -> float:
+def _has_wide_range(leaf: Leaf) -> bool:
+    """Tell whether the square of an element can leave the range of float64."""
+    width = leaf.element_size() if is_tensor(leaf) else leaf.itemsize
+    is_complex = leaf.is_complex() if is_tensor(leaf) else np.iscomplexobj(leaf)
+    return width >= (16 if is_complex else 8)
+
+
+def _peak(arrays: Iterable[Leaf]) -> float:
     magnitudes = (np.abs(block) for array in arrays for block in float64_blocks(array))
     return max((float(np.max(m, where=np.isfinite(m), initial=0.0)) for m in magnitudes), default=0.0)
-
-
-def _scaled_blocks(array: Leaf, scale: float) -> list[NDArray[np.float64]]:
-    return [block if scale == 1.0 else block / scale for block in float64_blocks(array)]
 
 
 @dataclass(slots=True)
@@ -292,9 +268,7 @@ class _Moments:
         self.very_large_count += int(np.count_nonzero(magnitudes >= VERY_LARGE))
         self.min = float(np.fmin(self.min, finite.min()))
         self.max = float(np.fmax(self.max, finite.max()))
-        self._merge(finite if self.scale == 1.0 else finite / self.scale)
-
-    def _merge(self, values: NDArray[np.float64]) -> None:
+        values = finite if self.scale == 1.0 else finite / self.scale
         mean = float(values.mean())
         deviations = values - mean
         total = self.finite_count + values.size
@@ -338,7 +312,13 @@ def clip_gradients(gradients: Gradients, max_norm: float) -> tuple[Gradients, fl
     >>> clip_gradients({"weight": 3.0, "bias": 4.0}, max_norm=1.0)
     ({'weight': 0.6, 'bias': 0.8}, 5.0)
     """
-    limit = _checked_limit(max_norm)
+    try:
+        limit = float(max_norm)
+    except (TypeError, ValueError) as error:
+        message = f"max_norm={max_norm!r}: expected a number. Pass the largest norm to allow, such as 1.0."
+        raise InputTypeError(message) from error
+    if not limit >= 0.0:
+        raise UsageError(f"max_norm={limit}: expected a number of at least 0. Pass the largest norm to allow.")
     source: object = list(gradients) if isinstance(gradients, Iterator) else gradients
     norm = compute_gradient_norm(source)
     too_long = math.isfinite(norm) and norm > limit
@@ -350,33 +330,14 @@ def clip_gradients(gradients: Gradients, max_norm: float) -> tuple[Gradients, fl
     return cast("Gradients", rebuild(source, change)), norm
 
 
-def _checked_limit(max_norm: float) -> float:
-    try:
-        limit = float(max_norm)
-    except (TypeError, ValueError) as error:
-        message = f"max_norm={max_norm!r}: expected a number. Pass the largest norm to allow, such as 1.0."
-        raise InputTypeError(message) from error
-    if not limit >= 0.0:
-        message = f"max_norm={limit}: expected a number of at least 0. Pass the largest norm to allow."
-        raise UsageError(message)
-    return limit
-
-
 def _scale_in_place(flat: Leaf, norm: float, limit: float) -> None:
     """Multiply by `limit / norm` in float64, since a narrower dtype may not hold the factor."""
     for start in range(0, len(flat), BLOCK_ELEMENTS):
-        if is_tensor(flat):
-            _scale_tensor(flat[start : start + BLOCK_ELEMENTS], norm, limit)
+        piece = flat[start : start + BLOCK_ELEMENTS]
+        if is_tensor(piece):
+            hosted = piece.cpu() if piece.device.type == "mps" else piece  # that device has no float64
+            piece.copy_(hosted.double().div(norm).mul(limit))
         else:
-            _scale_array(flat[start : start + BLOCK_ELEMENTS], norm, limit)
-
-
-def _scale_tensor(piece: torch.Tensor, norm: float, limit: float) -> None:
-    hosted = piece.cpu() if piece.device.type == "mps" else piece  # that device has no float64
-    piece.copy_(hosted.double().div(norm).mul(limit))
-
-
-def _scale_array(piece: NDArray[Any], norm: float, limit: float) -> None:
-    wide = np.complex128 if piece.dtype.kind == "c" else np.float64
-    with np.errstate(under="ignore"):
-        piece[...] = piece.astype(wide) / norm * limit
+            wide = np.complex128 if piece.dtype.kind == "c" else np.float64
+            with np.errstate(under="ignore"):
+                piece[...] = piece.astype(wide) / norm * limit

@@ -7,16 +7,13 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Final, Literal, TypeAlias, get_args
+from typing import Final, Literal, TypeAlias, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gradtrack.errors import InputTypeError, UsageError
-from gradtrack.functional.statistics import is_tensor, leaves, norm_of
-
-if TYPE_CHECKING:
-    from typing_extensions import TypeIs
+from gradtrack.functional.statistics import leaves, norm_of
 
 Axis: TypeAlias = Literal["time", "depth"]
 Status: TypeAlias = Literal["vanishing", "exploding", "stable"]
@@ -100,19 +97,15 @@ def named_norms(gradients: object) -> list[tuple[object, float]]:
     """Return key or index and norm of every entry that holds a gradient."""
     if isinstance(gradients, Mapping):
         entries: Iterable[tuple[object, object]] = gradients.items()
-    elif _is_sequence(gradients):
+    elif (
+        isinstance(gradients, Iterable) and not isinstance(gradients, str | bytes) and getattr(gradients, "ndim", 1) > 0
+    ):
         entries = enumerate(gradients)
     else:
         kind = type(gradients).__name__
         raise InputTypeError(f"{kind} as a series of gradients: expected several. Pass a list or a dict.")
     unpacked = ((key, list(leaves(entry))) for key, entry in entries)
     return [(key, norm_of(arrays)) for key, arrays in unpacked if arrays]
-
-
-def _is_sequence(gradients: object) -> TypeIs[Iterable[object]]:
-    if isinstance(gradients, np.ndarray) or is_tensor(gradients):
-        return gradients.ndim > 0
-    return isinstance(gradients, Iterable) and not isinstance(gradients, str | bytes)
 
 
 def judge(norms: tuple[float, ...], axis: Axis) -> GradientVerdict:
@@ -237,7 +230,10 @@ class GradientProfile:
         if not self.layers:
             return "No gradients to show."
         width = max(len(layer.label) for layer in self.layers) + 3
-        lines = [_line(layer, width) for layer in self.layers]
+        lines = [
+            f"{layer.label:<{width}}|{'█' * layer.bar_cells:<{BAR_CELLS}}| norm: {_number(layer.norm)}"
+            for layer in self.layers
+        ]
         return "\n".join([*lines, " " * width + _VERDICTS[self.verdict.status]])
 
     def _repr_html_(self) -> str:
@@ -262,15 +258,12 @@ def visualize_layer_gradients(layer_gradients: object) -> GradientProfile:
     named = named_norms(layer_gradients)
     norms = tuple(norm for _, norm in named)
     largest = max((norm for norm in norms if math.isfinite(norm)), default=0.0)
+    names = [f"layer_{key}" if isinstance(key, int) else str(key) for key, _ in named]
     layers = [
-        LayerGradient(_name(key), _label(_name(key), index, len(named)), norm, _bar_cells(norm, largest))
-        for index, (key, norm) in enumerate(named)
+        LayerGradient(name, _label(name, index, len(named)), norm, _bar_cells(norm, largest))
+        for index, (name, norm) in enumerate(zip(names, norms, strict=True))
     ]
     return GradientProfile(tuple(reversed(layers)), judge(norms, "depth"))
-
-
-def _name(key: object) -> str:
-    return f"layer_{key}" if isinstance(key, int) else str(key)
 
 
 def _label(name: str, index: int, count: int) -> str:
@@ -287,11 +280,6 @@ def _bar_cells(norm: float, largest: float) -> int:
     if math.isnan(norm) or largest == 0.0:
         return 0
     return 2 * math.floor(_STEPS * math.sqrt(norm / largest) + 2 / 3)
-
-
-def _line(layer: LayerGradient, width: int) -> str:
-    bar = ("█" * layer.bar_cells).ljust(BAR_CELLS)
-    return f"{layer.label:<{width}}|{bar}| norm: {_number(layer.norm)}"
 
 
 def _number(norm: float) -> str:
