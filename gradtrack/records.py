@@ -150,13 +150,9 @@ def is_valid(metrics: Mapping[str, float]) -> bool:
 
 def validate(record: Record) -> tuple[Record, dict[str, str]]:
     """Return the record with its valid metrics as plain floats, and for every other name why it was dropped."""
-    good, bad = _sort(record.metrics)
-    return dataclasses.replace(record, metrics=good), bad
-
-
-def _sort(metrics: Mapping[Any, Any]) -> tuple[dict[str, float], dict[str, str]]:
     good: dict[str, float] = {}
     bad: dict[str, str] = {}
+    metrics: Mapping[Any, Any] = record.metrics
     for name, value in metrics.items():
         if not isinstance(name, str) or not name:
             bad[repr(name)] = "a name must be a text that is not empty"
@@ -167,4 +163,4 @@ def _sort(metrics: Mapping[Any, Any]) -> tuple[dict[str, float], dict[str, str]]
                 good[str(name)] = float(value)
             except (TypeError, ValueError, OverflowError, RuntimeError) as fault:
                 bad[name] = f"a {type(value).__name__} is not a number ({fault})"
-    return good, bad
+    return dataclasses.replace(record, metrics=good), bad

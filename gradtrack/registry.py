@@ -7,7 +7,7 @@ import importlib
 import inspect
 import pkgutil
 from collections.abc import Iterable, Mapping
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import entry_points
 from typing import Any, Final
 
 from gradtrack.errors import InputTypeError, PluginError, UnknownPluginError, UsageError
@@ -15,7 +15,8 @@ from gradtrack.support.redact import redact
 
 _NO_PLUGINS: Final = frozenset({"base", "tools"})
 """Modules of a plugin package that are no plugins."""
-_HOOKS: Final = {"backends": {"write": 1}, "analyzers": {"inspect": 1}}
+_HOOKS: Final = {"backends": ("write", "records"), "analyzers": ("inspect", "snapshot")}
+"""The method that a plugin of each kind must have, and its only argument."""
 
 
 class Registry:
@@ -89,28 +90,21 @@ class Registry:
         """Check the class of a plugin when a configuration names it, not in the middle of a training."""
         if not inspect.isclass(found):
             raise PluginError(f"{self.singular} {name!r} is {found!r}: expected a class. Point the entry point to one.")
-        for hook, positional in _HOOKS[self.kind].items():
-            self._validate_hook(name, found, hook, positional)
-        if inspect.isabstract(found):
-            missing = ", ".join(sorted(getattr(found, "__abstractmethods__", ())))
-            raise PluginError(f"{self.singular} {name!r} ({found.__qualname__}) leaves {missing} undefined. Define it.")
-        return found
-
-    def _validate_hook(self, name: str, found: type[Any], hook: str, positional: int) -> None:
-        method = getattr(found, hook, None)
+        hook, argument = _HOOKS[self.kind]
+        method, named = getattr(found, hook, None), f"{self.singular} {name!r} ({found.__qualname__})"
         if not callable(method):
-            raise PluginError(
-                f"{self.singular} {name!r} ({found.__qualname__}) has no method {hook!r}: "
-                f"expected {hook}(self, {'records' if hook == 'write' else 'snapshot'}). Define it."
-            )
+            raise PluginError(f"{named} has no method {hook!r}: expected {hook}(self, {argument}). Define it.")
         signature = inspect.signature(method)
         try:
-            signature.bind(*[None] * (positional + 1))
+            signature.bind(None, None)
         except TypeError as fault:
             raise PluginError(
-                f"{self.singular} {name!r} ({found.__qualname__}) has {hook}{signature}: "
-                f"expected {positional} argument after self ({fault}). Change its signature."
+                f"{named} has {hook}{signature}: expected 1 argument after self ({fault}). Change its signature."
             ) from fault
+        if inspect.isabstract(found):
+            missing = ", ".join(sorted(getattr(found, "__abstractmethods__", ())))
+            raise PluginError(f"{named} leaves {missing} undefined. Define it.")
+        return found
 
     def _from_file(self, name: str) -> type[Any]:
         module = importlib.import_module(f"{self._group}.{name}")
@@ -131,14 +125,11 @@ class Registry:
         except KeyboardInterrupt:
             raise
         except BaseException as fault:  # a plugin that exits the interpreter on import must not end the training
+            package = point.dist.name if point.dist is not None else point.value
             raise PluginError(
-                f"{self.singular} {name!r} of {_distribution(point)} failed to load: {redact(repr(fault))}. "
+                f"{self.singular} {name!r} of {package} failed to load: {redact(repr(fault))}. "
                 f"Repair or uninstall that package, or take {name!r} out of the configuration."
             ) from fault
-
-
-def _distribution(point: EntryPoint) -> str:
-    return point.dist.name if point.dist is not None else point.value
 
 
 def nearest(name: str, names: Iterable[str], *, cutoff: float = 0.5) -> str:

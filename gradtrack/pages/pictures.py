@@ -32,7 +32,7 @@ from gradtrack.pages.gradient_flow import draw_gradient_flow, flow_of
 from gradtrack.pages.run_data import recorded_statistics
 from gradtrack.reports import GradientStatistics, StepReport
 from gradtrack.reports.summary import has_finite
-from gradtrack.support.names import file_part
+from gradtrack.support.names import file_part, plural
 
 _STATISTICS: Final = ("total_norm", "mean", "std", "min", "max", "zero_fraction")
 _EMPTY: Final = "No steps were recorded."
@@ -113,8 +113,8 @@ def draw_training_curves(reports: Sequence[StepReport]) -> Any:
 def draw_gradient_statistics(statistics: Sequence[GradientStatistics], *, name: str = "") -> Any:
     """Draw the distributions of norms, means, deviations and extremes, and the correlation of the statistics."""
     figure = figures.new_figure()
-    count = f"{len(statistics)} step{'' if len(statistics) == 1 else 's'}"
-    figure.suptitle(_titled(f"Gradient statistics of {count}", name), fontsize=14, parse_math=False)
+    title = f"Gradient statistics of {plural(len(statistics), 'step')}"
+    figure.suptitle(_titled(title, name), fontsize=14, parse_math=False)
     order = np.arange(1, len(statistics) + 1)
     table = {name: figures.numbers(getattr(entry, name) for entry in statistics) for name in _STATISTICS}
     _distribution(panel(figure, (2, 2, 1), "Distribution of norms", "global L2 norm", "steps"), table["total_norm"])

@@ -69,7 +69,8 @@ class Report(BaseModel):
 
     def metrics(self) -> dict[str, float]:
         """Return what the trackers plot, under its full names: the declared metrics that are known and finite."""
-        return finite_only(declared_values(self))
+        values = declared_values(self).items()
+        return {name: value for name, value in values if value is not None and math.isfinite(value)}
 
     def metric_parts(self) -> Iterator[tuple[str | None, Report]]:
         """Return the inner reports that declare metrics, each with the name that `<...>` in theirs stands for."""
@@ -88,11 +89,6 @@ class LateReport(Report):
     """A report on an earlier step, whose numbers exist only after the optimizer has stepped; recorded under `step`."""
 
     step: int
-
-
-def finite_only(values: Mapping[str, float | None]) -> dict[str, float]:
-    """Return the metrics that are known and that a chart can show."""
-    return {name: value for name, value in values.items() if value is not None and math.isfinite(value)}
 
 
 def declared_values(report: Report) -> dict[str, float | None]:

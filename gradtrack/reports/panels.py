@@ -6,60 +6,33 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Final
 
-from gradtrack.records import Panel, tail_of
+from gradtrack.records import Panel, PanelKind, tail_of
 
-_SECTION: Final = "gradients"
+
+def _panel(title: str, *metrics: str, kind: PanelKind = "multi-line", log_scale: bool = False) -> Panel:
+    return Panel(title=title, section="gradients", metrics=metrics, kind=kind, log_scale=log_scale)
+
 
 CORE_PANELS: Final = (
-    Panel(
-        title="Gradient norm before and after clipping",
-        section=_SECTION,
-        metrics=("train/grad_norm", "train/grad_norm_clipped", "train/grad_clip_threshold"),
-        kind="multi-line",
+    _panel(
+        "Gradient norm before and after clipping",
+        "train/grad_norm",
+        "train/grad_norm_clipped",
+        "train/grad_clip_threshold",
         log_scale=True,
     ),
-    Panel(
-        title="Gradient norm of each group",
-        section=_SECTION,
-        metrics=("train/grad_norm/*",),
-        kind="multi-line",
-        log_scale=True,
-    ),
-    Panel(title="Share of steps that were clipped", section=_SECTION, metrics=("train/grad_clip_rate",)),
-    Panel(
-        title="Non-finite elements",
-        section=_SECTION,
-        metrics=("train/grad_nan_count", "train/grad_inf_count"),
-        kind="multi-line",
-    ),
-    Panel(
-        title="Mean gradient between the smallest and the largest",
-        section=_SECTION,
-        metrics=("train/grad_mean", "train/grad_min", "train/grad_max"),
+    _panel("Gradient norm of each group", "train/grad_norm/*", log_scale=True),
+    _panel("Share of steps that were clipped", "train/grad_clip_rate", kind="line"),
+    _panel("Non-finite elements", "train/grad_nan_count", "train/grad_inf_count"),
+    _panel(
+        "Mean gradient between the smallest and the largest",
+        "train/grad_mean",
+        "train/grad_min",
+        "train/grad_max",
         kind="band",
     ),
-    Panel(
-        title="Healthy and skipped steps",
-        section=_SECTION,
-        metrics=("train/grad_healthy", "train/grad_skipped"),
-        kind="multi-line",
-    ),
+    _panel("Healthy and skipped steps", "train/grad_healthy", "train/grad_skipped"),
 )
-
-
-class Dashboard:
-    """The panels of every (model, optimizer) pair, handed out once: with the first record of the pair."""
-
-    def __init__(self) -> None:
-        self.shown: set[str] = set()
-        """Those whose panels were handed out."""
-
-    def take(self, source: str, more: Iterable[Panel] = ()) -> tuple[Panel, ...]:
-        """Return the panels of a pair and those of its analyzers, the first time only."""
-        if source in self.shown:
-            return ()
-        self.shown.add(source)
-        return panels_of((*CORE_PANELS, *more), source)
 
 
 def panels_of(panels: Iterable[Panel], source: str) -> tuple[Panel, ...]:

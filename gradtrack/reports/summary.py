@@ -8,6 +8,7 @@ from pydantic import Field
 
 from gradtrack.reports import html
 from gradtrack.reports.base import Report
+from gradtrack.support.names import plural
 
 
 class ClippingReport(Report):
@@ -185,13 +186,12 @@ class TrainingSummary(Report):
         norms, bad = self.gradient_statistics.gradient_norms, self.nan_inf_summary
         rows = [
             ("gradient norm", f"{norms.mean:.4g} on average, {norms.min:.4g} to {norms.max:.4g}"),
-            ("clipped", f"{_steps(self.clipping_summary.clipped_steps)} ({self.clipping_summary.clip_rate:.1%})"),
-            ("non-finite", f"{_steps(bad.nonfinite_steps)}, {bad.skipped_steps} skipped"),
-            ("unhealthy", _steps(self.health_issues.unhealthy_steps)),
-            *((kind, f"open on {_steps(count)}") for kind, count in self.health_issues.issues.items()),
+            (
+                "clipped",
+                f"{plural(self.clipping_summary.clipped_steps, 'step')} ({self.clipping_summary.clip_rate:.1%})",
+            ),
+            ("non-finite", f"{plural(bad.nonfinite_steps, 'step')}, {bad.skipped_steps} skipped"),
+            ("unhealthy", plural(self.health_issues.unhealthy_steps, "step")),
+            *((kind, f"open on {plural(count, 'step')}") for kind, count in self.health_issues.issues.items()),
         ]
-        return html.card(_steps(self.total_steps), rows)
-
-
-def _steps(count: int) -> str:
-    return f"{count:,} step{'' if count == 1 else 's'}"
+        return html.card(plural(self.total_steps, "step"), rows)

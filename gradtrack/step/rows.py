@@ -10,7 +10,7 @@ from gradtrack.config import GradientConfig
 from gradtrack.delivery.run import Sink
 from gradtrack.records import Histogram, Panel, Record, tail_of
 from gradtrack.reports import StepReport
-from gradtrack.reports.panels import Dashboard
+from gradtrack.reports.panels import CORE_PANELS, panels_of
 from gradtrack.step.data import StepData
 
 _logger = logging.getLogger("gradtrack")
@@ -21,7 +21,7 @@ class Rows:
 
     def __init__(self, config: GradientConfig, sink: Sink) -> None:
         self._config, self._sink = config, sink
-        self._dashboard = Dashboard()
+        self._with_panels: set[str] = set()
 
     @property
     def have_destination(self) -> bool:
@@ -30,7 +30,7 @@ class Rows:
 
     def is_new(self, source: str) -> bool:
         """Whether a pair has had no row yet."""
-        return source not in self._dashboard.shown
+        return source not in self._with_panels
 
     def send(self, data: StepData, panels: Sequence[Panel] = ()) -> None:
         """Send the records of a step to the sink; the first one of a pair has the panels of its analyzers."""
@@ -39,7 +39,10 @@ class Rows:
         for record in late_records(data) if data.late else ():
             self._sink.write(record)
         if data.event:
-            shown = self._dashboard.take(data.source, panels) if self.is_new(data.source) else ()
+            shown: tuple[Panel, ...] = ()
+            if self.is_new(data.source):
+                self._with_panels.add(data.source)
+                shown = panels_of((*CORE_PANELS, *panels), data.source)
             self._sink.write(to_record(data, self._config, shown))
 
     def log(self, report: StepReport, data: StepData) -> None:

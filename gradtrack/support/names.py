@@ -45,6 +45,11 @@ def file_part(source: str) -> str:
     )
 
 
+def plural(count: int, noun: str) -> str:
+    """Write a number of things, such as 1 step or 1,234 steps."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 def module_of(parameter: str) -> str:
     """Return the module that a parameter belongs to."""
     return parameter.rpartition(".")[0] or parameter

@@ -43,9 +43,12 @@ def test_the_picture_at_the_end_shows_the_whole_training(tmp_path: Path, monkeyp
     pytest.importorskip("matplotlib")
     drawn: list[Any] = []
     draw = pictures.draw_gradient_statistics_over_time
-    monkeypatch.setattr(
-        pictures, "draw_gradient_statistics_over_time", lambda rows, **_: drawn.append(rows) or draw(rows)
-    )
+
+    def spy(rows: Any, **_: Any) -> Any:
+        drawn.append(rows)
+        return draw(rows)
+
+    monkeypatch.setattr(pictures, "draw_gradient_statistics_over_time", spy)
     model, state = torch.nn.Linear(2, 1), None
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(2):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from gradtrack import GradientManager
 from gradtrack.backends.memory import MemoryBackend
 from gradtrack.records import Panel
-from gradtrack.reports.panels import CORE_PANELS, Dashboard
+from gradtrack.reports.panels import CORE_PANELS
 from tests.training import batch_loss, optimizer_of, small_model
 
 NAMES = st.lists(st.from_regex(r"[a-c](/[a-c]){0,3}", fullmatch=True), unique=True)
@@ -46,10 +46,11 @@ def test_panels_come_once_with_the_first_record_of_each_pair() -> None:
 
 def test_analyzer_panels_follow_the_core_panels() -> None:
     """What an analyzer wants drawn comes with the pair's own panels."""
-    extra = Panel(title="spectrum", section="rnn", metrics=("rnn/radius",))
-    dashboard = Dashboard()
-    assert dashboard.take("", [extra]) == (*CORE_PANELS, extra)
-    assert dashboard.take("", [extra]) == ()
+    backend = MemoryBackend()
+    model = small_model()
+    manager = GradientManager(backends=[backend], analyzers=["gain"], grad_log_every_n_steps=1)
+    manager.step(model, optimizer_of(model), batch_loss(model))
+    assert backend.records[0].panels == (*CORE_PANELS, *manager.analyzer("gain").panels)
 
 
 @given(NAMES, st.from_regex(r"[a-c](/[a-c]){0,2}(/\*)?", fullmatch=True))
