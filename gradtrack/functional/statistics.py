@@ -6,7 +6,6 @@ import copy
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequence, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypedDict, TypeVar, cast
 
 import numpy as np
@@ -208,12 +207,46 @@ def compute_gradient_stats(gradients: object) -> GradientStats:
     their magnitude, a sparse tensor by its coalesced values, and None not at all.
     """
     arrays = list(leaves(gradients))
-    moments = _Moments(scale=_common_scale(arrays))
+    scale = _common_scale(arrays)
+    element_count = nan_count = near_zero_count = very_large_count = 0
+    sizes, means, deviations, squares, lowest, highest = [0], [0.0], [0.0], [0.0], [math.nan], [math.nan]
     with np.errstate(all="ignore"):
-        for array in arrays:
-            for block in float64_blocks(array):
-                moments.add(block)
-    return moments.stats()
+        for block in (block for array in arrays for block in float64_blocks(array)):
+            finite_mask = np.isfinite(block)
+            finite = block if finite_mask.all() else block[finite_mask]
+            element_count += block.size
+            nan_count += int(np.count_nonzero(np.isnan(block))) if finite.size < block.size else 0
+            if not finite.size:
+                continue
+            magnitudes = np.abs(finite)
+            near_zero_count += int(np.count_nonzero(magnitudes <= NEAR_ZERO))
+            very_large_count += int(np.count_nonzero(magnitudes >= VERY_LARGE))
+            lowest.append(float(finite.min()))
+            highest.append(float(finite.max()))
+            scaled = finite if scale == 1.0 else finite / scale
+            sizes.append(finite.size)
+            means.append(float(scaled.mean()))
+            from_mean = scaled - means[-1]
+            deviations.append(float(np.dot(from_mean, from_mean)))
+            squares.append(float(np.dot(scaled, scaled)))
+    count = sum(sizes)
+    known = max(count, 1)
+    mean = math.fsum(map(math.prod, zip(sizes, means, strict=True))) / known
+    # Chan's merge: the deviations within the blocks, and those of their means.
+    between = (size * (own - mean) ** 2 for size, own in zip(sizes, means, strict=True))
+    variance = math.fsum((*deviations, *between)) / (count - 1) if count > 1 else 0.0
+    return GradientStats(
+        norm=math.sqrt(math.fsum(squares)) * scale,
+        mean=mean * scale if count else math.nan,
+        std=math.sqrt(variance) * scale,
+        min=float(np.fmin.reduce(lowest)),
+        max=float(np.fmax.reduce(highest)),
+        near_zero_fraction=near_zero_count / known,
+        very_large_fraction=very_large_count / known,
+        element_count=element_count,
+        nan_count=nan_count,
+        inf_count=element_count - count - nan_count,
+    )
 
 
 def _common_scale(arrays: Sequence[Leaf]) -> float:
@@ -236,64 +269,6 @@ def _has_wide_range(leaf: Leaf) -> bool:
 def _peak(arrays: Iterable[Leaf]) -> float:
     magnitudes = (np.abs(block) for array in arrays for block in float64_blocks(array))
     return max((float(np.max(m, where=np.isfinite(m), initial=0.0)) for m in magnitudes), default=0.0)
-
-
-@dataclass(slots=True)
-class _Moments:
-    """Count, mean and squared deviations that take in one block after the other (Chan's merge)."""
-
-    scale: float
-    finite_count: int = 0
-    mean: float = 0.0
-    squared_deviations: float = 0.0
-    squares: float = 0.0
-    min: float = math.nan
-    max: float = math.nan
-    near_zero_count: int = 0
-    very_large_count: int = 0
-    nan_count: int = 0
-    inf_count: int = 0
-
-    def add(self, block: NDArray[np.float64]) -> None:
-        finite_mask = np.isfinite(block)
-        finite = block if finite_mask.all() else block[finite_mask]
-        if finite.size < block.size:
-            nan_count = int(np.count_nonzero(np.isnan(block)))
-            self.nan_count += nan_count
-            self.inf_count += block.size - finite.size - nan_count
-        if finite.size == 0:
-            return
-        magnitudes = np.abs(finite)
-        self.near_zero_count += int(np.count_nonzero(magnitudes <= NEAR_ZERO))
-        self.very_large_count += int(np.count_nonzero(magnitudes >= VERY_LARGE))
-        self.min = float(np.fmin(self.min, finite.min()))
-        self.max = float(np.fmax(self.max, finite.max()))
-        values = finite if self.scale == 1.0 else finite / self.scale
-        mean = float(values.mean())
-        deviations = values - mean
-        total = self.finite_count + values.size
-        gap = mean - self.mean
-        self.squared_deviations += float(np.dot(deviations, deviations))
-        self.squared_deviations += gap * gap * (self.finite_count * values.size / total)
-        self.mean += gap * (values.size / total)
-        self.squares += float(np.dot(values, values))
-        self.finite_count = total
-
-    def stats(self) -> GradientStats:
-        count = self.finite_count
-        variance = self.squared_deviations / (count - 1) if count > 1 else 0.0
-        return GradientStats(
-            norm=math.sqrt(self.squares) * self.scale,
-            mean=self.mean * self.scale if count else math.nan,
-            std=math.sqrt(variance) * self.scale,
-            min=self.min,
-            max=self.max,
-            near_zero_fraction=self.near_zero_count / max(count, 1),
-            very_large_fraction=self.very_large_count / max(count, 1),
-            element_count=count + self.nan_count + self.inf_count,
-            nan_count=self.nan_count,
-            inf_count=self.inf_count,
-        )
 
 
 Gradients = TypeVar("Gradients")
