@@ -53,11 +53,6 @@ class Thinned:
     low: NDArray[np.float64]
     high: NDArray[np.float64]
 
-    @property
-    def is_exact(self) -> bool:
-        """Whether every bucket holds one value."""
-        return self.low is self.high
-
 
 def thin_out(steps: NDArray[Any], values: NDArray[np.float64], *, buckets: int) -> Thinned:
     """Cut the finite values of a line into buckets of equal count; a short line stays as it is."""
@@ -216,28 +211,31 @@ def _analyzer_charts(track: Track, events: Sequence[tuple[int, str, int]]) -> It
             continue
         names = [name for wanted in panel.metrics for name in _matching(wanted, track.names)]
         rest = [name for name in rest if name not in names]
-        section = panel.section.removesuffix(tail)
-        lines = [line_of(track, name, name.removeprefix(f"{section}/")) for name in names[:_LINES_PER_CHART]]
-        stem = lines[0].name.partition("/")[0] if lines else ""
-        lines = _without_stem(lines, stem)
+        lines, about = _described_lines(track, names, panel.section.removesuffix(tail))
         yield Chart(
             title=panel.title,
             lines=lines,
             section=panel.section,
             log_scale=panel.log_scale,
-            about=explain([(line.name, name) for line, name in zip(lines, names, strict=False)]),
+            about=about,
             events=events,
         )
-    for (section, stem), names in list(_by_stem(rest).items()):
-        lines = [line_of(track, name, name.removeprefix(f"{section}/")) for name in names[:_LINES_PER_CHART]]
-        title = _headed(stem if len(lines) > 1 else lines[0].name)
-        about = explain([(line.name, name) for line, name in zip(lines, names, strict=False)])
-        lines = _without_stem(lines, stem)
+    for (section, stem), names in _by_stem(rest).items():
+        lines, about = _described_lines(track, names, section)
+        title = (stem if len(lines) > 1 else lines[0].name).replace("_", " ")
+        title = f"{title[:1].upper()}{title[1:]}"
         yield Chart(title=title, lines=lines, section=f"{section}{tail}", about=about, events=events)
 
 
-def _headed(name: str) -> str:
-    return f"{name[:1].upper()}{name[1:]}".replace("_", " ")
+def _described_lines(track: Track, metrics: Sequence[str], section: str) -> tuple[list[Line], str]:
+    """Return the lines of a chart, without what their names share, and sentences on them."""
+    metrics = metrics[:_LINES_PER_CHART]
+    names = [metric.removeprefix(f"{section}/") for metric in metrics]
+    stem = f"{names[0].partition('/')[0]}/" if names else ""
+    if len(names) > 1 and all(name.startswith(stem) for name in names):
+        names = [name.removeprefix(stem) for name in names]
+    lines = [line_of(track, metric, name) for metric, name in zip(metrics, names, strict=True)]
+    return lines, explain(list(zip(names, metrics, strict=True)))
 
 
 def _is_own(metric: str) -> bool:
@@ -265,20 +263,10 @@ def _by_stem(names: Sequence[str]) -> dict[tuple[str, str], list[str]]:
     return stems
 
 
-def _without_stem(lines: Sequence[Line], stem: str) -> list[Line]:
-    """Cut the title off the names if all of them begin with it."""
-    if len(lines) < 2 or not all(line.name.startswith(f"{stem}/") for line in lines):
-        return list(lines)
-    return [replace(line, name=line.name.removeprefix(f"{stem}/")) for line in lines]
-
-
 def _strongest(track: Track, groups: Sequence[str]) -> list[str]:
-    def median(group: str) -> float:
-        values = track.over_finite(f"train/grad_norm/{group}")
-        values = values[np.isfinite(values)]
-        return float(np.median(values)) if len(values) else -math.inf
-
-    kept = set(sorted(groups, key=median, reverse=True)[:_LINES_PER_CHART])
+    medians = {group: track.median(f"train/grad_norm/{group}") for group in groups}
+    known = {group: -math.inf if median is None else median for group, median in medians.items()}
+    kept = sorted(groups, key=known.__getitem__, reverse=True)[:_LINES_PER_CHART]
     return [group for group in groups if group in kept]
 
 
@@ -303,7 +291,7 @@ def _plain_line(line: Line, buckets: int) -> dict[str, Any]:
     }
     if line.lost:
         plain["lost"] = _spread_out(line.lost)
-    if thinned.is_exact:
+    if thinned.low is thinned.high:  # every bucket holds one value
         return plain
     # The middle of the last bucket is not the last step.
     ends = [int(line.steps[0]), int(line.steps[-1])]

@@ -21,7 +21,7 @@ from gradtrack.pages.run_data import LOSS, RunData, Track
 from gradtrack.pages.terminal.overview import Fitted, short
 from gradtrack.pages.terminal.tables import WIDTH, Table, number, sparkline
 from gradtrack.reports.step import spell
-from gradtrack.support.names import one_line
+from gradtrack.support.names import one_line, plural
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -167,12 +167,9 @@ class Comparison:
             tail = f" ({source})" if source else ""
             rows.append((f"last loss{tail}", first.last(LOSS), second.last(LOSS)))
             for title, metric, _ in CURVES:
-                rows.append((f"{title.lower()}, median{tail}", _median(first, metric), _median(second, metric)))
+                rows.append((f"{title.lower()}, median{tail}", first.median(metric), second.median(metric)))
         rows.append(("skipped steps", _skipped(self.first), _skipped(self.second)))
         return rows
-
-    def _main_numbers(self) -> list[Pair]:
-        return [row for row in self.numbers() if not row[0].startswith(_LESS)]
 
     def sparklines(self, width: int = WIDTH) -> list[tuple[str, ...]]:
         """Return loss and gradient norm of both runs as lines of characters, each on a scale that both share."""
@@ -192,9 +189,10 @@ class Comparison:
         """Return the last recorded norm of each group and value of each analyzer's metric; None is never recorded."""
         rows: list[Pair] = []
         for source, first, second in self._tracks():
-            for name in filter(_is_compared, dict.fromkeys([*first.names, *second.names])):
-                shown = name.removeprefix("train/grad_") + (f" ({source})" if source else "")
-                rows.append((shown, first.last(name), second.last(name)))
+            for name in dict.fromkeys([*first.names, *second.names]):
+                if name.startswith("train/grad_norm/") or not name.startswith("train/"):
+                    shown = name.removeprefix("train/grad_") + (f" ({source})" if source else "")
+                    rows.append((shown, first.last(name), second.last(name)))
         return rows
 
     def settings(self) -> list[tuple[str, str, str]]:
@@ -219,7 +217,8 @@ class Comparison:
             maps = []
             for name, track in pair:
                 heat = heat_of(track, section=section, events=self._marks(source, name))
-                maps += [] if heat is None else [replace(heat, title=f"{name}: {_lowered(heat.title)}")]
+                if heat is not None:
+                    maps.append(replace(heat, title=f"{name}: {heat.title[0].lower()}{heat.title[1:]}"))
             charts += on_one_scale(maps)
             charts += analyzer_curves(pair, source, events)
         return [chart for chart in charts if isinstance(chart, HeatMap) or chart.is_wanted]
@@ -229,11 +228,6 @@ class Comparison:
         told = [(issue, "B") for issue in self.appeared] + [(issue, "A") for issue in self.gone]
         events = events_of([(issue, f"{issue.key} in {name}") for issue, name in told], source)
         return [event for event in events if event[1].endswith(tuple(f" in {name}" for name in runs))]
-
-    def write_html(self, path: Path) -> Path:
-        """Write the comparison as one page."""
-        write_atomically(path, self._page())
-        return path
 
     def to_plain(self) -> dict[str, Any]:
         """Return the comparison as plain data for scripts."""
@@ -270,17 +264,20 @@ class Comparison:
         if len(last) > _ROWS:
             parts.append(Text(f"and {len(last) - _ROWS} that changed less: see --html", style="dim"))
         for title, issues, style in (("Appeared", self.appeared, "red"), ("Gone", self.gone, "green")):
-            count = f"{len(issues)} issue{'' if len(issues) == 1 else 's'}" if issues else "no issue"
-            parts += ["", Text(f"{title}: {count}", style="bold")]
-            parts += [Text(_told(issue), style=style) for issue in issues]
+            parts += ["", Text(f"{title}: {plural(len(issues), 'issue') if issues else 'no issue'}", style="bold")]
+            for issue in issues:
+                parts.append(Text(f"  {issue.severity.value} {short(issue.key, 90)}  {issue.when}", style=style))
         return parts
 
-    def _page(self) -> str:
+    def write_html(self, path: Path) -> Path:
+        """Write the comparison as one page."""
         changes = [(issue, "appeared in B") for issue in self.appeared] + [
             (issue, "gone from A") for issue in self.gone
         ]
+        numbers = in_words(self.numbers())
+        main = [row for row in numbers if not row[0].startswith(_LESS)]
         tables = [
-            Table(id="numbers", title="Numbers", columns=("", "A", "B"), rows=in_words(self.numbers())),
+            Table(id="numbers", title="Numbers", columns=("", "A", "B"), rows=numbers),
             Table(id="settings", title="Settings that differ", columns=("setting", "A", "B"), rows=self.settings()),
             Table(
                 id="last",
@@ -290,20 +287,21 @@ class Comparison:
                 search=True,
             ),
         ]
-        main = in_words(self._main_numbers())
-        return fill(
+        page = fill(
             title=" and ".join(_short_names(self.first, self.second)),
             subtitle=" · ".join(f"{name} is {_identity(run)}" for name, run in self._runs()),
             healthy=not self.appeared,
             verdict=f"{len(self.appeared)} appeared, {len(self.gone)} gone",
             warning=self.unmatched,
-            summary=[("", [(_capitalised(name), f"{a} → {b}", "A → B") for name, a, b in main])],
+            summary=[("", [(f"{name[0].upper()}{name[1:]}", f"{a} → {b}", "A → B") for name, a, b in main])],
             issues=issue_cards(changes),
             no_issues="No issue appeared or went.",
             tables=[table for table in tables if table.rows],
             details=[],
             charts=self.charts(),
         )
+        write_atomically(path, page)
+        return path
 
     def _runs(self) -> tuple[tuple[str, RunData], tuple[str, RunData]]:
         return ("A", self.first), ("B", self.second)
@@ -318,14 +316,6 @@ def _only_in(run: RunData, other: RunData) -> list[IssueHistory]:
     return [issue for issue in run.issues if (issue.source, issue.key) not in known]
 
 
-def _capitalised(name: str) -> str:
-    return f"{name[0].upper()}{name[1:]}"
-
-
-def _lowered(title: str) -> str:
-    return f"{title[0].lower()}{title[1:]}"
-
-
 def _identity(run: RunData) -> str:
     return f"{run.directory} ({run.run.run_id}, {run.state})"
 
@@ -333,20 +323,6 @@ def _identity(run: RunData) -> str:
 def _short_names(first: RunData, second: RunData) -> tuple[str, str]:
     names = first.directory.name, second.directory.name
     return names if names[0] != names[1] and all(names) else (first.run.run_id, second.run.run_id)
-
-
-def _told(issue: IssueHistory) -> str:
-    return f"  {issue.severity.value} {short(issue.key, 90)}  {issue.when}"
-
-
-def _is_compared(name: str) -> bool:
-    return name.startswith("train/grad_norm/") or not name.startswith("train/")
-
-
-def _median(track: Track, metric: str) -> float | None:
-    values = track.over_finite(metric)
-    values = values[np.isfinite(values)]
-    return float(np.median(values)) if len(values) else None
 
 
 def _skipped(run: RunData) -> int | None:

@@ -20,7 +20,8 @@ def flow_of(
     """Return steps, the norm of each group at each of them, and where an issue opened."""
     found = [report for report in reports if report.groups]
     names = dict.fromkeys(name for report in found for name in report.groups)
-    norms = {name: [_norm_of(report, name) for report in found] for name in names}
+    parts = [{name: part.norm for name, part in report.groups.items() if has_finite(part)} for report in found]
+    norms = {name: [part.get(name) for part in parts] for name in names}
     opened: dict[str, tuple[int, str, str]] = {}
     for report in found:
         for issue in report.health.issues:
@@ -57,12 +58,6 @@ def draw_gradient_flow(
         _flow_map(figure, axes, names, table, shown)
         _mark_cells(axes, names, shown, issues)
     return figures.tidy(figure)
-
-
-def _norm_of(report: StepReport, group: str) -> float | None:
-    """Return the norm of a group, or None where it had no finite gradient at all."""
-    found = report.groups.get(group)
-    return found.norm if found is not None and has_finite(found) else None
 
 
 def _flow_bars(axes: Any, names: Sequence[str], norms: NDArray[np.float64]) -> None:

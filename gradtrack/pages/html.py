@@ -7,8 +7,7 @@ import json
 import math
 import time
 from base64 import b64encode
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any, Final
@@ -24,22 +23,15 @@ from gradtrack.pages.paths import way_to_open
 from gradtrack.pages.run_data import LOSS, RunData, Track
 from gradtrack.pages.terminal.tables import number, tables_of
 from gradtrack.reports import IssueSeverity
+from gradtrack.support.names import plural
 from gradtrack.support.regular_files import read_regular
 
 _SHOWN: Final = ("gradient_gain", "recurrent_spectrum", "attention_entropy")
 _BYTES: Final = 600_000
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Picture:
-    """A picture as part of a page: what it shows, in words, and its data."""
-
-    about: str
-    data: str
-
-
-def embedded(paths: Iterable[Path]) -> list[Picture]:
-    """Return those of the files that are pictures without an equal chart, up to the size limit of a page."""
+def embedded(paths: Iterable[Path]) -> list[tuple[str, str]]:
+    """Return title and data of those files that are pictures without an equal chart, up to the limit of a page."""
     found, left = [], _BYTES
     for path in paths:
         if path.suffix == ".png" and path.name.partition(".")[0] in _SHOWN:
@@ -53,7 +45,7 @@ def embedded(paths: Iterable[Path]) -> list[Picture]:
             about = way_to_open(path.name).removeprefix("image: ")
             pair = path.name.removesuffix(".png").partition(".")[2]
             title = f"{about[:1].upper()}{about[1:]}{f' ({pair})' if pair else ''}"
-            found.append(Picture(about=title, data=b64encode(content).decode()))
+            found.append((title, b64encode(content).decode()))
     return found
 
 
@@ -77,7 +69,7 @@ def write_html_report(run: RunData, path: Path | None = None, *, pictures: Seque
     return path
 
 
-def render(run: RunData, pictures: Sequence[Picture] = ()) -> str:
+def render(run: RunData, pictures: Sequence[tuple[str, str]] = ()) -> str:
     """Return the HTML page of a run."""
     return fill(
         title=f"Run {run.run.run_id}",
@@ -124,7 +116,7 @@ def verdict(run: RunData) -> str:
     """Return the health of a run in two or three words."""
     count = sum(issue.severity >= IssueSeverity.MEDIUM for issue in run.open_issues)
     when = "" if run.end is not None or run.is_running else " when last seen"
-    return f"healthy{when}" if run.healthy else f"{count} open issue{'s' if count > 1 else ''}"
+    return f"healthy{when}" if run.healthy else plural(count, "open issue")
 
 
 def _subtitle(run: RunData) -> list[str]:
@@ -173,34 +165,25 @@ def issue_cards(issues: Sequence[tuple[IssueHistory, str]]) -> list[dict[str, An
     """Return what the page tells about issues, each of which comes with a remark; causes are called by their number."""
     numbers = {(issue.source, issue.key): number for number, (issue, _) in enumerate(issues, 1)}
     return [
-        {**_issue_card(issue, remark), "number": number, "cause_number": numbers.get((issue.source, issue.cause))}
+        {
+            "issue": issue,
+            "number": number,
+            "mark": ", ".join(filter(None, (issue.source, remark, "" if issue.is_open else "closed"))),
+            "cause_number": numbers.get((issue.source, issue.cause)),
+            "before_advice": ADVICE[bool(issue.cause)],
+            "evidence": ", ".join(_evidence(issue.latest)),
+        }
         for number, (issue, remark) in enumerate(issues, 1)
     ]
 
 
-def _issue_card(issue: IssueHistory, remark: str) -> dict[str, Any]:
-    latest = issue.latest
-    evidence = []
+def _evidence(latest: Mapping[str, Any]) -> Iterator[str]:
     if latest.get("statistic"):
-        evidence.append(f"{latest['statistic']} {_shown(latest.get('value'))}, limit {_shown(latest.get('threshold'))}")
+        yield f"{latest['statistic']} {_shown(latest.get('value'))}, limit {_shown(latest.get('threshold'))}"
     if latest.get("window", 1) != 1:
-        evidence.append(f"over {latest['window']} steps")
+        yield f"over {latest['window']} steps"
     if latest.get("confidence", 1.0) != 1.0:
-        evidence.append(f"confidence {_shown(latest['confidence'])}")
-    marks = [issue.source, remark, "" if issue.is_open else "closed"]
-    return {
-        "severity": issue.severity.value,
-        "kind": str(latest.get("issue_type", "")),
-        "layer": str(latest.get("layer", "")),
-        "mark": ", ".join(mark for mark in marks if mark),
-        "message": str(latest.get("message", "")),
-        "cause": issue.cause,
-        "is_open": issue.is_open,
-        "before_advice": ADVICE[bool(issue.cause)],
-        "advice": str(latest.get("recommendation", "")),
-        "when": issue.when,
-        "evidence": ", ".join(evidence),
-    }
+        yield f"confidence {_shown(latest['confidence'])}"
 
 
 def _shown(value: object) -> str:

@@ -29,10 +29,14 @@ class IssueHistory:
         """Whether the issue was open at the end."""
         return self.spans[-1][1] is None
 
+    def text(self, name: str) -> str:
+        """Return a field of the issue as text; empty where it has none."""
+        return str(self.latest.get(name) or "")
+
     @property
     def cause(self) -> str:
         """Return the issue that explains this one; empty without one."""
-        return str(self.latest.get("explained_by") or "")
+        return self.text("explained_by")
 
     @property
     def first_step(self) -> int:

@@ -20,6 +20,7 @@ from gradtrack.errors import JournalError
 from gradtrack.pages.issues import IssueHistory, IssueLog
 from gradtrack.records import Panel, Record, RunInfo, tail_of
 from gradtrack.reports import IssueSeverity
+from gradtrack.support.names import plural
 from gradtrack.support.progress import Bar
 
 _GROUP_NORM: Final = "train/grad_norm/"
@@ -127,6 +128,12 @@ class Track:
         row = int(known[-1])
         return float(values[row]), None if row + 1 == len(values) else int(self.steps[row])
 
+    def median(self, name: str) -> float | None:
+        """Return the median of the finite values of a metric; None without any."""
+        values = self.over_finite(name)
+        values = values[np.isfinite(values)]
+        return float(np.median(values)) if len(values) else None
+
     def _set(self, column: array[float], row: int, value: float, step: int, name: str) -> None:
         if math.isnan(value):
             # In a column a NaN looks like a gap.
@@ -151,32 +158,21 @@ def recorded_statistics(directory: Path, *, source: str = "", before: int) -> di
 
     Runs that were resumed in one directory are one training: where a run begins, those before it end.
     """
+    try:
+        journals = [journal for journal in find_journals(directory) if journal.rank == 0]
+    except JournalError:
+        journals = []
     rows: dict[int, Mapping[str, float]] = {}
     tail = tail_of(source)
-    for run in _runs(directory, source, f"train/grad_variance{tail}"):
+    for journal in sorted(journals, key=lambda journal: journal.run.created):
+        records = (record for _, record in journal.rows() if record.source == source)
+        run = {one.step: one.metrics for one in records if f"train/grad_variance{tail}" in one.metrics}
         rows = {step: metrics for step, metrics in rows.items() if step < min(run, default=step)} | run
     steps = sorted(step for step in rows if step < before)
     columns: dict[str, list[float | None]] = {"step": list(steps)}
     for name in _COLUMNS:
         columns[name] = [rows[step].get(f"train/{name}{tail}") for step in steps]
     return columns
-
-
-def _runs(directory: Path, source: str, needed: str) -> list[dict[int, Mapping[str, float]]]:
-    """Return the rows of each run by their steps, the oldest run first."""
-    try:
-        journals = [journal for journal in find_journals(directory) if journal.rank == 0]
-    except JournalError:
-        return []
-    journals.sort(key=lambda journal: journal.run.created)
-    return [
-        {
-            record.step: record.metrics
-            for _, record in journal.rows()
-            if record.source == source and needed in record.metrics
-        }
-        for journal in journals
-    ]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -225,8 +221,7 @@ class RunData:
     @property
     def left_out(self) -> str:
         """Return a sentence on rows that cannot be read; empty without any."""
-        count = len(self.damaged)
-        return f"{count} damaged row{'' if count == 1 else 's'} left out" if count else ""
+        return f"{plural(len(self.damaged), 'damaged row')} left out" if self.damaged else ""
 
     @property
     def healthy(self) -> bool:

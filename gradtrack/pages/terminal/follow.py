@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from gradtrack.pages.run_data import RunData, Track, is_running, load_run
-from gradtrack.pages.terminal.overview import show, show_live
+from gradtrack.pages.terminal.overview import show
 from gradtrack.pages.terminal.tables import number
 from gradtrack.support.names import Printable, one_line
 from gradtrack.support.regular_files import is_regular
@@ -34,7 +34,7 @@ def follow(directory: Path, console: Console, *, pause: Pause = time.sleep, cloc
 
     with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
         for run in changes:
-            live.update(Printable(show_live(run) if run.is_running else show(run)), refresh=True)
+            live.update(Printable(show(run, live=run.is_running)), refresh=True)
     return run
 
 

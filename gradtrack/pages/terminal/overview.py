@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -17,7 +18,7 @@ from gradtrack.pages.run_data import LOSS, RunData, Track
 from gradtrack.pages.terminal.tables import WIDTH, number, sparkline
 from gradtrack.reports import IssueSeverity
 from gradtrack.reports.step import spell
-from gradtrack.support.names import one_line
+from gradtrack.support.names import one_line, plural
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
@@ -63,29 +64,18 @@ _CURVES: Final = (
 )
 
 
-def show(run: RunData) -> RenderableType:
-    """Return a run as a rich renderable."""
+def show(run: RunData, *, live: bool = False) -> RenderableType:
+    """Return a run as a rich renderable; of a live one issues come early, as the terminal may cut off the bottom."""
     from rich.console import Group
 
-    parts: list[RenderableType] = [_head(run)]
+    above: list[RenderableType] = []
+    below: list[RenderableType] = []
     for track in run.tracks.values():
-        parts += ["", _curves_of(track), _groups_of(track)]
-    parts += ["", *_issues(run)]
-    parts += _files(run)
-    return Group(*parts)
-
-
-def show_live(run: RunData) -> RenderableType:
-    """Return a run that goes on: issues come first, because the terminal may cut off the bottom."""
-    from rich.console import Group
-
-    parts: list[RenderableType] = [_head(run)]
-    for track in run.tracks.values():
-        parts += ["", _curves_of(track)]
-    parts += ["", *_issues(run)]
-    for track in run.tracks.values():
-        parts.append(_groups_of(track))
-    return Group(*parts)
+        above += ["", Fitted(partial(_curves, track))]
+        (below if live else above).append(Fitted(partial(_groups, track)))
+    if not live:
+        below += _files(run)
+    return Group(_head(run), *above, "", *_issues(run), *below)
 
 
 def to_plain(run: RunData) -> dict[str, Any]:
@@ -106,20 +96,13 @@ def to_plain(run: RunData) -> dict[str, Any]:
     }
 
 
-def _curves_of(track: Track) -> Fitted:
-    return Fitted(lambda width: [_curves(track, width)])
-
-
-def _groups_of(track: Track) -> Fitted:
-    return Fitted(lambda width: _groups(track, width))
-
-
 def _head(run: RunData) -> RenderableType:
     from rich.text import Text
 
-    text = Text.assemble((f"Run {one_line(run.run.run_id)}", "bold"), f"  {run.state}, {_steps(run.total_steps)}  ")
-    count = len(run.open_issues)
-    told = f" ({count} open issue{'' if count == 1 else 's'})" if count else ""
+    text = Text.assemble(
+        (f"Run {one_line(run.run.run_id)}", "bold"), f"  {run.state}, {plural(run.total_steps, 'step')}  "
+    )
+    told = f" ({plural(len(run.open_issues), 'open issue')})" if run.open_issues else ""
     text.append(f"{'healthy' if run.healthy else 'unhealthy'}{told}", style="green" if run.healthy else "bold red")
     if run.end is not None and run.end.summary.nan_inf_summary.skipped_steps:
         text.append(f"  {run.end.summary.nan_inf_summary.skipped_steps} skipped")
@@ -128,10 +111,6 @@ def _head(run: RunData) -> RenderableType:
     if run.warning:
         text.append(f"\n{run.warning}", style="yellow")
     return text
-
-
-def _steps(count: int) -> str:
-    return f"{count:,} step{'' if count == 1 else 's'}"
 
 
 class Fitted:
@@ -144,7 +123,7 @@ class Fitted:
         yield from self._build(options.max_width)
 
 
-def _curves(track: Track, width: int) -> RenderableType:
+def _curves(track: Track, width: int) -> Iterator[RenderableType]:
     from rich.table import Table
     from rich.text import Text
 
@@ -163,7 +142,7 @@ def _curves(track: Track, width: int) -> RenderableType:
             table.add_row(name, drawn, *words[: len(heads)])
         elif (name == "gradient norm" and len(track.steps)) or (name == "loss" and track.last(LOSS) is not None):
             table.add_row(name, "never finite", *("–" for _ in heads), style="red")
-    return table
+    yield table
 
 
 def _room(cells: Sequence[Sequence[str]], width: int) -> tuple[tuple[str, ...], int]:
@@ -225,11 +204,11 @@ def _issues(run: RunData) -> Iterator[RenderableType]:
     yield Text("Issues", style="bold")
     for issue in run.issues[:_ISSUES]:
         yield _issue_head(issue)
-        lines = [str(issue.latest.get("message", ""))]
+        lines = [issue.text("message")]
         if issue.cause:
             lines.append(f"Root cause: {issue.cause}")
-        if issue.latest.get("recommendation"):
-            lines.append(f"{ADVICE[bool(issue.cause)]}: {issue.latest['recommendation']}")
+        if advice := issue.text("recommendation"):
+            lines.append(f"{ADVICE[bool(issue.cause)]}: {advice}")
         yield Padding(Text("\n".join(map(one_line, lines))), (0, 0, 0, 4), expand=False)
     if len(run.issues) > _ISSUES:
         yield Text(f"and {len(run.issues) - _ISSUES} more", style="dim")
@@ -238,7 +217,7 @@ def _issues(run: RunData) -> Iterator[RenderableType]:
 def _issue_head(issue: IssueHistory) -> RenderableType:
     from rich.text import Text
 
-    layer = f" at {one_line(str(issue.latest['layer']))}" if issue.latest.get("layer") else ""
+    layer = f" at {one_line(layer)}" if (layer := issue.text("layer")) else ""
     head = Text.assemble((issue.severity.value, _COLOURS[issue.severity]), f" {issue.latest.get('issue_type')}{layer}")
     head.append(f"  {issue.when}" + ("" if issue.is_open else ", closed"), style="dim")
     return head

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradtrack.pages.run_data import RunData, Track
-from gradtrack.reports import ParameterStatistics, StepReport
+from gradtrack.reports import StepReport
 from gradtrack.reports.summary import has_finite
 
 _BLOCKS: Final = "▁▂▃▄▅▆▇█"
@@ -121,11 +121,12 @@ def _known(value: float) -> str:
 
 
 def _parameter_table(identity: str, report: StepReport) -> Table:
+    columns = ("parameter", "group", "norm", "mean", "variance", "min", "max", "zeros", "elements", "non-finite")
     rows = [
         [
             name,
             found.group,
-            *(_known(value if has_finite(found) else math.nan) for value in _values_of(found)),
+            *(_known(getattr(found, column) if has_finite(found) else math.nan) for column in columns[2:7]),
             f"{found.zero_fraction:.3f}",
             f"{found.element_count}",
             f"{found.nan_count + found.inf_count}",
@@ -137,7 +138,7 @@ def _parameter_table(identity: str, report: StepReport) -> Table:
     return Table(
         id=identity,
         title=f"Parameters{source} at step {report.step}",
-        columns=("parameter", "group", "norm", "mean", "variance", "min", "max", "zeros", "elements", "non-finite"),
+        columns=columns,
         rows=rows,
         about=f"{left} more are in run_end.json." if left else "A click on a column sorts by it.",
         search=True,
@@ -145,14 +146,11 @@ def _parameter_table(identity: str, report: StepReport) -> Table:
     )
 
 
-def _values_of(found: ParameterStatistics) -> tuple[float, ...]:
-    return found.norm, found.mean, found.variance, found.min, found.max
-
-
 def _flight_table(reports: Sequence[StepReport]) -> Table:
     rows = []
     for report in reports:
-        worst = max(report.parameters, key=lambda name: _order(report.parameters[name].norm), default="")
+        by_norm = {name: math.inf if one.norm != one.norm else one.norm for name, one in report.parameters.items()}
+        worst = max(by_norm, key=by_norm.__getitem__, default="")
         counts = report.nan_inf.nan_count + report.nan_inf.inf_count
         batch = "" if report.batch is None else str(report.batch)
         norms = map(number, (report.loss, report.clipping.norm_before, report.clipping.norm_after))
@@ -165,7 +163,3 @@ def _flight_table(reports: Sequence[StepReport]) -> Table:
         about="The steps up to the first fault. Every parameter of each of them is in run_end.json.",
         words=(0, 5, 6),
     )
-
-
-def _order(norm: float) -> float:
-    return norm if norm == norm else float("inf")

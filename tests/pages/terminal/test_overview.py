@@ -37,7 +37,7 @@ def test_run_is_summed_up() -> None:
 def test_issues_of_a_run_that_goes_on_come_before_its_groups() -> None:
     """On a low terminal the bottom is cut off, so it is not what tells of a fault."""
     console = Console(file=io.StringIO(), width=100)
-    console.print(overview.show_live(gather(row(1, issues=[issue("encoder")]))))
+    console.print(overview.show(gather(row(1, issues=[issue("encoder")])), live=True))
     assert isinstance(console.file, io.StringIO)
     text = console.file.getvalue()
     assert 0 < text.index("gradient norm") < text.index("HIGH EXPLODING") < text.index("W_in")
