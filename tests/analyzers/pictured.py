@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from gradtrack import GradientManager, RLPolicyAnalyzer, StepReport
+from gradtrack.drawing import figures
 from gradtrack.pages.pictures import pictures_of
 
 
@@ -39,6 +40,7 @@ def drawn(reports: list[StepReport], name: str, module: Any, plot: str, monkeypa
         return Path()
 
     monkeypatch.setattr(module, plot, keep)
+    monkeypatch.setattr(figures, "save", lambda _, path: path)
     pictures_of(reports, [])[name](Path("picture.png"))
     (call,) = calls
     return call

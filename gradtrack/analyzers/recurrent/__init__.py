@@ -16,10 +16,10 @@ from gradtrack.analyzers.recurrent import picture
 from gradtrack.analyzers.recurrent.cells import Step, function_cell
 from gradtrack.analyzers.recurrent.measure import CellLook, LookOptions, look_around, look_at
 from gradtrack.analyzers.recurrent.recorder import RecurrentRecorder, recurrent_modules
-from gradtrack.analyzers.recurrent.report import CellDynamics, pool
+from gradtrack.analyzers.recurrent.report import pool
 from gradtrack.analyzers.recurrent.summary import RecurrentReport, largest, remarks, summarise
 from gradtrack.analyzers.recurrent.trajectories import follow
-from gradtrack.analyzers.recurrent.verdict import EXPLAINED_BY, Criticality, judge, label, nonfinite
+from gradtrack.analyzers.recurrent.verdict import EXPLAINED_BY, criticality, judge
 from gradtrack.analyzers.tools.issue_memory import Recurring
 from gradtrack.analyzers.tools.modules import kind_of
 from gradtrack.analyzers.tools.offline import offline_steps, untouched
@@ -237,27 +237,15 @@ class RecurrentAnalyzer(Analyzer):
                 every.setdefault(name, []).append(look)
         finite = {name: [look for look in looks if look.finite] for name, looks in every.items()}
         cells = {name: pool(looks) for name, looks in finite.items() if looks}
-        broken = [nonfinite(name, step) for name, looks in every.items() if len(finite[name]) < len(looks)]
-        issues = [*broken, *judge(cells, horizon, step)]
+        broken = [name for name, looks in every.items() if len(finite[name]) < len(looks)]
+        issues, numbers = judge(cells, horizon, broken=broken, step=step), largest(cells)
         self._notes = remarks(cells, horizon, [name for name, looks in every.items() if looks[0].dropout])
         return RecurrentReport(
             num_looks=len(found),
             horizon=horizon,
-            criticality=self._criticality(cells, issues),
+            criticality=criticality(numbers["growth_rate"], issues, self.optimal_radius, self.critical_band),
             cells=cells,
             issues=issues,
             notes=self._notes,
-            **largest(cells),
+            **numbers,
         )
-
-    def _criticality(self, cells: Mapping[str, CellDynamics], issues: Sequence[Issue]) -> Criticality | None:
-        types = {issue.issue_type for issue in issues}
-        growths = [cell.growth_rate for cell in cells.values() if cell.growth_rate is not None]
-        if not growths:
-            return None
-        if IssueType.SUPERCRITICAL in types:
-            return "SUPERCRITICAL"
-        return "SUBCRITICAL" if IssueType.SHORT_MEMORY in types else self._label(max(growths))
-
-    def _label(self, growth: float) -> Criticality:
-        return label(growth, self.optimal_radius, self.critical_band)

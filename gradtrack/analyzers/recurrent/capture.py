@@ -2,75 +2,88 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
+from torch.nn.utils.rnn import PackedSequence
 
 from gradtrack.analyzers.recurrent.cells import Cell, Step, function_cell, single_cell
 from gradtrack.analyzers.recurrent.dynamics import pull_back
-from gradtrack.analyzers.recurrent.trajectories import Sequences, Trajectory, backward, follow, replay
+from gradtrack.analyzers.recurrent.trajectories import (
+    Sequences,
+    Trajectory,
+    backward,
+    batch_first,
+    batched,
+    follow,
+    replay,
+)
 from gradtrack.analyzers.tools.hooks import Faults
 from gradtrack.analyzers.tools.modules import evaluating
 
+SINGLE_CELLS: Final = (nn.RNNCell, nn.LSTMCell, nn.GRUCell)
+"""Torch's own cells."""
 
-class Capture(Protocol):
+
+class Capture(ABC):
     """A forward hook that keeps what one module needs to be followed; only forwards with gradients count.
 
     `faults` keeps what goes wrong in it, and in the hooks that it places on tensors, away from the training.
     """
 
-    faults: Faults
+    def __init__(self, name: str, *, max_sequences: int, max_steps: int) -> None:
+        self.faults = Faults()
+        self._name = name
+        self._max_sequences, self._max_steps = max_sequences, max_steps
 
+    @abstractmethod
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Keep one call."""
 
+    @abstractmethod
     def trajectories(self) -> list[Trajectory]:
         """Replay what was kept."""
 
+    def _listen(self, tensor: Tensor, call: Callable[[Tensor], None]) -> None:
+        """Call a function with the gradient that arrives at a tensor."""
+        if tensor.requires_grad:
+            tensor.register_hook(self.faults.guarded(call))  # type: ignore[no-untyped-call]
 
-class FunctionCapture:
+
+class FunctionCapture(Capture):
     """Keeps the input sequence of a module whose state equation the user has given as a function."""
 
-    def __init__(self, module: nn.Module, name: str, step: Step, state_size: int, *, max_sequences: int) -> None:
-        self.faults = Faults()
-        self._module, self._max_sequences = module, max_sequences
-        self._step_cell = function_cell(name, step, state_size)
+    def __init__(self, name: str, step: Step, state_size: int, **limits: int) -> None:
+        super().__init__(name, **limits)
+        self._cell = function_cell(name, step, state_size)
         self._inputs: Tensor | None = None
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """Keep the input sequence of one call."""
         values = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.dim() == 3]
-        if values and is_evidence(self._inputs is not None):
+        if values and _is_evidence(self._inputs is not None):
             first = values[0].detach()
-            batched = first if getattr(module, "batch_first", True) else first.transpose(0, 1)
-            self._inputs = batched[: self._max_sequences].clone()
+            rows = first if getattr(module, "batch_first", True) else first.transpose(0, 1)
+            self._inputs = rows[: self._max_sequences].clone()
 
     def trajectories(self) -> list[Trajectory]:
-        """Replay what was kept."""
         if self._inputs is None:
             return []
         inputs = self._inputs.transpose(0, 1)
-        state = inputs.new_zeros(inputs.shape[1], self._step_cell.state_size)
-        return [follow(self._step_cell, state, inputs)]
+        return [follow(self._cell, inputs.new_zeros(inputs.shape[1], self._cell.state_size), inputs)]
 
 
-def is_evidence(already: bool) -> bool:
+def _is_evidence(already: bool) -> bool:
     """Say whether a forward belongs to a backward; what checkpointing computes again is known already."""
     recomputed = torch._C._current_graph_task_id() != -1
     return torch.is_grad_enabled() and not (recomputed and already)
 
 
-def is_same(one: object, other: object) -> bool:
-    """Say whether two names stand for one object."""
-    return one is other
-
-
-def state_parts(state: Any) -> tuple[Tensor, ...]:
+def _state_parts(state: Any) -> tuple[Tensor, ...]:
     """Return the tensors of a state, or nothing where it is not one."""
     if isinstance(state, Tensor):
         return (state,)
@@ -79,8 +92,9 @@ def state_parts(state: Any) -> tuple[Tensor, ...]:
     return ()
 
 
-SINGLE_CELLS: Final = (nn.RNNCell, nn.LSTMCell, nn.GRUCell)
-"""Torch's own cells."""
+def _are_same(ones: tuple[Tensor, ...], others: tuple[Tensor, ...]) -> bool:
+    """Say whether two states consist of the same tensors."""
+    return list(map(id, ones)) == list(map(id, others))
 
 
 @dataclass(slots=True)
@@ -92,22 +106,20 @@ class _Call:
     gradient: Tensor | None = None
 
 
-class CellCapture:
+class CellCapture(Capture):
     """Keeps the calls of a module `(x, h) -> h' | (h', ...)` whose state comes back to it, found by identity.
 
     The state may be a tensor or a tuple of tensors, and may be any element of what the module returns.
     """
 
-    def __init__(self, module: nn.Module, name: str, *, max_sequences: int, max_steps: int) -> None:
-        self.faults = Faults()
-        self._module, self._name = module, name
-        self._max_sequences, self._max_steps = max_sequences, max_steps
+    def __init__(self, module: nn.Module, name: str, **limits: int) -> None:
+        super().__init__(name, **limits)
+        self._module = module
+        self._is_single = isinstance(module, SINGLE_CELLS)
         self._calls: list[_Call] = []
         self._last: Any = None
         self._final: Tensor | None = None
-        self._select: Callable[[Any], tuple[Tensor, ...]] | None = (
-            state_parts if isinstance(module, SINGLE_CELLS) else None
-        )
+        self._select: Callable[[Any], tuple[Tensor, ...]] | None = _state_parts if self._is_single else None
         self._sizes: list[int] = []
         self._keywords: tuple[str, ...] = ()
         self._seen = False
@@ -115,64 +127,52 @@ class CellCapture:
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Keep one step, or begin anew where the state is not the one that was returned last."""
         values = (*args, *kwargs.values())
-        if self._seen or not is_evidence(bool(self._calls)) or not 1 <= len(values) <= 2:
+        if self._seen or not _is_evidence(bool(self._calls)) or not 1 <= len(values) <= 2:
             return
-        inputs, state = values[0], state_parts(values[1]) if len(values) == 2 else ()
+        inputs, state = values[0], _state_parts(values[1]) if len(values) == 2 else ()
         if not isinstance(inputs, Tensor):
             return
         if self._calls and not self._continues(state):
             self._calls = []
-        if not state and isinstance(self._module, SINGLE_CELLS):
-            state = tuple(torch.zeros_like(part) for part in state_parts(output))
+        if not state and self._is_single:
+            state = tuple(torch.zeros_like(part) for part in _state_parts(output))
         if not state or any(part.dim() > 2 for part in state):
             return
-        self._keep(inputs, state, output, tuple(kwargs))
+        self._sizes, self._keywords = [part.shape[-1] for part in state], tuple(kwargs)
+        self._calls.append(_Call(self._rows(inputs), self._joined(state)))
+        self._last = output
+        if self._select is not None:
+            following = self._select(output)
+            self._final = self._joined(following)
+            self._listen(following[0], partial(self._hear, self._calls[-1]))
 
     def trajectories(self) -> list[Trajectory]:
-        """Replay what was kept."""
-        if self._final is None or len(self._calls) < (1 if isinstance(self._module, SINGLE_CELLS) else 2):
+        if self._final is None or len(self._calls) < (1 if self._is_single else 2):
             return []
         cell, calls = self._cell(), self._calls[-self._max_steps :]
         inputs = torch.stack([call.inputs for call in calls])
         states = torch.stack([*(call.state for call in calls), self._final])
-        if cell.slopes is None:  # under autocast the states may have been kept in a lower precision than the weights
+        if not self._is_single:  # under autocast the states may have been kept in a lower precision than the weights
             dtype = next((param.dtype for param in self._module.parameters()), states.dtype)
             inputs, states = inputs.to(dtype) if inputs.is_floating_point() else inputs, states.to(dtype)
         with torch.no_grad():
             drives = cell.drive(inputs)
-        states = states.to(drives) if cell.slopes else states
+        states = states.to(drives) if self._is_single else states
         lengths = torch.full((states.shape[1],), len(calls))
         found = Trajectory(cell=cell, states=states, drives=drives, inputs=inputs, lengths=lengths)
         if self._seen:
             found.gradients = self._gradients(found, calls)
         return [found]
 
-    def _keep(self, inputs: Tensor, state: tuple[Tensor, ...], output: Any, keywords: tuple[str, ...]) -> None:
-        rows = self._rows(inputs)
-        joined = torch.cat([self._rows(part) for part in state], dim=-1)
-        self._sizes = [part.shape[-1] for part in state]
-        self._keywords = keywords
-        self._calls.append(_Call(rows, joined))
-        self._last = output
-        if self._select is not None:
-            following = self._select(output)
-            self._final = torch.cat([self._rows(part) for part in following], dim=-1)
-            self._listen(self._calls[-1], following)
-
     def _continues(self, state: tuple[Tensor, ...]) -> bool:
         """Find the state among what the last call returned."""
         for select in [self._select] if self._select else _selectors(self._last):
-            found = select(self._last)
-            if state and len(found) == len(state) and all(map(is_same, found, state)):
+            if state and _are_same(select(self._last), state):
                 if self._select is None:
                     self._select = select
-                    self._listen(self._calls[-1], state)
+                    self._listen(state[0], partial(self._hear, self._calls[-1]))
                 return True
         return False
-
-    def _listen(self, call: _Call, state: tuple[Tensor, ...]) -> None:
-        if state[0].requires_grad:
-            state[0].register_hook(self.faults.guarded(partial(self._hear, call)))  # type: ignore[no-untyped-call]
 
     def _hear(self, call: _Call, grad: Tensor) -> None:
         call.gradient = self._rows(grad)
@@ -200,8 +200,11 @@ class CellCapture:
         values = values.detach()
         return (values.unsqueeze(0) if values.dim() == 1 else values[: self._max_sequences]).clone()
 
+    def _joined(self, state: tuple[Tensor, ...]) -> Tensor:
+        return torch.cat([self._rows(part) for part in state], dim=-1)
+
     def _cell(self) -> Cell:
-        if isinstance(self._module, SINGLE_CELLS):
+        if self._is_single:
             return single_cell(self._module, self._name)
         return function_cell(self._name, self._step, sum(self._sizes), self._sizes[0])
 
@@ -217,14 +220,14 @@ class CellCapture:
 
 def _selectors(output: Any) -> Iterator[Callable[[Any], tuple[Tensor, ...]]]:
     """Give every place where a module's output could hold its state."""
-    yield state_parts
+    yield _state_parts
     if isinstance(output, (tuple, list)):
         for position in range(len(output)):
             yield partial(_part_at, position)
 
 
 def _part_at(position: int, output: Any) -> tuple[Tensor, ...]:
-    return state_parts(output[position])
+    return _state_parts(output[position])
 
 
 @dataclass(slots=True)
@@ -238,76 +241,64 @@ class _Segment:
     seen: bool = False
 
 
-class FusedCapture:
+class FusedCapture(Capture):
     """Keeps the calls of an nn.RNN, nn.LSTM or nn.GRU; calls that hand their state on are one sequence."""
 
-    def __init__(self, module: nn.RNNBase, name: str, *, max_sequences: int, max_steps: int) -> None:
-        self.faults = Faults()
-        self._module, self._name = module, name
-        self._max_sequences, self._max_steps = max_sequences, max_steps
+    def __init__(self, module: nn.RNNBase, name: str, **limits: int) -> None:
+        super().__init__(name, **limits)
+        self._module = module
         self._segments: list[_Segment] = []
         self._handed_on: tuple[Tensor, ...] = ()
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Keep the sequences of one call and listen to the gradients of its outputs."""
-        if not is_evidence(bool(self._segments)) or (self._segments and self._segments[0].seen):
+        if not _is_evidence(bool(self._segments)) or (self._segments and self._segments[0].seen):
             return
         inputs = args[0] if args else kwargs["input"]
         state = args[1] if len(args) > 1 else kwargs.get("hx")
-        if not (inputs.data if isinstance(inputs, PackedSequence) else inputs).numel():
+        packed = isinstance(inputs, PackedSequence)
+        if not (inputs.data if packed else inputs).numel():
             return
         with torch.no_grad():  # checkpointing compares what two forwards save, and this one must save nothing
             segment = _Segment(*Sequences.of(self._module, inputs, state, self._max_sequences))
-        final = state_parts(output[1])
-        follows = self._follows(state_parts(state), segment) and not isinstance(inputs, PackedSequence)
+        follows = not packed and self._follows(_state_parts(state), segment)
         self._segments = [*self._segments, segment] if follows else [segment]
-        self._handed_on = final
-        self._listen(segment, output[0], final)
+        self._handed_on = _state_parts(output[1])
+        self._hear(segment, output[0])
 
     def trajectories(self) -> list[Trajectory]:
-        """Replay what was kept."""
         if not self._segments:
             return []
-        first, last = self._segments[0], self._segments[-1]
         sequences = Sequences(
             inputs=torch.cat([segment.sequences.inputs for segment in self._segments], dim=1),
             lengths=torch.stack([segment.sequences.lengths for segment in self._segments]).sum(dim=0),
-            state=first.sequences.state,
+            state=self._segments[0].sequences.state,
         )
         found = replay(self._module, sequences, self._name)
-        if not any(segment.seen for segment in self._segments):
-            return [track.freeze() for track in found.tracks]
-        output = torch.cat([self._filled(segment) for segment in self._segments], dim=1)
-        return backward(found, output, self._final_gradients(last, len(found.final)), max_steps=self._max_steps)
+        if any(segment.seen for segment in self._segments):
+            output = torch.cat([self._filled(segment) for segment in self._segments], dim=1)
+            backward(found, output, self._final_gradients(len(found)), max_steps=self._max_steps)
+        return found
 
     def _follows(self, state: tuple[Tensor, ...], segment: _Segment) -> bool:
         if not self._segments or not state or self._module.bidirectional:
             return False
-        same = len(state) == len(self._handed_on) and all(map(is_same, state, self._handed_on))
-        return same and torch.equal(segment.chosen, self._segments[-1].chosen)
+        return _are_same(state, self._handed_on) and torch.equal(segment.chosen, self._segments[-1].chosen)
 
-    def _listen(self, segment: _Segment, output: Tensor | PackedSequence, final: tuple[Tensor, ...]) -> None:
-        segment.final = [None] * len(final)
-        data = output.data if isinstance(output, PackedSequence) else output
-
+    def _hear(self, segment: _Segment, output: Tensor | PackedSequence) -> None:
         def keep_output(grad: Tensor) -> None:
             whole = output._replace(data=grad) if isinstance(output, PackedSequence) else grad
-            segment.output = _batch_first(self._module, whole)[segment.chosen.to(grad.device)].detach()
+            segment.output = batch_first(self._module, whole)[0][segment.chosen.to(grad.device)].detach()
             segment.seen = True
 
-        def keep_final(position: int) -> Callable[[Tensor], None]:
-            def keep(grad: Tensor) -> None:
-                batched = grad.unsqueeze(1) if grad.dim() == 2 else grad
-                segment.final[position] = batched[:, segment.chosen.to(grad.device)].detach()
-                segment.seen = True
+        def keep_final(position: int, grad: Tensor) -> None:
+            segment.final[position] = batched(grad)[:, segment.chosen.to(grad.device)].detach()
+            segment.seen = True
 
-            return keep
-
-        if data.requires_grad:
-            data.register_hook(self.faults.guarded(keep_output))  # type: ignore[no-untyped-call]
-        for position, state in enumerate(final):
-            if state.requires_grad:
-                state.register_hook(self.faults.guarded(keep_final(position)))  # type: ignore[no-untyped-call]
+        self._listen(output.data if isinstance(output, PackedSequence) else output, keep_output)
+        segment.final = [None] * len(self._handed_on)
+        for position, state in enumerate(self._handed_on):
+            self._listen(state, partial(keep_final, position))
 
     def _filled(self, segment: _Segment) -> Tensor:
         """Return the direct gradient at the outputs of a segment, zero where none arrived."""
@@ -316,22 +307,15 @@ class FusedCapture:
         inputs, width = segment.sequences.inputs, self._module.proj_size or self._module.hidden_size
         return inputs.new_zeros(*inputs.shape[:2], width * (2 if self._module.bidirectional else 1))
 
-    def _final_gradients(self, segment: _Segment, count: int) -> list[Tensor | None]:
-        if all(grad is None for grad in segment.final):
+    def _final_gradients(self, count: int) -> list[Tensor | None]:
+        """Return the direct gradient at the final state of every layer and direction."""
+        segment = self._segments[-1]
+        like = next((grad for grad in segment.final if grad is not None), None)
+        if like is None:
             return [None] * count
-        num_sequences = len(segment.chosen)
         sizes = [self._module.proj_size or self._module.hidden_size, self._module.hidden_size]
-        like = next(grad for grad in segment.final if grad is not None)
         parts = [
-            like.new_zeros(count, num_sequences, size) if grad is None else grad
+            like.new_zeros(count, len(segment.chosen), size) if grad is None else grad
             for grad, size in zip(segment.final, sizes, strict=False)
         ]
         return list(torch.cat(parts, dim=-1))
-
-
-def _batch_first(module: nn.RNNBase, values: Tensor | PackedSequence) -> Tensor:
-    if isinstance(values, PackedSequence):
-        return pad_packed_sequence(values, batch_first=True)[0]
-    if values.dim() == 2:
-        return values.unsqueeze(0)
-    return values if module.batch_first else values.transpose(0, 1)

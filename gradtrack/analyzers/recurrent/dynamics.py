@@ -7,6 +7,7 @@ time does. They need reverse mode only, which every cell has.
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -14,7 +15,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from gradtrack.analyzers.recurrent.cells import DENSE_LIMIT, Cell
+from gradtrack.analyzers.recurrent.cells import Cell, TorchCell
 from gradtrack.analyzers.recurrent.trajectories import Trajectory
 from gradtrack.analyzers.tools.spectra import arnoldi_spectrum
 
@@ -47,7 +48,18 @@ class Memory:
 
 def pull_back(cell: Cell, states: Tensor, drives: Tensor, vectors: Tensor) -> Tensor:
     """Return Jᵀv for vectors (N, K, S), with J the Jacobian of one step at states (N, S)."""
-    return _puller(cell, states, drives)(vectors)
+    if isinstance(cell, TorchCell):
+        return cell.pull(cell.slopes(states, drives).unsqueeze(1), vectors)
+    _, num_vectors, size = vectors.shape
+    rows = states.detach().unsqueeze(1).expand(-1, num_vectors, -1).reshape(-1, size).requires_grad_()
+    repeated = drives.detach().repeat_interleave(num_vectors, dim=0)
+    with torch.enable_grad():
+        following = cell.step(rows, repeated)
+    if not following.requires_grad:
+        return torch.zeros_like(vectors)
+    weights = vectors.reshape(-1, size).to(following)
+    (found,) = torch.autograd.grad(following, rows, weights, materialize_grads=True)
+    return found.reshape(vectors.shape).to(vectors)
 
 
 def jacobian(cell: Cell, states: Tensor, drives: Tensor) -> Tensor:
@@ -57,18 +69,9 @@ def jacobian(cell: Cell, states: Tensor, drives: Tensor) -> Tensor:
     each = max(1, _ROWS // size)
     parts = [
         pull_back(cell, part, drive, basis.expand(part.shape[0], size, size))
-        for part, drive in zip(_chunks(states, each), _chunks(drives, each), strict=True)
+        for part, drive in zip(torch.split(states, each), torch.split(drives, each), strict=True)
     ]
     return torch.cat(parts)
-
-
-def step_radius(
-    cell: Cell, state: Tensor, drive: Tensor, generator: torch.Generator, *, dense_limit: int = DENSE_LIMIT
-) -> float:
-    """Return the spectral radius of the Jacobian at one state (S): dense up to a limit, by Arnoldi beyond."""
-    if state.numel() <= dense_limit:
-        return float(step_spectrum(cell, state.unsqueeze(0), drive.unsqueeze(0)).abs().max())
-    return float(outer_spectrum(cell, state, drive, generator).abs().max())
 
 
 def step_spectrum(cell: Cell, states: Tensor, drives: Tensor) -> Tensor:
@@ -79,9 +82,9 @@ def step_spectrum(cell: Cell, states: Tensor, drives: Tensor) -> Tensor:
 
 def outer_spectrum(cell: Cell, state: Tensor, drive: Tensor, generator: torch.Generator) -> Tensor:
     """Return the outermost eigenvalues of the Jacobian at one state (S), from products with it."""
-    pull = _puller(cell, state.unsqueeze(0), drive.unsqueeze(0))
+    pull = _pulls(cell, state[None, None], drive[None, None])
     return arnoldi_spectrum(
-        lambda vector: pull(vector.reshape(1, 1, -1)).reshape(-1),
+        lambda vector: pull(0, vector.reshape(1, 1, -1)).reshape(-1),
         torch.randn(state.numel(), generator=generator, dtype=torch.float64).to(state.device, _precise(state)),
     )
 
@@ -105,12 +108,13 @@ def sweep(
     window = min(path.window, max_steps or path.window)
     num_sequences, size = path.states.shape[1:]
     num_probes = min(num_probes, path.cell.output_size)
-    probes = _unit_probes(path, num_probes, generator)
-    frame = _frame(path, min(num_exponents, size), generator)
+    probes = path.states.new_zeros(num_sequences, num_probes, size, dtype=_precise(path.states))
+    probes[..., : path.cell.output_size] = _orthonormal(path, path.cell.output_size, num_probes, generator)
+    frame = _orthonormal(path, size, min(num_exponents, size), generator)
     norms, stretches = [], []
-    pulls = _pulls(path, window)
+    pull = _pulls(path.cell, path.states[-1 - window : -1], path.drives[-window:])
     for back in range(window):
-        pulled = pulls(back, torch.cat([probes, frame], dim=1))
+        pulled = pull(back, torch.cat([probes, frame], dim=1))
         lengths = torch.linalg.vector_norm(pulled[:, :num_probes], dim=-1, keepdim=True, dtype=torch.float64)
         probes = (pulled[:, :num_probes] / lengths.clamp_min(torch.finfo(torch.float64).tiny)).to(probes)
         orthonormal, triangle = torch.linalg.qr(pulled[:, num_probes:].mT)
@@ -153,9 +157,7 @@ def decay_rate(log_profile: Sequence[float]) -> float | None:
     points = [(lag, value) for lag, value in enumerate(log_profile) if lag >= 1 and math.isfinite(value)]
     if len(points) < 2:
         return 0.0 if len(log_profile) > 1 and log_profile[1] == -math.inf else None
-    lags, values = (torch.tensor(column, dtype=torch.float64) for column in zip(*points, strict=True))
-    centred = lags - lags.mean()
-    return float(torch.exp((centred @ values) / (centred @ centred)))
+    return math.exp(statistics.linear_regression(*zip(*points, strict=True)).slope)
 
 
 def asymptotic_memory(exponent: float) -> float:
@@ -172,34 +174,12 @@ def spaced(window: int, count: int) -> list[int]:
     return sorted({round(index * (window - 1) / max(count - 1, 1)) for index in range(count)})
 
 
-def _pulls(path: Trajectory, window: int) -> Callable[[int, Tensor], Tensor]:
+def _pulls(cell: Cell, states: Tensor, drives: Tensor) -> Callable[[int, Tensor], Tensor]:
     """Return a function that carries vectors back over the step so many before the last one."""
-    cell, states, drives = path.cell, path.states[:-1], path.drives
-    if cell.slopes is None or cell.pull is None:
+    if not isinstance(cell, TorchCell):
         return lambda back, vectors: pull_back(cell, states[-1 - back], drives[-1 - back], vectors)
-    pull, slopes = cell.pull, cell.slopes(states[-window:], drives[-window:]).unsqueeze(2)
-    return lambda back, vectors: pull(slopes[-1 - back], vectors)
-
-
-def _puller(cell: Cell, states: Tensor, drives: Tensor) -> Callable[[Tensor], Tensor]:
-    """Return a function from v to Jᵀv at states, whose coefficients are found once."""
-    if cell.slopes is None or cell.pull is None:
-        return lambda vectors: _pull_back_by_autograd(cell, states, drives, vectors)
-    pull, slopes = cell.pull, cell.slopes(states, drives).unsqueeze(1)
-    return lambda vectors: pull(slopes, vectors)
-
-
-def _pull_back_by_autograd(cell: Cell, states: Tensor, drives: Tensor, vectors: Tensor) -> Tensor:
-    _, num_vectors, size = vectors.shape
-    rows = states.detach().unsqueeze(1).expand(-1, num_vectors, -1).reshape(-1, size).requires_grad_()
-    repeated = drives.detach().repeat_interleave(num_vectors, dim=0)
-    with torch.enable_grad():
-        following = cell.step(rows, repeated)
-    if not following.requires_grad:
-        return torch.zeros_like(vectors)
-    weights = vectors.reshape(-1, size).to(following)
-    found: tuple[Tensor | None, ...] = torch.autograd.grad(following, rows, weights, allow_unused=True)
-    return torch.zeros_like(vectors) if found[0] is None else found[0].reshape(vectors.shape).to(vectors)
+    slopes = cell.slopes(states, drives).unsqueeze(2)
+    return lambda back, vectors: cell.pull(slopes[-1 - back], vectors)
 
 
 def _precise(states: Tensor) -> torch.dtype:
@@ -207,24 +187,11 @@ def _precise(states: Tensor) -> torch.dtype:
     return torch.promote_types(states.dtype, torch.float32)
 
 
-def _chunks(values: Tensor, size: int) -> list[Tensor]:
-    return [values[start : start + size] for start in range(0, values.shape[0], size)]
-
-
-def _unit_probes(path: Trajectory, count: int, generator: torch.Generator) -> Tensor:
-    num_sequences, size = path.states.shape[1:]
-    probes = torch.zeros(num_sequences, count, size, dtype=torch.float64)
-    read = path.cell.output_size
-    drawn = torch.randn(num_sequences, read, count, dtype=torch.float64, generator=generator)
-    probes[..., :read] = torch.linalg.qr(drawn)[0].mT
-    return probes.to(path.states.device, _precise(path.states))
-
-
-def _frame(path: Trajectory, count: int, generator: torch.Generator) -> Tensor:
-    num_sequences, size = path.states.shape[1:]
-    drawn = torch.randn(num_sequences, size, count, dtype=torch.float64, generator=generator)
+def _orthonormal(path: Trajectory, size: int, count: int, generator: torch.Generator) -> Tensor:
+    """Draw so many orthonormal vectors for every sequence."""
+    drawn = torch.randn(path.states.shape[1], size, count, dtype=torch.float64, generator=generator)
     basis: Tensor = torch.linalg.qr(drawn)[0]
-    return basis.transpose(1, 2).to(path.states.device, _precise(path.states))
+    return basis.mT.to(path.states.device, _precise(path.states))
 
 
 def _log_mean_square(logs: Tensor) -> Tensor:

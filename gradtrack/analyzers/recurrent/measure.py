@@ -80,7 +80,10 @@ class LookOptions:
 
 @dataclass(slots=True, kw_only=True)
 class CellLook:
-    """The raw numbers of one look at one cell of a module; nothing but the sizes where its states were not finite."""
+    """The raw numbers of one look at one cell of a module; nothing but the sizes where its states were not finite.
+
+    `numbers` are those of which a report has the median over looks, by its own names.
+    """
 
     module: str
     kind: str
@@ -92,11 +95,9 @@ class CellLook:
     radii: list[float] = field(default_factory=list)
     eigenvalues: list[tuple[float, float]] = field(default_factory=list)
     decay: Decay | None = None
-    ranks: tuple[float, float, float] | None = None
-    weight_rank: float | None = None
+    numbers: dict[str, float] = field(default_factory=dict)
     gradient_profile: list[float] = field(default_factory=list)
     gates: dict[str, GateStatistics] = field(default_factory=dict)
-    cell_memory: float | None = None
     state_field: StateField | None = None
 
 
@@ -107,8 +108,7 @@ def look_around(recorder: RecurrentRecorder, model: nn.Module, options: LookOpti
     looks = {}
     with threads_for(recorder.largest), kept(model), torch.autocast(device_type=device, enabled=False):
         for recorded in recorder.recorded():
-            gradient = weight_gradient(model, recorded.weight) if options.states else None
-            look = look_at(recorded.trajectory, gradient, options, generator)
+            look = look_at(recorded.trajectory, weight_gradient(model, recorded.weight), options, generator)
             look.module, look.dropout = recorded.module, recorded.dropout
             looks[recorded.trajectory.cell.name] = look
     return looks
@@ -118,13 +118,12 @@ def look_at(
     path: Trajectory, weight_gradient: Tensor | None, options: LookOptions, generator: torch.Generator
 ) -> CellLook:
     """Measure one trajectory."""
-    window = min(path.window, options.max_steps)
     look = CellLook(
         module=path.cell.name,
         kind=path.cell.kind,
         state_size=path.cell.state_size,
         num_sequences=path.states.shape[1],
-        window=window,
+        window=min(path.window, options.max_steps),
         finite=bool(path.states.isfinite().all()),
     )
     if not look.finite:
@@ -133,13 +132,11 @@ def look_at(
         if options.jacobian:
             _measure_jacobian(path, look, options, generator)
         if options.states:
-            look.ranks = _ranks(path, window)
-            look.gates, look.cell_memory = _gates(path, window)
+            _measure_ranks(path, look, weight_gradient)
+            _measure_gates(path, look)
         if options.vector and path.cell.state_size <= DENSE_LIMIT:
-            look.state_field = _state_field(path, window)
-        if weight_gradient is not None:
-            look.weight_rank = _rank_of(weight_gradient)
-        look.gradient_profile = _gradient_profile(path, window)
+            look.state_field = _state_field(path, look.window)
+        look.gradient_profile = _gradient_profile(path, look.window)
     return look
 
 
@@ -163,20 +160,21 @@ def _measure_jacobian(path: Trajectory, look: CellLook, options: LookOptions, ge
     look.eigenvalues = torch.view_as_real(found[0]).tolist()
 
 
-def _ranks(path: Trajectory, window: int) -> tuple[float, float, float]:
-    """Return effective rank and participation ratio of the hidden states, and what they could be at most."""
-    hidden = _centred(path.states[-window:, :, : path.cell.output_size])
-    values, inputs = torch.linalg.svdvals(hidden), torch.linalg.svdvals(_centred(path.inputs[-window:]))
+def _measure_ranks(path: Trajectory, look: CellLook, gradient: Tensor | None) -> None:
+    """Find the ranks of the hidden states and what they could be at most, and that of the weight's gradient.
+
+    The latter comes from the Gram matrix of the tall gradient, where that is finite and not too wide.
+    """
+    hidden = _centred(path.states[-look.window :, :, : path.cell.output_size])
+    values, inputs = torch.linalg.svdvals(hidden), torch.linalg.svdvals(_centred(path.inputs[-look.window :]))
     bound = min(float(hidden.shape[1]), float(hidden.shape[0] - 1), effective_rank(inputs) if inputs.numel() else 0.0)
-    return effective_rank(values), participation_ratio(values), bound
-
-
-def _rank_of(gradient: Tensor) -> float | None:
-    """Return the effective rank of a tall gradient from its Gram matrix, where it is finite and not too wide."""
-    if gradient.shape[1] > _WIDEST or not bool(gradient.isfinite().all()):
-        return None
-    dense = gradient.double() / gradient.abs().max().clamp_min(torch.finfo(gradient.dtype).tiny)
-    return effective_rank(torch.linalg.eigvalsh(dense.T @ dense).clamp_min(0.0).sqrt())
+    look.numbers["effective_rank"] = effective_rank(values)
+    look.numbers["participation_ratio"] = participation_ratio(values)
+    look.numbers["rank_bound"] = bound
+    if gradient is not None and gradient.shape[1] <= _WIDEST and bool(gradient.isfinite().all()):
+        dense = gradient.double() / gradient.abs().max().clamp_min(torch.finfo(gradient.dtype).tiny)
+        squares = torch.linalg.eigvalsh(dense.T @ dense).clamp_min(0.0)
+        look.numbers["weight_gradient_rank"] = effective_rank(squares.sqrt())
 
 
 def _centred(values: Tensor) -> Tensor:
@@ -185,19 +183,14 @@ def _centred(values: Tensor) -> Tensor:
     return centred(rows[:: max(1, math.ceil(rows.shape[0] / _MOST_ROWS))].double())
 
 
-def _gates(path: Trajectory, window: int) -> tuple[dict[str, GateStatistics], float | None]:
-    if path.cell.gates is None:
-        return {}, None
-    gates = path.cell.gates(path.states[-1 - window : -1], path.drives[-window:])
+def _measure_gates(path: Trajectory, look: CellLook) -> None:
     low, high = _SATURATED
-    found = {
-        name: GateStatistics(mean=float(gate.mean()), saturated=float(((gate < low) | (gate > high)).double().mean()))
-        for name, gate in gates.items()
-    }
-    kept = gates.get("forget", gates.get("update"))
-    assert kept is not None
-    per_unit = 1.0 / kept.double().log().mean(dim=(0, 1)).abs()  # infinite where a gate is open for good
-    return found, float(per_unit.median())
+    for name, gate in path.cell.gates(path.states[-1 - look.window : -1], path.drives[-look.window :]).items():
+        saturated = float(((gate < low) | (gate > high)).double().mean())
+        look.gates[name] = GateStatistics(mean=float(gate.mean()), saturated=saturated)
+        if name in ("forget", "update"):
+            per_unit = 1.0 / gate.double().log().mean(dim=(0, 1)).abs()  # infinite where a gate is open for good
+            look.numbers["cell_memory_length"] = float(per_unit.median())
 
 
 def _state_field(path: Trajectory, window: int) -> StateField:

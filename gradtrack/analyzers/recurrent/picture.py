@@ -21,35 +21,18 @@ def pictures_of(reports: Sequence[StepReport]) -> Mapping[str, Callable[[Path], 
     if not cells:
         return {}
     largest, horizon = max(cells, key=lambda cell: cell.spectral_radius), looks[-1]["horizon"]
-    return {
-        "recurrent_spectrum": lambda path: plot_recurrent_spectrum(
+
+    def plot(path: Path) -> Path:
+        figure = draw_recurrent_spectrum(
             [complex(*value) for value in largest.eigenvalues],
-            path,
             decay=largest.decay_profile[1:],
             memory_length=largest.effective_memory_length,
             horizon=horizon,
             state_size=largest.state_size,
         )
-    }
+        return figures.save(figure, path)
 
-
-def plot_recurrent_spectrum(
-    eigenvalues: Sequence[complex],
-    path: Path,
-    *,
-    decay: Sequence[float] = (),
-    memory_length: float | None = None,
-    horizon: int | None = None,
-    state_size: int | None = None,
-) -> Path:
-    """Draw the eigenvalues of a state Jacobian on the unit circle, and how gradients decay over the lags from 1 on.
-
-    Where a `state_size` is given that is larger than their number, the title says that they are the outermost ones.
-    """
-    figure = draw_recurrent_spectrum(
-        eigenvalues, decay=decay, memory_length=memory_length, horizon=horizon, state_size=state_size
-    )
-    return figures.save(figure, path)
+    return {"recurrent_spectrum": plot}
 
 
 def draw_recurrent_spectrum(
@@ -60,7 +43,10 @@ def draw_recurrent_spectrum(
     horizon: int | None = None,
     state_size: int | None = None,
 ) -> Any:
-    """Return the figure of `plot_recurrent_spectrum`."""
+    """Draw the eigenvalues of a state Jacobian on the unit circle, and how gradients decay over the lags from 1 on.
+
+    Where a `state_size` is given that is larger than their number, the title says that they are the outermost ones.
+    """
     figure = figures.new_figure(11.0, 5.0)
     circle = panel(figure, (1, 2, 1), "Spectrum of the state Jacobian", "real", "imaginary")
     _unit_circle(circle, eigenvalues, state_size)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 from torch import Tensor, nn
 
 from gradtrack.analyzers.recurrent.capture import SINGLE_CELLS, Capture, CellCapture, FunctionCapture, FusedCapture
-from gradtrack.analyzers.recurrent.cells import Step
+from gradtrack.analyzers.recurrent.cells import Step, TorchCell
 from gradtrack.analyzers.recurrent.trajectories import Trajectory
 from gradtrack.analyzers.tools.hooks import ModuleHook
 from gradtrack.errors import UsageError
@@ -55,7 +55,8 @@ class RecurrentRecorder:
                 known = ", ".join(repr(name) for name in self._modules if name)
                 raise UsageError(f"step function for module {name!r}: expected one of {known}.")
         for name, module in self._modules.items():
-            capture = _capture(module, name, functions.get(name), max_sequences, max_steps)
+            limits = {"max_sequences": max_sequences, "max_steps": max_steps}
+            capture = _capture(module, name, functions.get(name), limits)
             if capture is not None:
                 self._captures[name] = capture
                 hook = ModuleHook(module, capture.faults.guarded(capture))
@@ -66,7 +67,7 @@ class RecurrentRecorder:
         found: list[Recorded] = []
         outer: list[str] = []
         for name, capture in self._captures.items():
-            if any(_is_within(name, ancestor) for ancestor in outer):
+            if any(not ancestor or name.startswith(f"{ancestor}.") for ancestor in outer):
                 continue
             capture.faults.check()
             trajectories = capture.trajectories()
@@ -93,7 +94,7 @@ class RecurrentRecorder:
         prefix = f"{name}." if name else ""
         part = trajectory.cell.name.removeprefix(prefix)
         suffix = f"_{part}" if isinstance(module, nn.RNNBase) else ""
-        weight = f"{prefix}weight_hh{suffix}" if trajectory.cell.slopes else ""
+        weight = f"{prefix}weight_hh{suffix}" if isinstance(trajectory.cell, TorchCell) else ""
         dropout = module.dropout if isinstance(module, nn.RNNBase) and module.training else 0.0
         return Recorded(module=name, weight=weight, dropout=dropout, trajectory=trajectory)
 
@@ -109,14 +110,14 @@ def weight_gradient(model: nn.Module, name: str) -> Tensor | None:
 
 
 def _capture(
-    module: nn.Module, name: str, function: tuple[Step, int] | None, max_sequences: int, max_steps: int
+    module: nn.Module, name: str, function: tuple[Step, int] | None, limits: Mapping[str, int]
 ) -> Capture | None:
     if function is not None:
-        return FunctionCapture(module, name, *function, max_sequences=max_sequences)
+        return FunctionCapture(name, function[0], function[1], **limits)
     if isinstance(module, nn.RNNBase):
-        return FusedCapture(module, name, max_sequences=max_sequences, max_steps=max_steps)
+        return FusedCapture(module, name, **limits)
     if isinstance(module, SINGLE_CELLS) or _may_be_cell(module):
-        return CellCapture(module, name, max_sequences=max_sequences, max_steps=max_steps)
+        return CellCapture(module, name, **limits)
     return None
 
 
@@ -125,22 +126,17 @@ def _is_recurrent(module: nn.Module) -> bool:
         return True
     if _CELL_NAME.search(type(module).__name__) is None or not _may_be_cell(module):
         return False
-    return list(_positional(module))[1].name.lower().startswith(_STATES)
+    return _positional(module)[1].name.lower().startswith(_STATES)
 
 
 def _may_be_cell(module: nn.Module) -> bool:
     """Say whether a module of the user's own takes two things."""
     if type(module).__module__.startswith("torch."):
         return False
-    parameters = list(_positional(module))
+    parameters = _positional(module)
     return len(parameters) >= 2 and all(parameter.default is not parameter.empty for parameter in parameters[2:])
 
 
-def _positional(module: nn.Module) -> Iterator[inspect.Parameter]:
-    for parameter in inspect.signature(module.forward).parameters.values():
-        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
-            yield parameter
-
-
-def _is_within(name: str, ancestor: str) -> bool:
-    return name != ancestor and (not ancestor or name.startswith(f"{ancestor}."))
+def _positional(module: nn.Module) -> list[inspect.Parameter]:
+    parameters = inspect.signature(module.forward).parameters.values()
+    return [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]

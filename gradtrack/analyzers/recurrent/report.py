@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from statistics import fmean
+from typing import TypeVar
 
 import torch
 from pydantic import Field
@@ -14,6 +16,8 @@ from gradtrack.analyzers.recurrent.measure import CellLook, GateStatistics, Stat
 from gradtrack.reports import Report
 from gradtrack.reports.base import measured
 from gradtrack.support.statistics import median
+
+_Found = TypeVar("_Found", bound=Report)
 
 
 class CellDynamics(Report):
@@ -59,9 +63,14 @@ class CellDynamics(Report):
     state_field: StateField | None = None
 
     @property
+    def lyapunov_exponent(self) -> float | None:
+        """Return the first Lyapunov exponent."""
+        return self.lyapunov_exponents[0] if self.lyapunov_exponents else None
+
+    @property
     def growth_rate(self) -> float | None:
         """Return the long-run factor per step: exp of the first Lyapunov exponent."""
-        return math.exp(self.lyapunov_exponents[0]) if self.lyapunov_exponents else None
+        return None if self.lyapunov_exponent is None else math.exp(self.lyapunov_exponent)
 
     @property
     def has_all_eigenvalues(self) -> bool:
@@ -78,6 +87,9 @@ def pool(looks: Sequence[CellLook]) -> CellDynamics:
     """Sum up several looks at the same cell."""
     last = looks[-1]
     radii = [radius for look in looks for radius in look.radii]
+    names = dict.fromkeys(name for look in looks for name in look.numbers)
+    numbers = {name: median(look.numbers[name] for look in looks if name in look.numbers) for name in names}
+    fields = [look.state_field for look in looks if look.state_field is not None]
     return CellDynamics(
         kind=last.kind,
         module=last.module,
@@ -89,14 +101,10 @@ def pool(looks: Sequence[CellLook]) -> CellDynamics:
         spectral_radius_range=(min(radii), max(radii)) if radii else None,
         spectral_radius_count=len(radii),
         eigenvalues=last.eigenvalues,
-        effective_rank=median(look.ranks[0] for look in looks if look.ranks),
-        participation_ratio=median(look.ranks[1] for look in looks if look.ranks),
-        rank_bound=median(look.ranks[2] for look in looks if look.ranks),
-        weight_gradient_rank=median(look.weight_rank for look in looks if look.weight_rank is not None),
-        gradient_profile=_mean_profile([look.gradient_profile for look in looks if look.gradient_profile]),
-        gates=_mean_gates(looks),
-        cell_memory_length=median(look.cell_memory for look in looks if look.cell_memory is not None),
-        state_field=_mean_field([look.state_field for look in looks if look.state_field is not None]),
+        gradient_profile=_by_lag(fmean, [look.gradient_profile for look in looks if look.gradient_profile]),
+        gates={name: _mean([look.gates[name] for look in looks]) for name in last.gates},
+        state_field=_mean(fields) if fields else None,
+        **numbers,
         **_pooled_decay([look.decay for look in looks if look.decay is not None]),
     )
 
@@ -104,11 +112,7 @@ def pool(looks: Sequence[CellLook]) -> CellDynamics:
 def _pooled_decay(decays: list[Decay]) -> dict[str, object]:
     if not decays:
         return {}
-    profiles: list[list[float]] = [decay.log_profile.tolist() for decay in decays]
-    length = int(statistics.median(len(profile) for profile in profiles))
-    log_profile = [
-        _log_mean_square([profile[lag] for profile in profiles if lag < len(profile)]) for lag in range(length)
-    ]
+    log_profile = _by_lag(_log_mean_square, [decay.log_profile.tolist() for decay in decays])
     weights = torch.tensor([decay.count for decay in decays], dtype=torch.float64)
     count = int(weights.sum())
     exponents = (torch.stack([decay.exponents for decay in decays]) * weights.unsqueeze(1)).sum(dim=0) / count
@@ -128,29 +132,16 @@ def _pooled_decay(decays: list[Decay]) -> dict[str, object]:
     }
 
 
-def _mean_profile(profiles: list[list[float]]) -> list[float]:
-    if not profiles:
-        return []
-    length = int(statistics.median(len(profile) for profile in profiles))
-    reaching = [[profile[lag] for profile in profiles if lag < len(profile)] for lag in range(length)]
-    return [sum(values) / len(values) for values in reaching]
+def _by_lag(pool: Callable[[list[float]], float], profiles: Sequence[list[float]]) -> list[float]:
+    """Pool profiles lag by lag, up to their median length."""
+    length = int(statistics.median(map(len, profiles))) if profiles else 0
+    return [pool([profile[lag] for profile in profiles if lag < len(profile)]) for lag in range(length)]
 
 
-def _mean_gates(looks: Sequence[CellLook]) -> dict[str, GateStatistics]:
-    return {
-        name: GateStatistics(
-            mean=sum(look.gates[name].mean for look in looks) / len(looks),
-            saturated=sum(look.gates[name].saturated for look in looks) / len(looks),
-        )
-        for name in looks[0].gates
-    }
-
-
-def _mean_field(fields: list[StateField]) -> StateField | None:
-    if not fields:
-        return None
-    names = StateField.__pydantic_fields__
-    return StateField(**{name: sum(found[name] for found in fields) / len(fields) for name in names})
+def _mean(reports: Sequence[_Found]) -> _Found:
+    """Return the means of reports that hold nothing but numbers."""
+    kind = type(reports[0])
+    return kind(**{name: sum(report[name] for report in reports) / len(reports) for name in kind.__pydantic_fields__})
 
 
 def _log_mean_square(logs: list[float]) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Final
 
@@ -28,9 +27,8 @@ _FirstShare = Annotated[
 class RecurrentReport(Report):
     """The dynamics of a model's recurrent parts. The plain numbers are the largest over layers and directions.
 
-    `spectral_radius` is that of the state Jacobian, median over time. `effective_memory_length` is in steps, `censored`
-    where it is longer than what was seen. `criticality` is a label: what the issues say, and where they say nothing,
-    where the growth per step lies in the band around the optimal radius.
+    The memory is `censored` where it is longer than what was seen. `criticality` is what the issues say, and where they
+    say nothing, where the growth per step lies in the band around the optimal radius.
     """
 
     num_looks: int = 1
@@ -60,15 +58,12 @@ class RecurrentReport(Report):
     @property
     def effective_rank(self) -> _Rank:
         """Return the effective rank of the hidden states, of the cell where it is the smallest."""
-        return min(
-            (cell.effective_rank for cell in self.cells.values() if cell.effective_rank is not None), default=None
-        )
+        return min(_known(self.cells, "effective_rank"), default=None)
 
     @property
     def gradient_first_share(self) -> _FirstShare:
         """Return the share of the largest loss gradient that reaches the first step, of the cell where most does."""
-        shares = [cell.first_step_share for cell in self.cells.values() if cell.first_step_share is not None]
-        return max(shares, default=None)
+        return max(_known(self.cells, "first_step_share"), default=None)
 
     def metric_parts(self) -> Iterator[tuple[str, Report]]:
         """Return the first cells, by name."""
@@ -104,19 +99,20 @@ def summarise(issues: Sequence[Issue], dynamics: RecurrentReport) -> str:
 
 def largest(cells: Mapping[str, CellDynamics]) -> dict[str, Any]:
     """Return the plain numbers: each the largest over layers and directions."""
-    radii = [cell.spectral_radius for cell in cells.values() if cell.spectral_radius is not None]
-    rates = [cell.temporal_decay_rate for cell in cells.values() if cell.temporal_decay_rate is not None]
     longest = _longest(cells)
-    exponent = max((cell.lyapunov_exponents[0] for cell in cells.values() if cell.lyapunov_exponents), default=None)
     return {
-        "spectral_radius": max(radii, default=None),
-        "temporal_decay_rate": max(rates, default=None),
+        "spectral_radius": max(_known(cells, "spectral_radius"), default=None),
+        "temporal_decay_rate": max(_known(cells, "temporal_decay_rate"), default=None),
         "effective_memory_length": longest.effective_memory_length if longest else None,
         "censored": bool(longest and longest.censored),
         "asymptotic_memory_length": longest.asymptotic_memory_length if longest else None,
-        "lyapunov_exponent": exponent,
-        "growth_rate": None if exponent is None else math.exp(exponent),
+        "lyapunov_exponent": max(_known(cells, "lyapunov_exponent"), default=None),
+        "growth_rate": max(_known(cells, "growth_rate"), default=None),
     }
+
+
+def _known(cells: Mapping[str, CellDynamics], name: str) -> list[float]:
+    return [value for cell in cells.values() if (value := getattr(cell, name)) is not None]
 
 
 def _longest(cells: Mapping[str, CellDynamics]) -> CellDynamics | None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
-from gradtrack.analyzers.recurrent.cells import Cell, layer_cells
+from gradtrack.analyzers.recurrent.cells import Cell, TorchCell, layer_cells
 
 _SHORTEST: Final = 0.5
 
@@ -28,6 +28,7 @@ class Trajectory:
     drives: Tensor
     inputs: Tensor
     lengths: Tensor
+    reverse: bool = False
     gradients: Tensor | None = None
 
     @property
@@ -42,63 +43,38 @@ class Sequences:
 
     inputs: Tensor
     lengths: Tensor
-    state: tuple[Tensor, ...] | None = None
+    state: tuple[Tensor, ...] = ()
 
     @classmethod
     def of(
         cls, module: nn.RNNBase, inputs: Tensor | PackedSequence, state: Any, limit: int
     ) -> tuple[Sequences, Tensor]:
         """Take at most `limit` sequences from what a module was called with; also return which ones."""
-        lengths: Tensor | None = None
-        if isinstance(inputs, PackedSequence):
-            padded, lengths = pad_packed_sequence(inputs, batch_first=True)
-        elif inputs.dim() == 2:
-            padded = inputs.unsqueeze(0)
-        else:
-            padded = inputs if module.batch_first else inputs.transpose(0, 1)
-        if lengths is None:
-            lengths = torch.full((padded.shape[0],), padded.shape[1])
+        padded, lengths = batch_first(module, inputs)
         chosen = choose(lengths, limit)
         parts = (state,) if isinstance(state, Tensor) else tuple(state or ())
-        states = tuple(_batched(part)[:, chosen.to(part.device)].detach() for part in parts)
         lengths = lengths[chosen]
         return cls(
             inputs=padded[chosen.to(padded.device), : int(lengths.max())].detach(),
             lengths=lengths,
-            state=states or None,
+            state=tuple(batched(part)[:, chosen.to(part.device)].detach() for part in parts),
         ), chosen
 
 
-@dataclass(slots=True, kw_only=True)
-class Track:
-    """The states of one cell as they were replayed, in its own order of time."""
-
-    cell: Cell
-    states: list[Tensor]
-    drives: Tensor
-    inputs: Tensor
-    lengths: Tensor
-    reverse: bool
-
-    def freeze(self, gradients: Tensor | None = None) -> Trajectory:
-        """Return what was replayed, with the gradients of the loss at its states where they are known."""
-        return Trajectory(
-            cell=self.cell,
-            states=torch.stack(self.states),
-            drives=self.drives,
-            inputs=self.inputs,
-            lengths=self.lengths,
-            gradients=gradients,
-        )
+def batch_first(module: nn.RNNBase, values: Tensor | PackedSequence) -> tuple[Tensor, Tensor]:
+    """Return what a module takes or returns as (B, T, ...), and the length of each sequence."""
+    if isinstance(values, PackedSequence):
+        return pad_packed_sequence(values, batch_first=True)
+    if values.dim() == 2:
+        values = values.unsqueeze(0)
+    elif not module.batch_first:
+        values = values.transpose(0, 1)
+    return values, torch.full((values.shape[0],), values.shape[1])
 
 
-@dataclass(slots=True, kw_only=True)
-class Replay:
-    """What a module returns, computed again: `output` (B, T, D·P), `final` states (L·D, B, S) and every track."""
-
-    output: Tensor
-    final: list[Tensor]
-    tracks: list[Track] = field(default_factory=list)
+def batched(state: Tensor) -> Tensor:
+    """Return a state as (L·D, B, S)."""
+    return state.unsqueeze(1) if state.dim() == 2 else state
 
 
 def choose(lengths: Tensor, limit: int) -> Tensor:
@@ -108,22 +84,29 @@ def choose(lengths: Tensor, limit: int) -> Tensor:
     return order[lengths[order] >= _SHORTEST * longest].sort().values
 
 
-def replay(module: nn.RNNBase, sequences: Sequences, name: str = "") -> Replay:
-    """Run a fused module's equations on sequences.
+def replay(module: nn.RNNBase, sequences: Sequences, name: str = "") -> list[Trajectory]:
+    """Run a fused module's equations on sequences; return the trajectories by layer and direction.
 
     Dropout between layers is left out: its mask exists inside the fused kernel only.
     """
-    found = Replay(output=sequences.inputs, final=[])
+    found: list[Trajectory] = []
+    inputs = sequences.inputs
     with torch.no_grad():
         for cells in layer_cells(module, name):
-            outputs = []
-            for direction, cell in enumerate(cells):
-                track = _run(cell, found.output, sequences, len(found.tracks), direction == 1)
-                found.tracks.append(track)
-                found.final.append(track.states[-1])
-                outputs.append(_output(track))
-            found.output = torch.cat(outputs, dim=-1)
+            layer = [
+                _run(cell, inputs, sequences, len(found) + direction, direction == 1)
+                for direction, cell in enumerate(cells)
+            ]
+            found += layer
+            inputs = outputs(layer)
     return found
+
+
+def outputs(layer: Sequence[Trajectory]) -> Tensor:
+    """Return what the directions of one layer give to the next one, as (B, T, D·P)."""
+    parts = [path.states[1:, :, : path.cell.output_size].transpose(0, 1) for path in layer]
+    ordered = [input_order(part, path.lengths, path.reverse) for part, path in zip(parts, layer, strict=True)]
+    return torch.cat(ordered, dim=-1)
 
 
 def follow(cell: Cell, state: Tensor, inputs: Tensor) -> Trajectory:
@@ -160,30 +143,24 @@ def input_order(values: Tensor, lengths: Tensor, reverse: bool) -> Tensor:
     return values.masked_fill(beyond.unsqueeze(-1).to(values.device), 0.0) if bool(beyond.any()) else values
 
 
-def _run(cell: Cell, inputs: Tensor, sequences: Sequences, index: int, reverse: bool) -> Track:
+def _run(cell: Cell, inputs: Tensor, sequences: Sequences, index: int, reverse: bool) -> Trajectory:
     lengths = sequences.lengths
     own = own_time(inputs, lengths, reverse).transpose(0, 1)
     start = own.shape[0] - lengths
     ragged = bool(start.any())
     drives = cell.drive(own)
-    states = [_initial(cell, sequences, index, drives)]
+    if sequences.state:
+        states = [torch.cat([part[index].to(drives) for part in sequences.state], dim=-1)]
+    else:
+        states = [drives.new_zeros(drives.shape[1], cell.state_size)]
     for step, drive in enumerate(drives):
         following = cell.step(states[-1], drive)
         if ragged:
             following = torch.where((step >= start).unsqueeze(1).to(following.device), following, states[-1])
         states.append(following)
-    return Track(cell=cell, states=states, drives=drives, inputs=own, lengths=lengths, reverse=reverse)
-
-
-def _initial(cell: Cell, sequences: Sequences, index: int, like: Tensor) -> Tensor:
-    if sequences.state is None:
-        return like.new_zeros(like.shape[1], cell.state_size)
-    return torch.cat([part[index].to(like) for part in sequences.state], dim=-1).detach()
-
-
-def _output(track: Track) -> Tensor:
-    output = torch.stack(track.states[1:], dim=1)[..., : track.cell.output_size]
-    return input_order(output, track.lengths, track.reverse)
+    return Trajectory(
+        cell=cell, states=torch.stack(states), drives=drives, inputs=own, lengths=lengths, reverse=reverse
+    )
 
 
 def _take(values: Tensor, positions: Tensor) -> Tensor:
@@ -191,50 +168,34 @@ def _take(values: Tensor, positions: Tensor) -> Tensor:
     return values.gather(1, index)
 
 
-def _batched(state: Tensor) -> Tensor:
-    return state.unsqueeze(1) if state.dim() == 2 else state
-
-
 @torch.no_grad()
-def backward(
-    found: Replay, output: Tensor | None, final: Sequence[Tensor | None], *, max_steps: int
-) -> list[Trajectory]:
-    """Return the trajectories with the gradient of the loss at every state of the last steps, zero before them.
+def backward(paths: Sequence[Trajectory], output: Tensor, final: Sequence[Tensor | None], *, max_steps: int) -> None:
+    """Give the trajectories of a replay the gradient of the loss at every state of the last steps, zero before them.
 
     `output` is the direct gradient at the module's output and `final` the one at each final state: exactly what hooks
     on these tensors see. They hold no influence of one step on later ones, which is what this adds.
     """
-    if output is None and all(one is None for one in final):
-        return [track.freeze() for track in found.tracks]
-    directions = 2 if found.tracks[-1].reverse else 1
-    arriving = torch.zeros_like(found.output) if output is None else output.to(found.output)
-    gradients: list[Tensor] = []
-    for first in range(len(found.tracks) - directions, -1, -directions):
-        at_inputs, at_states = [], []
-        tracks = found.tracks[first : first + directions]
-        for track, part, last in zip(tracks, arriving.chunk(directions, dim=-1), final[first:], strict=False):
-            states, inputs = _through_time(track, part, last, max_steps)
-            at_states.append(states)
-            at_inputs.append(inputs)
-        gradients = at_states + gradients
+    directions = 2 if paths[-1].reverse else 1
+    arriving = output.to(paths[-1].states)
+    for first in range(len(paths) - directions, -1, -directions):
+        layer, at_inputs = paths[first : first + directions], []
+        for path, part, last in zip(layer, arriving.chunk(directions, dim=-1), final[first:], strict=False):
+            path.gradients, reached = _through_time(path, part, last, max_steps)
+            at_inputs.append(reached)
         arriving = torch.stack(at_inputs).sum(dim=0)
-    return [track.freeze(states) for track, states in zip(found.tracks, gradients, strict=True)]
 
 
-def _through_time(track: Track, direct: Tensor, last: Tensor | None, max_steps: int) -> tuple[Tensor, Tensor]:
+def _through_time(path: Trajectory, direct: Tensor, last: Tensor | None, max_steps: int) -> tuple[Tensor, Tensor]:
     """Return the gradients at the states (T, B, S) in the cell's own time and at the inputs (B, T, I) in theirs."""
-    cell, num_steps = track.cell, len(track.drives)
-    assert cell.slopes is not None
-    assert cell.pull is not None
-    assert cell.drive_pull is not None
-    assert cell.undrive is not None
+    cell, num_steps = path.cell, len(path.drives)
+    assert isinstance(cell, TorchCell)
     begin = max(0, num_steps - max_steps)
-    start = num_steps - track.lengths
-    running = (torch.arange(num_steps).unsqueeze(1) >= start).unsqueeze(-1).to(track.drives.device)
-    arriving = own_time(direct, track.lengths, track.reverse).transpose(0, 1) * running
-    slopes = cell.slopes(torch.stack(track.states[begin:-1]), track.drives[begin:])
-    found = track.drives.new_zeros(num_steps, *track.states[0].shape)
-    carried = torch.zeros_like(track.states[0]) if last is None else last.to(track.drives)
+    start = num_steps - path.lengths
+    running = (torch.arange(num_steps).unsqueeze(1) >= start).unsqueeze(-1).to(path.drives.device)
+    arriving = own_time(direct, path.lengths, path.reverse).transpose(0, 1) * running
+    slopes = cell.slopes(path.states[begin:-1], path.drives[begin:])
+    found = torch.zeros_like(path.states[1:])
+    carried = torch.zeros_like(path.states[0]) if last is None else last.to(path.drives)
     ragged = bool(start.any())
     for step in range(num_steps - 1, begin - 1, -1):
         found[step] = carried
@@ -242,6 +203,6 @@ def _through_time(track: Track, direct: Tensor, last: Tensor | None, max_steps: 
         carried = cell.pull(slopes[step - begin], found[step])
         if ragged:
             carried = torch.where(running[step], carried, found[step])
-    at_inputs = track.inputs.new_zeros(track.inputs.shape, dtype=found.dtype, device=found.device)
+    at_inputs = path.inputs.new_zeros(path.inputs.shape, dtype=found.dtype, device=found.device)
     at_inputs[begin:] = cell.undrive(cell.drive_pull(slopes, found[begin:])) * running[begin:]
-    return found, input_order(at_inputs.transpose(0, 1), track.lengths, track.reverse)
+    return found, input_order(at_inputs.transpose(0, 1), path.lengths, path.reverse)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final, Literal
 
 from gradtrack.analyzers.recurrent.report import CellDynamics
@@ -26,34 +26,39 @@ _RANK_SHARE: Final = 0.05
 _JUDGED_RANK: Final = 8.0
 
 
-def judge(cells: Mapping[str, CellDynamics], horizon: int | None, step: int = 0) -> list[Issue]:
-    """Return the issues of a model's recurrent cells; forgetting is judged only where a horizon was declared."""
-    found = [
-        issue
-        for name, cell in cells.items()
-        for issue in (_supercritical(name, cell, horizon), _low_rank(name, cell))
-        if issue is not None
-    ]
+def judge(
+    cells: Mapping[str, CellDynamics], horizon: int | None, *, broken: Iterable[str] = (), step: int = 0
+) -> list[Issue]:
+    """Return the issues of a model's recurrent cells, of which the `broken` ones had states that were not finite.
+
+    Forgetting is judged only where a horizon was declared.
+    """
+    found = [_nonfinite(name) for name in broken]
+    for name, cell in cells.items():
+        found += [issue for issue in (_supercritical(name, cell, horizon), _low_rank(name, cell)) if issue is not None]
     found += [] if horizon is None else _short_memories(cells, horizon)
     return [issue.model_copy(update={"step": step}) for issue in found]
 
 
-def label(growth: float, optimal: float, band: float) -> Criticality:
-    """Name where a growth per step lies: below, within or above the band around the optimum."""
-    if growth < optimal - band:
+def criticality(growth: float | None, issues: Sequence[Issue], optimal: float, band: float) -> Criticality | None:
+    """Name the growth per step: as the issues say, else as it lies below, within or above the band of the optimum."""
+    types = {issue.issue_type for issue in issues}
+    if growth is None:
+        return None
+    if IssueType.SUPERCRITICAL in types:
+        return "SUPERCRITICAL"
+    if IssueType.SHORT_MEMORY in types or growth < optimal - band:
         return "SUBCRITICAL"
     return "SUPERCRITICAL" if growth > optimal + band else "CRITICAL"
 
 
-def nonfinite(name: str, step: int = 0) -> Issue:
-    """Return the issue of a cell whose states are not finite."""
+def _nonfinite(name: str) -> Issue:
     return Issue(
         issue_type=IssueType.NUMERICAL,
         severity=IssueSeverity.CRITICAL,
         layer=name,
         message="Hidden states are NaN or infinite.",
         statistic="nonfinite_states",
-        step=step,
         recommendation="Clip the gradient norm, lower the learning rate, or bound the activation.",
     )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -14,9 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from gradtrack.analyzers.recurrent.cells import layer_cells, single_cell
+from gradtrack.analyzers.recurrent.cells import function_cell, layer_cells, single_cell
 from gradtrack.analyzers.recurrent.dynamics import pull_back
-from gradtrack.analyzers.recurrent.trajectories import Sequences, Track, choose, replay
+from gradtrack.analyzers.recurrent.trajectories import Sequences, Trajectory, choose, outputs, replay
 from gradtrack.analyzers.tools.modules import evaluating
 from gradtrack.errors import InputTypeError
 from tests.analyzers.recurrent.recurrent_models import KINDS, Case, build, cases, run
@@ -26,9 +25,10 @@ from tests.analyzers.recurrent.recurrent_models import KINDS, Case, build, cases
 def gap(case: Case) -> float:
     """Return by how much the replay is off, in outputs and final states of the sequences that it took."""
     sequences, chosen = Sequences.of(case.module, case.inputs, case.state, limit=4)
-    found, (output, final) = replay(case.module, sequences), run(case)
-    gaps = [(found.output - output[chosen, : found.output.shape[1]]).abs().max()]
-    gaps += [(mine - theirs[chosen]).abs().max() for mine, theirs in zip(found.final, final, strict=True)]
+    paths, (output, final) = replay(case.module, sequences), run(case)
+    found = outputs(paths[-2:] if case.module.bidirectional else paths[-1:])
+    gaps = [(found - output[chosen, : found.shape[1]]).abs().max()]
+    gaps += [(path.states[-1] - theirs[chosen]).abs().max() for path, theirs in zip(paths, final, strict=True)]
     return float(torch.stack(gaps).max())
 
 
@@ -59,11 +59,11 @@ def test_known_derivatives_are_those_of_autograd(case: Case, seed: int) -> None:
     """The derivative that is written out for each cell equals the one of its equation."""
     torch.manual_seed(seed)
     sequences, _ = Sequences.of(case.module, case.inputs, case.state, limit=4)
-    for track in replay(case.module, sequences).tracks:
-        states, vectors = track.states[-2], torch.randn(len(track.lengths), 3, track.cell.state_size).double()
-        unknown = replace(track.cell, slopes=None, pull=None)
-        found = pull_back(track.cell, states, track.drives[-1], vectors)
-        assert torch.allclose(found, pull_back(unknown, states, track.drives[-1], vectors), rtol=0, atol=1e-12)
+    for path in replay(case.module, sequences):
+        states, vectors = path.states[-2], torch.randn(len(path.lengths), 3, path.cell.state_size).double()
+        unknown = function_cell("unknown", path.cell.step, path.cell.state_size)
+        found = pull_back(path.cell, states, path.drives[-1], vectors)
+        assert torch.allclose(found, pull_back(unknown, states, path.drives[-1], vectors), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("module", [nn.RNNCell(3, 5), nn.RNNCell(3, 5, nonlinearity="relu"), nn.GRUCell(3, 5)])
@@ -95,9 +95,7 @@ def test_gates_are_named() -> None:
     """LSTM and GRU show their gates, an RNN has none."""
     state, inputs = torch.zeros(1, 10).double(), torch.zeros(1, 3).double()
     lstm, gru, rnn = (layer_cells(kind(3, 5), "")[0][0] for kind in (nn.LSTM, nn.GRU, nn.RNN))
-    assert lstm.gates is not None
-    assert gru.gates is not None
-    assert rnn.gates is None
+    assert rnn.gates(state[:, :5], rnn.drive(inputs)) == {}
     assert list(lstm.gates(state, lstm.drive(inputs))) == ["input", "forget", "output"]
     assert list(gru.gates(state[:, :5], gru.drive(inputs))) == ["reset", "update"]
 
@@ -144,17 +142,17 @@ def test_own_time_of_a_reversed_sequence_starts_at_its_last_step() -> None:
     module = nn.RNN(1, 2, bidirectional=True, batch_first=True).double()
     inputs = torch.randn(2, 3, 1).double()
     packed = nn.utils.rnn.pack_padded_sequence(inputs, torch.tensor([3, 2]), batch_first=True)
-    tracks = replay(module, Sequences.of(module, packed, None, limit=4)[0]).tracks
-    own = [first_inputs(track, 1) for track in tracks]
+    paths = replay(module, Sequences.of(module, packed, None, limit=4)[0])
+    own = [first_inputs(path, 1) for path in paths]
     assert own[0] == inputs[1, :2, 0].tolist()
     assert own[1] == inputs[1, :2, 0].flip(0).tolist()
-    assert float(tracks[0].states[1][1].abs().sum()) == 0.0
+    assert float(paths[0].states[1][1].abs().sum()) == 0.0
 
 
-def first_inputs(track: Track, sequence: int) -> list[float]:
-    """Return the valid inputs of a sequence in the track's own time."""
-    start = track.inputs.shape[0] - int(track.lengths[sequence])
-    found: Tensor = track.inputs[start:, sequence, 0]
+def first_inputs(path: Trajectory, sequence: int) -> list[float]:
+    """Return the valid inputs of a sequence in the trajectory's own time."""
+    start = path.inputs.shape[0] - int(path.lengths[sequence])
+    found: Tensor = path.inputs[start:, sequence, 0]
     return [float(value) for value in found]
 
 

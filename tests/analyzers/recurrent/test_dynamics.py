@@ -53,7 +53,7 @@ def test_chaos_begins_where_theory_says() -> None:
 @given(cases(layouts=["time_first"]))
 def test_exponents_of_a_whole_frame_add_up_to_the_volume(case: Case) -> None:
     """The sum of all exponents is the mean ln|det J|, whatever the cell."""
-    path = replay(case.module, Sequences.of(case.module, case.inputs, case.state, 4)[0]).tracks[0].freeze()
+    path = replay(case.module, Sequences.of(case.module, case.inputs, case.state, 4)[0])[0]
     size = path.cell.state_size
     found = sweep(path, generator(), num_exponents=size, warm_up=0).exponents
     states, drives = path.states[:-1].flatten(0, 1), path.drives.flatten(0, 1)

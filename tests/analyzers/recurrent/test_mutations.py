@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gradtrack.analyzers.recurrent import capture, dynamics, measure
 from gradtrack.analyzers.recurrent.cells import Cell
-from gradtrack.analyzers.recurrent.trajectories import Replay, Trajectory
+from gradtrack.analyzers.recurrent.trajectories import Trajectory
 from gradtrack.analyzers.tools.spectra import spectral_radius
 from tests.analyzers.recurrent import recurrent_goldens as goldens
 from tests.analyzers.recurrent.recurrent_goldens import GOLDENS, weight_of
@@ -38,12 +38,9 @@ def rayleigh_alone(matvec: Callable[[Tensor], Tensor], start: Tensor, **_: objec
     return torch.tensor([rayleigh(matvec, start)])
 
 
-def direct_gradients(found: Replay, output: Tensor | None, final: Any, **_: object) -> list[Trajectory]:
+def direct_gradients(paths: list[Trajectory], output: Tensor, final: Any, **_: object) -> None:
     """Take output.grad for the gradient of the states."""
-    assert output is not None
-    trajectories = [track.freeze() for track in found.tracks]
-    trajectories[-1].gradients = output.transpose(0, 1)
-    return trajectories
+    paths[-1].gradients = output.transpose(0, 1)
 
 
 def mean_radius_growth(path: Trajectory, *_: object, **options: Any) -> dynamics.Decay:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from torch import nn
 
 from gradtrack.analyzers.recurrent import picture
 from gradtrack.analyzers.recurrent.dynamics import effective_memory
+from gradtrack.drawing import figures
 from tests.analyzers.pictured import drawn, train
 from tests.pages.test_pictures import PNG, line
 
@@ -54,7 +54,7 @@ def test_recurrent_spectrum(monkeypatch: pytest.MonkeyPatch) -> None:
     """The eigenvalues are those of the state Jacobian: of the radius that is reported, around the decay it causes."""
     torch.manual_seed(0)
     reports = train(nn.RNN(2, 6, batch_first=True), "recurrent", lambda: torch.randn(3, 12, 2))
-    values, _, options = drawn(reports, "recurrent_spectrum.png", picture, "plot_recurrent_spectrum", monkeypatch)
+    values, options = drawn(reports, "recurrent_spectrum.png", picture, "draw_recurrent_spectrum", monkeypatch)
     found = [one.analyzers["recurrent"] for one in reports if "recurrent" in one.analyzers][-1]
     (cell,) = found["cells"].values()
     low, high = cell.spectral_radius_range
@@ -68,9 +68,8 @@ def test_recurrent_spectrum(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_pictures_survive_emptiness(tmp_path: Path) -> None:
     """Nothing to draw and names of any kind still make pictures."""
-    paths = (tmp_path / f"{number}.png" for number in itertools.count())
-    for written in (
-        picture.plot_recurrent_spectrum([], next(paths)),
-        picture.plot_recurrent_spectrum([complex("nan")], next(paths), decay=[0.0, 0.0], memory_length=math.inf),
+    for figure in (
+        picture.draw_recurrent_spectrum([]),
+        picture.draw_recurrent_spectrum([complex("nan")], decay=[0.0, 0.0], memory_length=math.inf),
     ):
-        assert written.read_bytes().startswith(PNG)
+        assert figures.save(figure, tmp_path / "picture.png").read_bytes().startswith(PNG)
