@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gradtrack.analyzers.tools.hooks import Faults, Unshared, is_unheard
+from gradtrack.analyzers.tools.hooks import Faults, ModuleHook
 from gradtrack.analyzers.tools.modules import first_floating, replace, tensors, unnested
 from gradtrack.errors import UsageError
-
-_SAMPLES: Final = 1
 
 
 class BlockCall:
     """The arguments of one call of a module for the first samples of its batch."""
 
-    def __init__(self, args: Any, kwargs: Any, num_samples: int = _SAMPLES) -> None:
+    def __init__(self, args: Any, kwargs: Any, num_samples: int) -> None:
         args, kwargs = _without_caches(args), _without_caches(kwargs)
         first = _main(args, kwargs)
         size = first.size(0) if first is not None and first.dim() > 1 else None  # a vector is one sample
@@ -76,12 +74,14 @@ class BlockCall:
 class BlockInputs:
     """Hooks that keep the inputs of blocks during forward passes that have a graph."""
 
-    def __init__(self, blocks: Mapping[str, nn.Module], num_samples: int = _SAMPLES) -> None:
+    def __init__(self, blocks: Mapping[str, nn.Module], num_samples: int = 1) -> None:
         self._calls: dict[str, BlockCall] = {}
+        self._num_samples = num_samples
         self._faults = Faults()
-        self._keep = self._faults.guarded(self._take)
         self._handles = [
-            block.register_forward_pre_hook(_Keep(self, name, num_samples), with_kwargs=True)
+            block.register_forward_pre_hook(
+                ModuleHook(block, self._faults.guarded(partial(self._keep, name))), with_kwargs=True
+            )
             for name, block in blocks.items()
         ]
 
@@ -97,21 +97,9 @@ class BlockInputs:
             handle.remove()
         self._calls = {}
 
-    def _take(self, name: str, args: Any, kwargs: Any, num_samples: int) -> None:
-        self._calls[name] = BlockCall(args, kwargs, num_samples)
-
-
-class _Keep(Unshared):
-    """A forward pre-hook that keeps the arguments of a block for its owner."""
-
-    def __init__(self, owner: BlockInputs, name: str, num_samples: int) -> None:
-        self._owner, self._name, self._num_samples = weakref.ref(owner), name, num_samples
-
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        owner = self._owner()
-        if owner is None or is_unheard() or torch.compiler.is_compiling() or not torch.is_grad_enabled():
-            return
-        owner._keep(self._name, args, kwargs, self._num_samples)
+    def _keep(self, name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            self._calls[name] = BlockCall(args, kwargs, self._num_samples)
 
 
 def _main(args: Any, kwargs: Any) -> Tensor | None:

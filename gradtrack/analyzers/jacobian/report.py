@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from typing import Annotated, Final, NamedTuple
+from typing import Annotated, Any, Final
 
 import torch
 from pydantic import Field
@@ -26,98 +26,6 @@ EXACT_LIMIT: Final = 512
 _CAP: Final = 16.0
 
 
-class JacobianNumbers(NamedTuple):
-    """The numbers of a Jacobian J with `num_outputs` rows; None where products with it alone cannot tell.
-
-    `mean_square_gain` is ‖J‖²/num_outputs, by which the squared norm of a random gradient changes on its way back.
-    """
-
-    num_inputs: int
-    num_outputs: int
-    exact: bool
-    sigma_max: float
-    sigma_min: float | None
-    condition: float | None
-    effective_rank: float
-    mean_square_gain: float
-    mean_square_gain_error: float
-    spectral_radius: float | None
-
-
-def measure_jacobian(
-    function: Callable[[Tensor], Tensor],
-    at: Tensor,
-    generator: torch.Generator,
-    *,
-    exact_limit: int = EXACT_LIMIT,
-    num_probes: int = 16,
-    num_values: int = 32,
-) -> JacobianNumbers:
-    """Measure the Jacobian of a function: all of it up to a limit on the smaller side, by products beyond."""
-    linear = LinearMap.of(function, at)
-    if min(linear.num_inputs, linear.num_outputs) <= exact_limit:
-        return _from_matrix(linear)
-    return _from_products(linear, generator, num_probes, num_values)
-
-
-def log10_condition(condition: float | None) -> float | None:
-    """Return the order of magnitude of a condition number, at most 16."""
-    return None if condition is None or math.isnan(condition) else min(math.log10(condition), _CAP)
-
-
-def _from_matrix(linear: LinearMap) -> JacobianNumbers:
-    matrix = linear.matrix().double()
-    square = linear.num_inputs == linear.num_outputs
-    if not torch.isfinite(matrix).all():
-        return JacobianNumbers(
-            linear.num_inputs, linear.num_outputs, True, math.nan, math.nan, math.nan, math.nan, math.nan, 0.0, None
-        )
-    values = torch.linalg.svdvals(matrix)
-    return JacobianNumbers(
-        num_inputs=linear.num_inputs,
-        num_outputs=linear.num_outputs,
-        exact=True,
-        sigma_max=float(values.max()),
-        sigma_min=float(values.min()),
-        condition=condition_number(values),
-        effective_rank=effective_rank(values),
-        mean_square_gain=float(values.square().sum()) / linear.num_outputs,
-        mean_square_gain_error=0.0,
-        spectral_radius=spectral_radius(matrix) if square else None,
-    )
-
-
-def _from_products(linear: LinearMap, generator: torch.Generator, num_probes: int, num_values: int) -> JacobianNumbers:
-    squares, error = squared_frobenius(linear, generator, num_probes=num_probes)
-    values = leading_singular_values(linear, generator, count=num_values)
-    sigma_max = max(largest_singular_value(linear, generator), float(values.max()))
-    smaller = min(linear.num_inputs, linear.num_outputs)
-    square = linear.num_inputs == linear.num_outputs
-    start = linear.random(linear.num_outputs, generator)
-    return JacobianNumbers(
-        num_inputs=linear.num_inputs,
-        num_outputs=linear.num_outputs,
-        exact=False,
-        sigma_max=sigma_max,
-        sigma_min=None,
-        condition=None,
-        effective_rank=_completed_rank(values, squares, smaller),
-        mean_square_gain=squares / linear.num_outputs,
-        mean_square_gain_error=error / linear.num_outputs,
-        spectral_radius=arnoldi_radius(linear.pull, start) if square else None,
-    )
-
-
-def _completed_rank(values: Tensor, squares: float, count: int) -> float:
-    """Return the effective rank with what the leading values leave of the squares spread evenly over all others."""
-    left = max(squares - float(values.square().sum()), 0.0)
-    others = count - len(values)
-    if others <= 0 or left <= 0:
-        return effective_rank(values)
-    rest = min(math.sqrt(left / others), float(values.min()))
-    return effective_rank(torch.cat([values, values.new_full((others,), rest)]))
-
-
 class BlockJacobian(Report):
     """The Jacobian of one block's output by its input, median over the samples.
 
@@ -135,16 +43,91 @@ class BlockJacobian(Report):
     sigma_max: Annotated[
         float, Metric("jacobian/sigma_max/<block>", "The most that one block stretches a direction of its input.")
     ]
-    sigma_min: float | None
-    condition: float | None
-    log10_condition: float | None
+    sigma_min: float | None = None
+    condition: float | None = None
+    log10_condition: float | None = None
     effective_rank: float
     mean_square_gain: Annotated[
         float,
         Metric("jacobian/mean_square_gain/<block>", "Change of a random gradient's squared norm on its way back."),
     ]
-    mean_square_gain_error: float
-    spectral_radius: float | None
+    mean_square_gain_error: float = 0.0
+    spectral_radius: float | None = None
+
+
+def measure_jacobian(
+    function: Callable[[Tensor], Tensor],
+    at: Tensor,
+    generator: torch.Generator,
+    *,
+    exact_limit: int = EXACT_LIMIT,
+    num_probes: int = 16,
+    num_values: int = 32,
+) -> BlockJacobian:
+    """Measure the Jacobian of a function: all of it up to a limit on the smaller side, by products beyond."""
+    linear = LinearMap.of(function, at)
+    if min(linear.num_inputs, linear.num_outputs) <= exact_limit:
+        return _from_matrix(linear)
+    return _from_products(linear, generator, num_probes, num_values)
+
+
+def _from_matrix(linear: LinearMap) -> BlockJacobian:
+    matrix = linear.matrix().double()
+    if not torch.isfinite(matrix).all():
+        names = ("sigma_max", "sigma_min", "condition", "effective_rank", "mean_square_gain")
+        return _report(linear, exact=True, **dict.fromkeys(names, math.nan))
+    values = torch.linalg.svdvals(matrix)
+    return _report(
+        linear,
+        exact=True,
+        sigma_max=float(values.max()),
+        sigma_min=float(values.min()),
+        condition=condition_number(values),
+        effective_rank=effective_rank(values),
+        mean_square_gain=float(values.square().sum()) / linear.num_outputs,
+        spectral_radius=spectral_radius(matrix) if linear.num_inputs == linear.num_outputs else None,
+    )
+
+
+def _from_products(linear: LinearMap, generator: torch.Generator, num_probes: int, num_values: int) -> BlockJacobian:
+    squares, error = squared_frobenius(linear, generator, num_probes=num_probes)
+    values = leading_singular_values(linear, generator, count=num_values)
+    sigma_max = max(largest_singular_value(linear, generator), float(values.max()))
+    start = linear.random(linear.num_outputs, generator)
+    return _report(
+        linear,
+        exact=False,
+        sigma_max=sigma_max,
+        effective_rank=_completed_rank(values, squares, min(linear.num_inputs, linear.num_outputs)),
+        mean_square_gain=squares / linear.num_outputs,
+        mean_square_gain_error=error / linear.num_outputs,
+        spectral_radius=arnoldi_radius(linear.pull, start) if linear.num_inputs == linear.num_outputs else None,
+    )
+
+
+def _report(linear: LinearMap, **numbers: Any) -> BlockJacobian:
+    return BlockJacobian(
+        num_inputs=linear.num_inputs,
+        num_outputs=linear.num_outputs,
+        num_samples=1,
+        log10_condition=_log10(numbers.get("condition")),
+        **numbers,
+    )
+
+
+def _log10(condition: float | None) -> float | None:
+    """Return the order of magnitude of a condition number, at most 16."""
+    return None if condition is None or math.isnan(condition) else min(math.log10(condition), _CAP)
+
+
+def _completed_rank(values: Tensor, squares: float, count: int) -> float:
+    """Return the effective rank with what the leading values leave of the squares spread evenly over all others."""
+    left = max(squares - float(values.square().sum()), 0.0)
+    others = count - len(values)
+    if others <= 0 or left <= 0:
+        return effective_rank(values)
+    rest = min(math.sqrt(left / others), float(values.min()))
+    return effective_rank(torch.cat([values, values.new_full((others,), rest)]))
 
 
 class JacobianReport(Report):
@@ -186,22 +169,12 @@ class JacobianReport(Report):
         return "\n".join([*lines, *(f"{name}: {reason}" for name, reason in self.skipped.items())])
 
 
-def middle(numbers: Sequence[JacobianNumbers]) -> BlockJacobian:
+def middle(samples: Sequence[BlockJacobian]) -> BlockJacobian:
     """Return the median of every number over the samples of one block."""
-    first = numbers[0]
-    values = {
-        field: None if getattr(first, field) is None else statistics.median(getattr(one, field) for one in numbers)
-        for field in JacobianNumbers._fields
-        if field not in ("num_inputs", "num_outputs", "exact")
-    }
-    return BlockJacobian(
-        num_inputs=first.num_inputs,
-        num_outputs=first.num_outputs,
-        num_samples=len(numbers),
-        exact=first.exact,
-        log10_condition=log10_condition(values["condition"]),
-        **values,
-    )
+    known = [name for name, value in dict(samples[0]).items() if isinstance(value, float)]
+    values = {name: statistics.median(one[name] for one in samples) for name in known}
+    values["log10_condition"] = _log10(values.get("condition"))
+    return samples[0].model_copy(update={**values, "num_samples": len(samples)})
 
 
 def sum_up(blocks: dict[str, BlockJacobian], skipped: dict[str, str]) -> JacobianReport:

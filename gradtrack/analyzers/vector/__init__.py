@@ -35,13 +35,9 @@ class VectorReport(Report):
     """The field v(θ) around the weights; None where a number is undefined or was not measured.
 
     v is the gradient of the loss, or for a game each player's gradient of its own loss; training moves along -v.
-    `divergence` is tr ∂v/∂θ, for one loss the trace of its Hessian. `rotation` is the share of the squared Jacobian
-    that is antisymmetric: 0 for one loss, 1 for pure rotation. `coherence` is ‖mean g‖² over mean ‖g_i‖² of the
-    gradients of several batches at the same weights, `noise_scale` their tr Σ/‖G‖² in batches, `temporal_coherence` the
-    mean cosine between one gradient and the next. `directional_sharpness` is the curvature vᵀJv/‖v‖² along the field,
-    for one loss gᵀHg/‖g‖²; `step_sharpness` the curvature along the optimizer's step relative to the slope there, ηλ
-    for gradient descent, which on a quadratic overshoots above 2 (and hovers there in full-batch training: Cohen et al.
-    2021).
+    `coherence` is ‖mean g‖² over mean ‖g_i‖² of the gradients of several batches at the same weights, `noise_scale`
+    their tr Σ/‖G‖², `directional_sharpness` vᵀJv/‖v‖². `step_sharpness` is ηλ for gradient descent, which on a
+    quadratic overshoots above 2 (and hovers there in full-batch training: Cohen et al. 2021).
     """
 
     divergence: float | None = measured(
@@ -165,8 +161,8 @@ class VectorAnalyzer(Analyzer):
         with kept(model), torch.enable_grad(), differentiable_twice(model if self._model is not None else None):
             for _ in counted(range(steps), "Analyzing", total=steps):
                 look.add_game(game)
-        report = VectorReport(**look.numbers())
-        return report.model_copy(update={"issues": judge(report.rotation)})
+        numbers = look.numbers()
+        return VectorReport(**numbers, issues=judge(numbers["rotation"]))
 
     def analyze_field(self, field: Callable[[Tensor], Tensor], at: Tensor) -> VectorReport:
         """Measure a field that is given as a function of a flat tensor, at a point."""
@@ -199,21 +195,16 @@ class VectorAnalyzer(Analyzer):
         before, self._before = self._before, (snapshot.step, gradients)
         if not type(self).schedule(snapshot.step):
             return None
-        temporal = None
-        if before is not None and before[0] == snapshot.step - 1:
-            temporal = _cosine(before[1], gradients)
+        numbers = {"num_parameters": sum(map(len, gradients.values())), **self._differentiate(snapshot.model)}
+        follows = before is not None and before[0] == snapshot.step - 1
+        numbers["temporal_coherence"] = _cosine(before[1], gradients) if before and follows else None
         noise = self._micro.noise() if self._micro is not None else None
-        found = self._differentiate(snapshot.model)
-        measured: dict[str, Any] = (
-            found.model_dump() if found is not None else {"num_parameters": sum(map(len, gradients.values()))}
-        )
-        measured["temporal_coherence"] = temporal
         if noise is not None:
-            measured |= {"coherence": noise.coherence, "noise_scale": noise.noise_scale, "num_steps": noise.count}
-        report = VectorReport(**measured)
+            numbers |= {"coherence": noise.coherence, "noise_scale": noise.noise_scale, "num_steps": noise.count}
         norms = () if snapshot.series is None else list(snapshot.series.log_norms)
-        self._found = judge(report.rotation, norms, snapshot.step) if isinstance(self._observed, Mapping) else []
-        report = report.model_copy(update={"issues": self._found})
+        is_game = isinstance(self._observed, Mapping)
+        self._found = judge(numbers["rotation"], norms, snapshot.step) if is_game else []
+        report = VectorReport(**numbers, issues=self._found)
         return report if report.metrics() else None
 
     def issues(self) -> list[Issue]:
@@ -224,16 +215,16 @@ class VectorAnalyzer(Analyzer):
             self._micro.close()
             self._micro = None
 
-    def _differentiate(self, model: nn.Module) -> VectorReport | None:
+    def _differentiate(self, model: nn.Module) -> dict[str, Any]:
         if self._observed is None:
-            return None
+            return {}
         look = self._look()
         with kept(model), torch.enable_grad(), differentiable_twice(model):
             if callable(self._observed):
                 look.add_loss(self._observed, list(model.parameters()))
             else:
                 look.add_game(self._observed)
-        return VectorReport(**look.numbers())
+        return look.numbers()
 
     def _look(self, steps: int = 1) -> FieldLook:
         if steps < 1:

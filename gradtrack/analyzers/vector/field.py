@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from statistics import fmean
 from typing import Any, Final, final
 
 import torch
@@ -24,27 +25,29 @@ class FieldSamples:
     signs w: wᵀJw for the trace (Hutchinson), ‖(J ∓ Jᵀ)w‖²/4 for the parts.
     """
 
-    def __init__(self, generator: torch.Generator, num_probes: int, *, exact_limit: int = _EXACT_LIMIT) -> None:
+    def __init__(self, generator: torch.Generator, num_probes: int) -> None:
         self.exact = False
-        self._generator, self._num_probes, self._exact_limit = generator, num_probes, exact_limit
+        self._generator, self._num_probes = generator, num_probes
         self._traces: list[float] = []
-        self._antisymmetric: list[float] = []
-        self._symmetric: list[float] = []
+        self._parts: list[tuple[float, float]] = []
 
     def add(self, linear: LinearMap, *, symmetric: bool = False) -> None:
         """Take in the field around one point; a symmetric Jacobian needs half of the products."""
-        self.exact = linear.num_inputs <= self._exact_limit
+        self.exact = linear.num_inputs <= _EXACT_LIMIT
         if self.exact:
-            self._add_exact(linear, symmetric=symmetric)
+            matrix = linear.matrix().double()
+            self._add(float(matrix.trace()), matrix, None if symmetric else matrix.T)
             return
         for _ in range(self._num_probes):
             probe = linear.random(linear.num_inputs, self._generator, signs=True)
             pulled = linear.pull(probe).double()
-            self._traces.append(float(probe.double() @ pulled))
-            if not symmetric:
-                pushed = linear.push(probe).double()
-                self._antisymmetric.append(float((pushed - pulled).square().sum()) / 4)
-                self._symmetric.append(float((pushed + pulled).square().sum()) / 4)
+            self._add(float(probe.double() @ pulled), pulled, None if symmetric else linear.push(probe).double())
+
+    def _add(self, trace: float, pulled: Tensor, pushed: Tensor | None) -> None:
+        self._traces.append(trace)
+        if pushed is not None:
+            parts = (pushed - pulled) / 2, (pushed + pulled) / 2
+            self._parts.append((float(parts[0].square().sum()), float(parts[1].square().sum())))
 
     @property
     def num_probes(self) -> int:
@@ -59,64 +62,39 @@ class FieldSamples:
     @property
     def divergence_error(self) -> float | None:
         """Return the standard error of the divergence: zero where it is exact."""
-        if self.exact and len(self._traces) == 1:
-            return 0.0
-        return _error(self._traces)
+        if len(self._traces) < 2:
+            return 0.0 if self.exact and self._traces else None
+        traces = torch.tensor(self._traces, dtype=torch.float64)
+        return float(traces.std()) / math.sqrt(len(traces))
 
     @property
     def antisymmetric_norm(self) -> float | None:
         """Return ‖(J - Jᵀ)/2‖."""
-        return _root(mean(self._antisymmetric))
+        return math.sqrt(fmean(turning for turning, _ in self._parts)) if self._parts else None
 
     @property
     def symmetric_norm(self) -> float | None:
         """Return ‖(J + Jᵀ)/2‖."""
-        return _root(mean(self._symmetric))
+        return math.sqrt(fmean(other for _, other in self._parts)) if self._parts else None
 
     @property
     def rotation(self) -> float | None:
         """Return κ = ‖A‖²/(‖A‖² + ‖S‖²), from 0 for a gradient to 1 for pure rotation; None for a constant field."""
-        return _share(self._antisymmetric, self._symmetric)
+        return _share(self._parts)
 
     @property
     def rotation_error(self) -> float | None:
         """Return the standard error of the rotation, by leaving out one probe after the other."""
-        count = len(self._antisymmetric)
+        count = len(self._parts)
         if count == 1 and self.exact:
             return 0.0
-        without = [
-            _share(
-                self._antisymmetric[:i] + self._antisymmetric[i + 1 :], self._symmetric[:i] + self._symmetric[i + 1 :]
-            )
-            for i in range(count)
-        ]
-        known = [value for value in without if value is not None]
-        if len(known) < 2:
-            return None
-        mean = sum(known) / len(known)
-        return math.sqrt((len(known) - 1) / len(known) * sum((value - mean) ** 2 for value in known))
-
-    def _add_exact(self, linear: LinearMap, *, symmetric: bool) -> None:
-        matrix = linear.matrix().double()
-        self._traces.append(float(matrix.trace()))
-        if not symmetric:
-            self._antisymmetric.append(float(((matrix - matrix.T) / 2).square().sum()))
-            self._symmetric.append(float(((matrix + matrix.T) / 2).square().sum()))
+        shares = [_share(self._parts[:left] + self._parts[left + 1 :]) for left in range(count)]
+        known = torch.tensor([share for share in shares if share is not None], dtype=torch.float64)
+        return float(known.std(correction=0)) * math.sqrt(len(known) - 1) if len(known) > 1 else None
 
 
-def _error(values: list[float]) -> float | None:
-    if len(values) < 2:
-        return None
-    mean = sum(values) / len(values)
-    return math.sqrt(sum((value - mean) ** 2 for value in values) / (len(values) - 1) / len(values))
-
-
-def _root(value: float | None) -> float | None:
-    return None if value is None else math.sqrt(value)
-
-
-def _share(antisymmetric: list[float], symmetric: list[float]) -> float | None:
-    turning, both = sum(antisymmetric), sum(antisymmetric) + sum(symmetric)
+def _share(parts: Sequence[tuple[float, float]]) -> float | None:
+    turning, both = sum(part[0] for part in parts), sum(map(sum, parts))
     return turning / both if both > 0 else None
 
 
@@ -155,7 +133,7 @@ class FieldLook:
         self._noise = GradientNoise()
         self._curvatures: list[float] = []
         self._steps: list[float] = []
-        self._size = self._count = 0
+        self._size = 0
         self._single = self._moved = False
 
     def add_loss(self, loss_fn: Loss, params: Sequence[Tensor], optimizer: Any = None) -> None:
@@ -167,11 +145,9 @@ class FieldLook:
         linear = LinearMap(gradient, params)
         if gradient.requires_grad:
             self._samples.add(linear, symmetric=True)
-        flat = gradient.detach()
-        self._curvatures += _curvature(linear, flat)
-        self._add(flat, linear)
+        self._add(linear, gradient.detach())
         if optimizer is not None:
-            self._follow(loss_fn, params, flat, optimizer, seed)
+            self._follow(loss_fn, params, gradient.detach(), optimizer, seed)
 
     def add_game(self, players: Mapping[str, tuple[list[Tensor], Loss]]) -> None:
         """Take in the field of a game."""
@@ -217,20 +193,19 @@ class FieldLook:
             "step_sharpness": mean(self._steps),
             "exact": samples.exact,
             "num_parameters": self._size,
-            "num_steps": self._count,
+            "num_steps": noise.count,
             "num_probes": samples.num_probes,
         }
 
     def _add_field(self, value: Tensor, params: Sequence[Tensor]) -> None:
         linear = LinearMap(value, params)
         self._samples.add(linear)
-        self._curvatures += _curvature(linear, value.detach())
-        self._add(value.detach(), linear)
+        self._add(linear, value.detach())
 
-    def _add(self, value: Tensor, linear: LinearMap) -> None:
+    def _add(self, linear: LinearMap, value: Tensor) -> None:
+        self._curvatures += _curvature(linear, value)
         self._noise.add(value)
         self._size = linear.num_inputs
-        self._count += 1
 
     def _follow(self, loss_fn: Loss, params: Sequence[Tensor], before: Tensor, optimizer: Any, seed: int) -> None:
         """Let the optimizer step, and compare the gradient there, of the same batch and randomness, with the slope."""
