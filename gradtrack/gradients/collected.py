@@ -16,16 +16,7 @@ from gradtrack.gradients.distributed.shards import add_up, local_gradient
 from gradtrack.gradients.groups import Layout
 from gradtrack.gradients.measurer import Batch, Measurer
 from gradtrack.gradients.moments import MAX, MIN, NAN, SQUARES, SUM, Moments, Rows, count_elements, merge
-from gradtrack.gradients.variance import (
-    Centred,
-    Deviations,
-    Floats,
-    deviations_from,
-    hides,
-    is_hidden,
-    merge_deviations,
-    sums_around,
-)
+from gradtrack.gradients.variance import Deviations, hides, is_hidden, merge_deviations, sums_around, take_back
 
 
 def on_device(grads: Sequence[Tensor]) -> bool:
@@ -64,19 +55,16 @@ class Gradients:
         """Return the batch that the measurer has prepared, or the tensors before that."""
         return self.tensors if self._batch is None else self._batch
 
-    def measure_as_planned(self, measurer: Measurer) -> Moments | None:
-        """Return the sums of the gradients by the plan of the last step, or None if their sizes or types differ."""
-        layout = self.layout
-        plan = layout.plan
-        if plan is None or plan.engine is not measurer.native:
-            return None
-        moments: Moments | None = plan.measure(self.tensors, layout.group_of, len(layout.group_names))
-        self.as_planned = moments is not None
-        return moments
+    def prepare_as_planned(self, measurer: Measurer) -> bool:
+        """Prepare the tensors by the plan of the last step; say whether they have the same types and sizes."""
+        plan = self.layout.plan
+        if plan is not None and measurer.native is not None and plan.take(self.tensors):
+            self._batch, self.as_planned = Batch(self.tensors, range(len(self.tensors)), (), plan), True
+        return self.as_planned
 
     def prepare(self, measurer: Measurer) -> None:
         """Sort the tensors by engine once for all calls of the step; the layout has their sizes."""
-        self._batch = batch = measurer.prepare(self.tensors, self.layout.plan)
+        self._batch = batch = measurer.prepare(self.tensors)
         self.layout.plan = batch.plan
 
     def measure(self, measurer: Measurer) -> Moments:
@@ -86,8 +74,7 @@ class Gradients:
     def scale(self, measurer: Measurer, coefficient: float) -> None:
         """Multiply the gradients in place."""
         self.own()
-        if not (self.as_planned and self.layout.plan.scale(coefficient)):
-            measurer.scale(self.batch, coefficient)
+        measurer.scale(self.batch, coefficient)
         self.install()
 
     def own(self) -> None:
@@ -96,7 +83,7 @@ class Gradients:
         A change in place would otherwise change such a gradient twice.
         """
         batch = self.batch
-        others = () if self.as_planned else batch.others if isinstance(batch, Batch) else range(len(self.tensors))
+        others = batch.others if isinstance(batch, Batch) else range(len(self.tensors))
         given_twice = len(set(map(id, self.tensors))) < len(self.tensors)
         if not (others or given_twice):
             return
@@ -289,53 +276,25 @@ def find_deviations(grads: Gradients, moments: Moments) -> Deviations | None:
     """Return the squared deviations if the mean hides a variance, and None on most steps.
 
     Only tensors whose mean hides their variance are read again. Ranks that share the parameters find them in the
-    all-reduce instead.
+    all-reduce instead. A single element has no variance of its own, but a group of such tensors has.
     """
-    rows, layout = moments.rows, grads.layout
-    if len(rows) != len(grads.tensors) or not len(rows):
-        return None  # gradients that the optimizers have used inside the backward pass
-    if moments.finite and not _is_any_hidden(layout, moments):
+    rows, layout, groups = moments.rows, grads.layout, (grads.layout.group_of, len(grads.layout.group_names))
+    if len(rows) != len(grads.tensors):  # the optimizers have used the gradients inside the backward pass
+        return None
+    if moments.finite and not moments.may_hide:
         return None
     counts = layout.sizes if moments.finite else layout.sizes - rows[:, NAN:].sum(axis=1)
     hidden = hides(rows, counts)
-    return _merge(grads, moments, counts.astype(np.float64), hidden) if hidden.any() else None
-
-
-def _is_any_hidden(layout: Layout, moments: Moments) -> bool:
-    """Say whether the variance of any tensor, group or of everything is hidden, which it is not on most steps.
-
-    The variance of a tensor whose elements lie on both sides of zero is never hidden, and that of a group only if the
-    variance of one of its tensors is. A single element has no variance of its own.
-    """
-    if not moments.one_sided:
-        return False
-    rows, counts = moments.rows, layout.counts
-    found: list[int] = []
-    for index in np.flatnonzero((rows[:, MIN] > 0.0) | (rows[:, MAX] < 0.0)).tolist():
-        if is_hidden(float(rows[index, SUM]), float(rows[index, SQUARES]), counts[index]):
-            if counts[index] > 1:
-                return True
-            found.append(index)
-    if not found:
-        return False
-    groups = set(layout.group_of[found].tolist())
-    wholes = [(moments.group_rows[group].tolist(), layout.group_counts[group]) for group in groups]
-    wholes.append((moments.total, layout.total_count))
-    return any(count > 1 and is_hidden(row[SUM], row[SQUARES], count) for row, count in wholes)
-
-
-def _merge(grads: Gradients, moments: Moments, counts: Floats, hidden: NDArray[np.bool_]) -> Deviations:
-    """Read tensors with a hidden variance again, each about its mean, and merge all deviations."""
-    rows, number = moments.rows, np.maximum(counts, 1.0)
-    constant = hidden & (rows[:, MIN] == rows[:, MAX])
-    means = np.where(constant, rows[:, MIN], rows[:, SUM] / number)
-    squares = np.maximum(rows[:, SQUARES] - means * rows[:, SUM], 0.0)
-    again = np.flatnonzero(hidden & ~constant)
-    found = np.zeros((len(rows), 2))
-    for index in again:
-        found[index] = deviations_from(grads.tensors[index], float(means[index]), moments.exponent)
-    shifts = found[:, 0] / number
-    squares[hidden] = 0.0
-    squares[again] = np.maximum(found[again, 1] - found[again, 0] * shifts[again], 0.0)
-    parts = Centred(means, shifts, squares, counts)
-    return merge_deviations(parts, grads.layout.group_of, len(grads.layout.group_names))
+    if not hidden.any():
+        return None
+    if moments.finite and counts[hidden].max() < 2:
+        wholes = [(moments.group_rows[group], layout.group_counts[group]) for group in set(groups[0][hidden].tolist())]
+        wholes.append((moments.total, layout.total_count))
+        if not any(count > 1 and is_hidden(row[SUM], row[SQUARES], count) for row, count in wholes):
+            return None
+    constant = rows[:, MIN] == rows[:, MAX]
+    means = np.where(constant, rows[:, MIN], rows[:, SUM] / np.maximum(counts, 1.0))
+    centres = np.where(hidden, np.ldexp(means, moments.exponent), 0.0)
+    shifted = rows.copy()
+    shifted[:, [SUM, SQUARES]] = sums_around(grads.tensors, rows, counts, centres, moments.exponent)
+    return merge_deviations(take_back(shifted, np.where(hidden, means, 0.0), counts.astype(np.float64)), *groups)

@@ -29,11 +29,9 @@ class PassedGradients(Gradients):
         super().__init__([], gradients.layout, {})
         self._rows = rows
 
-    def measure_as_planned(self, measurer: Measurer) -> None:
-        """Return None, so that `measure` is called."""
-
-    def prepare(self, measurer: Measurer) -> None:
-        """Do nothing, since there are no tensors."""
+    def prepare_as_planned(self, measurer: Measurer) -> bool:
+        """Return True, since there are no tensors to prepare."""
+        return True
 
     def measure(self, measurer: Measurer) -> Moments:
         """Return the sums that the hooks have measured."""

@@ -19,21 +19,14 @@ EngineName = Literal["auto", "torch", "native"]
 
 
 class Batch:
-    """The tensors of one step, sorted by the engine that covers them, with the address table of the native engine."""
+    """The tensors of one step, sorted by the engine that covers them, with the native engine's plan for its own."""
 
-    __slots__ = ("native", "others", "plan", "table", "tensors")
+    __slots__ = ("native", "others", "plan", "tensors")
 
     def __init__(
-        self, tensors: Sequence[Tensor], native: Sequence[int], others: Sequence[int], table: Any, plan: Any = None
+        self, tensors: Sequence[Tensor], native: Sequence[int], others: Sequence[int], plan: Any = None
     ) -> None:
-        self.tensors, self.native, self.others, self.table = tensors, native, others, table
-        self.plan = plan
-        """The plan that `prepare` can use for further tensors of the same sizes."""
-
-    @property
-    def native_tensors(self) -> Sequence[Tensor]:
-        """Return the tensors that the native engine covers."""
-        return [self.tensors[index] for index in self.native] if self.others else self.tensors
+        self.tensors, self.native, self.others, self.plan = tensors, native, others, plan
 
     @property
     def other_tensors(self) -> Sequence[Tensor]:
@@ -55,20 +48,17 @@ class Measurer:
         self.engine = engine
 
     def prepare(self, tensors: Sequence[Tensor], plan: Any = None) -> Batch:
-        """Sort tensors by engine once, for the several calls of a step; `plan` is that of a batch of the same sizes."""
+        """Sort tensors by engine once, for the several calls of a step; `plan` is that of an earlier batch."""
         everything = range(len(tensors))
         if self.native is None:
-            return Batch(tensors, (), everything, None)
-        if plan is not None and plan.engine is self.native and plan.fits(tensors):
-            return Batch(tensors, everything, (), plan.tabulate(tensors), plan)
-        if self.native.covers_all(tensors):
-            table = self.native.tabulate(tensors)
-            return Batch(tensors, everything, (), table, self.native.plan(tensors, table))
-        covered = [self.native.covers(tensor) for tensor in tensors]
+            return Batch(tensors, (), everything)
+        if plan is not None and plan.take(tensors):
+            return Batch(tensors, everything, (), plan)
+        covered = list(map(self.native.covers, tensors))
         native = [index for index, fits in enumerate(covered) if fits]
         others = [index for index, fits in enumerate(covered) if not fits]
-        table = self.native.tabulate([tensors[index] for index in native]) if native else None
-        return Batch(tensors, native, others, table)
+        planned = self.native.plan([tensors[index] for index in native]) if native or not others else None
+        return Batch(tensors, native, others, planned)
 
     def measure(self, tensors: Sequence[Tensor] | Batch, group_of: NDArray[np.int64], num_groups: int) -> Moments:
         """Return the sums of the gradients; measured again, rescaled, where squares leave the float64 range."""
@@ -87,21 +77,18 @@ class Measurer:
             self.scale(batch, SMALLEST_FACTOR)
             coefficient /= SMALLEST_FACTOR
         if batch.native:
-            self.native.scale(batch.native_tensors, coefficient, table=batch.table)
+            batch.plan.scale(coefficient)
         if batch.others:
             self._torch.scale(batch.other_tensors, coefficient)
 
     def _once(self, batch: Batch, group_of: NDArray[np.int64], num_groups: int, exponent: int) -> Moments:
-        if not batch.native:
+        if batch.plan is None:
             return Moments(*self._torch.measure(batch.tensors, group_of, num_groups, exponent=exponent), exponent)
-        measure, table = self.native.measure, batch.table
         if not batch.others:
-            found = measure(batch.tensors, group_of, num_groups, exponent=exponent, table=table)
-            rows, group_rows, total, one_sided = found
-            return Moments(rows, group_rows, total, exponent, one_sided=one_sided)
+            found: Moments = batch.plan.measure(group_of, num_groups, exponent=exponent)
+            return found
         rows = np.empty((len(batch.tensors), WIDTH))
-        groups = group_of[batch.native]
-        rows[batch.native] = measure(batch.native_tensors, groups, num_groups, exponent=exponent, table=table)[0]
+        rows[batch.native] = batch.plan.measure(group_of[batch.native], num_groups, exponent=exponent).rows
         others = group_of[batch.others]
         rows[batch.others] = self._torch.measure(batch.other_tensors, others, num_groups, exponent=exponent)[0]
         return Moments(rows, *merge(rows, group_of, num_groups), exponent)

@@ -33,7 +33,7 @@ class Moments:
     gradients whose squares leave the range of a float64.
     """
 
-    __slots__ = ("exponent", "finite", "group_rows", "has_ends", "norm", "one_sided", "rows", "total")
+    __slots__ = ("exponent", "finite", "group_rows", "has_ends", "may_hide", "norm", "rows", "total")
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class Moments:
         exponent: int = 0,
         *,
         has_ends: bool = True,
-        one_sided: bool = True,
+        may_hide: bool = True,
     ) -> None:
         self.rows = rows
         self.group_rows = group_rows
@@ -56,8 +56,8 @@ class Moments:
         """The true L2 norm of all gradients: NaN or Inf where an element is."""
         self.has_ends = has_ends
         """Whether the smallest and largest elements are known; between reports ranks do not exchange them."""
-        self.one_sided = one_sided
-        """Whether there may be a tensor whose elements are all above zero or all below."""
+        self.may_hide = may_hide
+        """Whether a mean may hide a variance, see `find_deviations`."""
 
     def of(self, kept: NDArray[np.int64]) -> Moments:
         """Return the same sums with the rows of these tensors only; the other tensors have no elements."""

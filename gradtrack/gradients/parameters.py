@@ -92,6 +92,8 @@ class ParameterTable:
         """The ranks that share the parameters, if any is a DTensor or there is a process group."""
         if self.params and (group is not None or self.has_dtensors):
             self.ranks = Ranks(self.params, group, replicas=replicated_params(wrapped))
+        self.plan_of_weights: Any = None
+        """The measurer's plan for the weights, which it uses again for the next row."""
         self._layout: Layout | None = None
         self._present: Sequence[int] = ()
         self._everything = list(range(len(self.params)))

@@ -45,10 +45,11 @@ def norms_from_squares(table: ParameterTable, squares: NDArray[np.float64]) -> d
 
 
 def _measure(table: ParameterTable, measurer: Measurer) -> Moments:
-    shared = table.ranks is not None
-    parts = [local_part(param) if shared else param.detach() for param in table.params]
-    weights = [torch.view_as_real(part) if part.is_complex() else part for part in parts]
-    return measurer.measure(weights, table.group_of, len(table.group_names))
+    parts = table.params if table.ranks is None else map(local_part, table.params)
+    weights = [torch.view_as_real(part.detach()) if part.is_complex() else part for part in parts]
+    batch = measurer.prepare(weights, table.plan_of_weights)
+    table.plan_of_weights = batch.plan
+    return measurer.measure(batch, table.group_of, len(table.group_names))
 
 
 _LOCAL_PARTS = (
@@ -203,17 +204,16 @@ class Measurement:
 
     def read(self, grads: Gradients, data: StepData, loss: Tensor | float | None, *, row_due: bool) -> Moments:
         """Measure the gradients and the loss; if a row is due, count the histograms for it as well."""
-        moments = grads.measure_as_planned(self._measurer)
-        if moments is None:
+        if not grads.prepare_as_planned(self._measurer):
             self.fit(grads, data)
             grads.prepare(self._measurer)
-            moments = grads.measure(self._measurer)
+        moments = grads.measure(self._measurer)
         # Inlined, since during a training each call costs about a microsecond on every step.
         data.loss = loss if loss is None or type(loss) is float else float(loss)
         data.rows, data.group_rows, data.total = moments.rows, moments.group_rows, moments.total
         if moments.exponent:
             data.exponent = moments.exponent
-        if data.full and (moments.one_sided or not moments.finite):
+        if data.full and (moments.may_hide or not moments.finite):
             data.deviations = find_deviations(grads, moments)
         if row_due and self._config.log_histograms:
             self._tally(grads, data)

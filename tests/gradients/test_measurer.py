@@ -139,16 +139,6 @@ def test_a_plan_is_for_gradients_of_the_same_sizes(later: Callable[[Tensor], Ten
     assert same(describe(found.total, 22), oracle(flat(then)))
 
 
-def test_a_plan_is_made_anew_for_another_engine() -> None:
-    """One that was made before the engine was changed, and changed back, would not be used for measuring."""
-    measurer, grads = Measurer("native"), [torch.randn(5, 3)]
-    before = measurer.prepare(grads).plan
-    measurer.use("torch")
-    measurer.use("native")
-    after = measurer.prepare(grads, before).plan
-    assert after.engine is measurer.native is not before.engine
-
-
 @pytest.mark.parametrize("engine", ENGINES)
 def test_nothing_to_measure(engine: EngineName) -> None:
     """No tensors and empty tensors have a norm of zero."""

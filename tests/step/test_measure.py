@@ -88,14 +88,13 @@ def test_an_ordinary_step_is_measured_as_planned(monkeypatch: pytest.MonkeyPatch
     """From the second step on, and again after parameters have got other sizes or another engine was used."""
     native = pytest.importorskip("gradtrack.gradients.native.engine", reason="numba is not installed")
     planned: list[bool] = []
-    measure = native.Plan.measure
+    take = native.Plan.take
 
-    def counted(plan: Any, *given: Any) -> Any:
-        found = measure(plan, *given)
-        planned.append(found is not None)
-        return found
+    def counted(plan: Any, grads: Any) -> bool:
+        planned.append(take(plan, grads))
+        return planned[-1]
 
-    monkeypatch.setattr(native.Plan, "measure", counted)
+    monkeypatch.setattr(native.Plan, "take", counted)
     manager, model = GradientManager(), small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 

@@ -3,15 +3,16 @@
 The elements of all tensors lie on one line, each tensor rounded up to whole cache lines, and the line is cut
 into items of equal length. Threads take items until none is left; what an item finds depends on nothing but the
 item, so the result is the same for any number of threads. The threads are the team of OpenMP that
-torch computes with, where there is one, since it is awake during a training; else those that the caller brings.
+torch computes with, where there is one, since it is awake during a training.
 
 All that is compiled into these loops is in this file, since the compiler's cache asks only whether it has changed.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from typing import Any, TypeAlias, cast
+from typing import Any, cast
 
 import numpy as np
 from llvmlite import ir
@@ -27,29 +28,28 @@ NUM_FACTS = 5
 COLUMNS = 8
 """Sum, sum of squares, minimum, maximum, zeros, NaN, +Inf, -Inf."""
 _LOW, _HIGH = 2, 3
-TAKEN, DONE, ONE_SIDED = range(3)
-"""Progress: items taken (of a line that caches may hold a bit each, of a longer one tickets), items finished, and in
-the end the tensors whose elements are on one side of zero."""
-CREW = slice(3, 7)
-_TEAM, _SEAT, _WORK, _SEATS = range(3, 7)
-"""Also told in the progress: the addresses of what runs a team and of what numbers its threads, the address of the
-work (MEASURE_IN_TEAM or SCALE_IN_TEAM), and how many threads to run it on."""
-PROGRESS = 15
-_TABLE, _NUM_COLUMNS, _RESULTS, _NUM_RESULTS, _HEADS, _NUM_HEADS, _FIRST, _SECOND = range(7, PROGRESS)
+TABLE, NUM_COLUMNS, RESULTS, NUM_ROWS, NUM_SLOTS, HEADS, NUM_HEADS, COUNTS, LIMIT, EPSILON = range(10)
+"""The orders of a plan: addresses and sizes of its arrays, and the bits of the limit of the norm and of what is added
+to the norm. The results have a row per tensor, per group and for all, in each slot; the heads have a row per item, and
+the counts the elements of each group and of all."""
+TEAM, SEAT, SEATS, MEASURE, SCALE = range(10, 15)
+"""Who works: the addresses of what runs a team and of what numbers its threads, their number (one needs no team), and
+the addresses of their work."""
+HIDES, _TAKEN, _ROWS, _FIRST, _SECOND = range(15, 20)
+"""Written by the loops: whether the mean hides a variance, the items taken (of a line that caches may hold a bit each,
+of a longer one tickets), the address of the slot, and the bits of what the elements are multiplied by."""
+NUM_ORDERS = 20
 ITEM_ELEMENTS = 131072
 RUN_ITEMS = 16
 SHORT_LINE = 4 * ITEM_ELEMENTS
-"""The longest line that one call measures or scales alone; a longer one is worth calling a team for, asleep or not."""
+"""The longest line that one thread works on alone; a longer one is worth calling a team for, asleep or not."""
 CACHED_LINE = 16 * ITEM_ELEMENTS
-"""The longest line that caches may hold; where torch has no team, only a longer one is worth waking other threads."""
+"""The longest line that caches may hold."""
 HIDDEN = 1e-6
 """A variance below this share of the mean square has lost more than six of its sixteen digits."""
-OUT_OF_BOUNDS = -2
-"""What a kernel returns where it would have to write beyond the memory that it was given."""
+NO_MEMORY = -2.0
 BLOCK_ELEMENTS = 4096
 LINE_ELEMENTS = 64
-PREPARE, WORK, TEAM_WORK, WAIT, MERGE = 1, 2, 4, 8, 16
-_WAIT_ROUNDS = 10000  # about the time that an item takes
 
 _LARGEST = 1e16  # the squares of a whole block still fit into a float32
 _SMALLEST = 1e-12  # its square, and those that matter beside it, are normal float32 numbers
@@ -60,12 +60,8 @@ _MAGNITUDE_64 = 0x7FFFFFFFFFFFFFFF
 _HALF_BITS = 0x3F000000
 
 
-Integers: TypeAlias = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
-Floats: TypeAlias = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
-
-
 def _compiled_for_a_team(function: Callable[..., Value]) -> Any:
-    """Compile a function that a team of OpenMP runs: it is given the address of the progress."""
+    """Compile a function that a team of OpenMP runs: it is given the address of the orders."""
     try:
         return cfunc(types.void(types.voidptr), cache=True)(function)
     except Exception:  # no directory can be written, or what is in it is damaged
@@ -125,8 +121,8 @@ def _fetch_or(typingctx: Value, address: Value, bits: Value) -> Value:
 
 
 @_emitted
-def _run(typingctx: Value, team: Value, work: Value, progress: Value, seats: Value) -> Value:
-    """Let the team at an address (a GOMP_parallel) run work(progress) on so many threads, this one among them."""
+def _run(typingctx: Value, team: Value, work: Value, orders: Value, seats: Value) -> Value:
+    """Let the team at an address (a GOMP_parallel) run work(orders) on so many threads, this one among them."""
 
     def generate(context: Value, builder: Value, signature: Value, args: Value) -> Value:
         place, number = context.get_value_type(types.voidptr), context.get_value_type(types.uint32)
@@ -369,39 +365,55 @@ def _measure_part(
 
 
 @compiled
-def _lay_out(table: Value) -> Value:
-    """Place the tensors on the line and return its length, or -1 when one of them has no memory or no size."""
-    num_tensors = table.shape[1] - 1
-    position = 0
-    for tensor in range(num_tensors):
-        if table[SIZE, tensor] < 0 or (table[ADDRESS, tensor] == 0 and table[SIZE, tensor] > 0):
-            return np.int64(-1)
-        table[START, tensor] = position
-        position += (table[SIZE, tensor] + LINE_ELEMENTS - 1) // LINE_ELEMENTS * LINE_ELEMENTS
-    table[START, num_tensors] = position
-    return position
+def _count_freed(table: Value) -> Value:
+    """Return how many tensors have elements and no memory, since its owner has freed it."""
+    num_freed = 0
+    for tensor in range(table.shape[1] - 1):
+        num_freed += table[ADDRESS, tensor] == 0 and table[SIZE, tensor] > 0
+    return num_freed
 
 
 @compiled
-def _take(table: Value, progress: Value, seat: Value, seats: Value) -> Value:
+def _orders_at(place: Value) -> Value:
+    return carray(_pointer(place), NUM_ORDERS, np.int64)
+
+
+@compiled
+def _table_of(orders: Value) -> Value:
+    return carray(_pointer(orders[TABLE]), (NUM_FACTS, orders[NUM_COLUMNS]), np.int64)
+
+
+@compiled
+def _rows_of(orders: Value) -> Value:
+    """Return the rows of the slot that is measured into."""
+    return carray(_pointer(orders[_ROWS]), (orders[NUM_ROWS], COLUMNS), np.float64)
+
+
+@compiled
+def _heads_of(orders: Value) -> Value:
+    return carray(_pointer(orders[HEADS]), (orders[NUM_HEADS], COLUMNS), np.float64)
+
+
+@compiled
+def _take(table: Value, orders: Value, seat: Value) -> Value:
     """Return the first and the last (exclusive) of the items that no thread has taken; none when they are equal.
 
     Of a line that caches may hold, a thread first takes its share of each tensor: what torch's thread of the same
     number wrote. Most of a longer line goes in runs, as memory reads faster the longer a thread goes straight on; the
     end goes item by item, so that all threads end together.
     """
-    length = table[START, -1]
+    length, seats, taken = table[START, -1], orders[SEATS], orders.ctypes.data + 8 * _TAKEN
     num_items = (length + ITEM_ELEMENTS - 1) // ITEM_ELEMENTS
     if length <= CACHED_LINE:
         for distance in range(seats):
-            if _fetch_or(progress.ctypes.data + 8 * TAKEN, 0) == (1 << num_items) - 1:
+            if _fetch_or(taken, 0) == (1 << num_items) - 1:
                 break
             for item in range(num_items):
                 bit, owner = 1 << item, _owner(table, item, seats)
-                if (owner + distance) % seats == seat and not _fetch_or(progress.ctypes.data + 8 * TAKEN, bit) & bit:
+                if (owner + distance) % seats == seat and not _fetch_or(taken, bit) & bit:
                     return item, item + 1
         return num_items, num_items
-    ticket = _fetch_add(progress.ctypes.data + 8 * TAKEN, 1)
+    ticket = _fetch_add(taken, 1)
     num_runs = num_items * 7 // 8 // RUN_ITEMS
     if ticket < num_runs:
         return ticket * RUN_ITEMS, (ticket + 1) * RUN_ITEMS
@@ -416,29 +428,6 @@ def _owner(table: Value, item: Value, seats: Value) -> Value:
     tensor = _tensor_at(table, middle)
     start = table[START, tensor]
     return (middle - start) * seats // (table[START, tensor + 1] - start)
-
-
-@compiled
-def _finish(progress: Value, num_items: Value) -> Value:
-    """Note that items are done."""
-    _fetch_add(progress.ctypes.data + 8 * DONE, num_items)
-
-
-@compiled
-def _wait(progress: Value, length: Value) -> Value:
-    """Wait awake, and not for long, until the items of other threads are done.
-
-    A thread that sleeps is often woken on the core of the thread that wakes it, and then both stay there.
-    """
-    for _ in range(_WAIT_ROUNDS):
-        if _fetch_add(progress.ctypes.data + 8 * DONE, 0) * ITEM_ELEMENTS >= length:
-            return
-
-
-@compiled
-def _run_team(progress: Value) -> Value:
-    """Let the crew that the progress names do its work."""
-    _run(progress[_TEAM], progress[_WORK], progress.ctypes.data, progress[_SEATS])
 
 
 @compiled
@@ -470,103 +459,77 @@ def _is_one_sided(row: Value) -> Value:
 
 @compiled
 def _merge_all(table: Value, results: Value, heads: Value) -> Value:
-    """Merge heads into the rows of tensors, those into the rows of groups, and those into the last row.
-
-    Return how many tensors have elements and none of them on the other side of zero.
-    """
-    num_tensors, total, num_one_sided = table.shape[1] - 1, results.shape[0] - 1, 0
+    """Merge heads into the rows of tensors, those into the rows of groups, and those into the last row."""
+    num_tensors, total = table.shape[1] - 1, results.shape[0] - 1
     num_items = (table[START, num_tensors] + ITEM_ELEMENTS - 1) // ITEM_ELEMENTS
     for item in range(num_items):
         tensor = _tensor_at(table, item * ITEM_ELEMENTS)
         if tensor < num_tensors and table[START, tensor] < item * ITEM_ELEMENTS:
             _merge(results[tensor], heads[item])
     for tensor in range(num_tensors):
-        row = results[tensor]
-        num_one_sided += _is_one_sided(row)
-        _merge(results[num_tensors + table[GROUP, tensor]], row)
+        _merge(results[num_tensors + table[GROUP, tensor]], results[tensor])
     for group in range(num_tensors, total):
         _merge(results[total], results[group])
-    return num_one_sided
 
 
 @compiled
-def _measure_items(
-    table: Value, results: Value, heads: Value, progress: Value, first: Value, second: Value, seat: Value, seats: Value
-) -> Value:
+def _is_hidden(row: Value, count: Value) -> Value:
+    """Say whether elements lie so close together that their sums do not tell their variance."""
+    return row[0] * row[0] > (1.0 - HIDDEN) * count * row[1]
+
+
+@compiled
+def _hides_any(orders: Value) -> Value:
+    """Say whether the variance of a tensor is hidden, or that of a group by tensors of one element."""
+    table, results = _table_of(orders), _rows_of(orders)
+    num_tensors, total = table.shape[1] - 1, results.shape[0] - 1
+    counts = carray(_pointer(orders[COUNTS]), total + 1 - num_tensors, np.int64)
+    for tensor in range(num_tensors):
+        row = results[tensor]
+        if not _is_one_sided(row) or not _is_hidden(row, table[SIZE, tensor]):
+            continue
+        for whole in (num_tensors + table[GROUP, tensor], total):
+            count = counts[whole - num_tensors]
+            if table[SIZE, tensor] > 1 or (count > 1 and _is_hidden(results[whole], count)):
+                return True
+    return False
+
+
+@compiled
+def _measure_items(place: Value, seat: Value) -> Value:
     """Measure items until none is left to take."""
-    begin, end = _take(table, progress, seat, seats)
+    orders = _orders_at(place)
+    table, results, heads = _table_of(orders), _rows_of(orders), _heads_of(orders)
+    first, second = _reinterpret(orders[_FIRST]), _reinterpret(orders[_SECOND])
+    begin, end = _take(table, orders, seat)
     while begin < end:
         for item in range(begin, end):
             _measure_item(table, item, results, heads[item], first, second)
-        _finish(progress, end - begin)
-        begin, end = _take(table, progress, seat, seats)
+        begin, end = _take(table, orders, seat)
 
 
 @_compiled_for_a_team
 def _measure_in_team(place: Value) -> None:
-    progress = carray(place, PROGRESS, np.int64)
-    table = carray(_pointer(progress[_TABLE]), (NUM_FACTS, progress[_NUM_COLUMNS]), np.int64)
-    results = carray(_pointer(progress[_RESULTS]), (progress[_NUM_RESULTS], COLUMNS), np.float64)
-    heads = carray(_pointer(progress[_HEADS]), (progress[_NUM_HEADS], COLUMNS), np.float64)
-    first, second = _reinterpret(progress[_FIRST]), _reinterpret(progress[_SECOND])
-    _measure_items(table, results, heads, progress, first, second, _call(progress[_SEAT]), progress[_SEATS])
-
-
-MEASURE_IN_TEAM: int = _measure_in_team.address
-"""What `measure` is told so that a team can measure."""
+    orders = carray(place, NUM_ORDERS, np.int64)
+    _measure_items(orders.ctypes.data, _call(orders[SEAT]))
 
 
 @compiled
-def _groups_fit(table: Value, results: Value) -> Value:
-    """Say whether every tensor, its group and the total have a row of their own."""
-    num_groups = results.shape[0] - table.shape[1]
-    for tensor in range(table.shape[1] - 1):
-        if not 0 <= table[GROUP, tensor] < num_groups:
-            return False
-    return num_groups >= 0
-
-
-@compiled_now("int64(int64, int64[:, ::1], f8[:, ::1], f8[:, ::1], int64[::1], f8, f8)")
-def measure(
-    phases: int,
-    table: Integers,
-    results: Floats,
-    heads: Floats,
-    progress: Integers,
-    first: float,
-    second: float,
-) -> Value:
-    """Run the phases that are asked for and return the length of the line.
-
-    The results hold a row per tensor, a row per group and the total; the heads a row per item. Nothing more
-    is run after preparing a line that is not short, unless for a team, or one with a tensor without memory (its
-    length is -1). Nothing is written where a group or an item has no row: then it returns OUT_OF_BOUNDS.
-    """
-    if not _groups_fit(table, results):
-        return OUT_OF_BOUNDS
-    length: int = _lay_out(table) if phases & PREPARE else table[START, -1]
-    if phases & PREPARE:
-        progress[TAKEN], progress[DONE] = 0, 0
-        for row in range(results.shape[0]):
-            _clear(results[row])
-        if length < 0 or (length > SHORT_LINE and not phases & TEAM_WORK):
-            return length
-    if heads.shape[0] * ITEM_ELEMENTS < length:
-        return OUT_OF_BOUNDS
-    if phases & WORK:
-        _measure_items(table, results, heads, progress, first, second, 0, 1)
-    if phases & TEAM_WORK:
-        progress[_TABLE], progress[_NUM_COLUMNS] = table.ctypes.data, table.shape[1]
-        progress[_RESULTS], progress[_NUM_RESULTS] = results.ctypes.data, results.shape[0]
-        progress[_HEADS], progress[_NUM_HEADS] = heads.ctypes.data, heads.shape[0]
-        progress[_FIRST], progress[_SECOND] = _reinterpret(first), _reinterpret(second)
-        _run_team(progress)
-    if phases & WAIT:
-        _wait(progress, length)
-    if phases & MERGE:
-        _fetch_add(progress.ctypes.data + 8 * DONE, 0)  # sees what the threads wrote before they added
-        progress[ONE_SIDED] = _merge_all(table, results, heads)
-    return length
+def _measure(place: Value, exponent: Value) -> Value:
+    """Measure a line, times 2**-exponent in two factors, since one alone may be out of range."""
+    orders = _orders_at(place)
+    table, results = _table_of(orders), _rows_of(orders)
+    orders[_TAKEN] = 0
+    orders[_FIRST] = _reinterpret(math.ldexp(1.0, -(exponent // 2)))
+    orders[_SECOND] = _reinterpret(math.ldexp(1.0, exponent // 2 - exponent))
+    for row in range(results.shape[0]):
+        _clear(results[row])
+    if orders[SEATS] > 1:
+        _run(orders[TEAM], orders[MEASURE], place, orders[SEATS])
+    else:
+        _measure_items(place, 0)
+    _merge_all(table, results, _heads_of(orders))
+    orders[HIDES] = _hides_any(orders)
 
 
 @compiled
@@ -652,88 +615,36 @@ def _scale_item(table: Value, item: Value, coefficient: Value) -> Value:
 
 
 @compiled
-def _scale_items(table: Value, progress: Value, coefficient: Value, seat: Value, seats: Value) -> Value:
+def _scale_items(place: Value, seat: Value) -> Value:
     """Scale items until none is left to take."""
-    begin, end = _take(table, progress, seat, seats)
+    orders = _orders_at(place)
+    table, coefficient = _table_of(orders), _reinterpret(orders[_FIRST])
+    begin, end = _take(table, orders, seat)
     while begin < end:
         for item in range(begin, end):
             _scale_item(table, item, coefficient)
-        _finish(progress, end - begin)
-        begin, end = _take(table, progress, seat, seats)
+        begin, end = _take(table, orders, seat)
 
 
 @_compiled_for_a_team
 def _scale_in_team(place: Value) -> None:
-    progress = carray(place, PROGRESS, np.int64)
-    table = carray(_pointer(progress[_TABLE]), (NUM_FACTS, progress[_NUM_COLUMNS]), np.int64)
-    _scale_items(table, progress, _reinterpret(progress[_FIRST]), _call(progress[_SEAT]), progress[_SEATS])
+    orders = carray(place, NUM_ORDERS, np.int64)
+    _scale_items(orders.ctypes.data, _call(orders[SEAT]))
 
 
-SCALE_IN_TEAM: int = _scale_in_team.address
-"""What `scale` is told so that a team can scale."""
+@compiled_now("void(int64, float64)")
+def scale(place: int, coefficient: float) -> None:
+    """Multiply the gradients in the table of the orders at an address."""
+    orders = _orders_at(place)
+    orders[_TAKEN], orders[_FIRST] = 0, _reinterpret(coefficient)
+    if orders[SEATS] > 1:
+        _run(orders[TEAM], orders[SCALE], place, orders[SEATS])
+    else:
+        _scale_items(place, 0)
 
 
-@compiled_now("int64(int64, int64[:, ::1], int64[::1], float64)")
-def scale(phases: int, table: Integers, progress: Integers, coefficient: float) -> int:
-    """Run the phases that are asked for (there is nothing to merge), as `measure` does."""
-    length: int = _lay_out(table) if phases & PREPARE else table[START, -1]
-    if phases & PREPARE:
-        progress[TAKEN], progress[DONE] = 0, 0
-        if length < 0 or (length > SHORT_LINE and not phases & TEAM_WORK):
-            return length
-    if phases & WORK:
-        _scale_items(table, progress, coefficient, 0, 1)
-    if phases & TEAM_WORK:
-        progress[_TABLE], progress[_NUM_COLUMNS] = table.ctypes.data, table.shape[1]
-        progress[_FIRST] = _reinterpret(coefficient)
-        _run_team(progress)
-    if phases & WAIT:
-        _wait(progress, length)
-    return length
-
-
-PHASES, LIMIT, EPSILON, _SCALING, _COUNTS, _NUM_SLOTS, _NUM_ORDERS = 0, 8, 9, 10, 11, 12, 13
-"""What `look` is told: the phases, and the bits of what limits the norm and of what is added to it. The other orders
-are addresses and sizes."""
-
-
-def write_orders(table: Integers, results: Floats, heads: Floats, progress: Integers, counts: Integers) -> Integers:
-    """Return the orders to look again and again, with memory that has to outlive them: several slots of results.
-
-    The counts are the elements of each group and of all.
-    """
-    found = np.zeros(_NUM_ORDERS, np.int64)
-    found[1:LIMIT] = (
-        *(table.ctypes.data, table.shape[1]),
-        *(results.ctypes.data, results.shape[1]),
-        *(heads.ctypes.data, heads.shape[0]),
-        progress.ctypes.data,
-    )
-    found[_SCALING], found[_COUNTS], found[_NUM_SLOTS] = SCALE_IN_TEAM, counts.ctypes.data, results.shape[0]
-    return found
-
-
-@compiled
-def _is_hidden(row: Value, count: Value) -> Value:
-    """Say whether elements lie so close together that their sums do not tell their variance."""
-    return row[0] * row[0] > (1.0 - HIDDEN) * count * row[1]
-
-
-@compiled
-def _hides_any(table: Value, results: Value, counts: Value) -> Value:
-    """Say whether the variance of a tensor is hidden, or that of a group by tensors of one element."""
-    num_tensors = table.shape[1] - 1
-    total = results.shape[0] - 1
-    for tensor in range(num_tensors):
-        row = results[tensor]
-        if not _is_one_sided(row) or not _is_hidden(row, table[SIZE, tensor]):
-            continue
-        group = num_tensors + table[GROUP, tensor]
-        for whole in (group, total):
-            count = counts[whole - num_tensors]
-            if table[SIZE, tensor] > 1 or (count > 1 and _is_hidden(results[whole], count)):
-                return True
-    return False
+WORK: tuple[int, int] = (_measure_in_team.address, _scale_in_team.address)
+"""The addresses of the work for a team, which the orders have at MEASURE and SCALE."""
 
 
 @compiled
@@ -743,30 +654,25 @@ def _norm_between(total: Value, low: Value, high: Value) -> Value:
     return norm if total[5] + total[6] + total[7] == 0.0 and low < np.log(norm) < high else np.nan
 
 
-@compiled_now("float64(int64, int64, float64, float64)")
-def look(place: int, slot: int, low: float, high: float) -> Value:
+@compiled_now("float64(int64, int64, float64, float64, int64)")
+def look(place: int, slot: int, low: float, high: float, exponent: int) -> Value:
     """Measure into a slot as the orders at an address say, and clip where ln of the norm is between two bounds.
 
     Return the norm; NaN where it is not, or where what was measured does not tell all, such as the variance: then the
-    gradients stay as they are. Return -1 where they could not be measured, as where there is no such slot. An array is
-    taken apart by its caller, a number is not: hence the address.
+    gradients stay as they are. Return -1 where there is no such slot, and NO_MEMORY where there are no elements. An
+    array is taken apart by its caller, a number is not: hence the address.
     """
-    told = carray(_pointer(place), _NUM_ORDERS, np.int64)
-    if not 0 <= slot < told[_NUM_SLOTS]:
+    orders = _orders_at(place)
+    if not 0 <= slot < orders[NUM_SLOTS]:
         return -1.0
-    phases, num_rows = told[PHASES], told[4]
-    table = carray(_pointer(told[1]), (NUM_FACTS, told[2]), np.int64)
-    results = carray(_pointer(told[3] + 8 * COLUMNS * num_rows * slot), (num_rows, COLUMNS), np.float64)
-    heads = carray(_pointer(told[5]), (told[6], COLUMNS), np.float64)
-    progress = carray(_pointer(told[7]), PROGRESS, np.int64)
-    if measure(phases, table, results, heads, progress, 1.0, 1.0) < 0:
-        return -1.0
-    norm = _norm_between(results[num_rows - 1], low, high)
-    if progress[ONE_SIDED] and norm > 0.0:
-        counts = carray(_pointer(told[_COUNTS]), num_rows - told[2] + 1, np.int64)
-        norm = np.nan if _hides_any(table, results, counts) else norm
-    coefficient = _reinterpret(told[LIMIT]) / (norm + _reinterpret(told[EPSILON]))
+    if _count_freed(_table_of(orders)):
+        return NO_MEMORY
+    orders[_ROWS] = orders[RESULTS] + 8 * COLUMNS * orders[NUM_ROWS] * slot
+    _measure(place, exponent)
+    norm = _norm_between(_rows_of(orders)[-1], low, high)
+    if orders[HIDES]:
+        norm = np.nan
+    coefficient = _reinterpret(orders[LIMIT]) / (norm + _reinterpret(orders[EPSILON]))
     if coefficient < 1.0:
-        progress[_WORK] = told[_SCALING]
-        scale(phases, table, progress, coefficient)
+        scale(place, coefficient)
     return norm

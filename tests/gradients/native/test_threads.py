@@ -129,8 +129,8 @@ import os, sys, torch
 torch.set_num_threads(2)
 grads = [torch.ones(10**6).exp().fill_(1.0)]
 if os.fork() == 0:
-    from gradtrack.gradients.native.engine import NativeEngine
-    print(NativeEngine().measure(grads, [0], 1)[2][0], flush=True)
+    from gradtrack.gradients.native.engine import Plan
+    print(Plan(grads).measure([0], 1).total[0], flush=True)
     os._exit(0)
 os.wait()
 """
