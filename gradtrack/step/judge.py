@@ -52,12 +52,17 @@ class Judge:
         self.series.append(norm_then, data.loss, data.layout.missing, finite=finite)
         data.issues = self._of_rules = self._monitor.judge(_evidence(moments, data, critical=critical))
         self._open_issues.remember(self._of_rules)
+        self._update_open(data)
+
+    def _update_open(self, data: StepData) -> None:
+        """Update the open issues with those of the rules at a step and the last ones of the analyzers."""
         if self._of_analyzers:
-            known = {issue.key for issue in data.issues}
-            data.issues = [*data.issues, *(issue for issue in self._of_analyzers if issue.key not in known)]
-        data.opened, changed = self._open_issues.update(data.issues)
+            known = {issue.key for issue in self._of_rules}
+            data.issues = [*self._of_rules, *(issue for issue in self._of_analyzers if issue.key not in known)]
+        opened, changed = self._open_issues.update(data.issues)
+        data.opened = [*data.opened, *opened]
         data.event = data.event or changed
-        data.health = self.health = HealthReport.of(data.issues)
+        data.health = self.health = HealthReport.of(list(data.issues))
 
     @property
     def is_calm(self) -> bool:
@@ -77,8 +82,16 @@ class Judge:
         self.last_log_norm = steps[-1].log_norm
 
     def set_analyzer_issues(self, issues: Sequence[Issue]) -> None:
-        """Set the issues of the analyzers, which are open from the next step on until they are set again."""
+        """Set the issues of the analyzers, which are open from the coming judgement on until they are set again."""
         self._of_analyzers = order(unmuted(list(issues), self._config.mute))
+
+    def add_analyzer_issues(self, issues: Sequence[Issue], data: StepData) -> None:
+        """Set the issues that the analyzers have found on a step that was judged already, and open them on it."""
+        before = self._of_analyzers
+        self.set_analyzer_issues(issues)
+        if self._of_analyzers != before and self._config.enable_gradient_monitoring:
+            data.issues = self._of_rules
+            self._update_open(data)
 
     def diagnose(self, issues: Sequence[Issue]) -> list[Issue]:
         """Return the issues of the rules that are open or did harm, with these issues of the analyzers.

@@ -315,7 +315,7 @@ class Pair:
             # Judging a window costs more than analyzing a step; with shards the ranks exchange their issues.
             judges_window = rarely(step) or step in self.analyzers.close_steps
             if judges_window and not self.measurement.has_shards:
-                self.judge.set_analyzer_issues(self.analyzers.issues())
+                self.judge.add_analyzer_issues(self.analyzers.issues(), data)
             data.late = [one for one in reports.values() if isinstance(one, LateReport) and one.step != step]
             data.event = data.event or len(reports) > len(data.late)
         self.analyzers.arm(self.model, step + 1)
