@@ -99,7 +99,7 @@ for name in names:
     with open(os.path.join(copies, name + ".json"), "w") as file:
         json.dump(answer, file)
 """
-AUTO: Final = {"flow", "gain", "recurrent", "rl_policy", "transformer", "updates"}
+AUTO: Final = {"flow", "gain", "loss_graph", "recurrent", "rl_policy", "transformer", "updates"}
 """The analyzers that `auto` chooses for that network."""
 
 

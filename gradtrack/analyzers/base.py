@@ -163,8 +163,9 @@ class Snapshot:
     """One training step after its backward pass, to be read and never changed.
 
     `gradients` are those that the optimizer will see, by parameter name; `norms` are the pre-clip norms, and `groups`
-    the group of each. `call_before_step(look)` calls `look()` once, just before an optimizer takes its gradients. The
-    parameters with the ids in `elsewhere` belong to other pairs of the same model.
+    the group of each. `loss_graph` is the node of autograd that computed the loss, of the last micro-batch, where the
+    step was given it as a tensor. `call_before_step(look)` calls `look()` once, just before an optimizer takes its
+    gradients. The parameters with the ids in `elsewhere` belong to other pairs of the same model.
 
     Where ranks share the parameters, `gradients` are the parts that are here, `counts_as` says for each parameter how
     often a sum over the ranks is to count what is here, and `sums` is what they have added up for this analyzer.
@@ -183,6 +184,7 @@ class Snapshot:
     skipped: bool = False
     scaled: bool = False
     series: Series | None = None
+    loss_graph: Any = None
     call_before_step: Callable[[Callable[[], None]], None] | None = None
     elsewhere: Container[int] = ()
     counts_as: Mapping[str, float] | None = None

@@ -46,6 +46,7 @@ class StepData:
     """Histograms by group, that of all gradients under the empty name; for the trackers only."""
     ranks: Mapping[str, Any] | None = None
     scale: Scale | None = None
+    loss_graph: object = None
     scaler: Mapping[str, Any] | None = None
     # 2 protect
     clipping: Mapping[str, Any] = MappingProxyType({})
@@ -77,7 +78,7 @@ class StepData:
 
     def release(self) -> None:
         """Drop what only the stages need, so that a report that is kept keeps no model alive."""
-        self.scale = self.error = None
+        self.scale = self.error = self.loss_graph = None
         self.late = ()
 
     def set_moments(self, moments: Moments) -> None:

@@ -173,11 +173,11 @@ class Pair:
         if self.optimizer_steps.outside_note:
             self.coming_notes.append(self.optimizer_steps.outside_note)
             self.optimizer_steps.outside_note = ""
-        if not repeated:
-            self.step_count += 1
+        self.step_count += not repeated
         grads = self.measurement.collect(None if scale is None else {id(param) for param in self.owned()})
-        data = self._begin(grads, epoch=epoch, repeated=repeated)
-        data.scale = scale
+        data = self._begin(grads, scale, epoch=epoch, repeated=repeated)
+        if self.analyzers.running and self.analyzers.due(data.step):
+            data.loss_graph = getattr(loss, "grad_fn", None)
         report = StepReport.deferred(
             data.fields, step=data.step, epoch=epoch, source=self.name, time=data.time, batch=batch
         )
@@ -188,7 +188,7 @@ class Pair:
             self._finish(grads, report, data, loss)
         return report
 
-    def _begin(self, grads: Gradients, *, epoch: int | None, repeated: bool) -> StepData:
+    def _begin(self, grads: Gradients, scale: Scale | None, *, epoch: int | None, repeated: bool) -> StepData:
         """Return the data of a step before its gradients are measured: its number, time, rates and settings."""
         config, step = self.config, self.step_count
         data = StepData(grads.layout, grads.touched_rows)
@@ -198,7 +198,7 @@ class Pair:
         measured = data.event or not (repeated or step % config.check_frequency)
         data.full = config.enable_gradient_monitoring and measured
         data.with_groups, data.with_parameters = config.grad_track_per_weight_matrix, config.track_parameters
-        data.lr = self.optimizer_steps.rates()
+        data.scale, data.lr = scale, self.optimizer_steps.rates()
         return data
 
     def _can_stay_on_device(self, data: StepData) -> bool:
@@ -346,6 +346,7 @@ class Pair:
             skipped=data.skipped,
             scaled=data.scale is not None,
             series=self.judge.series,
+            loss_graph=data.loss_graph,
             call_before_step=self.optimizer_steps.call_before_step,
             elsewhere=self.measurement.left_out,
             counts_as=self.measurement.counts_as() if self.measurement.has_shards else None,

@@ -151,7 +151,11 @@ def test_what_is_picked_and_why(name: str) -> None:
     """The first report names every analyzer that was picked with its reason, and no other."""
     _, reports, _ = train(name, "auto")
     said = dict(re.findall(r"analyzer (\w+) was chosen: (.*)\.", "\n".join(reports[0].notes)))
-    expected = {"flow": "gradients flow through every model", "updates": "every training has updates"}
+    expected = {
+        "flow": "gradients flow through every model",
+        "loss_graph": "every training has a loss",
+        "updates": "every training has updates",
+    }
     if name in CHAINS:
         expected["gain"] = f"the model has a chain of {CHAINS[name]}"
     if name in CELLS:

@@ -32,6 +32,7 @@ def every() -> dict[str, Callable[[], Names]]:
         "flow": lambda: _live(_blocks(), ["flow"]) | _live(_blocks().half(), ["flow"]),
         "gain": lambda: _live(_blocks(), ["gain"]),
         "jacobian": lambda: _live(_blocks(), ["jacobian"]),
+        "loss_graph": lambda: _live(_blocks(), ["loss_graph"]),
         "recurrent": _recurrent,
         "rl_policy": _policies,
         "transformer": _attention,

@@ -1,0 +1,1 @@
+"""Tests of the analyzer of the loss graph."""
