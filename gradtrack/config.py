@@ -33,29 +33,14 @@ _REMEDIES = {
 }
 # Names of settings in other tools, for which the nearest spelling would suggest a wrong setting or none.
 _ELSEWHERE = {
-    "clip_grad_norm": "max_grad_norm",
-    "clip_norm": "max_grad_norm",
-    "clip_val": "max_grad_norm",
-    "clip_value": "max_grad_norm",
-    "gradient_clip_val": "max_grad_norm",
-    "gradient_clipping": "max_grad_norm",
-    "grad_clip": "max_grad_norm",
-    "max_norm": "max_grad_norm",
-    "gradient_clip_algorithm": "clip_type",
-    "log_every": "grad_log_every_n_steps",
-    "log_every_n_steps": "grad_log_every_n_steps",
-    "log_freq": "grad_log_every_n_steps",
-    "log_interval": "grad_log_every_n_steps",
-    "logging_steps": "grad_log_every_n_steps",
-    "log_dir": "run_dir",
-    "output_dir": "run_dir",
-    "save_dir": "run_dir",
-    "loggers": "backends",
-    "report_to": "backends",
-    "trackers": "backends",
-    "plugins": "analyzers",
-    "ignore": "mute",
-    "silence": "mute",
+    "max_grad_norm": "clip_grad_norm clip_norm clip_val clip_value gradient_clip_val gradient_clipping "
+    "grad_clip max_norm",
+    "clip_type": "gradient_clip_algorithm",
+    "grad_log_every_n_steps": "log_every log_every_n_steps log_freq log_interval logging_steps",
+    "run_dir": "log_dir output_dir save_dir",
+    "backends": "loggers report_to trackers",
+    "analyzers": "plugins",
+    "mute": "ignore silence",
 }
 _PATH = ("Input is not a valid path for <class 'pathlib.Path'>", "expected a path")
 _WORD = re.compile(r"[A-Za-z_]+")
@@ -194,19 +179,18 @@ class GradientConfig(BaseModel):
             )
         return value
 
-    @field_validator("groups")
+    @field_validator("groups", "mute")
     @classmethod
-    def _check_groups(cls, groups: dict[str, str]) -> dict[str, str]:
-        for pattern in groups.values():
-            _check_regex(pattern)
-        return groups
-
-    @field_validator("mute")
-    @classmethod
-    def _check_mute(cls, patterns: list[str]) -> list[str]:
-        for pattern in patterns:
-            _check_regex(pattern)
-            _check_issue_type(pattern)
+    def _check_patterns(cls, patterns: Any, info: Any) -> Any:
+        for pattern in patterns.values() if info.field_name == "groups" else patterns:
+            try:
+                re.compile(pattern)
+            except re.error as fault:
+                raise ValueError(
+                    f"{pattern!r} is not a regular expression ({fault}). Escape its special characters."
+                ) from None
+            if info.field_name == "mute":
+                _check_issue_type(pattern)
         return patterns
 
     @field_validator("backends", "analyzers", mode="before")
@@ -225,7 +209,15 @@ class GradientConfig(BaseModel):
         for spec in [] if isinstance(specs, str) else specs:
             if spec == "auto" and info.field_name == "analyzers":
                 raise ValueError("expected 'auto' alone or a list of names. Write analyzers='auto'.")
-            _check_spec(spec, info.field_name)
+            known = registry.backends if info.field_name == "backends" else registry.analyzers
+            named = registry.split_spec(spec, known.singular)
+            if named is not None:
+                known.check(named[0])
+            elif isinstance(spec, (int, float, bytes, list, tuple, set)) or spec is None:
+                shown = redact(repr(spec))
+                raise InputTypeError(
+                    f"{known.singular} {shown}: expected a name, a mapping with a name, or an instance."
+                )
         return specs
 
     @model_validator(mode="before")
@@ -252,18 +244,11 @@ def explicit(config: GradientConfig) -> dict[str, Any]:
 
 
 def _unknown(name: str) -> str:
-    known = _ELSEWHERE.get(name.lower())
+    known = next((ours for ours, others in _ELSEWHERE.items() if name.lower() in others.split()), None)
     names = [*GradientConfig.model_fields, SECTION]
     close = f" Did you mean {known!r}?" if known else registry.nearest(name, names, cutoff=0.6)
     other = close or f" Where a file holds other settings as well, put these under {SECTION!r}."
     return f"unknown setting {name!r}: expected a field of GradientConfig.{other}"
-
-
-def _check_regex(pattern: str) -> None:
-    try:
-        re.compile(pattern)
-    except re.error as fault:
-        raise ValueError(f"{pattern!r} is not a regular expression ({fault}). Escape its special characters.") from None
 
 
 def _check_issue_type(entry: str) -> None:
@@ -275,16 +260,6 @@ def _check_issue_type(entry: str) -> None:
     if colon or (word.isupper() and difflib.get_close_matches(word, types, n=1, cutoff=0.75)):
         close = registry.nearest(word.upper(), types) or f" There are {', '.join(types)}."
         raise ValueError(f"unknown issue type {word!r}: expected TYPE, TYPE:layer or a layer.{close}")
-
-
-def _check_spec(spec: object, kind: str) -> None:
-    known = registry.backends if kind == "backends" else registry.analyzers
-    named = registry.split_spec(spec, known.singular)
-    if named is not None:
-        known.check(named[0])
-    elif isinstance(spec, (int, float, bytes, list, tuple, set)) or spec is None:
-        shown = redact(repr(spec))
-        raise InputTypeError(f"{known.singular} {shown}: expected a name, a mapping with a name, or an instance.")
 
 
 def readable(fault: ValidationError) -> ConfigError:

@@ -77,12 +77,9 @@ def tidy(figure: Any) -> Any:
                 axis.set_major_locator(FixedLocator(log_ticks(*sorted(axis.get_view_interval()))))
                 axis.set_minor_formatter(NullFormatter())
             if axis.get_scale() != "linear":
-                axis.set_major_formatter(FuncFormatter(lambda value, _: _shortly(value)))
+                shortly = FuncFormatter(lambda value, _: f"{value:g}".replace("e-0", "e-").replace("e+0", "e"))
+                axis.set_major_formatter(shortly)
     return figure
-
-
-def _shortly(value: float) -> str:
-    return f"{value:g}".replace("e-0", "e-").replace("e+0", "e")
 
 
 def log_ticks(low: float, high: float) -> list[float]:

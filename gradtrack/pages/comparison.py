@@ -19,7 +19,7 @@ from gradtrack.pages.html import fill, issue_cards
 from gradtrack.pages.issues import IssueHistory
 from gradtrack.pages.run_data import LOSS, RunData, Track
 from gradtrack.pages.terminal.overview import Fitted, short
-from gradtrack.pages.terminal.tables import WIDTH, Table, number, sparkline
+from gradtrack.pages.terminal.tables import WIDTH, Table, number, rich_table, sparkline
 from gradtrack.reports.step import spell
 from gradtrack.support.names import one_line, plural
 
@@ -128,7 +128,6 @@ def _lines(sides: Sides, metric: str) -> list[Line]:
 _NORM: Final = "train/grad_norm"
 _ROWS: Final = 40
 _LESS: Final = ("gradient norm after clipping", "variance")
-_LAST: Final = "Last recorded"
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,14 +252,13 @@ class Comparison:
         if self.unmatched:
             parts.append(Text(one_line(self.unmatched), style="yellow"))
         last = self.last_values()
-        for title, columns, rows in (
-            ("Numbers", ("", "A", "B"), in_words(self.numbers())),
-            ("Curves", ("", "A", "B"), self.sparklines(max(8, min(WIDTH, (width - 20) // 2)))),
-            ("Settings that differ", ("", "A", "B"), self.settings()),
-            (_LAST, ("", "A", "B", "B / A"), with_ratios(most_changed(last, _ROWS))),
-        ):
-            if rows:
-                parts += ["", Text(title, style="bold"), _table(columns, rows)]
+        numbers, settings, most = self._tables(most_changed(last, _ROWS))
+        lines = self.sparklines(max(8, min(WIDTH, (width - 20) // 2)))
+        curves = Table(id="curves", title="Curves", columns=("", "A", "B"), rows=lines)
+        for table in (numbers, curves, settings, most):
+            if table.rows:
+                rows = ((short(row[0]), *map(one_line, row[1:])) for row in table.rows)
+                parts += ["", Text(table.title, style="bold"), rich_table(table.columns, rows, is_right=True)]
         if len(last) > _ROWS:
             parts.append(Text(f"and {len(last) - _ROWS} that changed less: see --html", style="dim"))
         for title, issues, style in (("Appeared", self.appeared, "red"), ("Gone", self.gone, "green")):
@@ -274,19 +272,8 @@ class Comparison:
         changes = [(issue, "appeared in B") for issue in self.appeared] + [
             (issue, "gone from A") for issue in self.gone
         ]
-        numbers = in_words(self.numbers())
-        main = [row for row in numbers if not row[0].startswith(_LESS)]
-        tables = [
-            Table(id="numbers", title="Numbers", columns=("", "A", "B"), rows=numbers),
-            Table(id="settings", title="Settings that differ", columns=("setting", "A", "B"), rows=self.settings()),
-            Table(
-                id="last",
-                title=_LAST,
-                columns=("metric", "A", "B", "B / A"),
-                rows=with_ratios(self.last_values()),
-                search=True,
-            ),
-        ]
+        tables = self._tables(self.last_values())
+        main = [row for row in tables[0].rows if not row[0].startswith(_LESS)]
         page = fill(
             title=" and ".join(_short_names(self.first, self.second)),
             subtitle=" · ".join(f"{name} is {_identity(run)}" for name, run in self._runs()),
@@ -302,6 +289,20 @@ class Comparison:
         )
         write_atomically(path, page)
         return path
+
+    def _tables(self, last: Sequence[Pair]) -> tuple[Table, Table, Table]:
+        """Return the numbers of both runs, the settings that differ, and what was recorded last."""
+        return (
+            Table(id="numbers", title="Numbers", columns=("", "A", "B"), rows=in_words(self.numbers())),
+            Table(id="settings", title="Settings that differ", columns=("setting", "A", "B"), rows=self.settings()),
+            Table(
+                id="last",
+                title="Last recorded",
+                columns=("metric", "A", "B", "B / A"),
+                rows=with_ratios(last),
+                search=True,
+            ),
+        )
 
     def _runs(self) -> tuple[tuple[str, RunData], tuple[str, RunData]]:
         return ("A", self.first), ("B", self.second)
@@ -331,15 +332,3 @@ def _skipped(run: RunData) -> int | None:
 
 def _said(values: Mapping[str, Any], name: str) -> str:
     return json.dumps(values[name], default=str) if name in values else "default"
-
-
-def _table(columns: tuple[str, ...], rows: Any) -> RenderableType:
-    from rich.table import Table as RichTable
-    from rich.text import Text
-
-    table = RichTable(box=None, pad_edge=False)
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="right" if index else "left", overflow="fold")
-    for row in rows:
-        table.add_row(Text(short(row[0])), *(Text(one_line(cell)) for cell in row[1:]))
-    return table

@@ -36,10 +36,6 @@ class HeatMap:
     events: Sequence[tuple[int, str, int]] = ()
     scale: tuple[float, float] | None = None
 
-    def known(self) -> list[float]:
-        """Return the finite norms above zero, which the colour scale covers."""
-        return [value for row in self.values for value in row if value is not None and abs(value) < _LIMIT]
-
     def to_plain(self) -> dict[str, Any]:
         """Return the heat map as plain data of bounded size."""
         return {
@@ -80,7 +76,8 @@ def heat_of(track: Track, *, section: str, events: Sequence[tuple[int, str, int]
 
 def on_one_scale(maps: Sequence[HeatMap]) -> list[HeatMap]:
     """Return the heat maps on one colour scale, so that they can be compared."""
-    values = [value for one in maps for value in one.known()]
+    found = [value for one in maps for row in one.values for value in row if value is not None]
+    values = [value for value in found if abs(value) < _LIMIT]  # zeros and infinities lie at the limits
     scale = (min(values), max(values)) if values else None
     return [replace(one, scale=scale) for one in maps]
 

@@ -66,13 +66,18 @@ class IssueLog:
         """Add a row."""
         if not record.tells_health:
             return
-        now: set[str] = set()
+        before, now = self._open.get(record.source, set()), set[str]()
         for issue in record.issues:
             kind, layer = str(issue.get("issue_type", "")), str(issue.get("layer", ""))
             key = f"{kind}:{layer}" if layer else kind
             now.add(key)
-            self._see(record, key, issue)
-        before = self._open.get(record.source, set())
+            severity = _severity(issue.get("severity"))
+            history = self._found.setdefault(
+                (record.source, key), IssueHistory(key=key, source=record.source, latest=issue, severity=severity)
+            )
+            if key not in before:
+                history.spans.append((record.step, None))
+            history.latest, history.severity = issue, max(history.severity, severity)
         for key in before - now:
             history = self._found[record.source, key]
             history.spans[-1] = (history.spans[-1][0], record.step)
@@ -86,16 +91,6 @@ class IssueLog:
             reverse=True,
         )
         return _with_effects(ranked)
-
-    def _see(self, record: Record, key: str, issue: Mapping[str, Any]) -> None:
-        severity = _severity(issue.get("severity"))
-        history = self._found.get((record.source, key))
-        if history is None:
-            history = IssueHistory(key=key, source=record.source, latest=issue, severity=severity)
-            self._found[record.source, key] = history
-        if key not in self._open.get(record.source, set()):
-            history.spans.append((record.step, None))
-        history.latest, history.severity = issue, max(history.severity, severity)
 
 
 def _with_effects(ranked: Sequence[IssueHistory]) -> list[IssueHistory]:

@@ -15,7 +15,7 @@ from gradtrack.pages.charts import spans_decades
 from gradtrack.pages.issues import ADVICE, IssueHistory
 from gradtrack.pages.paths import listing, ways_to_open
 from gradtrack.pages.run_data import LOSS, RunData, Track
-from gradtrack.pages.terminal.tables import WIDTH, number, sparkline
+from gradtrack.pages.terminal.tables import WIDTH, number, rich_table, sparkline
 from gradtrack.reports import IssueSeverity
 from gradtrack.reports.step import spell
 from gradtrack.support.names import one_line, plural
@@ -29,20 +29,16 @@ _STATE_COLOURS: Final = {"ready": "green", "not installed": "dim"}
 def show_diagnosis(found: Diagnosis) -> RenderableType:
     """Return versions, the run directory and every backend as a rich renderable."""
     from rich.console import Group
-    from rich.table import Table
     from rich.text import Text
 
     versions = ", ".join(f"{name} {version}" for name, version in found.versions.items())
     where = found.run_dir_fault or found.run_dir or "a new directory in gradtrack_runs, where a backend needs one"
     head = Text(f"{versions}, rank {found.rank}\nrun directory: {where}\n")
-    table = Table(box=None, pad_edge=False)
-    for column in ("backend", "configured", "state", "where to, or why not"):
-        table.add_column(column, overflow="fold", no_wrap=column == "backend")
+    rows = []
     for one in found.backends:
-        colour = _STATE_COLOURS.get(one.state, "red" if one.configured else "yellow")
-        cells = (one.name, "yes" if one.configured else "", (one.state, colour), one.destination or one.reason)
-        table.add_row(*(Text(*cell) if isinstance(cell, tuple) else Text(cell) for cell in cells))
-    return Group(head, table)
+        state = Text(one.state, _STATE_COLOURS.get(one.state, "red" if one.configured else "yellow"))
+        rows.append((one.name, "yes" if one.configured else "", state, one.destination or one.reason))
+    return Group(head, rich_table(("backend", "configured", "state", "where to, or why not"), rows))
 
 
 _GROUPS: Final = 24

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +14,10 @@ from numpy.typing import NDArray
 from gradtrack.pages.run_data import RunData, Track
 from gradtrack.reports import StepReport
 from gradtrack.reports.summary import has_finite
+
+if TYPE_CHECKING:
+    from rich.console import JustifyMethod, RenderableType
+    from rich.text import Text
 
 _BLOCKS: Final = "▁▂▃▄▅▆▇█"
 _LOST, _INFINITE = "×", "∞"
@@ -57,6 +61,22 @@ def sparkline(
 def _logs(values: NDArray[np.float64]) -> NDArray[np.float64]:
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.log(values)
+
+
+def rich_table(
+    columns: Sequence[str], rows: Iterable[Sequence[str | Text]], *, is_right: bool = False
+) -> RenderableType:
+    """Return a table for a terminal, whose first column stays on one line unless numbers follow to the right of it."""
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
+    table = RichTable(box=None, pad_edge=False)
+    for index, column in enumerate(columns):
+        justify: JustifyMethod = "right" if is_right and index else "left"
+        table.add_column(column, justify=justify, overflow="fold", no_wrap=not (index or is_right))
+    for row in rows:
+        table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
+    return table
 
 
 _PARAMETERS: Final = 5000
