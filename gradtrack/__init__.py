@@ -60,45 +60,31 @@ if TYPE_CHECKING:
     from gradtrack.reports import StepReport as StepReport
     from gradtrack.reports import TrainingSummary as TrainingSummary
 
-_HOMES = {
-    "Analyzer": "analyzers.base",
-    "GradientFlowAnalyzer": "analyzers.flow",
-    "JacobianAnalyzer": "analyzers.jacobian",
-    "RLPolicyAnalyzer": "analyzers.rl_policy",
-    "TransformerAnalyzer": "analyzers.transformer",
-    "UpdatesAnalyzer": "analyzers.updates",
-    "VectorAnalyzer": "analyzers.vector",
-    "Backend": "backends.base",
-    "GradientConfig": "config",
-    "clip_gradients": "functional",
-    "compute_gradient_norm": "functional",
-    "compute_gradient_stats": "functional",
-    "detect_gradient_issues": "functional",
-    "visualize_layer_gradients": "functional",
-    "GradientManager": "manager",
-    "create_gradient_manager": "loop",
-    "safe_backward": "loop",
-    "watch": "loop",
-    "GradientGainMonitor": "analyzers.gain.monitor",
-    "GradientMonitor": "health.monitor",
-    "GradientClipper": "protection.clipping",
-    "NaNInfHandler": "protection.nonfinite",
-    "Metric": "records",
-    "Panel": "records",
-    "RecurrentAnalyzer": "analyzers.recurrent",
-    "Record": "records",
-    "ClippingReport": "reports",
-    "GradientStatistics": "reports",
-    "GroupStatistics": "reports",
-    "HealthReport": "reports",
-    "Issue": "reports",
-    "IssueSeverity": "reports",
-    "IssueType": "reports",
-    "NanInfReport": "reports",
-    "ParameterStatistics": "reports",
-    "StepReport": "reports",
-    "TrainingSummary": "reports",
+_NAMES = {
+    "analyzers.base": "Analyzer",
+    "analyzers.flow": "GradientFlowAnalyzer",
+    "analyzers.gain.monitor": "GradientGainMonitor",
+    "analyzers.jacobian": "JacobianAnalyzer",
+    "analyzers.recurrent": "RecurrentAnalyzer",
+    "analyzers.rl_policy": "RLPolicyAnalyzer",
+    "analyzers.transformer": "TransformerAnalyzer",
+    "analyzers.updates": "UpdatesAnalyzer",
+    "analyzers.vector": "VectorAnalyzer",
+    "backends.base": "Backend",
+    "config": "GradientConfig",
+    "functional": "clip_gradients compute_gradient_norm compute_gradient_stats detect_gradient_issues "
+    "visualize_layer_gradients",
+    "health.monitor": "GradientMonitor",
+    "loop": "create_gradient_manager safe_backward watch",
+    "manager": "GradientManager",
+    "protection.clipping": "GradientClipper",
+    "protection.nonfinite": "NaNInfHandler",
+    "records": "Metric Panel Record",
+    "reports": "ClippingReport GradientStatistics GroupStatistics HealthReport Issue IssueSeverity IssueType "
+    "NanInfReport ParameterStatistics StepReport TrainingSummary",
 }
+"""The public names of each module."""
+_HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 if not TYPE_CHECKING:  # type checkers take the public names from the imports above
     __all__ = sorted(["__version__", *_HOMES])
