@@ -8,17 +8,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import Annotated, Any, Final
 
 import typer
+from rich.console import Console, RenderableType
+from rich.progress import Progress, TaskID
 
 from gradtrack._version import __version__
 from gradtrack.cli.runs import HERE, find_run, survive_poor_encodings
 from gradtrack.errors import GradtrackError, UsageError
 from gradtrack.support.names import Printable, one_line, printable
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 _EPILOG: Final = (
     "Exit codes: 0 done; 1 done, but the run is unhealthy (show --check), issues appeared (diff --check), "
@@ -125,8 +124,6 @@ def show(
     if follow and as_json:
         raise UsageError("--follow with --json: expected one of them. Read the run's journal for rows as they come.")
     if follow:
-        from rich.console import Console
-
         from gradtrack.pages.terminal.follow import follow as watch
 
         found = watch(find_run(run), Console(highlight=False))
@@ -213,18 +210,15 @@ def replay(
     that only the journal names gets none: name it with --tracking-uri, unless it is on this machine or the environment
     names it. Files are written in the run's directory, and elsewhere only below --allow.
     """
-    from rich.console import Console
-    from rich.progress import Progress
-
     from gradtrack.delivery.replay import replay as deliver
 
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        bars: dict[str, Any] = {}
+        bars: dict[str, TaskID] = {}
 
         def advance(backend: str, done: int, total: int) -> None:
-            bar = bars.get(backend)
-            bars[backend] = bar if bar is not None else progress.add_task(backend)
+            if backend not in bars:
+                bars[backend] = progress.add_task(backend)
             progress.update(bars[backend], completed=done, total=total)
 
         def announce(text: str) -> None:
@@ -321,8 +315,6 @@ def _print(plain: Callable[[], Any], shown: Callable[[], RenderableType], *, as_
     if as_json:
         typer.echo(json.dumps(plain(), indent=1, default=str))
     else:
-        from rich.console import Console
-
         Console(highlight=False).print(Printable(shown()), crop=False)
 
 

@@ -7,12 +7,12 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata, resources
-from typing import TYPE_CHECKING
+
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
 
 from gradtrack.registry import Registry
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,9 +42,6 @@ def describe_plugins(registry: Registry) -> list[PluginInfo]:
 
 def show_plugins(kind: str, plugins: Sequence[PluginInfo]) -> RenderableType:
     """Return a table of plugins as something that a rich console prints."""
-    from rich.table import Table
-    from rich.text import Text
-
     table = Table(box=None, pad_edge=False)
     for column in (kind, "about", "ready"):
         table.add_column(column, overflow="fold", no_wrap=column == kind)

@@ -8,23 +8,22 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
+from rich.console import RenderableType
+from rich.text import Text
 
 from gradtrack.delivery.run_files import write_atomically
-from gradtrack.pages.charts import Chart, Line, events_of, line_of, meaning_of, spans_decades
+from gradtrack.pages.charts import Chart, events_of, line_of, meaning_of, spans_decades
 from gradtrack.pages.heat_map import HeatMap, heat_of, on_one_scale
 from gradtrack.pages.html import fill, issue_cards
 from gradtrack.pages.issues import IssueHistory
 from gradtrack.pages.run_data import LOSS, RunData, Track
-from gradtrack.pages.terminal.overview import Fitted, short
-from gradtrack.pages.terminal.tables import WIDTH, Table, number, rich_table, sparkline
+from gradtrack.pages.terminal.overview import Fitted, rich_table, short
+from gradtrack.pages.terminal.tables import WIDTH, Table, number, sparkline
 from gradtrack.reports.step import spell
 from gradtrack.support.names import one_line, plural
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 Pair = tuple[str, int | float | None, int | float | None]
 """A name with the number of the first run and of the second; None is unknown."""
@@ -88,13 +87,10 @@ _ANALYZER_CHARTS: Final = 8
 def curves_of(sides: Sides, section: str, events: Events) -> Iterator[Chart]:
     """Yield the loss, the curves of the whole model and the norms of the groups that both runs have."""
     first, second = (track for _, track in sides)
-    losses = _lines(sides, LOSS)
     shared = [group for group in first.groups if group in second.groups][:_GROUP_CHARTS]
     groups = [(f"Norm of {group}", f"train/grad_norm/{group}", True) for group in shared]
-    charts = [("Loss", losses, _spans_decades(losses))]
-    charts += [(title, _lines(sides, metric), log_scale) for title, metric, log_scale in (*CURVES, *groups)]
-    for title, lines, log_scale in charts:
-        yield Chart(title=title, lines=lines, section=section, log_scale=log_scale, events=events)
+    for title, metric, log_scale in (("Loss", LOSS, None), *CURVES, *groups):
+        yield _chart(sides, metric, log_scale, title=title, section=section, events=events)
 
 
 def analyzer_curves(sides: Sides, source: str, events: Events) -> Iterator[Chart]:
@@ -106,23 +102,22 @@ def analyzer_curves(sides: Sides, source: str, events: Events) -> Iterator[Chart
         if head == "train" or "/" in rest or metric not in second.names or found[head] == _ANALYZER_CHARTS:
             continue
         found[head] += 1
-        lines = _lines(sides, metric)
-        yield Chart(
+        yield _chart(
+            sides,
+            metric,
             title=rest.replace("_", " ").capitalize(),
-            lines=lines,
             section=f"{head}: {source}" if source else head,
-            log_scale=_spans_decades(lines),
             about=meaning_of(metric),
             events=events,
         )
 
 
-def _spans_decades(lines: Sequence[Line]) -> bool:
-    return spans_decades(np.concatenate([line.values for line in lines]))
-
-
-def _lines(sides: Sides, metric: str) -> list[Line]:
-    return [line_of(track, metric, name) for name, track in sides]
+def _chart(sides: Sides, metric: str, log_scale: bool | None = None, **settings: Any) -> Chart:
+    """Return a metric of both runs as one chart, by default on a log axis where its values span decades."""
+    lines = [line_of(track, metric, name) for name, track in sides]
+    if log_scale is None:
+        log_scale = spans_decades(np.concatenate([line.values for line in lines]))
+    return Chart(lines=lines, log_scale=log_scale, **settings)
 
 
 _NORM: Final = "train/grad_norm"
@@ -245,8 +240,6 @@ class Comparison:
         return Fitted(self._parts)
 
     def _parts(self, width: int) -> list[RenderableType]:
-        from rich.text import Text
-
         names = Text("\n".join(one_line(f"{name} {_identity(run)}") for name, run in self._runs()))
         parts: list[RenderableType] = [names]
         if self.unmatched:
@@ -274,8 +267,11 @@ class Comparison:
         ]
         tables = self._tables(self.last_values())
         main = [row for row in tables[0].rows if not row[0].startswith(_LESS)]
+        names = self.first.directory.name, self.second.directory.name
+        if names[0] == names[1] or not all(names):
+            names = self.first.run.run_id, self.second.run.run_id
         page = fill(
-            title=" and ".join(_short_names(self.first, self.second)),
+            title=" and ".join(names),
             subtitle=" · ".join(f"{name} is {_identity(run)}" for name, run in self._runs()),
             healthy=not self.appeared,
             verdict=f"{len(self.appeared)} appeared, {len(self.gone)} gone",
@@ -319,11 +315,6 @@ def _only_in(run: RunData, other: RunData) -> list[IssueHistory]:
 
 def _identity(run: RunData) -> str:
     return f"{run.directory} ({run.run.run_id}, {run.state})"
-
-
-def _short_names(first: RunData, second: RunData) -> tuple[str, str]:
-    names = first.directory.name, second.directory.name
-    return names if names[0] != names[1] and all(names) else (first.run.run_id, second.run.run_id)
 
 
 def _skipped(run: RunData) -> int | None:

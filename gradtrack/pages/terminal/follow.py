@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
+
+from rich.console import Console
+from rich.live import Live
 
 from gradtrack.pages.run_data import RunData, Track, is_running, load_run
 from gradtrack.pages.terminal.overview import show
 from gradtrack.pages.terminal.tables import number
 from gradtrack.support.names import Printable, one_line
 from gradtrack.support.regular_files import is_regular
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 Pause = Callable[[float], object]
 Clock = Callable[[], float]
@@ -30,8 +31,6 @@ def follow(directory: Path, console: Console, *, pause: Pause = time.sleep, cloc
     changes = _changes(directory, pause, clock)
     if not console.is_terminal:
         return _follow_lines(changes, console)
-    from rich.live import Live
-
     with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
         for run in changes:
             live.update(Printable(show(run, live=run.is_running)), refresh=True)
@@ -42,7 +41,7 @@ def _follow_lines(changes: Iterator[RunData], console: Console) -> RunData:
     told: dict[str, int] = {}
     for run in changes:
         for name, track in run.tracks.items():
-            for line in _lines(track, told.get(name, 0)):
+            for line in islice(_lines(track), told.get(name, 0), None):
                 console.print(line, markup=False, highlight=False, soft_wrap=True)
             told[name] = len(track.steps)
     return run
@@ -66,11 +65,9 @@ def _changes(directory: Path, pause: Pause, clock: Clock) -> Iterator[RunData]:
         pause(rest)
 
 
-def _lines(track: Track, start: int) -> Iterator[str]:
-    norm, loss = track.column("train/grad_norm"), track.loss
-    healthy = track.column("train/grad_healthy")
+def _lines(track: Track) -> Iterator[str]:
     name = f"{one_line(track.name)}: " if track.name else ""
-    for index, step in enumerate(track.steps.tolist()):
-        if index >= start:
-            health = "unhealthy" if healthy[index] == 0.0 else "healthy"
-            yield f"{name}step {step}  loss {number(loss[index])}  gradient norm {number(norm[index])}  {health}"
+    columns = (track.loss, track.column("train/grad_norm"), track.column("train/grad_healthy"))
+    for step, loss, norm, healthy in zip(track.steps.tolist(), *columns, strict=True):
+        health = "unhealthy" if healthy == 0.0 else "healthy"
+        yield f"{name}step {step}  loss {number(loss)}  gradient norm {number(norm)}  {health}"

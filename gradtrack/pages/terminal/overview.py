@@ -1,13 +1,18 @@
-"""Renders a run, a folder of runs and the answer of `gradtrack doctor` for a terminal."""
+"""Renders a run and the answer of `gradtrack doctor` for a terminal."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, Group, JustifyMethod, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
 
 from gradtrack.delivery.preflight import Diagnosis
 from gradtrack.functional.verdict import visualize_layer_gradients
@@ -15,22 +20,16 @@ from gradtrack.pages.charts import spans_decades
 from gradtrack.pages.issues import ADVICE, IssueHistory
 from gradtrack.pages.paths import listing, ways_to_open
 from gradtrack.pages.run_data import LOSS, RunData, Track
-from gradtrack.pages.terminal.tables import WIDTH, number, rich_table, sparkline
+from gradtrack.pages.terminal.tables import WIDTH, number, sparkline
 from gradtrack.reports import IssueSeverity
 from gradtrack.reports.step import spell
 from gradtrack.support.names import one_line, plural
-
-if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions, RenderableType
 
 _STATE_COLOURS: Final = {"ready": "green", "not installed": "dim"}
 
 
 def show_diagnosis(found: Diagnosis) -> RenderableType:
     """Return versions, the run directory and every backend as a rich renderable."""
-    from rich.console import Group
-    from rich.text import Text
-
     versions = ", ".join(f"{name} {version}" for name, version in found.versions.items())
     where = found.run_dir_fault or found.run_dir or "a new directory in gradtrack_runs, where a backend needs one"
     head = Text(f"{versions}, rank {found.rank}\nrun directory: {where}\n")
@@ -39,6 +38,19 @@ def show_diagnosis(found: Diagnosis) -> RenderableType:
         state = Text(one.state, _STATE_COLOURS.get(one.state, "red" if one.configured else "yellow"))
         rows.append((one.name, "yes" if one.configured else "", state, one.destination or one.reason))
     return Group(head, rich_table(("backend", "configured", "state", "where to, or why not"), rows))
+
+
+def rich_table(
+    columns: Sequence[str], rows: Iterable[Sequence[str | Text]], *, is_right: bool = False
+) -> RenderableType:
+    """Return a table for a terminal, whose first column stays on one line unless numbers follow to the right of it."""
+    table = Table(box=None, pad_edge=False)
+    for index, column in enumerate(columns):
+        justify: JustifyMethod = "right" if is_right and index else "left"
+        table.add_column(column, justify=justify, overflow="fold", no_wrap=not (index or is_right))
+    for row in rows:
+        table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
+    return table
 
 
 _GROUPS: Final = 24
@@ -62,8 +74,6 @@ _CURVES: Final = (
 
 def show(run: RunData, *, live: bool = False) -> RenderableType:
     """Return a run as a rich renderable; of a live one issues come early, as the terminal may cut off the bottom."""
-    from rich.console import Group
-
     above: list[RenderableType] = []
     below: list[RenderableType] = []
     for track in run.tracks.values():
@@ -93,8 +103,6 @@ def to_plain(run: RunData) -> dict[str, Any]:
 
 
 def _head(run: RunData) -> RenderableType:
-    from rich.text import Text
-
     text = Text.assemble(
         (f"Run {one_line(run.run.run_id)}", "bold"), f"  {run.state}, {plural(run.total_steps, 'step')}  "
     )
@@ -120,9 +128,6 @@ class Fitted:
 
 
 def _curves(track: Track, width: int) -> Iterator[RenderableType]:
-    from rich.table import Table
-    from rich.text import Text
-
     curves = (("loss", LOSS, spans_decades(track.loss)), *_CURVES)
     rows = [(name, key, log_scale, _numbers_of(track, key)) for name, key, log_scale in curves]
     heads, left = _room([(name, *words) for name, *_, words in rows if words], width)
@@ -167,17 +172,14 @@ def _age(step: int | None) -> str:
 
 
 def _groups(track: Track, total: int) -> Iterator[RenderableType]:
-    from rich.cells import cell_len
-    from rich.text import Text
-
     norms = {group: track.last_number(f"train/grad_norm/{group}") for group in track.groups}
     known = {group: norm for group, (norm, _) in norms.items() if not math.isnan(norm)}
     if not known:
         return
-    order = {group: place for place, group in enumerate(known)}
-    layers = sorted(visualize_layer_gradients(known), key=lambda layer: order[layer.name])
+    layers = visualize_layer_gradients(known).layers[::-1]
     # In a deep network the first and the last groups matter most.
-    layers = [layers[at] for at in np.unique(np.linspace(0, len(layers) - 1, min(len(layers), _GROUPS)).astype(int))]
+    shown = np.unique(np.linspace(0, len(layers) - 1, min(len(layers), _GROUPS)).astype(int))
+    layers = tuple(layers[place] for place in shown)
     letters = max(12, min(_NAME, total - _BAR))
     width = max(cell_len(short(layer.name, letters)) for layer in layers)
     yield Text(f"\nGradient norm of each group at step {int(track.steps[-1])}", style="bold")
@@ -191,9 +193,6 @@ def _groups(track: Track, total: int) -> Iterator[RenderableType]:
 
 
 def _issues(run: RunData) -> Iterator[RenderableType]:
-    from rich.padding import Padding
-    from rich.text import Text
-
     if not run.issues:
         yield Text("No issue opened.", style="green")
         return
@@ -211,8 +210,6 @@ def _issues(run: RunData) -> Iterator[RenderableType]:
 
 
 def _issue_head(issue: IssueHistory) -> RenderableType:
-    from rich.text import Text
-
     layer = f" at {one_line(layer)}" if (layer := issue.text("layer")) else ""
     head = Text.assemble((issue.severity.value, _COLOURS[issue.severity]), f" {issue.latest.get('issue_type')}{layer}")
     head.append(f"  {issue.when}" + ("" if issue.is_open else ", closed"), style="dim")
@@ -220,8 +217,6 @@ def _issue_head(issue: IssueHistory) -> RenderableType:
 
 
 def _files(run: RunData) -> Iterator[RenderableType]:
-    from rich.text import Text
-
     found = listing(run.directory)
     if found:
         yield Text(f"\nFiles in {run.directory}", style="bold")

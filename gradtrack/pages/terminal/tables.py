@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,10 +14,6 @@ from numpy.typing import NDArray
 from gradtrack.pages.run_data import RunData, Track
 from gradtrack.reports import StepReport
 from gradtrack.reports.summary import has_finite
-
-if TYPE_CHECKING:
-    from rich.console import JustifyMethod, RenderableType
-    from rich.text import Text
 
 _BLOCKS: Final = "▁▂▃▄▅▆▇█"
 _LOST, _INFINITE = "×", "∞"
@@ -63,22 +59,6 @@ def _logs(values: NDArray[np.float64]) -> NDArray[np.float64]:
         return np.log(values)
 
 
-def rich_table(
-    columns: Sequence[str], rows: Iterable[Sequence[str | Text]], *, is_right: bool = False
-) -> RenderableType:
-    """Return a table for a terminal, whose first column stays on one line unless numbers follow to the right of it."""
-    from rich.table import Table as RichTable
-    from rich.text import Text
-
-    table = RichTable(box=None, pad_edge=False)
-    for index, column in enumerate(columns):
-        justify: JustifyMethod = "right" if is_right and index else "left"
-        table.add_column(column, justify=justify, overflow="fold", no_wrap=not (index or is_right))
-    for row in rows:
-        table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
-    return table
-
-
 _PARAMETERS: Final = 5000
 
 
@@ -95,10 +75,10 @@ class Table:
     words: Sequence[int] = (0,)
 
 
-def number(value: float | None) -> str:
-    """Format a number with a few digits, a count with all of them."""
-    if value is None:
-        return "–"
+def number(value: object) -> str:
+    """Format a number with a few digits, a count with all of them; what is no number stays as it is."""
+    if not isinstance(value, (int, float)):
+        return "–" if value is None else str(value)
     is_whole = abs(value) < 1e6 and (abs(value) >= 1e4 or value == int(value))
     return f"{value:.0f}" if is_whole else f"{value:.4g}"
 
