@@ -16,7 +16,7 @@ from gradtrack.backends.base import Backend
 from gradtrack.config import GradientConfig
 from gradtrack.delivery.at_exit import CloseAtExit
 from gradtrack.delivery.run import Sink
-from gradtrack.delivery.run_files import RunEnd, save_training_log
+from gradtrack.delivery.run_files import RUN_END, RunEnd, note_files, save_training_log
 from gradtrack.errors import ClosedError, InputTypeError, UsageError
 from gradtrack.health.monitor import GradientMonitor
 from gradtrack.pages import at_close
@@ -52,10 +52,9 @@ class GradientManager:
         process_group: Any = None,
         **overrides: Any,
     ) -> None:
-        if backends is not None:
-            overrides["backends"] = list(backends) if is_several(backends) else backends
-        if analyzers is not None:
-            overrides["analyzers"] = list(analyzers) if is_several(analyzers) else analyzers
+        for kind, specs in (("backends", backends), ("analyzers", analyzers)):
+            if specs is not None:
+                overrides[kind] = list(specs) if is_several(specs) else specs
         self.config = GradientConfig.load(config, **overrides)
         self._unused_settings = UnusedSettings(self.config)
         self._sink = Sink(self.config)
@@ -328,10 +327,10 @@ class GradientManager:
             last=last,
             flight_recorder=self._history.first_fault,
         )
-        at_close.save_run_end(directory, end)
+        at_close.contained("how the run ended", lambda: end.save(directory / RUN_END))
         left: list[Path] = []
         if config.save_gradient_plots and config.run_dir is not None:
             left += at_close.save_pictures(directory, self.reports, self._pairs.first_components[0].history)
         if config.save_html_report:
             left += at_close.save_page(directory, left)
-        at_close.save_names(directory, self._sink.run_id, left)
+        at_close.contained("the list of files", lambda: note_files(directory, self._sink.run_id, left))

@@ -267,20 +267,15 @@ def _in_rows(texts: Sequence[tuple[float, str]], room: float) -> dict[int, tuple
 
 def _fitting(text: str, room: float, share: float) -> tuple[str, float]:
     """Cut a text to a share of an axis of so many points; return it and the share that it takes."""
+    written = font()
+    written.set_size(_SIZE, 72)
     for length in range(48, 3, -4):
         words = plain(text, length=length)
-        wide = (_width(words + _MORE) + 8) / room
+        written.set_text(words + _MORE)
+        wide = float(written.get_width_height()[0] / 64 + 8) / room
         if wide <= share:
             break
     return words, wide
-
-
-def _width(text: str) -> float:
-    """Return the width of a text in the font of the pictures, in points."""
-    written = font()
-    written.set_size(_SIZE, 72)
-    written.set_text(text)
-    return float(written.get_width_height()[0] / 64)
 
 
 def _gathered(events: Sequence[tuple[float, str]], near: float) -> list[tuple[float, str]]:
@@ -318,8 +313,7 @@ def events_of(reports: Sequence[StepReport]) -> list[tuple[float, str]]:
         now = {issue.key for issue in report.health.issues}
         for issue in report.health.issues:
             if issue.key not in before.get(report.source, set()):
-                events.append(
-                    (report.step, " ".join(filter(None, (issue.issue_type.value, report.source, issue.layer))))
-                )
+                words = (issue.issue_type.value, report.source, issue.layer)
+                events.append((report.step, " ".join(filter(None, words))))
         before[report.source] = now
     return events

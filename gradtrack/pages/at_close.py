@@ -8,16 +8,10 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
-from gradtrack.delivery.run_files import RUN_END, RunEnd, note_files
 from gradtrack.reports import GradientStatistics, StepReport
 from gradtrack.support.interrupts import pass_on
 
 _logger = logging.getLogger("gradtrack")
-
-
-def save_run_end(directory: Path, end: RunEnd) -> list[Path]:
-    """Write how the run ended."""
-    return _contained("how the run ended", lambda: end.save(directory / RUN_END))
 
 
 def save_pictures(
@@ -34,7 +28,7 @@ def save_pictures(
         pass_on(fault)
         _logger.warning("no picture could be drawn; the training is not affected", exc_info=True)
         return []
-    return [path for name, draw in pictures.items() for path in _contained(name, partial(draw, directory / name))]
+    return [path for name, draw in pictures.items() for path in contained(name, partial(draw, directory / name))]
 
 
 def save_page(directory: Path, pictures: Sequence[Path] = ()) -> list[Path]:
@@ -44,15 +38,10 @@ def save_page(directory: Path, pictures: Sequence[Path] = ()) -> list[Path]:
 
     if not any(directory.glob("journal-*.jsonl")):
         return []  # no row was recorded; the run has logged that
-    return _contained("the report", lambda: write_html_report(load_run(directory), pictures=pictures))
+    return contained("the report", lambda: write_html_report(load_run(directory), pictures=pictures))
 
 
-def save_names(directory: Path, run_id: str, paths: Sequence[Path]) -> list[Path]:
-    """Save the names of the run's files for the trackers that show them."""
-    return _contained("the list of files", lambda: note_files(directory, run_id, paths))
-
-
-def _contained(what: str, write: Callable[[], Path]) -> list[Path]:
+def contained(what: str, write: Callable[[], Path]) -> list[Path]:
     """Write a file; log a failure instead of raising it, because it must not end a training."""
     try:
         return [write()]

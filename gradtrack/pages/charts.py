@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, Final
 
 import numpy as np
@@ -154,48 +154,45 @@ def _charts(track: Track, run: RunData) -> Iterator[Chart | HeatMap]:
     events = events_of([(issue, issue.key) for issue in run.issues], track.name)
     section = f"Training: {track.name}" if track.name else "Training"
 
-    def chart(title: str, lines: Sequence[Line], *, log_scale: bool = False, about: str = "") -> Chart:
-        return Chart(title=title, lines=lines, section=section, log_scale=log_scale, about=about, events=events)
+    line = partial(line_of, track)
 
-    loss = line_of(track, LOSS, "loss")
+    def chart(title: str, *lines: Line, **settings: Any) -> Chart:
+        return Chart(title=title, lines=lines, section=section, events=events, **settings)
+
+    loss = line(LOSS, "loss")
     is_recorded = bool(loss.lost) or bool(np.isinf(track.loss).any())
-    yield replace(chart("Loss", [loss], log_scale=spans_decades(track.loss)), always=is_recorded)
-    norms = [line_of(track, "train/grad_norm", "before clipping", style="wide")]
-    norms += [line_of(track, "train/grad_norm_clipped", "after clipping")]
-    norms += [line_of(track, "train/grad_clip_threshold", "threshold", style="dashed")]
-    norm = chart(
-        "Gradient norm", norms, log_scale=True, about="Global L2 norm, unscaled; × and ∞ mark what is NaN or infinite."
+    yield chart("Loss", loss, log_scale=spans_decades(track.loss), always=is_recorded)
+    yield chart(
+        "Gradient norm",
+        line("train/grad_norm", "before clipping", style="wide"),
+        line("train/grad_norm_clipped", "after clipping"),
+        line("train/grad_clip_threshold", "threshold", style="dashed"),
+        log_scale=True,
+        about="Global L2 norm, unscaled; × and ∞ mark what is NaN or infinite.",
+        always="train/grad_norm" in track.names,
     )
-    yield replace(norm, always="train/grad_norm" in track.names)
+    coefficient = line("train/grad_clip_coef", "coefficient")
+    # A step that was left out is not clipped, whatever its gradients were.
+    clipped = np.where(track.column("train/grad_skipped") == 1.0, math.nan, coefficient.values)
     yield chart(
         "Clipping",
-        [
-            line_of(track, "train/grad_clip_rate", "share of recent steps clipped"),
-            replace(
-                line_of(track, "train/grad_clip_coef", "coefficient"),
-                values=np.where(
-                    # A step that was left out is not clipped, whatever its gradients were.
-                    track.column("train/grad_skipped") == 1.0,
-                    math.nan,
-                    track.column("train/grad_clip_coef"),
-                ),
-            ),
-        ],
+        line("train/grad_clip_rate", "share of recent steps clipped"),
+        replace(coefficient, values=clipped),
         about="A coefficient below 1 is how much a step was scaled down.",
     )
-    bad = [line_of(track, "train/grad_nan_count", "NaN"), line_of(track, "train/grad_inf_count", "Inf")]
-    if any(np.nansum(line.values) > 0 for line in bad):
-        yield chart("Non-finite elements", bad)
-    yield chart("Variance", [line_of(track, "train/grad_variance", "variance")], log_scale=True)
-    largest = Line(name="max", steps=track.steps, values=track.column("train/grad_max"))
-    smallest = Line(name="|min|", steps=track.steps, values=np.abs(track.column("train/grad_min")))
-    yield chart("Range", [largest, smallest], log_scale=True)
+    bad = [line("train/grad_nan_count", "NaN"), line("train/grad_inf_count", "Inf")]
+    if any(np.nansum(one.values) > 0 for one in bad):
+        yield chart("Non-finite elements", *bad)
+    yield chart("Variance", line("train/grad_variance", "variance"), log_scale=True)
+    smallest = line("train/grad_min", "|min|")
+    smallest = replace(smallest, values=np.abs(smallest.values))
+    yield chart("Range", line("train/grad_max", "max"), smallest, log_scale=True)
     groups = _strongest(track, track.groups)
-    lines = [line_of(track, f"train/grad_norm/{group}", group) for group in groups]
+    lines = [line(f"train/grad_norm/{group}", group) for group in groups]
     left = len(track.groups) - len(groups)
     about = f"The strongest {len(groups)}; {left} more are below and in the table." if left else ""
     if len(track.groups) > 1:
-        yield chart("Gradient norm of each group", lines, log_scale=True, about=about)
+        yield chart("Gradient norm of each group", *lines, log_scale=True, about=about)
     heat = heat_of(track, section=section, events=events)
     if heat is not None:
         yield heat

@@ -49,9 +49,8 @@ def draw_gradient_flow(
     if not table.size:
         figures.say(panel(figure, (1, 1, 1), f"Gradient flow{of}", "", ""), "No layer was measured.")
     elif table.shape[1] == 1:
-        _flow_bars(
-            panel(figure, (1, 1, 1), f"Gradient flow{of}, input at the top", "gradient norm", ""), names, table[:, 0]
-        )
+        axes = panel(figure, (1, 1, 1), f"Gradient flow{of}, input at the top", "gradient norm", "")
+        _flow_bars(axes, names, table[:, 0])
     else:
         axes = panel(figure, (1, 1, 1), f"Gradient flow{of} over time, input at the top", "step", "")
         shown = list(steps) or list(range(1, table.shape[1] + 1))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, Final
 
 import numpy as np
@@ -86,9 +87,8 @@ def _medians(norms: NDArray[np.float64], edges: NDArray[np.int64]) -> list[float
     with np.errstate(divide="ignore"):
         logs = np.log10(norms)
     found: list[float | None] = []
-    for start, end in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
-        known = logs[start:end]
-        known = known[~np.isnan(known)]
+    for start, end in pairwise(edges.tolist()):
+        known = logs[start:end][~np.isnan(logs[start:end])]
         value = float(np.median(known)) if len(known) else math.nan
-        found.append(max(min(value, _LIMIT), -_LIMIT) if not math.isnan(value) else None)
+        found.append(None if math.isnan(value) else max(min(value, _LIMIT), -_LIMIT))
     return found

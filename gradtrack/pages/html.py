@@ -71,9 +71,10 @@ def write_html_report(run: RunData, path: Path | None = None, *, pictures: Seque
 
 def render(run: RunData, pictures: Sequence[tuple[str, str]] = ()) -> str:
     """Return the HTML page of a run."""
+    created = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(run.run.created))
     return fill(
         title=f"Run {run.run.run_id}",
-        subtitle=" · ".join(_subtitle(run)),
+        subtitle=" · ".join(filter(None, (f"started {created}", run.state, run.left_out))),
         healthy=run.healthy,
         verdict=verdict(run),
         warning=run.warning,
@@ -117,11 +118,6 @@ def verdict(run: RunData) -> str:
     count = sum(issue.severity >= IssueSeverity.MEDIUM for issue in run.open_issues)
     when = "" if run.end is not None or run.is_running else " when last seen"
     return f"healthy{when}" if run.healthy else plural(count, "open issue")
-
-
-def _subtitle(run: RunData) -> list[str]:
-    created = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(run.run.created))
-    return [part for part in (f"started {created}", run.state, run.left_out) if part]
 
 
 Tile = tuple[str, str, str]
@@ -179,15 +175,11 @@ def issue_cards(issues: Sequence[tuple[IssueHistory, str]]) -> list[dict[str, An
 
 def _evidence(latest: Mapping[str, Any]) -> Iterator[str]:
     if latest.get("statistic"):
-        yield f"{latest['statistic']} {_shown(latest.get('value'))}, limit {_shown(latest.get('threshold'))}"
+        yield f"{latest['statistic']} {number(latest.get('value'))}, limit {number(latest.get('threshold'))}"
     if latest.get("window", 1) != 1:
         yield f"over {latest['window']} steps"
     if latest.get("confidence", 1.0) != 1.0:
-        yield f"confidence {_shown(latest['confidence'])}"
-
-
-def _shown(value: object) -> str:
-    return number(value) if isinstance(value, (int, float)) else "–" if value is None else str(value)
+        yield f"confidence {number(latest['confidence'])}"
 
 
 def _pairs(values: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -11,22 +11,7 @@ import numpy as np
 
 from gradtrack import registry
 from gradtrack.drawing import figures
-from gradtrack.drawing.figures import (
-    BLUE,
-    CYCLE,
-    GREEN,
-    GREY,
-    ORANGE,
-    PURPLE,
-    RED,
-    SKY,
-    curve,
-    events_of,
-    log_curve,
-    mark_events,
-    panel,
-    plain,
-)
+from gradtrack.drawing.figures import BLUE, CYCLE, GREEN, GREY, ORANGE, PURPLE, RED, SKY, panel, plain
 from gradtrack.pages.charts import spans_decades
 from gradtrack.pages.gradient_flow import draw_gradient_flow, flow_of
 from gradtrack.pages.run_data import recorded_statistics
@@ -36,8 +21,6 @@ from gradtrack.support.names import file_part, plural
 
 _STATISTICS: Final = ("total_norm", "mean", "std", "min", "max", "zero_fraction")
 _EMPTY: Final = "No steps were recorded."
-
-
 Drawer = Callable[[Path], Path]
 
 
@@ -66,10 +49,10 @@ def _pictures_of_pair(
         # A long or resumed training began before the oldest report that is still in memory.
         earlier = recorded_statistics(directory, source=reports[0].source, before=reports[0].step)
         over_time = {name: earlier[name] + values for name, values in over_time.items()}
-    events = events_of(reports)
+    events = figures.events_of(reports)
     lost = [one.step for one in reports if one.statistics is not None and not has_finite(one.statistics)]
     steps, norms, issues = flow_of(reports)
-    return {
+    pictures: dict[str, Drawer] = {
         "gradient_statistics": lambda path: figures.save(
             draw_gradient_statistics_over_time(over_time, events=events, lost=lost, name=title), path
         ),
@@ -77,17 +60,11 @@ def _pictures_of_pair(
         "gradient_flow": lambda path: figures.save(
             draw_gradient_flow(norms, steps=steps, issues=issues, name=title), path
         ),
-        **_pictures_of_analyzers(reports),
     }
-
-
-def _pictures_of_analyzers(reports: Sequence[StepReport]) -> dict[str, Drawer]:
-    """Return the pictures of every installed analyzer that has a report."""
-    found: dict[str, Drawer] = {}
     for name in dict.fromkeys(name for report in reports for name in report.analyzers):
         if name in registry.analyzers.names():
-            found |= registry.analyzers.load(name).pictures(reports)
-    return found
+            pictures |= registry.analyzers.load(name).pictures(reports)
+    return pictures
 
 
 def draw_training_curves(reports: Sequence[StepReport]) -> Any:
@@ -102,10 +79,10 @@ def draw_training_curves(reports: Sequence[StepReport]) -> Any:
     _norms(panel(figure, (2, 2, 2), "Gradient norm", "step", "global L2 norm"), pairs)
     _nonfinite(panel(figure, (2, 2, 3), "Non-finite gradient elements", "step", "elements"), reports)
     _clipping(panel(figure, (2, 2, 4), "Clipping", "step", "coefficient and share"), pairs)
-    events = events_of(reports)
+    events = figures.events_of(reports)
     for index, axes in enumerate(figure.axes):
         figures.across(axes, _steps(reports))
-        mark_events(axes, events, texts=index < 2)
+        figures.mark_events(axes, events, texts=index < 2)
         figures.legend(axes)
     return figures.tidy(figure)
 
@@ -121,10 +98,10 @@ def draw_gradient_statistics(statistics: Sequence[GradientStatistics], *, name: 
     axes = panel(figure, (2, 2, 2), "Mean and standard deviation", "measured step", "gradient element")
     mean, std = table["mean"], table["std"]
     axes.fill_between(order, mean - std, mean + std, color=SKY, alpha=0.35, linewidth=0, label="mean ± std")
-    curve(axes, order, mean, label="mean", colour=BLUE)
+    figures.curve(axes, order, mean, label="mean", colour=BLUE)
     axes = panel(figure, (2, 2, 3), "Extremes", "measured step", "gradient element")
-    log_curve(axes, order, np.abs(table["max"]), label="|max|", colour=ORANGE, linewidth=1.1)
-    log_curve(axes, order, np.abs(table["min"]), label="|min|", colour=BLUE, linewidth=1.1)
+    figures.log_curve(axes, order, np.abs(table["max"]), label="|max|", colour=ORANGE, linewidth=1.1)
+    figures.log_curve(axes, order, np.abs(table["min"]), label="|min|", colour=BLUE, linewidth=1.1)
     _correlation(figure, table)
     for index, axes in enumerate(figure.axes[:3]):
         if index:
@@ -161,11 +138,11 @@ def draw_gradient_statistics_over_time(
     for index, (title, lines) in enumerate(panels):
         axes = panel(figure, (2, 2, index + 1), title, "step", "")
         for label, values, colour in lines:
-            log_curve(axes, steps, values, label=label, colour=colour)
+            figures.log_curve(axes, steps, values, label=label, colour=colour)
         figures.mark_lost(axes, lost)
         if len(steps) or len(lost):
             figures.across(axes, [*steps, *lost])
-            mark_events(axes, events, texts=index < 2)
+            figures.mark_events(axes, events, texts=index < 2)
         if not len(steps):
             figures.say(axes, "No recorded gradient is finite." if len(lost) else _EMPTY)
         figures.legend(axes)
@@ -198,7 +175,7 @@ def _loss(axes: Any, pairs: Sequence[Sequence[StepReport]]) -> None:
     if not np.isfinite(everything).any():
         figures.say(axes, "No finite loss was recorded." if pairs[0] else _EMPTY)
         return
-    draw = log_curve if spans_decades(everything) else curve
+    draw = figures.log_curve if spans_decades(everything) else figures.curve
     for index, (reports, values) in enumerate(zip(pairs, losses, strict=True)):
         draw(axes, _steps(reports), values, label=_of("loss", reports), colour=CYCLE[index % len(CYCLE)])
 
@@ -211,13 +188,15 @@ def _norms(axes: Any, pairs: Sequence[Sequence[StepReport]]) -> None:
     for index, (reports, values) in enumerate(zip(pairs, before, strict=True)):
         steps, clipping = _steps(reports), [report.clipping for report in reports]
         wide, thin = (ORANGE, BLUE) if len(pairs) == 1 else (CYCLE[index % len(CYCLE)],) * 2
-        log_curve(axes, steps, values, label=_of("before clipping", reports), colour=wide, linewidth=3.2, alpha=0.6)
+        figures.log_curve(
+            axes, steps, values, label=_of("before clipping", reports), colour=wide, linewidth=3.2, alpha=0.6
+        )
         if any(found.enabled for found in clipping):
             after = figures.numbers(found.norm_after for found in clipping)
-            log_curve(axes, steps, after, label=_of("after clipping", reports), colour=thin)
+            figures.log_curve(axes, steps, after, label=_of("after clipping", reports), colour=thin)
             threshold = figures.numbers(found.threshold for found in clipping)
             if np.isfinite(threshold).any():
-                log_curve(axes, steps, threshold, label="threshold", colour=GREY, linestyle="--", linewidth=1.1)
+                figures.log_curve(axes, steps, threshold, label="threshold", colour=GREY, linestyle="--", linewidth=1.1)
         figures.mark_lost(axes, np.asarray(steps)[np.isnan(values)])
     if not any(np.isfinite(values).any() for values in before):
         figures.say(axes, "No recorded norm is finite.")
@@ -273,7 +252,7 @@ def _clipping(axes: Any, pairs: Sequence[Sequence[StepReport]]) -> None:
             ("share of recent steps clipped", rates, "-" if len(pairs) == 1 else "--"),
         )
         for (label, values, style), colour in zip(lines, colours, strict=True):
-            curve(axes, steps, values, label=_of(label, reports), colour=colour, linestyle=style)
+            figures.curve(axes, steps, values, label=_of(label, reports), colour=colour, linestyle=style)
     axes.set_ylim(0, 1.05)
 
 

@@ -20,7 +20,8 @@ def grid(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     if not lines:
         return ""
     # What is not known stands where its column's numbers do.
-    sides = [any(map(_is_number, column)) for column in zip(*lines, strict=False)] if columns else []
+    columns_of_cells = zip(*lines, strict=False) if columns else ()
+    sides = [any(isinstance(cell, (int, float)) for cell in column) for column in columns_of_cells]
     head = "".join(_cell("th", column, is_right=right) for column, right in zip(columns, sides, strict=False))
     body = "".join(
         f"<tr>{''.join(_cell('td', show(cell), is_right=right) for cell, right in zip_longest(line, sides))}</tr>"
@@ -31,10 +32,6 @@ def grid(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 def _cell(tag: str, shown: str, *, is_right: bool | None) -> str:
     return f'<{tag} style="text-align: {"right" if is_right else "left"}">{escape(shown)}</{tag}>'
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float))
 
 
 def text(lines: str) -> str:

@@ -43,19 +43,12 @@ class Bar:
         self._shown.update(0, completed=self._done)
 
     def _show(self) -> Any:
+        from rich import progress as rich
         from rich.console import Console
-        from rich.progress import (
-            BarColumn,
-            DownloadColumn,
-            MofNCompleteColumn,
-            Progress,
-            TextColumn,
-            TimeRemainingColumn,
-        )
 
-        count = DownloadColumn() if self._unit == "bytes" else MofNCompleteColumn()
-        columns = (TextColumn("{task.description}"), BarColumn(), count, TimeRemainingColumn())
-        shown = Progress(*columns, console=Console(stderr=True), transient=True)
+        count = rich.DownloadColumn() if self._unit == "bytes" else rich.MofNCompleteColumn()
+        columns = (rich.TextColumn("{task.description}"), rich.BarColumn(), count, rich.TimeRemainingColumn())
+        shown = rich.Progress(*columns, console=Console(stderr=True), transient=True)
         shown.add_task(self._what, total=self._total)
         shown.start()
         return shown
