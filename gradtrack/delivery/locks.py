@@ -21,6 +21,12 @@ if sys.platform != "win32":
 _logger = logging.getLogger("gradtrack")
 
 
+def lock(handle: int, *, wait: bool = False) -> None:
+    """Take the lock that ends with the open file; where the platform has none, other processes are not kept away."""
+    if sys.platform != "win32":
+        fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+
+
 class Claim:
     """A directory kept from other writers of this and every other process, until `release` or the process ends.
 
@@ -66,7 +72,7 @@ class _Lock:
             if self._handle is None and sys.platform != "win32":
                 self._handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
                 try:
-                    fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    lock(self._handle)
                 except OSError:
                     self.close()
                     raise

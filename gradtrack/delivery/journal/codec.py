@@ -38,16 +38,19 @@ def encode_row(number: int, record: Record, directory: Path) -> bytes:
         row["source"] = record.source
     if record.issues:
         row["issues"] = [dict(issue) for issue in record.issues]
-    if record.panels or record.histograms or record.files:
-        _add_parts(row, record, directory)
+    if record.panels:
+        row["panels"] = [
+            [panel.title, panel.section, list(panel.metrics), panel.kind, panel.log_scale] for panel in record.panels
+        ]
+    if record.histograms:
+        row["histograms"] = {name: [list(found.edges), list(found.counts)] for name, found in record.histograms.items()}
+    if record.files:
+        row["files"] = [_shorten(name, directory) for name in record.files]
     return to_line(row)
 
 
 def decode_row(line: bytes, directory: Path, *, trusted: bool) -> tuple[int, Record]:
-    """Read a line back; a line that is not a whole row raises ValueError.
-
-    An untrusted line cannot name files outside of the journal's directory.
-    """
+    """Read a whole row back, or raise ValueError; an untrusted line names no file outside of its directory."""
     try:
         row = json.loads(line)
         number = row["n"]
@@ -91,38 +94,28 @@ def to_line(values: Mapping[str, Any]) -> bytes:
     return f"{_encode_any(dict(values))}\n".encode("ascii")
 
 
-def _add_parts(row: dict[str, Any], record: Record, directory: Path) -> None:
-    if record.panels:
-        row["panels"] = [
-            [panel.title, panel.section, list(panel.metrics), panel.kind, panel.log_scale] for panel in record.panels
-        ]
-    if record.histograms:
-        row["histograms"] = {name: [list(found.edges), list(found.counts)] for name, found in record.histograms.items()}
-    if record.files:
-        row["files"] = [_shorten(name, directory) for name in record.files]
-
-
 def _record(row: Mapping[str, Any], directory: Path, *, trusted: bool) -> Record:
-    epoch = row.get("epoch")
+    epoch, metrics = row.get("epoch"), row["metrics"]
+    if epoch is not None and (type(epoch) is not int or not -_MOST_ROWS <= epoch < _MOST_ROWS):
+        raise TypeError(f"epoch {epoch!r:.40}: expected a number of 64 bits")
+    if "" in metrics:
+        raise ValueError("a metric has no name")
     files = (_lengthen(str(name), directory, trusted=trusted) for name in row.get("files", ()))
     return Record(
         step=row["step"],
         time=_time(row["time"]),
-        metrics=_metrics(row["metrics"]),
-        epoch=None if epoch is None else _epoch(epoch),
+        metrics={name: _number(value) for name, value in metrics.items()},
+        epoch=epoch,
         loss=None if row.get("loss") is None else _number(row["loss"]),
         source=str(row.get("source", "")),
         panels=tuple(_panel(values) for values in row.get("panels", ())),
         issues=tuple(dict(issue) for issue in row.get("issues", ())),
-        histograms={name: _histogram(edges, counts) for name, (edges, counts) in row.get("histograms", {}).items()},
+        histograms={
+            name: Histogram(edges=tuple(map(_number, edges)), counts=tuple(map(_number, counts)))
+            for name, (edges, counts) in row.get("histograms", {}).items()
+        },
         files=tuple(name for name in files if name is not None),
     )
-
-
-def _metrics(values: Mapping[str, object]) -> dict[str, float]:
-    if "" in values:
-        raise ValueError("a metric has no name")
-    return {name: _number(value) for name, value in values.items()}
 
 
 def _number(value: Any) -> float:
@@ -137,16 +130,6 @@ def _time(value: Any) -> float:
     if not -_LATEST < _number(value) < _LATEST:
         raise ValueError(f"time {value!r:.40}: expected seconds since 1970")
     return float(value)
-
-
-def _epoch(value: Any) -> int:
-    if type(value) is not int or not -_MOST_ROWS <= value < _MOST_ROWS:
-        raise TypeError(f"epoch {value!r:.40}: expected a number of 64 bits")
-    return value
-
-
-def _histogram(edges: Any, counts: Any) -> Histogram:
-    return Histogram(edges=tuple(map(_number, edges)), counts=tuple(map(_number, counts)))
 
 
 def _panel(values: Any) -> Panel:

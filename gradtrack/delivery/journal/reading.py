@@ -6,8 +6,8 @@ import contextlib
 import errno
 import itertools
 import json
+import math
 import os
-import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,10 +26,7 @@ PART_BYTES: Final = 256 * MEBIBYTE
 _LONGEST_LINE: Final = 64 * MEBIBYTE
 _LONGEST_HEADER: Final = 16 * MEBIBYTE
 _ROW_START: Final = b'{"n":'
-_HEADER_START: Final = b'{"gradtrack_journal":'
 _CHECKSUM: Final = b',"checksum":"crc32'
-_PART: Final = re.compile(r"journal-.*\.jsonl", re.DOTALL)
-Note = Callable[[str], object]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -61,10 +58,7 @@ class SavedJournal:
         return sum(part.stat().st_size for part in self.parts)
 
     def rows(self, read: Callable[[int], object] | None = None) -> Iterator[tuple[int, Record]]:
-        """Yield every row that is whole, with its number; the reasons for the others go to `damaged`.
-
-        `read` is told the number of bytes of each line.
-        """
+        """Yield every whole row; `damaged` gets the reasons for the others, and `read` the size of each line."""
         self.damaged[:] = self.unreadable
         last, known = -1, set[int]()
         for part in self.parts:
@@ -87,19 +81,26 @@ def find_journals(run_dir: Path) -> list[SavedJournal]:
     """
     found: dict[tuple[str, int], SavedJournal] = {}
     known: dict[tuple[str, int, bytes], Path] = {}
-    parts = sorted((run_dir / name for name in _names_in(run_dir) if _PART.fullmatch(name)), key=_order)
+    try:
+        names = os.listdir(run_dir)
+    except (FileNotFoundError, NotADirectoryError):
+        names = []
+    except OSError as fault:
+        raise _unreadable(run_dir, fault) from None
+    parts = [run_dir / name for name in names if name.startswith("journal-") and name.endswith(".jsonl")]
     if not parts:
         raise JournalError(f"{str(run_dir)!r} holds no journal: expected a run's directory. {_remedy(run_dir)}")
     unreadable: list[str] = []
     refused: JournalError | None = None
-    for path in parts:
+    for path in sorted(parts, key=_order):
         try:
-            header, line = read_header(path), _first_line(path)
+            line = _first_line(path)
+            if not line.endswith(b"\n"):  # the process ended before it was whole
+                continue
+            header = _read_header(path, line)
         except JournalError as fault:
             unreadable.append(f"{path.name}: {fault}")
             refused = refused or fault
-            continue
-        if header is None:
             continue
         run, rank = decode_run(header["run"], run_dir), int(header["rank"])
         backends = [dict(backend) for backend in header["backends"]]
@@ -116,25 +117,11 @@ def find_journals(run_dir: Path) -> list[SavedJournal]:
     return list(found.values())
 
 
-def _names_in(directory: Path) -> list[str]:
-    try:
-        return os.listdir(directory)
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    except OSError as fault:
-        raise _unreadable(directory, fault) from None
-
-
 def _unreadable(path: Path, fault: OSError) -> JournalError:
+    remedy = "a run of yours. Ask its owner for the right to read it."
     if fault.errno in (errno.EINVAL, errno.ELOOP, errno.EFBIG):
-        return JournalError(
-            f"{str(path)!r} cannot be read ({fault.strerror}): expected a file that gradtrack has written. "
-            "Move it out of the run's directory."
-        )
-    return JournalError(
-        f"{str(path)!r} cannot be read ({fault.strerror or fault}): expected a run of yours. "
-        "Ask its owner for the right to read it."
-    )
+        remedy = "a file that gradtrack has written. Move it out of the run's directory."
+    return JournalError(f"{str(path)!r} cannot be read ({fault.strerror or fault}): expected {remedy}")
 
 
 def _remedy(run_dir: Path) -> str:
@@ -144,20 +131,21 @@ def _remedy(run_dir: Path) -> str:
     return "Check the path." if within is None else f"It holds others; the newest is {str(within.parent)!r}."
 
 
-def read_header(path: Path) -> Mapping[str, Any] | None:
-    """Return the first line of a part, or None where the process ended before it was whole."""
-    line = _first_line(path)
-    if not line.endswith(b"\n"):
-        return None
+def _read_header(path: Path, line: bytes) -> Mapping[str, Any]:
+    """Return the content of a part's first line, having touched what is used later, so that a bad one fails here."""
     if is_intact(line) is not True and _CHECKSUM in line:  # the end of its line may be all that was changed
-        line = next(iter(intact_lines(line, _HEADER_START)), line)
+        line = next(iter(intact_lines(line, b'{"gradtrack_journal":')), line)
     try:
         if is_intact(line) is False:
             raise ValueError("its checksum does not match")
-        header = json.loads(line)
+        header: Mapping[str, Any] = json.loads(line)
         version = header["gradtrack_journal"]
         if version == FORMAT:
-            _check_header(header)
+            int(header["rank"]), int(header["part"])
+            decode_run(header["run"], Path())
+            for backend in header["backends"]:
+                if not isinstance(backend["name"], str) or not isinstance(backend["options"], dict):
+                    raise TypeError("a backend in it has no name or no options")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as fault:
         raise JournalError(
             f"{str(path)!r} does not begin like a journal ({type(fault).__name__}: {fault!s:.70}): "
@@ -168,7 +156,7 @@ def read_header(path: Path) -> Mapping[str, Any] | None:
             f"{str(path)!r} has journal format {version!r:.20}: expected {FORMAT}. "
             "Read it with the gradtrack that wrote it."
         )
-    return header  # type: ignore[no-any-return]
+    return header
 
 
 def _first_line(path: Path) -> bytes:
@@ -185,15 +173,11 @@ def _in_order(rows: Iterator[tuple[int, Record]]) -> Iterator[tuple[int, Record]
     The number of a row decides what a tracker has got, so a wrong one would have others taken for delivered.
     """
     before = -1
-    held: tuple[int, Record] | None = None
-    for following, record in rows:
-        if held is not None:
-            number = held[0] if before < held[0] and (held[0] < following or following <= before) else before + 1
-            before = number
-            yield number, held[1]
-        held = following, record
-    if held is not None:
-        yield max(held[0], before + 1), held[1]
+    end: tuple[float, Any] = math.inf, None
+    for (number, record), (following, _) in itertools.pairwise(itertools.chain(rows, [end])):
+        fits = before < number and (number < following or following <= before)
+        before = int(number) if fits else before + 1
+        yield before, record
 
 
 def read_rows(
@@ -201,7 +185,7 @@ def read_rows(
     *,
     offset: int = 0,
     trusted: bool = False,
-    note: Note | None = None,
+    note: Callable[[str], object] | None = None,
     read: Callable[[int], object] | None = None,
 ) -> Iterator[tuple[int, Record]]:
     """Yield the rows of one part; a line that is torn, changed or garbage is skipped with a note.
@@ -220,7 +204,11 @@ def read_rows(
             if read is not None:
                 read(len(line))
             try:
-                _check_line(line, signed)
+                if not line.endswith(b"\n"):
+                    raise ValueError("the line has no end")
+                intact = is_intact(line)
+                if intact is False or (signed and not intact):
+                    raise ValueError(f"its checksum {'does not match' if intact is False else 'is missing'}")
                 yield decode_row(line, path.parent, trusted=trusted)
             except ValueError as fault:
                 if note is not None:
@@ -230,25 +218,7 @@ def read_rows(
                         yield decode_row(whole, path.parent, trusted=trusted)
 
 
-def _check_line(line: bytes, signed: bool) -> None:
-    """Refuse a line that is not what was written."""
-    if not line.endswith(b"\n"):
-        raise ValueError("the line has no end")
-    intact = is_intact(line)
-    if intact is False or (signed and not intact):
-        raise ValueError("its checksum does not match" if intact is False else "its checksum is missing")
-
-
 def _order(path: Path) -> tuple[str, bool, int]:
     """Put the parts of a series in order, and copies of them behind."""
     series, _, part = path.stem.rpartition("-")
     return series, not part.isdecimal(), int(part) if part.isdecimal() else -1
-
-
-def _check_header(header: Mapping[str, Any]) -> None:
-    """Touch what is used later, so that a bad header fails here."""
-    int(header["rank"]), int(header["part"])
-    decode_run(header["run"], Path())
-    for backend in header["backends"]:
-        if not isinstance(backend["name"], str) or not isinstance(backend["options"], dict):
-            raise TypeError("a backend in it has no name or no options")

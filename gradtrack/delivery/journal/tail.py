@@ -1,15 +1,17 @@
-"""The tail of a journal: rows that earlier versions kept in a file of their own until they were lines of it.
+"""The tail of a journal: rows that version 0.1.0 kept in a file of their own until they were lines of it.
 
-No version since 0.2 writes a tail; rows that a killed process left in one are still read and replayed.
+No later version writes a tail; rows that a killed process left in one are still read and replayed.
 """
 
 from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
+
+from pydantic import BaseModel
 
 from gradtrack.gradients.moments import WIDTH, describe_whole
 from gradtrack.protection.clipping import clipping_fields
@@ -18,18 +20,16 @@ from gradtrack.reports.issues import HEALTHY
 from gradtrack.reports.metric_names import flat_metrics
 from gradtrack.support.regular_files import open_regular
 
-_FORMAT: Final = 1
 _HEADER_BYTES: Final = 4096
 _MOST_BYTES: Final = 2**21
 """More than a tail ever has."""
-_ROW: Final = struct.Struct(f"<qqqqdddd{8 * WIDTH}sq")
+_ROW: Final = struct.Struct(f"<qqqqdddd{WIDTH}dq")
 """Number + 1, index of the terms, step, epoch, time, loss, norm, clip rate, sums of all gradients, number + 1."""
-_TOTAL: Final = struct.Struct(f"<{WIDTH}d")
 _NO_EPOCH: Final = -(2**63)
 _LATEST: Final = 1e12
 
 
-class _Terms(NamedTuple):
+class _Terms(BaseModel, strict=True, extra="forbid"):
     """What rows have in common; the epsilon is added to the norm before the limit is divided by it."""
 
     source: str
@@ -44,17 +44,14 @@ class _Terms(NamedTuple):
 def read_tail(
     path: Path, run_id: str, rank: int, known: Container[int], note: Callable[[str], object] | None = None
 ) -> Iterator[tuple[int, Record]]:
-    """Yield the rows of a tail whose numbers are not known, if the tail is that of this run.
-
-    A row whose numbers cannot have been measured is left out, with a note.
-    """
+    """Yield the rows of a run's tail whose numbers are not known; a note says which cannot have been measured."""
     try:
         with open_regular(path) as stream:
             content = stream.read(_MOST_BYTES)
         header = json.loads(content[:_HEADER_BYTES])
-        if header["gradtrack_tail"] != _FORMAT or (header["run_id"], header["rank"]) != (run_id, rank):
+        if header["gradtrack_tail"] != 1 or (header["run_id"], header["rank"]) != (run_id, rank):
             return
-        terms = [_checked(_Terms(**found)) for found in header["terms"]]
+        terms = [_Terms(**found) for found in header["terms"]]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):  # its process ended before its first row
         return
     before = -1
@@ -65,33 +62,15 @@ def read_tail(
         before = following - 1
         if before not in known and 0 <= index < len(terms):
             try:
-                yield before, _record(terms[index], values)
+                yield before, _record(terms[index], *values)
             except (ValueError, TypeError, ArithmeticError, LookupError) as fault:
                 if note is not None:
                     note(f"{path.name}, row {before}: {fault!s:.120}")
 
 
-_KINDS: Final = {
-    "source": (str,),
-    "num_elements": (int,),
-    "clip_type": (str,),
-    "limit": (int, float, type(None)),
-    "epsilon": (int, float),
-    "nan_inf": (str,),
-    "with_statistics": (bool,),
-}
-
-
-def _checked(terms: _Terms) -> _Terms:
-    """Refuse terms that no training has written."""
-    for name, value in terms._asdict().items():
-        if type(value) not in _KINDS[name]:
-            raise TypeError(f"{name} is {value!r:.40}")
-    return terms
-
-
-def _record(terms: _Terms, values: Sequence[Any]) -> Record:
-    step, epoch, time, loss, norm, clip_rate, total = values
+def _record(
+    terms: _Terms, step: int, epoch: int, time: float, loss: float, norm: float, clip_rate: float, *total: Any
+) -> Record:
     if not -_LATEST < time < _LATEST:
         raise ValueError(f"time {time!r}: expected seconds since 1970")
     fields = {
@@ -102,7 +81,7 @@ def _record(terms: _Terms, values: Sequence[Any]) -> Record:
         "nan_inf": {"action": terms.nan_inf},
     }
     if terms.with_statistics:
-        fields["statistics"] = describe_whole(_TOTAL.unpack(total), terms.num_elements, ())
+        fields["statistics"] = describe_whole(total, terms.num_elements, ())
     return Record(
         step=step,
         time=time,

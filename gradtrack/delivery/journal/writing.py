@@ -5,23 +5,24 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 from gradtrack._version import __version__
 from gradtrack.delivery.journal.codec import encode_row, encode_run, to_line
 from gradtrack.delivery.journal.reading import FORMAT, read_rows
+from gradtrack.delivery.locks import lock
 from gradtrack.records import Record, RunInfo
 from gradtrack.support.checksums import CHECKSUM, with_checksum
 from gradtrack.support.interrupts import pass_on
 from gradtrack.support.regular_files import open_regular
 
 _POLL_SECONDS: Final = 0.02
+_MARK_EVERY: Final = 128
 
 
 class Syncer:
@@ -36,7 +37,8 @@ class Syncer:
         self._handle: int | None = None
         self._retired: list[int] = []
         self.dirty = self._closing = self._settling = self.unlinked = False
-        self._wake = threading.Event()
+        self.wake = threading.Event()
+        """Set it to make the rows in the file durable at once."""
         self._thread: threading.Thread | None = None
 
     def follow(self, handle: int) -> None:
@@ -47,20 +49,16 @@ class Syncer:
             with contextlib.suppress(RuntimeError):  # no thread can start while the interpreter exits
                 self._thread.start()
 
-    def hurry(self) -> None:
-        """Make the rows in the file durable at once."""
-        self._wake.set()
-
     def retire(self, handle: int) -> None:
         """Make an earlier file durable and close it."""
         self._retired.append(handle)
         self.dirty = True
-        self._wake.set()
+        self.wake.set()
 
     def sync(self, timeout_seconds: float) -> None:
         """Wait until nothing is left to be made durable."""
         end = time.monotonic() + timeout_seconds
-        self._wake.set()
+        self.wake.set()
         while (self.dirty or self._settling) and self._alive() and time.monotonic() < end:
             time.sleep(_POLL_SECONDS)
 
@@ -78,15 +76,14 @@ class Syncer:
 
     def _run(self) -> None:
         while not (self._closing and not self._retired):
-            self._wake.wait(self._interval)
-            self._wake.clear()
+            self.wake.wait(self._interval)
+            self.wake.clear()
             if self.dirty:
                 self._settle()
 
     def _settle(self) -> None:
-        """Clear the mark first: a row that comes in between sets it again."""
         self._settling = True
-        self.dirty = False
+        self.dirty = False  # first: a row that comes in between sets it again
         with contextlib.suppress(OSError):
             if (handle := self._handle) is not None:
                 os.fsync(handle)
@@ -105,12 +102,6 @@ def is_unlinked(handle: int) -> bool:
     return os.fstat(handle).st_nlink == 0
 
 
-if sys.platform != "win32":
-    import fcntl
-
-_MARK_EVERY: Final = 128
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     """How large a journal may grow: the oldest parts go first."""
@@ -118,6 +109,15 @@ class Limits:
     part_bytes: int = 64 * 2**20
     total_bytes: int = 2**30
     sync_seconds: float = 3.0
+
+
+@dataclass(eq=False, slots=True)
+class _Part:
+    """A file of a journal with the count of its rows; `marks` are numbers of rows in it and where these begin."""
+
+    path: Path
+    rows: int = 0
+    marks: list[tuple[int, int]] = field(default_factory=list)
 
 
 class Journal:
@@ -137,23 +137,25 @@ class Journal:
         limits: Limits | None = None,
     ) -> None:
         self.directory, self.rank = directory, rank
-        self.parts: list[Path] = []
         self.rows = self.failed = self.removed = 0
         self.fault: Exception | None = None
         self._run, self.backends = run, list(backends)
         self._limits = limits or Limits()
+        self._parts: list[_Part] = []
         self._handle: int | None = None
         self._size = 0
-        self._marks: list[tuple[int, Path, int]] = []
-        self._count, self._counts = 0, dict[Path, int]()
-        """The rows of the last part, and those of the others."""
         self.syncer = Syncer(self._limits.sync_seconds)
-        """What makes the file durable, of whose rows it is told by `dirty`."""
+        self.sync = self.syncer.sync
+
+    @property
+    def parts(self) -> list[Path]:
+        """Return the files of the journal, the one that is written to last."""
+        return [part.path for part in self._parts]
 
     @property
     def path(self) -> Path | None:
         """Return the part that is written to, or the last one."""
-        return self.parts[-1] if self.parts else None
+        return self._parts[-1].path if self._parts else None
 
     def append(self, number: int, record: Record, *, urgent: bool = False) -> bool:
         """Write a row and say whether the journal has it; an urgent one is made durable at once, by another thread."""
@@ -163,8 +165,9 @@ class Journal:
             line = with_checksum(encode_row(number, record, self.directory))
             if self._handle is None or self._size + len(line) > self._limits.part_bytes:
                 self._handle = self._rotate(number)
-            if self.rows % _MARK_EVERY == 0:
-                self._marks.append((number, self.parts[-1], self._size))
+            part = self._parts[-1]
+            if part.rows % _MARK_EVERY == 0:
+                part.marks.append((number, self._size))
             try:
                 _write_whole(self._handle, line, self._size)
                 self._size += len(line)
@@ -177,28 +180,23 @@ class Journal:
             self.fault = fault
             return False
         self.rows += 1
-        self._count += 1
+        part.rows += 1
         self.syncer.dirty = True
         if urgent:
-            self.syncer.hurry()
+            self.syncer.wake.set()
         return True
 
     def reread(self, start: int) -> Iterator[tuple[int, Record]]:
         """Yield the rows from a number on, as far as the journal still has them."""
-        mark = next((mark for mark in reversed(self._marks) if mark[0] <= start), None)
-        parts = list(self.parts)
-        if mark is not None and mark[1] in parts:
-            parts = parts[parts.index(mark[1]) :]
+        parts = list(self._parts)
+        while len(parts) > 1 and parts[1].marks and parts[1].marks[0][0] <= start:
+            parts.pop(0)
         for part in parts:
-            offset = mark[2] if mark is not None and part == mark[1] else 0
+            offset = max((offset for number, offset in part.marks if number <= start), default=0)
             with contextlib.suppress(OSError):  # it was removed, by our bound or from outside
-                for number, record in read_rows(part, offset=offset, trusted=True):
+                for number, record in read_rows(part.path, offset=offset, trusted=True):
                     if number >= start:
                         yield number, record
-
-    def sync(self, timeout_seconds: float) -> None:
-        """Wait until the rows are on the disk, or until the time is over."""
-        self.syncer.sync(timeout_seconds)
 
     def close(self, timeout_seconds: float = 0.0) -> None:
         """Make the rows durable and let go of the file."""
@@ -223,7 +221,7 @@ class Journal:
         header = {
             "gradtrack_journal": FORMAT,
             "gradtrack": __version__,
-            "part": len(self.parts) + self.removed,
+            "part": len(self._parts) + self.removed,
             "first": number,
             "rank": self.rank,
             "pid": os.getpid(),
@@ -238,23 +236,23 @@ class Journal:
             os.close(handle)
             path.unlink(missing_ok=True)
             raise
-        self._note_count()
-        self._count = 0
-        self.parts.append(path)
-        self._marks.append((number, path, len(line)))
+        self._parts.append(_Part(path))
         self.syncer.follow(handle)
         before, self._handle, self._size = self._handle, handle, len(line)
         if before is not None:
             self.syncer.retire(before)
-        self._forget_oldest()
+        # The oldest parts go; a worker that misses one of their rows counts it as lost.
+        while len(self._parts) > max(self._limits.total_bytes // self._limits.part_bytes, 2):
+            with contextlib.suppress(OSError):
+                self._forget(self._parts[0]).unlink()
         return handle
 
     def _create(self) -> tuple[Path, int]:
         """Make a file that no other process writes to, locked for as long as this process has it open."""
         self.directory.mkdir(parents=True, exist_ok=True)
         prefix = "journal-" if self.rank == 0 else f"journal-rank{self.rank}-"
-        taken = [_part_number(found.name, prefix) for found in self.directory.glob(f"{prefix}*.jsonl")]
-        part = 1 + max(taken, default=-1)
+        names = [found.stem.removeprefix(prefix) for found in self.directory.glob(f"{prefix}*.jsonl")]
+        part = 1 + max((int(name) for name in names if name.isdecimal()), default=-1)
         while True:
             path = self.directory / f"{prefix}{part:03d}.jsonl"
             try:
@@ -263,7 +261,7 @@ class Journal:
                 part += 1
                 continue
             with contextlib.suppress(OSError):
-                _lock(handle)
+                lock(handle)
             return path, handle
 
     def _forget_removed(self) -> None:
@@ -271,33 +269,17 @@ class Journal:
         if self._handle is not None:
             self.syncer.retire(self._handle)
             self._handle = None
-        self._note_count()
-        for part in [part for part in self.parts if not part.exists()]:
-            self.fault = FileNotFoundError(errno.ENOENT, "the journal was removed", str(part))
-            self.rows -= self._counts[part]
-            self.failed += self._counts[part]
+        for part in [part for part in self._parts if not part.path.exists()]:
+            self.fault = FileNotFoundError(errno.ENOENT, "the journal was removed", str(part.path))
+            self.rows -= part.rows
+            self.failed += part.rows
             self._forget(part)
-        self._count = self._counts[self.parts[-1]] if self.parts else 0
         self.syncer.unlinked = False
 
-    def _forget_oldest(self) -> None:
-        """Keep the journal within its bound; a worker that misses a row of a removed part counts it as lost."""
-        keep = max(self._limits.total_bytes // self._limits.part_bytes, 2)
-        while len(self.parts) > keep:
-            oldest = self.parts[0]
-            self._forget(oldest)
-            with contextlib.suppress(OSError):
-                oldest.unlink()
-
-    def _note_count(self) -> None:
-        if self.parts:
-            self._counts[self.parts[-1]] = self._count
-
-    def _forget(self, part: Path) -> None:
-        self.parts.remove(part)
-        del self._counts[part]
+    def _forget(self, part: _Part) -> Path:
+        self._parts.remove(part)
         self.removed += 1
-        self._marks = [mark for mark in self._marks if mark[1] != part]
+        return part.path
 
 
 def is_being_written(path: Path) -> bool:
@@ -311,19 +293,13 @@ def alone_with(path: Path) -> Iterator[bool]:
     """Keep other processes from taking a journal's part, and say whether none had it."""
     with contextlib.ExitStack() as stack:
         try:
-            _lock(stack.enter_context(open_regular(path)).fileno())
+            lock(stack.enter_context(open_regular(path)).fileno())
         except BlockingIOError:
             yield False
             return
         except OSError:  # a file system without locks
             pass
         yield True
-
-
-def _lock(handle: int) -> None:
-    """Take the lock that ends with the open file; where the platform has none, a replay cannot see a live run."""
-    if sys.platform != "win32":
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def _write_whole(handle: int, line: bytes, size: int) -> None:
@@ -336,8 +312,3 @@ def _write_whole(handle: int, line: bytes, size: int) -> None:
         with contextlib.suppress(OSError):
             os.ftruncate(handle, size)
         raise
-
-
-def _part_number(name: str, prefix: str) -> int:
-    digits = name.removeprefix(prefix).removesuffix(".jsonl")
-    return int(digits) if digits.isdigit() else -1
