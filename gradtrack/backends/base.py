@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from gradtrack.records import Record
+from gradtrack.records import Panel, Record, RunInfo
 
 
 class Backend(ABC):
@@ -81,3 +83,32 @@ class Backend(ABC):
     def probe(cls, **options: Any) -> str:
         """Say where records would go with these options, and create nothing; raise what would stop them."""
         return ""
+
+
+def address_of(backend: Backend) -> dict[str, Any]:
+    """Return the address of a backend; nothing while it cannot tell it."""
+    with contextlib.suppress(Exception):
+        return dict(backend.address())
+    return {}
+
+
+class RunParts:
+    """What the records so far have told of their run: its identity, its panels and its files, each once."""
+
+    def __init__(self, run: RunInfo | None = None) -> None:
+        self.run = run
+        self.panels: dict[Panel, None] = {}
+        self.files: dict[str, None] = {}
+
+    def take(self, records: Iterable[Record]) -> None:
+        """Learn from records."""
+        for record in records:
+            self.run = record.run or self.run
+            self.panels.update(dict.fromkeys(record.panels))
+            self.files.update(dict.fromkeys(record.files))
+
+    def added_to(self, record: Record) -> Record:
+        """Return a record that tells all of it."""
+        panels = tuple(dict.fromkeys((*self.panels, *record.panels)))
+        files = tuple(dict.fromkeys((*self.files, *record.files)))
+        return dataclasses.replace(record, run=record.run or self.run, panels=panels, files=files)

@@ -7,45 +7,37 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gradtrack.delivery.run import Sink
 
 
-class Closer(Protocol):
-    """Something that closes a run at the exit of the interpreter."""
-
-    def renew(self) -> None:
-        """Run before everything that was registered so far."""
-
-
 # A list, as a copy of one is made in one go, whatever other threads remember meanwhile.
-_closers: list[weakref.ref[Closer]] = []
+_renewals: list[weakref.WeakMethod[Callable[[], None]]] = []
 
 
-def remember(closer: Closer) -> None:
-    """Know of a closer as long as it lives."""
-    _closers.append(weakref.ref(closer, _closers.remove))
+def remember(renew: Callable[[], None]) -> None:
+    """Have `come_first` call this method as long as its object lives."""
+    _renewals.append(weakref.WeakMethod(renew, _renewals.remove))
 
 
 def come_first() -> None:
-    """Let every closer run before what was registered so far; a tracker that was set up now must outlive its run.
+    """Let every manager close before what was registered so far: a tracker that was set up now must outlive its run.
 
     What is registered last runs first, and a package that a worker sets up registers its own end behind ours: a
     training that ends without a close would find it gone.
     """
-    for found in _closers[:]:
-        closer = found()
-        if closer is not None:
-            closer.renew()
+    for found in _renewals[:]:
+        renew = found()
+        if renew is not None:
+            renew()
 
 
 class CloseAtExit:
     """Closes a manager's sink when the interpreter exits or the manager is collected, whichever comes first.
 
-    What is registered last runs first. It is registered again at the first record, and when a tracker has been set up,
-    so that it runs before what the tracker's own package registered in between. `unhook`, which takes off the hooks
+    It is registered again at the first record, and when a tracker has been set up. `unhook`, which takes off the hooks
     that are left, must not lead to the manager, since this keeps it.
     """
 
@@ -57,7 +49,7 @@ class CloseAtExit:
         """Whether the end of the interpreter has closed the manager, not its user."""
         atexit.register(self._exit)
         sink.on_open = self.renew
-        remember(self)
+        remember(self.renew)
 
     def renew(self) -> None:
         """Run before everything that was registered so far."""

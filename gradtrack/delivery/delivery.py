@@ -7,8 +7,8 @@ import functools
 import math
 import threading
 import time
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Final
 
 from gradtrack.backends.base import Backend
 from gradtrack.delivery.destinations import consent
@@ -43,7 +43,8 @@ class Delivery:
         self.backends = dict(backends)
         self._run, self._journal, self._timeout = run, journal, close_timeout_seconds
         self._guard = guard or ForkGuard()
-        self._guard.on_fork(self._abandon)
+        if journal is not None:
+            self._guard.on_fork = journal.abandon
         self._num_rows = 0
         self._writing = threading.RLock()
         """Held while rows go to the journal and the feeds, so that they come there in their order."""
@@ -73,7 +74,9 @@ class Delivery:
             self._guard.silent()
             return
         if not is_valid(record.metrics):
-            record = self._mend(record)
+            record, bad = validate(record)
+            for name, reason in bad.items():
+                self._invalid.note(f"{name!r} at step {record.step}: {reason}", "it is left out of the row")
         with self._writing:
             number, self._num_rows = self._num_rows, self._num_rows + 1
             journal = self._journal
@@ -118,7 +121,11 @@ class Delivery:
             raise
         finally:
             self._offsets.save()
-            self._sum_up()
+            self._summed_up = True
+            if self._num_rows:
+                directory = None if self._journal is None else self._journal.directory
+                allowed = [] if self._journal is None else consent(self._journal.backends, self._journal.directory)
+                log_summary(self._run.run_id, self.status(), self.journal_status(), directory, consent=allowed)
 
     def _let_go(self, left: list[Worker], end: float, *, failed: bool) -> None:
         """Let every backend and the journal end within the time; the workers that did are taken out of the list."""
@@ -134,27 +141,24 @@ class Delivery:
         if self._journal is not None:
             self._journal.close(max(end - time.monotonic(), 1.0))
 
-    def _sum_up(self) -> None:
-        self._summed_up = True
-        if self._num_rows:
-            directory = None if self._journal is None else self._journal.directory
-            allowed = [] if directory is None or self._journal is None else consent(self._journal.backends, directory)
-            log_summary(self._run.run_id, self.status(), self.journal_status(), directory, consent=allowed)
-
     def status(self) -> dict[str, dict[str, Any]]:
         """Tell for each backend what it has taken and what it has not, and why."""
         found = {name: inline.status() for name, inline in self._inline.items()}
         for name, worker in self._workers.items():
-            unkept = worker.feed.unkept
-            lost = min(unkept, worker.pending) if self._summed_up else 0  # with the memory that alone holds them
-            found[name] = _status(
-                worker.feed.accepted,
-                worker.acknowledged,
-                pending=worker.pending - lost,
-                refused=len(worker.refused),
-                lost=worker.feed.lost + lost,
-                lagging=worker.feed.lagging,
-                why=_with_unkept(worker.faults.last, unkept),
+            feed, taken, refused = worker.feed, worker.writer.taken, len(worker.writer.refused)
+            pending = max(feed.accepted - taken - refused - feed.lost, 0)
+            lost = min(feed.unkept, pending) if self._summed_up else 0  # with the memory that alone holds them
+            reasons = [worker.faults.last or ""]
+            if feed.unkept:
+                reasons.append(f"{feed.unkept} rows are only in memory, since the journal could not be written")
+            found[name] = status_of(
+                accepted=feed.accepted,
+                acknowledged=taken,
+                pending=pending - lost,
+                refused=refused,
+                lost=feed.lost + lost,
+                lagging=feed.lagging,
+                why="; ".join(filter(None, reasons)) or None,
                 unsettled=worker.unsettled,
             )
         return {name: found[name] for name in self.backends if name in found}
@@ -171,18 +175,6 @@ class Delivery:
             "removed_parts": journal.removed,
             "fault": None if journal.fault is None else describe(journal.fault),
         }
-
-    def _abandon(self) -> None:
-        """Let go of the files in a forked child."""
-        if self._journal is not None:
-            self._journal.abandon()
-
-    def _mend(self, record: Record) -> Record:
-        """Leave out the metrics that are none, and say so."""
-        record, bad = validate(record)
-        for name, reason in bad.items():
-            self._invalid.note(f"{name!r} at step {record.step}: {reason}", "it is left out of the row")
-        return record
 
     def _note(self, journal: Journal) -> None:
         """Tell of a new fault of the journal, and find out where its offsets belong."""
@@ -209,7 +201,7 @@ class _Inline:
     def close(self, *, failed: bool) -> None:
         self.attempt(lambda: self.backend.close(failed=failed))
 
-    def attempt(self, action: Any) -> bool:
+    def attempt(self, action: Callable[[], object]) -> bool:
         try:
             action()
         except Exception as fault:
@@ -220,40 +212,13 @@ class _Inline:
 
     def status(self) -> dict[str, Any]:
         lost = self._accepted - self._taken
-        return _status(self._accepted, self._taken, lost=lost, why=self._faults.last)
+        return status_of(accepted=self._accepted, acknowledged=self._taken, lost=lost, why=self._faults.last)
 
 
-def _with_unkept(why: str | None, unkept: int) -> str | None:
-    """Add to a reason how many rows a replay cannot bring, since the journal lacks them."""
-    if not unkept:
-        return why
-    return "; ".join(filter(None, [why, f"{unkept} rows are only in memory, since the journal could not be written"]))
+_NUMBERS: Final = ("accepted", "acknowledged", "pending", "refused", "lost", "dropped")
 
 
-def _status(
-    accepted: int,
-    acknowledged: int,
-    *,
-    pending: int = 0,
-    refused: int = 0,
-    lost: int = 0,
-    lagging: bool = False,
-    why: str | None = None,
-    unsettled: str | None = None,
-) -> dict[str, Any]:
-    return {
-        "accepted": accepted,
-        "acknowledged": acknowledged,
-        "pending": pending,
-        "refused": refused,
-        "lost": lost,
-        "dropped": refused + lost,
-        "lagging": lagging,
-        "why": why,
-        "unsettled": unsettled,
-    }
-
-
-def idle_status() -> dict[str, Any]:
-    """Tell of a backend that was not used yet."""
-    return _status(0, 0)
+def status_of(**known: Any) -> dict[str, Any]:
+    """Return the status of a backend: the numbers of its rows, of which it has dropped the refused and the lost."""
+    found = {**dict.fromkeys(_NUMBERS, 0), "lagging": False, "why": None, "unsettled": None, **known}
+    return found | {"dropped": found["refused"] + found["lost"]}

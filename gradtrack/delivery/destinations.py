@@ -35,7 +35,7 @@ def settle(
     below the run's directory or one of those `allowed`: elsewhere it would take the place of another one.
     """
     settled = dict(options)
-    configured = _configured(name)
+    configured, roots = _configured(name), (run_dir, *allowed)
     for option, value in options.items():
         if option in given:
             continue
@@ -44,17 +44,25 @@ def settle(
             continue
         for text in _texts(value):
             if not _is_local(option, text):
+                remedy = f", pass {shown(option)} yourself, as in replay(run_dir, options={{...}})."
+                if option == "tracking_uri":
+                    remedy = f": --tracking-uri {shown(text)}"
                 raise UsageError(
                     f"{name}: the journal names the server {shown(text)!r} as {shown(option)}: expected one on this "
-                    f"machine or one that you have chosen, since your credentials go there. {_remedy(option, text)}"
+                    f"machine or one that you have chosen, since your credentials go there. If you trust it{remedy}"
                 )
             place = _file_of(option, text)
-            if place is not None and not any(is_inside(place, directory) for directory in (run_dir, *allowed)):
+            if place is not None and not any(is_inside(place, root) for root in roots):
                 raise UsageError(
                     f"{name}: the journal names {shown(text)!r} as {shown(option)}: expected a place inside of the "
                     f"run's directory, since files are written there. If you trust it: --allow {shown(place)}"
                 )
-    _check_links(name, run_dir / name, run_dir, allowed)
+    for path in _links_below(run_dir / name):
+        if not any(is_inside(path, root) for root in roots):
+            raise UsageError(
+                f"{name}: {shown(str(path))!r} is a link out of the run's directory: expected a directory, since files "
+                f"are written there. If you trust it: --allow {shown(os.path.realpath(path))}"
+            )
     return {**settled, **given}
 
 
@@ -87,16 +95,6 @@ def _file_of(option: str, text: str) -> str | None:
     if looks_so or _FILE_NAME.search(option) or (_SERVER_NAME.search(option) and text.startswith(".")):
         return os.path.abspath(os.path.expanduser(text))
     return None
-
-
-def _check_links(name: str, root: Path, run_dir: Path, allowed: Sequence[Path]) -> None:
-    """Refuse to write to a directory of the run in which a link leads out of it."""
-    for path in _links_below(root):
-        if not any(is_inside(path, directory) for directory in (run_dir, *allowed)):
-            raise UsageError(
-                f"{name}: {shown(str(path))!r} is a link out of the run's directory: expected a directory, since files "
-                f"are written there. If you trust it: --allow {shown(os.path.realpath(path))}"
-            )
 
 
 def _links_below(root: Path) -> Iterator[Path]:
@@ -136,11 +134,8 @@ def _configured(name: str) -> dict[str, Any]:
 def _texts(value: object) -> Iterator[str]:
     if isinstance(value, str):
         yield value
-    elif isinstance(value, Mapping):
-        for entry in value.values():
-            yield from _texts(entry)
-    elif isinstance(value, (list, tuple)):
-        for entry in value:
+    elif isinstance(value, (Mapping, list, tuple)):
+        for entry in value.values() if isinstance(value, Mapping) else value:
             yield from _texts(entry)
 
 
@@ -154,12 +149,6 @@ def _is_local(option: str, text: str) -> bool:
         return True
     is_path = text.startswith((".", "/", "~")) and not text.startswith("//")
     return not text or is_path or _LOOPBACK_HOST.fullmatch(text) is not None
-
-
-def _remedy(option: str, text: str) -> str:
-    if option == "tracking_uri":
-        return f"If you trust it: --tracking-uri {shown(text)}"
-    return f"If you trust it, pass {shown(option)} yourself, as in replay(run_dir, options={{...}})."
 
 
 def _bare(address: str) -> str:

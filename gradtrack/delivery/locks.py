@@ -39,7 +39,7 @@ class Claim:
         self._key = (os.path.realpath(directory), run_id)
         self._lock = _locks.setdefault(self._key, _Lock()) if run_id else _Lock()
         self._guard = ForkGuard()
-        self._guard.on_fork(self._lock.close)  # without unlocking: the lock is one for a process and its copies
+        self._guard.on_fork = self._lock.close  # without unlocking: the lock is one for a process and its copies
         self._released = False
         try:
             self._lock.take(directory)
@@ -141,12 +141,9 @@ class ForkGuard:
     def __init__(self) -> None:
         self.forked = False
         self._warned = False
-        self._release: Callable[[], object] | None = None
+        self.on_fork: Callable[[], object] = lambda: None
+        """Called in a forked child, to let go of what it inherited."""
         _guards.add(self)
-
-    def on_fork(self, release: Callable[[], object]) -> None:
-        """Call this in a forked child, to let go of what it inherited."""
-        self._release = release
 
     def silent(self) -> bool:
         """Say whether nothing may be done here, and warn about it once."""
@@ -158,8 +155,7 @@ class ForkGuard:
     def enter_child(self) -> None:
         """Become silent; runs in the child before any of its own code."""
         self.forked = True
-        if self._release is not None:
-            self._release()
+        self.on_fork()
 
 
 @contextlib.contextmanager

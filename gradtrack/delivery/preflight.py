@@ -22,7 +22,6 @@ from gradtrack.support.interrupts import process_rank
 from gradtrack.support.redact import redact, redact_values
 
 State = Literal["ready", "not installed", "unreachable", "silent", "broken"]
-_BROKEN: Final[State] = "broken"
 _TIMEOUT_SECONDS: Final = 20.0
 """Long enough for a cold start of a tracker's package; a server that is silent is given up by its backend sooner."""
 
@@ -65,7 +64,9 @@ def examine(
     resolved = GradientConfig.load(config)
     specs: dict[str, list[object]] = {}
     for spec in resolved.backends:
-        specs.setdefault(_name(spec), []).append(spec)
+        named = registry.split_spec(spec, "backend")
+        name = registry.backends.name_of(spec) if named is None else named[0]
+        specs.setdefault(name, []).append(spec)
     names = [*specs, *(name for name in registry.backends.names() if name not in specs)]
     return Diagnosis(
         versions={"gradtrack": __version__, "torch": torch.__version__, "python": platform.python_version()},
@@ -77,19 +78,17 @@ def examine(
     )
 
 
-def _name(spec: object) -> str:
-    named = registry.split_spec(spec, "backend")
-    return registry.backends.name_of(spec) if named is None else named[0]
-
-
 def _examine(name: str, specs: Sequence[object], timeout_seconds: float) -> Examined:
     spec = specs[0] if specs else name
     named = registry.split_spec(spec, "backend")
     options = {} if named is None else named[1]
+    state: State
     if len(specs) > 1:
-        state, text = _BROKEN, describe(named_twice(name))
+        state, text = "broken", describe(named_twice(name))
+    elif named is None:
+        state, text = "ready", f"the given {type(spec).__name__}"
     else:
-        state, text = _probe(name, spec if named is None else None, options, timeout_seconds)
+        state, text = _probe(name, options, timeout_seconds)
     return Examined(
         name=name,
         configured=bool(specs),
@@ -100,10 +99,8 @@ def _examine(name: str, specs: Sequence[object], timeout_seconds: float) -> Exam
     )
 
 
-def _probe(name: str, instance: object, options: Mapping[str, Any], timeout_seconds: float) -> tuple[State, str]:
+def _probe(name: str, options: Mapping[str, Any], timeout_seconds: float) -> tuple[State, str]:
     """Ask a backend where its records would go, on a thread that may be left behind."""
-    if instance is not None:
-        return "ready", f"the given {type(instance).__name__}"
     found: list[tuple[State, str]] = []
     thread = threading.Thread(target=lambda: found.append(_ask(name, options)), daemon=True)
     thread.start()
@@ -116,12 +113,9 @@ def _ask(name: str, options: Mapping[str, Any]) -> tuple[State, str]:
         return "ready", str(registry.backends.load_for(name, options).probe(**options))
     except MissingExtraError as fault:
         return "not installed", fault.command
-    except UsageError as fault:
-        return _BROKEN, describe(fault)
-    except GradtrackError as fault:
-        return "unreachable", describe(fault)
     except BaseException as fault:  # a tracker that exits must not end the examination
-        return _BROKEN, describe(fault)
+        unreachable = isinstance(fault, GradtrackError) and not isinstance(fault, UsageError)
+        return "unreachable" if unreachable else "broken", describe(fault)
 
 
 def _run_dir_fault(run_dir: Path | None) -> str:

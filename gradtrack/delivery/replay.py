@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from gradtrack import registry
-from gradtrack.backends.base import Backend
+from gradtrack.backends.base import Backend, address_of
 from gradtrack.delivery.destinations import describe_destination, settle
 from gradtrack.delivery.journal.offsets import Offsets, offsets_path, read_offsets
 from gradtrack.delivery.journal.reading import SavedJournal, find_journals
@@ -27,7 +27,6 @@ from gradtrack.delivery.writer import Row, Writer
 from gradtrack.errors import JournalError, PermanentBackendError, PluginError, UsageError
 
 Progress = Callable[[str, int, int], object]
-Tell = Callable[[str], object]
 _logger = logging.getLogger("gradtrack")
 _PART_ROWS: Final = 500
 _DELAYS_SECONDS: Final = (0.5, 1.0, 2.0, 4.0)
@@ -63,7 +62,7 @@ def replay(
     tracking_uri: str | None = None,
     options: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
-    tell: Tell | None = None,
+    tell: Callable[[str], object] | None = None,
     allowed: Sequence[str | Path] = (),
 ) -> list[Replayed]:
     """Deliver what the trackers of a run's journals are missing, each row once, however often it is called.
@@ -93,10 +92,10 @@ def replay(
         for journal in journals:
             if not stack.enter_context(alone_with(journal.parts[-1])):
                 raise _busy(journal.parts[-1])
-        plans = [target for journal in journals for target in _targets(journal, to, given)]
-        if not plans:
+        targets = [target for journal in journals for target in _targets(journal, to, given)]
+        if not targets:
             raise UsageError(f"{str(run_dir)!r}: no tracker is known for its rows. Name one, as in --to mlflow.")
-        return [_deliver(plan, progress, tell or _logger.info, list(map(Path, allowed))) for plan in plans]
+        return [_deliver(target, progress, tell or _logger.info, list(map(Path, allowed))) for target in targets]
 
 
 def _busy(path: Path) -> JournalError:
@@ -149,15 +148,16 @@ def _fitting(name: str, given: Mapping[str, Any], *, strict: bool) -> dict[str, 
     return {option: value for option, value in given.items() if option in accepted}
 
 
-def _deliver(target: _Target, progress: Progress | None, tell: Tell, allowed: Sequence[Path]) -> Replayed:
+def _deliver(
+    target: _Target, progress: Progress | None, tell: Callable[[str], object], allowed: Sequence[Path]
+) -> Replayed:
     journal, name = target.journal, target.name
     result = Replayed(run_id=journal.run.run_id, backend=name)
     try:
         directory = journal.parts[0].parent
         options = settle(name, target.options, target.given, run_dir=directory, allowed=allowed)
-        destination = describe_destination(name, options, str(directory))
-        result = dataclasses.replace(result, destination=destination)
-        tell(destination)
+        result = dataclasses.replace(result, destination=describe_destination(name, options, str(directory)))
+        tell(result.destination)
         elsewhere = "run_id" in target.options and "tracking_uri" in target.given and not _is_known(options, name)
         if elsewhere:
             options.pop("run_id", None)
@@ -191,21 +191,19 @@ class _Delivery:
         self._journal, self._name, self._backend = journal, name, backend
         path = offsets_path(journal.parts[0])
         entries = read_offsets(path)
-        nothing: dict[str, Any] = {"next": 0, "refused": []}
-        entry = nothing if elsewhere else entries.get(name, nothing)
+        entry = {} if elsewhere else entries.get(name, {})
         self._elsewhere = elsewhere
-        self._next, self._refused = entry["next"], set(entry["refused"])
+        self._next, self._refused = entry.get("next", 0), set(entry.get("refused", ()))
         self._address: dict[str, Any] = entry.get("address", {})
-        self._offsets = Offsets(path, interval_seconds=0.0)
-        for other, found in entries.items():
-            self._offsets.keep(other, found)
+        self._offsets = Offsets(path, entries=entries, interval_seconds=0.0)
 
     def run(self, progress: Progress | None) -> str | None:
         """Deliver everything, let the backend go, and return what went wrong, if anything."""
         fault: str | None = None
         try:
             total = self._journal.count()
-            for part in _parts(self._journal.rows()):
+            rows = self._journal.rows()
+            while part := list(itertools.islice(rows, _PART_ROWS)):
                 self._settle(part)
                 self.rows += len(part)
                 if progress is not None:
@@ -225,7 +223,7 @@ class _Delivery:
         if self._backend.present([dataclasses.replace(part[0][1], run=self._journal.run)]) is None:
             due = [row for row in part if row[0] >= self._next or row[0] in self._refused]
             self.skipped += len(part) - len(due)
-            self.writer.owe(record for number, record in part if number < self._next)
+            self.writer.owed.take(record for number, record in part if number < self._next)
             self._attempt(due, again=False)
         else:
             self._attempt(part, again=True)
@@ -233,7 +231,7 @@ class _Delivery:
             return
         following = max(part[-1][0] + 1, self._next)
         # A backend that had nothing to write may not know where it would have written to.
-        self._address |= _address(self._backend)
+        self._address |= address_of(self._backend)
         self._offsets.set(self._name, following, self.writer.refused, self._address)
 
     def _attempt(self, rows: list[Row], *, again: bool) -> None:
@@ -245,15 +243,3 @@ class _Delivery:
                 time.sleep(delay)
                 again = True
         self.writer.write(rows, again=again)
-
-
-def _parts(rows: Iterator[Row]) -> Iterator[list[Row]]:
-    while part := list(itertools.islice(rows, _PART_ROWS)):
-        yield part
-
-
-def _address(backend: Backend) -> Mapping[str, Any]:
-    try:
-        return backend.address()
-    except Exception:
-        return {}

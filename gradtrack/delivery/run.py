@@ -18,29 +18,19 @@ import torch
 
 from gradtrack import registry
 from gradtrack._version import __version__
-from gradtrack.backends.base import Backend
+from gradtrack.backends.base import Backend, address_of
 from gradtrack.config import GradientConfig
-from gradtrack.delivery.delivery import Delivery, idle_status
+from gradtrack.delivery.delivery import Delivery, status_of
 from gradtrack.delivery.journal.writing import Journal
 from gradtrack.delivery.locks import Claim, ForkGuard, claim_or_own
 from gradtrack.delivery.run_files import ensure_writable, new_run_id
-from gradtrack.delivery.subprocess.parent import ProcessBackend, outsourced
+from gradtrack.delivery.subprocess import ProcessBackend, outsourced
 from gradtrack.errors import InputTypeError, UsageError
 from gradtrack.records import Record, RunInfo
 from gradtrack.support.interrupts import process_rank
 from gradtrack.support.redact import is_hidden, redact, redact_values
 
 _logger = logging.getLogger("gradtrack")
-
-
-def destinations(specs: list[Any], backends: Mapping[str, Backend]) -> list[dict[str, Any]]:
-    """Return name and options of every backend that a replay can reach again, without secrets."""
-    options = dict(filter(None, (registry.split_spec(spec, "backend") for spec in specs)))
-    return [
-        {"name": name, "options": {**plain_options(options.get(name, {})), **_address(backend)}}
-        for name, backend in backends.items()
-        if not backend.inline
-    ]
 
 
 def without_hidden(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -61,20 +51,12 @@ def moved_along(options: Mapping[str, Any], home: str, directory: Path) -> dict[
     }
 
 
-def _address(backend: Backend) -> dict[str, Any]:
-    try:
-        return plain_options(backend.address())
-    except Exception:  # a tracker that cannot tell yet; the offsets file has the address later
-        return {}
-
-
-def chosen(config: GradientConfig) -> dict[str, Any]:
+def _chosen(config: GradientConfig) -> dict[str, Any]:
     """Return which backends and analyzers were asked for, by name, with the options that can be written down."""
-    kinds = (("backends", registry.backends), ("analyzers", registry.analyzers))
     return {
-        kind: specs if isinstance(specs, str) else [_named(spec, known) for spec in specs]
-        for kind, known in kinds
-        if kind in config.model_fields_set and (specs := getattr(config, kind))
+        known.kind: specs if isinstance(specs, str) else [_named(spec, known) for spec in specs]
+        for known in (registry.backends, registry.analyzers)
+        if known.kind in config.model_fields_set and (specs := getattr(config, known.kind))
     }
 
 
@@ -97,9 +79,6 @@ def plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-Opened = Callable[[], object]
-
-
 class Sink:
     """The way out of a manager: one identity, one run directory, the backends, the journal and the delivery.
 
@@ -113,7 +92,7 @@ class Sink:
         self.backends = build_backends(config.backends, absent=self.rank != 0)
         if config.run_dir is not None:
             ensure_writable(config.run_dir)
-        self.on_open: Opened | None = None
+        self.on_open: Callable[[], object] = lambda: None
         self._working = {name: outsourced(backend) for name, backend in self.backends.items()}
         self._config = config
         self._directory = None if config.run_dir is None else config.run_dir.absolute()
@@ -186,12 +165,7 @@ class Sink:
             return
         with self._opening:
             if self._delivery is None:
-                self._delivery = Delivery(
-                    self._working,
-                    run=self._run_info(),
-                    guard=self._guard,
-                    close_timeout_seconds=self._config.close_timeout_seconds,
-                )
+                self._delivery = self._deliver(self._run_info())
         self._delivery.close(failed=failed)
         if self._claim is not None:
             self._claim.release()
@@ -200,7 +174,7 @@ class Sink:
     def status(self) -> dict[str, dict[str, Any]]:
         """Tell what each backend has taken, and what it has not."""
         if self._delivery is None:
-            return {name: idle_status() for name in self.backends}
+            return {name: status_of() for name in self.backends}
         return self._delivery.status()
 
     def journal_status(self) -> dict[str, Any] | None:
@@ -209,21 +183,27 @@ class Sink:
 
     def _open(self) -> Delivery:
         """Begin to deliver, on the first record."""
-        if self.on_open is not None:
-            self.on_open()
+        self.on_open()
         if self.rank != 0 and self.backends:
             _logger.info("rank %d leaves the trackers to rank 0", self.rank)
         directory, run = self.claim(), self._run_info()
-        journal = None
-        if directory is not None:
-            journal = Journal(
-                directory, run, backends=destinations(self._config.backends, self.backends), rank=self.rank
-            )
+        if directory is None:
+            return self._deliver(run, rank=self.rank)
+        # What a replay needs to reach the same places again, without secrets.
+        given = dict(filter(None, (registry.split_spec(spec, "backend") for spec in self._config.backends)))
+        known = [
+            {"name": name, "options": {**plain_options(given.get(name, {})), **plain_options(address_of(backend))}}
+            for name, backend in self.backends.items()
+            if not backend.inline
+        ]
+        return self._deliver(run, Journal(directory, run, backends=known, rank=self.rank), rank=self.rank)
+
+    def _deliver(self, run: RunInfo, journal: Journal | None = None, *, rank: int = 0) -> Delivery:
         return Delivery(
             self._working,
             run=run,
             journal=journal,
-            rank=self.rank,
+            rank=rank,
             guard=self._guard,
             close_timeout_seconds=self._config.close_timeout_seconds,
         )
@@ -235,7 +215,7 @@ class Sink:
             run_id=self.run_id,
             run_dir=None if directory is None else str(directory),
             created=time.time(),
-            config=redact_values(config | chosen(self._config)),
+            config=redact_values(config | _chosen(self._config)),
             environment={
                 "gradtrack": __version__,
                 "torch": torch.__version__,
@@ -254,14 +234,18 @@ class Absent(Backend):
 
 
 def build_backends(specs: list[Any], *, absent: bool = False) -> dict[str, Backend]:
-    """Make the backends that a configuration names; all of them or, where one fails, none.
-
-    Where they should be `absent`, no tracker is touched, and only a name stands for it.
-    """
+    """Make the backends that a configuration names, all or none; `absent` ones are names, and touch no tracker."""
     built: dict[str, Backend] = {}
     try:
         for spec in specs:
-            name, backend = _build(spec, absent=absent)
+            named = registry.split_spec(spec, "backend")
+            if named is None:
+                name, backend = registry.backends.name_of(spec), spec
+            else:
+                name, options = named
+                backend = Absent() if absent and not registry.backends.load(name).inline else build(name, options)
+            if not isinstance(backend, Backend):
+                raise InputTypeError(f"backend {redact(repr(spec))}: expected a gradtrack.Backend. {_remedy(spec)}")
             if name in built:
                 raise named_twice(name)
             built[name] = backend
@@ -275,18 +259,6 @@ def build_backends(specs: list[Any], *, absent: bool = False) -> dict[str, Backe
 def named_twice(name: str) -> UsageError:
     """Return the error of a configuration that names a backend twice."""
     return UsageError(f"backend {name!r} is named twice: expected each once. Remove one of them.")
-
-
-def _build(spec: object, *, absent: bool) -> tuple[str, Backend]:
-    named = registry.split_spec(spec, "backend")
-    if named is None:
-        name, backend = registry.backends.name_of(spec), spec
-    else:
-        name, options = named
-        backend = Absent() if absent and not registry.backends.load(name).inline else build(name, options)
-    if not isinstance(backend, Backend):
-        raise InputTypeError(f"backend {redact(repr(spec))}: expected a gradtrack.Backend. {_remedy(spec)}")
-    return name, backend
 
 
 def _remedy(spec: object) -> str:

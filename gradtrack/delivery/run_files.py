@@ -9,9 +9,10 @@ import secrets
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Self
+
+from pydantic import BaseModel
 
 from gradtrack.config import GradientConfig
 from gradtrack.errors import JournalError, RunDirectoryError
@@ -69,15 +70,10 @@ def ensure_writable(directory: Path) -> None:
 RUN_END: Final = "run_end.json"
 _FORMAT: Final = 1
 _BATCH_CHARACTERS: Final = 200
-_END_BYTES: Final = 512 * MEBIBYTE
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunEnd:
-    """How a run ended: `last` has the last step of each pair, `flight_recorder` the steps up to the first fault.
-
-    Both have the statistics of every parameter.
-    """
+class RunEnd(BaseModel, frozen=True):
+    """How a run ended: the last step of each pair and the steps up to the first fault, with every parameter."""
 
     run_id: str
     summary: TrainingSummary
@@ -102,59 +98,37 @@ class RunEnd:
     def load(cls, path: Path) -> Self | None:
         """Read it back; None where the run has not ended or left no such file."""
         try:
-            values = json.loads(read_regular(path, most_bytes=_END_BYTES))
+            values = json.loads(read_regular(path, most_bytes=512 * MEBIBYTE))
+            if not isinstance(values, dict) or values.get("format") != _FORMAT:
+                raise ValueError(f"its format is not {_FORMAT}")
+            return cls.model_validate(values)
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, RecursionError) as fault:
-            raise _unreadable(path, getattr(fault, "strerror", None) or str(fault)) from None
-        if not isinstance(values, dict) or values.get("format") != _FORMAT:
-            raise _unreadable(path, f"its format is not {_FORMAT}")
-        try:
-            return cls(
-                run_id=str(values["run_id"]),
-                summary=TrainingSummary.model_validate(values["summary"]),
-                failed=bool(values["failed"]),
-                last=[StepReport.model_validate(report) for report in values["last"]],
-                flight_recorder=[StepReport.model_validate(report) for report in values["flight_recorder"]],
-            )
-        except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RecursionError) as fault:
-            raise _unreadable(path, (str(fault).splitlines() or [type(fault).__name__])[0]) from None
-
-
-def _unreadable(path: Path, reason: str) -> JournalError:
-    return JournalError(
-        f"{str(path)!r} cannot be read ({reason}): expected what a run leaves at its end. Move it out of the directory."
-    )
+        except (OSError, LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RecursionError) as fault:
+            reason = getattr(fault, "strerror", None) or (str(fault).splitlines() or [type(fault).__name__])[0]
+            raise JournalError(
+                f"{str(path)!r} cannot be read ({reason}): expected what a run leaves at its end. "
+                "Move it out of the directory."
+            ) from None
 
 
 def _plain(report: StepReport) -> dict[str, Any]:
-    values = report.model_dump(mode="json", exclude={"batch", "analyzers"})
-    values["analyzers"] = {name: _json_or_nothing(found) for name, found in report.analyzers.items()}
-    values["batch"] = None if report.batch is None else _batch(report.batch)
-    return values
-
-
-def _json_or_nothing(found: Any) -> Any:
-    return found.model_dump(mode="json") if hasattr(found, "model_dump") else found
-
-
-def _batch(batch: object) -> Any:
-    """Keep what identifies a batch: plain values as they are, anything else by a short text."""
+    """Return a report as JSON; a batch that is not plain data is kept as a short text."""
+    values = report.model_dump(mode="json", exclude={"batch"})
     try:
-        text = json.dumps(batch)
+        values["batch"] = json.loads(json.dumps(report.batch))
     except (TypeError, ValueError, RecursionError):
-        return repr(batch)[:_BATCH_CHARACTERS]
-    return json.loads(text)
+        values["batch"] = repr(report.batch)[:_BATCH_CHARACTERS]
+    return values
 
 
 def save_training_log(
     path: Path, config: GradientConfig, summary: TrainingSummary, reports: Iterable[StepReport]
 ) -> Path:
     """Write what a training was set to, how it went, and its kept reports, as Python's own `json` reads it."""
-    settings = config.model_dump(mode="json", exclude={"backends", "analyzers"})
-    values: dict[str, Any] = {
+    values = {
         "format": 1,
-        "config": settings,
+        "config": config.model_dump(mode="json", exclude={"backends", "analyzers"}),
         "summary": _as_json(summary.model_dump()),
         "steps": [_as_json(report.model_dump(exclude={"batch"})) for report in reports],
     }
@@ -172,7 +146,6 @@ def _as_json(value: Any) -> Any:
 
 LISTED_FILES: Final = "leavings.json"
 _MOST_LISTED_FILES: Final = 1000
-_LISTED_FILES_BYTES: Final = 4 * MEBIBYTE
 _SHOWN_BYTES: Final = 128 * MEBIBYTE
 """The size of a file, and of all files together, that trackers are shown."""
 
@@ -189,16 +162,21 @@ def files_to_show(run: RunInfo | None, named: Iterable[str] = ()) -> list[tuple[
 
     Their content is what a tracker gets: it is read here, and no tracker opens the path, since a run directory that was
     made by another person may hold a link to any file of the user. A file below the run directory is opened without
-    following a link on the way to it; one that is refused is named in a warning.
+    following a link on the way to it, and one elsewhere was named by the training itself; one that is refused is named
+    in a warning.
     """
     found = {Path(path): None for path in named}
-    if run is not None and run.run_dir is not None:
-        found.update((path, None) for path in noted_files(Path(run.run_dir), run.run_id))
+    run_dir = None if run is None else run.run_dir
+    if run is not None and run_dir is not None:
+        found.update((path, None) for path in noted_files(Path(run_dir), run.run_id))
     read: list[tuple[Path, bytes]] = []
     left = _SHOWN_BYTES
     for path in found:
         try:
-            content = _read_shown(path, None if run is None else run.run_dir, left)
+            if run_dir is not None and Path(os.path.abspath(path)).is_relative_to(os.path.abspath(run_dir)):
+                content = read_inside(run_dir, path, most_bytes=left)
+            else:
+                content = read_regular(os.path.realpath(path), most_bytes=left)
         except FileNotFoundError:
             continue
         except (OSError, ValueError) as fault:
@@ -210,17 +188,10 @@ def files_to_show(run: RunInfo | None, named: Iterable[str] = ()) -> list[tuple[
     return read
 
 
-def _read_shown(path: Path, run_dir: str | None, most_bytes: int) -> bytes:
-    """Read a file below the run directory, or one elsewhere that the training itself has named."""
-    if run_dir is not None and Path(os.path.abspath(path)).is_relative_to(os.path.abspath(run_dir)):
-        return read_inside(run_dir, path, most_bytes=most_bytes)
-    return read_regular(os.path.realpath(path), most_bytes=most_bytes)
-
-
 def noted_files(directory: Path, run_id: str) -> list[Path]:
     """Return the files of a directory that a run has written down as its own; only regular files that lie there."""
     try:
-        values = json.loads(read_regular(directory / LISTED_FILES, most_bytes=_LISTED_FILES_BYTES))
+        values = json.loads(read_regular(directory / LISTED_FILES, most_bytes=4 * MEBIBYTE))
         if values["run_id"] != run_id:
             return []
         names = [Path(name).name for name in values["files"][:_MOST_LISTED_FILES] if isinstance(name, str)]

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import threading
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Final
+from collections.abc import Callable
+from typing import Final
 
-from gradtrack.backends.base import Backend
+from gradtrack.backends.base import Backend, address_of
 from gradtrack.delivery.at_exit import come_first
 from gradtrack.delivery.journal.offsets import Offsets
 from gradtrack.delivery.status import Faults
@@ -37,60 +35,25 @@ _MANY_ROWS: Final = QUEUE_ROWS // 2
 """With so many rows waiting there is no rest: the queue still has room for those that come meanwhile."""
 
 
-@dataclass(slots=True)
-class _Flush:
-    target: int
-    done: threading.Event
-
-
 class Worker:
     """Writes the rows of a feed to a backend in order and in batches, again and again until they are taken.
 
     It is a daemon thread: a `write` that never returns keeps neither `close` nor the interpreter waiting. Rows that a
-    backend refuses for good are left to the journal.
+    backend refuses for good are left to the journal. `unsettled` is why what was taken may not be durable.
     """
 
-    def __init__(
-        self,
-        name: str,
-        backend: Backend,
-        feed: Feed,
-        run: RunInfo,
-        offsets: Offsets,
-    ) -> None:
+    def __init__(self, name: str, backend: Backend, feed: Feed, run: RunInfo, offsets: Offsets) -> None:
         self.name, self.feed = name, feed
         self.unsettled: str | None = None
         self.faults = Faults(name)
+        self.writer = Writer(backend, run, on_refusal=self._note_refusal)
         self._backend, self._offsets = backend, offsets
-        self._writer = Writer(backend, run, on_refusal=self._note_refusal)
-        self._flushes: list[_Flush] = []
+        self._flushes: list[tuple[int, threading.Event]] = []
         self._hurry = threading.Event()
         self._failed = self._gave_up = self._began = False
         self._end: float | None = None
         self._last_retry = math.inf
         self._thread = threading.Thread(target=self._work, name=f"gradtrack-{name}", daemon=True)
-
-    @property
-    def acknowledged(self) -> int:
-        """Count the rows that the backend has taken."""
-        return self._writer.taken
-
-    @property
-    def refused(self) -> list[int]:
-        """Number the rows that the backend will never take."""
-        return self._writer.refused
-
-    @property
-    def pending(self) -> int:
-        """Count the rows that are neither taken, nor refused, nor lost."""
-        return max(self.feed.accepted - self.acknowledged - len(self.refused) - self.feed.lost, 0)
-
-    @property
-    def address(self) -> Mapping[str, Any]:
-        """Return where the backend writes to, as far as it can tell."""
-        with contextlib.suppress(Exception):
-            return self._backend.address()
-        return {}
 
     def start(self) -> None:
         """Begin to deliver."""
@@ -101,14 +64,14 @@ class Worker:
 
     def ask_flush(self) -> threading.Event:
         """Flush the backend once everything that was offered so far is delivered."""
-        flush = _Flush(self.feed.accepted, threading.Event())
+        done = threading.Event()
         if self._end is not None:  # the backend is closed, or about to be
-            flush.done.set()
-            return flush.done
-        self._flushes.append(flush)
+            done.set()
+            return done
+        self._flushes.append((self.feed.accepted, done))
         self._hurry.set()
         self.feed.wake()
-        return flush.done
+        return done
 
     def ask_close(self, *, failed: bool, end: float) -> None:
         """Deliver what is left, begin no write after `end` (of the monotonic clock), and let the backend go."""
@@ -151,14 +114,15 @@ class Worker:
         delay, again = _FIRST_DELAY_SECONDS, False
         while not self._out_of_time():
             try:
-                self._writer.write(rows, again=again)
+                self.writer.write(rows, again=again)
             except BaseException as fault:  # also a tracker that exits: it must not end this thread in silence
                 self.faults.note(fault, f"the rows are kept {'in memory ' * bool(self.feed.unkept)}until it is back")
             else:
                 if not self._began:
                     come_first()
+                self._began = True
                 self.feed.settle(rows[-1][0])
-                self._note_offset(rows[-1][0] + 1)
+                self._offsets.set(self.name, rows[-1][0] + 1, self.writer.refused, address_of(self._backend))
                 return
             again = True
             self._pause(delay)
@@ -167,10 +131,6 @@ class Worker:
     def _note_refusal(self, fault: PermanentBackendError, record: Record) -> None:
         kept = "the journal keeps those that it has" if self.feed.unkept else "the journal keeps them"
         self.faults.note(fault, f"it refuses rows for good, the first at step {record.step}; {kept}")
-
-    def _note_offset(self, following: int) -> None:
-        self._began = True
-        self._offsets.set(self.name, following, self.refused, self.address)
 
     def _pause(self, delay_seconds: float) -> None:
         """Wait before the next attempt, less long while a close waits for this thread."""
@@ -198,23 +158,22 @@ class Worker:
         return self._gave_up or (self._end is not None and time.monotonic() >= self._end)
 
     def _flush_due(self) -> None:
-        due = [flush for flush in self._flushes if flush.target <= self.feed.position]
-        if not due:
-            return
-        self._attempt(self._backend.flush, "what it has taken may not be durable")
+        due = [flush for flush in self._flushes if flush[0] <= self.feed.position]
+        if due:
+            self._make_durable(self._backend.flush)
         for flush in due:
             self._flushes.remove(flush)
-            flush.done.set()
+            flush[1].set()
 
     def _close(self) -> None:
-        self._attempt(lambda: self._backend.close(failed=self._failed), "what it has taken may not be durable")
+        self._make_durable(lambda: self._backend.close(failed=self._failed))
         self._offsets.save()
 
-    def _attempt(self, action: Any, consequence: str) -> None:
+    def _make_durable(self, action: Callable[[], object]) -> None:
         try:
             action()
         except BaseException as fault:
-            self.faults.note(fault, consequence)
+            self.faults.note(fault, "what it has taken may not be durable")
             self.unsettled = self.faults.last
         else:
             self.unsettled = None

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Final
 
-from gradtrack.backends.base import Backend
+from gradtrack.backends.base import Backend, RunParts
 from gradtrack.delivery.journal.writing import Journal
 from gradtrack.errors import PermanentBackendError
-from gradtrack.records import Panel, Record, RunInfo
+from gradtrack.records import Record, RunInfo
 
 Row = tuple[int, Record]
 QUEUE_ROWS: Final = 4096
@@ -32,7 +32,8 @@ class Feed:
         self._changed = threading.Condition(self._lock)
         self._waits = False
         """Whether the worker waits for rows, and so is to be told of one."""
-        self._next = 0
+        self.position = 0
+        """The number of the row that comes next."""
         self._known_lost: set[int] = set()
         self._unkept: deque[int] = deque()
         """The rows on their way, here or in the worker, that the journal lacks."""
@@ -41,7 +42,7 @@ class Feed:
     @property
     def lagging(self) -> bool:
         """Say whether rows wait in the journal because the queue could not hold them."""
-        return self.accepted - self._next > len(self._queue)
+        return self.accepted - self.position > len(self._queue)
 
     @property
     def unkept(self) -> int:
@@ -53,11 +54,6 @@ class Feed:
         with self._lock:
             while self._unkept and self._unkept[0] <= number:
                 self._unkept.popleft()
-
-    @property
-    def position(self) -> int:
-        """Return the number of the row that comes next."""
-        return self._next
 
     def offer(self, number: int, record: Record, *, kept: bool) -> None:
         """Take a row in, unless it came before; `kept` says that the journal has it."""
@@ -78,13 +74,17 @@ class Feed:
     def take(self, limit: int, timeout_seconds: float) -> list[Row]:
         """Give the next rows out, or none when the time is over or `wake` was called."""
         with self._lock:
-            if self._next >= self.accepted:
+            if self.position >= self.accepted:
                 self._waits = True
                 self._changed.wait(timeout_seconds)
                 self._waits = False
             stop = self._queue[0][0] if self._queue else self.accepted
-            if stop == self._next:
-                return self._pop(limit)
+            if stop == self.position:
+                rows: list[Row] = []
+                while self._queue and len(rows) < limit and self._queue[0][0] == self.position:
+                    rows.append(self._queue.popleft())
+                    self.position += 1
+                return rows
         return self._reread(stop, limit)
 
     def reach(self, count: int) -> None:
@@ -97,17 +97,10 @@ class Feed:
         with self._lock:
             self._changed.notify()
 
-    def _pop(self, limit: int) -> list[Row]:
-        rows: list[Row] = []
-        while self._queue and len(rows) < limit and self._queue[0][0] == self._next:
-            rows.append(self._queue.popleft())
-            self._next += 1
-        return rows
-
     def _reread(self, stop: int, limit: int) -> list[Row]:
         """Read what is missing before `stop` from the journal, and count what is not there either."""
         rows: list[Row] = []
-        reading = self._reading or self._open()
+        reading = self._reading or (iter(()) if self._journal is None else self._journal.reread(self.position))
         reached = stop
         for number, record in reading:
             if number >= stop:
@@ -117,20 +110,15 @@ class Feed:
                 reached = number + 1
                 break
         self._reading = reading if reached < stop else None
-        found = {number for number, _ in rows}
-        missing = set(range(self._next, reached)) - found - self._known_lost
+        missing = set(range(self.position, reached)) - {number for number, _ in rows} - self._known_lost
         with self._lock:
             self.lost += len(missing)
             self._known_lost = {number for number in self._known_lost if number >= reached}
-            self._next = reached
+            self.position = reached
         return rows
-
-    def _open(self) -> Iterator[Row]:
-        return iter(()) if self._journal is None else self._journal.reread(self._next)
 
 
 _HOPELESS: Final = 8
-OnRefusal = Callable[[PermanentBackendError, Record], object]
 
 
 class Writer:
@@ -140,14 +128,19 @@ class Writer:
     not have are written again.
     """
 
-    def __init__(self, backend: Backend, run: RunInfo, *, on_refusal: OnRefusal | None = None) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        run: RunInfo,
+        *,
+        on_refusal: Callable[[PermanentBackendError, Record], object] = lambda *_: None,
+    ) -> None:
         self.backend = backend
         self.taken = self.present = 0
         self.refused: list[int] = []
-        self._run, self._on_refusal = run, on_refusal
-        self._introduced = False
-        self._panels: dict[Panel, None] = {}
-        self._files: dict[str, None] = {}
+        self.owed = RunParts(run)
+        """What the backend has not been given yet; it comes with the next record that is sent."""
+        self._on_refusal = on_refusal
         self._settled: set[int] = set()
         self._refused_in_a_row = 0
 
@@ -155,12 +148,6 @@ class Writer:
         """Write rows; `again` says that the destination may have some of them already."""
         self._settle(rows, again=again)
         self._settled.clear()
-
-    def owe(self, records: Iterable[Record]) -> None:
-        """Keep the panels and files of records that are not sent, for the next one that is."""
-        for record in records:
-            self._panels.update(dict.fromkeys(record.panels))
-            self._files.update(dict.fromkeys(record.files))
 
     def _settle(self, rows: list[Row], *, again: bool) -> None:
         rows = [row for row in rows if row[0] not in self._settled]
@@ -178,27 +165,17 @@ class Writer:
 
     def _send(self, records: list[Record], *, again: bool) -> int:
         """Write the records, or what is missing of them, and count it."""
-        if not self._introduced:
-            records = [dataclasses.replace(records[0], run=self._run), *records[1:]]
         if again:
+            records = [dataclasses.replace(records[0], run=self.owed.run), *records[1:]]
             left = missing(self.backend, records)
             kept = set(map(id, left))
-            self.owe(record for record in records if id(record) not in kept)
+            self.owed.take(record for record in records if id(record) not in kept)
             records = left
         if not records:
             return 0
-        self.backend.write([self._first(records[0]), *records[1:]])
-        self._introduced = True
-        self._panels.clear()
-        self._files.clear()
+        self.backend.write([self.owed.added_to(records[0]), *records[1:]])
+        self.owed = RunParts()
         return len(records)
-
-    def _first(self, record: Record) -> Record:
-        """Give the first record to be sent what the backend has not been given yet."""
-        run = record.run if self._introduced else self._run
-        panels = tuple(dict.fromkeys((*self._panels, *record.panels)))
-        files = tuple(dict.fromkeys((*self._files, *record.files)))
-        return dataclasses.replace(record, run=run, panels=panels, files=files)
 
     def _refuse(self, rows: list[Row], fault: PermanentBackendError) -> None:
         """Find the rows that the backend refuses; after several in a row believe it that it refuses all."""
@@ -210,28 +187,18 @@ class Writer:
         self._refused_in_a_row += len(rows)
         self.refused.extend(number for number, _ in rows)
         self._settled.update(number for number, _ in rows)
-        if self._on_refusal is not None:
-            self._on_refusal(fault, rows[0][1])
+        self._on_refusal(fault, rows[0][1])
 
 
 def missing(backend: Backend, records: list[Record]) -> list[Record]:
-    """Leave out what the destination already has; one that cannot tell leaves everything in."""
-    left: list[Record] = []
-    for part in distinct(records):
-        found = backend.present(part)
-        left.extend(part if found is None else [one for one in part if (one.source, one.step) not in found])
-    return left
-
-
-def distinct(records: list[Record]) -> list[list[Record]]:
-    """Split records, in order, so that within a part no two share source and step."""
-    parts: list[list[Record]] = []
-    keys: set[tuple[str, int]] = set()
+    """Leave out what the destination already has, asking for parts in which no two records share source and step."""
+    parts: list[dict[tuple[str, int], Record]] = [{}]
     for record in records:
-        key = (record.source, record.step)
-        if not parts or key in keys:
-            parts.append([])
-            keys.clear()
-        keys.add(key)
-        parts[-1].append(record)
-    return parts
+        if (record.source, record.step) in parts[-1]:
+            parts.append({})
+        parts[-1][record.source, record.step] = record
+    left: list[Record] = []
+    for part in parts:
+        found = backend.present(list(part.values())) or ()
+        left.extend(record for key, record in part.items() if key not in found)
+    return left

@@ -32,7 +32,7 @@ from gradtrack.backends.mlflow.store import metric_name  # noqa: E402
 from gradtrack.backends.mlflow.views import saved_view  # noqa: E402
 from gradtrack.delivery.delivery import Delivery  # noqa: E402
 from gradtrack.delivery.run_files import note_files  # noqa: E402
-from gradtrack.delivery.subprocess.parent import ProcessBackend, outsourced  # noqa: E402
+from gradtrack.delivery.subprocess import ProcessBackend, outsourced  # noqa: E402
 from gradtrack.errors import BackendError, ClosedError, PermanentBackendError, UsageError  # noqa: E402
 from gradtrack.records import Panel, Record, RunInfo  # noqa: E402
 from gradtrack.reports.panels import CORE_PANELS  # noqa: E402

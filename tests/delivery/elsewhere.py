@@ -12,7 +12,7 @@ from typing import Any
 
 from gradtrack.backends.base import Backend
 from gradtrack.delivery.journal.codec import decode_row, encode_row
-from gradtrack.delivery.subprocess.parent import ROOT
+from gradtrack.delivery.subprocess import ROOT
 from gradtrack.errors import PermanentBackendError
 from gradtrack.records import Record
 

@@ -80,12 +80,12 @@ def test_trackers_are_set_up_while_managers_are_made() -> None:
 
     def make() -> None:
         while not stop.is_set():
-            at_exit.remember(_Closer())
+            at_exit.remember(_Closer().renew)
 
     makers = [threading.Thread(target=make) for _ in range(2)]
     kept = [_Closer() for _ in range(200)]
     for closer in kept:
-        at_exit.remember(closer)
+        at_exit.remember(closer.renew)
     sys.setswitchinterval(1e-6)
     try:
         for maker in makers:

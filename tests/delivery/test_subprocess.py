@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from gradtrack import GradientManager
 from gradtrack.delivery.delivery import Delivery
-from gradtrack.delivery.subprocess.parent import ProcessBackend, last_words, outsourced
+from gradtrack.delivery.subprocess import ProcessBackend, last_words, outsourced
 from gradtrack.errors import BackendError, PermanentBackendError
 from gradtrack.records import Record
 from tests.delivery import strategies
@@ -244,7 +244,7 @@ def test_secrets_are_in_no_list_of_processes(tmp_path: Path) -> None:
 
 TRAINING = """
 import os, sys, time
-from gradtrack.delivery.subprocess.parent import ProcessBackend
+from gradtrack.delivery.subprocess import ProcessBackend
 from tests.delivery.doubles import row
 from tests.delivery.elsewhere import FolderBackend
 backend = ProcessBackend(FolderBackend(sys.argv[1]), {"folder": sys.argv[1], "portable": False})
@@ -258,7 +258,7 @@ time.sleep(60)
 
 CLOSING = """
 import os, subprocess, sys, time
-from gradtrack.delivery.subprocess.parent import ProcessBackend
+from gradtrack.delivery.subprocess import ProcessBackend
 from tests.delivery.doubles import row
 from tests.delivery.elsewhere import FolderBackend
 started = []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import replace
 from pathlib import Path
 
 from gradtrack import __version__
@@ -106,7 +105,7 @@ def test_a_killed_run_says_what_to_do() -> None:
     assert "when last seen" not in Page(html.render(run)).text
     run.is_running, run.end = False, ended()
     for failed, words in ((False, "ended"), (True, "The training raised an error.")):
-        run.end = replace(ended(), failed=failed)
+        run.end = ended().model_copy(update={"failed": failed})
         text = Page(html.render(run)).text
         assert words in text
         assert "when last seen" not in text

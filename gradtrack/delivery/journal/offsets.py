@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import time
@@ -12,7 +13,6 @@ from typing import Any, Final
 from gradtrack.delivery.run_files import write_atomically
 from gradtrack.support.regular_files import MEBIBYTE, read_regular
 
-_FORMAT: Final = 1
 _MOST_REFUSED: Final = 10_000
 _MOST_BYTES: Final = 16 * MEBIBYTE
 _RUN_ID: Final = re.compile(r"[\w\-][\w.\-]{0,199}")
@@ -36,15 +36,16 @@ def identity_of(address: Mapping[str, Any]) -> dict[str, Any]:
 class Offsets:
     """The acknowledged rows of one journal: for each backend the next row, those it refused, and the run's identity.
 
-    Several workers set their own entry; a file that cannot be written is left as it was, since a replay asks the
-    destination and takes the offsets only as a hint.
+    Several workers set their own entry; `entries` are those that the file has. A file that cannot be written is left as
+    it was, since a replay asks the destination and takes the offsets only as a hint.
     """
 
-    def __init__(self, path: Path | None, *, interval_seconds: float = 0.5) -> None:
+    def __init__(
+        self, path: Path | None, *, entries: Mapping[str, dict[str, Any]] | None = None, interval_seconds: float = 0.5
+    ) -> None:
         self.path = path
-        self._interval = interval_seconds
-        self._entries: dict[str, dict[str, Any]] = {}
-        self._written = 0.0
+        self._interval, self._written = interval_seconds, 0.0
+        self._entries = dict(entries or {})
 
     def set(self, name: str, following: int, refused: list[int], address: Mapping[str, Any]) -> None:
         """Note that a backend has taken, or refused, every row before this one."""
@@ -56,20 +57,14 @@ class Offsets:
         if time.monotonic() - self._written >= self._interval:
             self.save()
 
-    def keep(self, name: str, entry: Mapping[str, Any]) -> None:
-        """Take over an entry that was read from the file."""
-        self._entries[name] = dict(entry)
-
     def save(self) -> None:
         """Write the file, whole or not at all."""
         if self.path is None or not self._entries:
             return
         self._written = time.monotonic()
-        try:
-            text = json.dumps({"gradtrack_offsets": _FORMAT, "backends": dict(self._entries)}, default=str)
+        text = json.dumps({"gradtrack_offsets": 1, "backends": dict(self._entries)}, default=str)
+        with contextlib.suppress(OSError):
             write_atomically(self.path, text, mode=0o600, durable=False)
-        except OSError:
-            return
 
 
 def offsets_path(first_part: Path) -> Path:
@@ -81,7 +76,7 @@ def read_offsets(path: Path) -> dict[str, dict[str, Any]]:
     """Return the entries of the backends; nothing where the file is missing, foreign or damaged."""
     try:
         values = json.loads(read_regular(path, most_bytes=_MOST_BYTES))
-        if values["gradtrack_offsets"] != _FORMAT:
+        if values["gradtrack_offsets"] != 1:
             return {}
         return {
             str(name): {

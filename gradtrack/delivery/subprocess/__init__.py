@@ -1,1 +1,0 @@
-"""A backend in a process of its own: both ends of the pipe."""
