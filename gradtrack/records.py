@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
@@ -99,6 +100,11 @@ class Histogram:
 
     edges: tuple[float, ...]
     counts: tuple[float, ...]
+
+    @property
+    def drawable(self) -> bool:
+        """Whether it has as many edges as it should, all of them finite."""
+        return len(self.edges) == len(self.counts) + 1 > 1 and all(map(math.isfinite, self.edges))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+from gradtrack.errors import MissingExtraError
 from gradtrack.records import Panel, Record, RunInfo
 
 
@@ -83,6 +85,14 @@ class Backend(ABC):
     def probe(cls, **options: Any) -> str:
         """Say where records would go with these options, and create nothing; raise what would stop them."""
         return ""
+
+
+def package_of(name: str) -> Any:
+    """Return the package of the backend that has its name."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as fault:
+        raise MissingExtraError(f"{name} backend", name, name) from fault
 
 
 def address_of(backend: Backend) -> dict[str, Any]:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Final, TextIO, final
+from typing import Any, ClassVar, TextIO, final
 
 from gradtrack.backends.base import Backend
 from gradtrack.errors import ClosedError
 from gradtrack.records import Record, tail_of
-
-_UNKNOWN: Final = "?"
+from gradtrack.support.names import one_line
 
 
 @final
@@ -44,7 +43,7 @@ class ConsoleBackend(Backend):
 
     def _lines(self, record: Record) -> Iterator[str]:
         if record.tells_health or f"train/grad_norm{tail_of(record.source)}" in record.metrics:
-            name = f" {_clean(record.source)}" if record.source else ""
+            name = f" {one_line(record.source)}" if record.source else ""
             yield f"step {record.step}{name}: {_summary(record)}"
         if not record.tells_health:
             return
@@ -55,7 +54,7 @@ class ConsoleBackend(Backend):
             if known.get(key) != now[key]:
                 yield f"  {_issue(issue)}"
         for key in known.keys() - now.keys():
-            yield f"  closed: {_clean(key.removesuffix(':'))}"
+            yield f"  closed: {one_line(key.removesuffix(':'))}"
         self._open[record.source] = now
 
 
@@ -78,13 +77,8 @@ def _summary(record: Record) -> str:
 def _issue(issue: Mapping[str, Any]) -> str:
     where = f" at {issue['layer']}" if issue.get("layer") else ""
     text = f"[{issue.get('severity')}] {issue.get('issue_type')}{where}: {issue.get('message', '')}"
-    return _clean(f"{text} {issue.get('recommendation', '')}".strip())
-
-
-def _clean(text: str) -> str:
-    """Keep text on one line and away from the terminal's control codes."""
-    return "".join(letter if letter.isprintable() else " " for letter in text)
+    return one_line(f"{text} {issue.get('recommendation', '')}".strip())
 
 
 def _number(value: float | None) -> str:
-    return _UNKNOWN if value is None else f"{value:.4g}"
+    return "?" if value is None else f"{value:.4g}"

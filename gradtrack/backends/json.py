@@ -22,9 +22,6 @@ from gradtrack.support.regular_files import MEBIBYTE, read_regular
 _GLOBAL: Final = ("variance", "mean", "norm", "max", "min")
 _MATRIX: Final = ("variance", "norm", "mean")
 _SHARE_OF_TIME: Final = 0.05
-_MOST_BYTES: Final = 512 * MEBIBYTE
-
-Columns = dict[str, list[float]]
 
 
 @final
@@ -109,8 +106,8 @@ class _Series:
         self._path = directory / f"gradient_statistics{tail}.json"
         self._matrix_path = directory / f"gradient_statistics_weight_matrices{tail}.json"
         self._suffix = tail_of(source)
-        self._columns: Columns = _read(self._path)
-        self._matrices: dict[str, Columns] = _read(self._matrix_path)
+        self._columns: dict[str, list[float]] = _read(self._path)
+        self._matrices: dict[str, dict[str, list[float]]] = _read(self._matrix_path)
         for name in ("step", "epoch", *(f"grad_{name}" for name in _GLOBAL)):
             self._columns.setdefault(name, [])
         self.steps = set(self._columns["step"])
@@ -132,9 +129,11 @@ class _Series:
         self.steps.add(record.step)
         self._changed = True
         prefix = f"train/grad_norm{suffix}/"
-        for name in metrics:
-            if name.startswith(prefix):
-                self._add_matrix(name.removeprefix(prefix), record)
+        for group in [name.removeprefix(prefix) for name in metrics if name.startswith(prefix)]:
+            columns = self._matrices.setdefault(group, {name: [] for name in ("step", *_MATRIX)})
+            columns["step"].append(record.step)
+            for name in _MATRIX:
+                columns[name].append(metrics.get(f"train/grad_{name}{suffix}/{group}", math.nan))
 
     def _leave_behind(self, steps: set[float]) -> None:
         """Take out rows of an earlier training, which this one does again or has given up."""
@@ -162,12 +161,6 @@ class _Series:
         self._saved = time.monotonic()
         self._cost = self._saved - start
 
-    def _add_matrix(self, group: str, record: Record) -> None:
-        columns = self._matrices.setdefault(group, {name: [] for name in ("step", *_MATRIX)})
-        columns["step"].append(record.step)
-        for name in _MATRIX:
-            columns[name].append(record.metrics.get(f"train/grad_{name}{self._suffix}/{group}", math.nan))
-
 
 def _has_statistics(record: Record) -> bool:
     suffix = tail_of(record.source)
@@ -177,9 +170,9 @@ def _has_statistics(record: Record) -> bool:
 def _read(path: Path) -> dict[str, Any]:
     """Return what a file holds; one that cannot be read is moved aside, never overwritten."""
     try:
-        values = json.loads(read_regular(path, most_bytes=_MOST_BYTES))
-        if _is_columns(values):
-            return dict(values)
+        values = json.loads(read_regular(path, most_bytes=512 * MEBIBYTE))
+        if isinstance(values, dict) and all(isinstance(column, (list, dict)) for column in values.values()):
+            return values
     except FileNotFoundError:
         return {}
     except (ValueError, RecursionError):
@@ -189,7 +182,3 @@ def _read(path: Path) -> dict[str, Any]:
             raise
     os.replace(path, path.with_suffix(f".unreadable-{time.time_ns()}"))
     return {}
-
-
-def _is_columns(values: object) -> bool:
-    return isinstance(values, dict) and all(isinstance(column, (list, dict)) for column in values.values())

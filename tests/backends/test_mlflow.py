@@ -648,7 +648,7 @@ def test_run_identity_is_no_query(server: str) -> None:
 OPENING = """
 import sys, mlflow
 from gradtrack.backends.mlflow.store import Store
-Store(mlflow, sys.argv[1], run_id=None, timeout_seconds=5.0).open()
+Store(mlflow, sys.argv[1], run_id=None, timeout_seconds=5.0).client
 """
 
 

@@ -700,12 +700,12 @@ def test_case_07_killed_process_loses_a_second_at_most(tmp_path: Path) -> None:
         import os, signal, sys, time
         from pathlib import Path
         from gradtrack.backends.wandb import WandbBackend
-        from gradtrack.backends.wandb.history import read_history
+        from gradtrack.backends.wandb.history import count_rows
         from tests.backends.rows import make_records
         backend = WandbBackend()
         backend.write(make_records(50))
         directory, end = Path(backend.run.dir).parent, time.monotonic() + 60
-        while sum(len(list(read_history(file))) for file in directory.glob("*.wandb")) < 50:
+        while sum(count_rows(file) for file in directory.glob("*.wandb")) < 50:
             assert time.monotonic() < end
             time.sleep(0.1)
         print(backend.run.dir, flush=True)

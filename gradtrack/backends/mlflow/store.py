@@ -8,14 +8,15 @@ import logging
 import os
 import posixpath
 import re
-import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 from urllib.parse import unquote, urlsplit, urlunsplit
 
+from gradtrack.delivery.locks import lock
 from gradtrack.errors import BackendError, PermanentBackendError
 from gradtrack.support.names import digest_of, valid_name
 from gradtrack.support.redact import redact
@@ -23,6 +24,10 @@ from gradtrack.support.redact import redact
 _logger = logging.getLogger("gradtrack")
 
 _LONGEST_NAME: Final = 250
+MOST_METRICS: Final = 1000
+_MOST_BYTES: Final = 800_000
+_NO_PRINT: Final = "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"
+_ONE_AT_A_TIME: Final = threading.Lock()
 
 
 def metric_name(name: str) -> str:
@@ -32,16 +37,13 @@ def metric_name(name: str) -> str:
 
 def _plain(name: str) -> str | None:
     usual = re.fullmatch(rf"[/\w.\- ]{{1,{_LONGEST_NAME}}}", name) is not None and name == name.strip()
-    return name if usual and not _resolves_elsewhere(name) else None
+    leads_elsewhere = posixpath.normpath(name) != name or name in (".", "..") or name.startswith(("/", "../"))
+    return name if usual and not leads_elsewhere else None
 
 
 def _clean(name: str) -> str:
     parts = (part for part in re.sub(r"[^/\w.\- ]", "_", name).split("/") if part not in ("", ".", ".."))
     return posixpath.normpath("/".join(parts)).strip()
-
-
-def _resolves_elsewhere(name: str) -> bool:
-    return posixpath.normpath(name) != name or name in (".", "..") or name.startswith(("/", "../"))
 
 
 class Points:
@@ -50,15 +52,16 @@ class Points:
     Only a write that failed leaves it open what a run has; then everything is asked for again.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, fetch: Callable[[str], Iterable[Any]]) -> None:
+        self._fetch = fetch
         self._known: dict[str, set[tuple[int, int]]] = {}
         self._in_doubt = False
 
-    def of(self, name: str, fetch: Callable[[str], Iterable[Any]]) -> set[tuple[int, int]]:
-        """Return step and time of each point of a metric."""
-        if name not in self._known:
-            self._known[name] = {(point.step, point.timestamp) for point in fetch(name)}
-        return self._known[name]
+    def has(self, metric: Any) -> bool:
+        """Say whether the run has a point of this metric at its step and time."""
+        if metric.key not in self._known:
+            self._known[metric.key] = {(point.step, point.timestamp) for point in self._fetch(metric.key)}
+        return (metric.step, metric.timestamp) in self._known[metric.key]
 
     def add(self, metrics: Iterable[Any]) -> None:
         """Note points that were written."""
@@ -80,40 +83,32 @@ class Points:
             self._in_doubt = False
 
 
-if sys.platform != "win32":
-    import fcntl
-
-MOST_METRICS: Final = 1000
-_MOST_BYTES: Final = 800_000
-_NO_PRINT: Final = "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"
-_ONE_AT_A_TIME: Final = threading.Lock()
-_T = TypeVar("_T")
-
-
 class Store:
     """MLflow's client for one tracking address; `run_id` is the run that is written to, where it is known."""
 
     def __init__(self, mlflow: Any, uri: str, *, run_id: str | None, timeout_seconds: float) -> None:
         self.uri, self.run_id = uri, run_id
-        self.address = without_secrets(uri)
+        parts = urlsplit(uri)
+        secret = "@" in parts.netloc or parts.query
+        self.address = (
+            urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", "")) if secret else uri
+        )
+        """The tracking address without what may be secret in it."""
         self._mlflow, self._timeout_seconds = mlflow, timeout_seconds
-        self._known_client: Any = None
         self._told: set[str] = set()
 
-    @property
+    @cached_property
     def client(self) -> Any:
-        """Return MLflow's own client, made when it is first needed."""
-        return self.open()
-
-    def open(self) -> Any:
-        """Return the client; where it is new, a new store gets its tables now."""
-        if self._known_client is None:
-            with _alone_with(self.uri):  # MLflow makes the tables of a new store without a lock
-                client = self.call(self._mlflow.MlflowClient, tracking_uri=self.uri)
-                if self.uri.startswith("sqlite:"):
-                    self.call(client.search_experiments, max_results=1)
-            self._known_client = client
-        return self._known_client
+        """Return MLflow's own client, made when it is first needed; a new store gets its tables then."""
+        path = Path(tempfile.gettempdir()) / f"gradtrack-{digest_of(self.uri)}.lock"
+        with contextlib.ExitStack() as stack, self._errors():
+            with contextlib.suppress(OSError):  # a file of another user
+                # MLflow makes the tables of a new store without a lock of its own.
+                lock(stack.enter_context(path.open("w")).fileno(), wait=True)
+            client = self._mlflow.MlflowClient(tracking_uri=self.uri)
+            if self.uri.startswith("sqlite:"):
+                client.search_experiments(max_results=1)
+        return client
 
     def check_alive(self) -> None:
         """Fail soon where the server does not answer: MLflow's client would retry for minutes."""
@@ -132,10 +127,17 @@ class Store:
                 "Rows are sent again until it does."
             ) from None
 
-    def call(self, function: Callable[..., _T], *arguments: Any, **keywords: Any) -> _T:
-        """Call MLflow; its errors show the address with its password, so they are replaced by ours."""
+    def call(self, name: str, *arguments: Any, **keywords: Any) -> Any:
+        """Call a method of MLflow's client."""
+        method = getattr(self.client, name)
+        with self._errors():
+            return method(*arguments, **keywords)
+
+    @contextlib.contextmanager
+    def _errors(self) -> Iterator[None]:
+        """Replace MLflow's errors by ours, as they show the address with its password."""
         try:
-            return function(*arguments, **keywords)
+            yield
         except Exception as fault:
             raise _error_of(fault, self.run_id) from None
 
@@ -148,9 +150,13 @@ class Store:
     def log(self, run_id: str, metrics: list[Any]) -> None:
         """Send metrics in one call; where the server refuses one of them, send all the others."""
         try:
-            self.call(self.client.log_batch, run_id, metrics=metrics, synchronous=True)
+            self.call("log_batch", run_id, metrics=metrics, synchronous=True)
         except _RefusedError as fault:
-            self._check_run(run_id)
+            if self.call("get_run", run_id).info.lifecycle_stage == "deleted":
+                raise PermanentBackendError(
+                    f"mlflow: run {run_id} was deleted: expected it to take metrics. Restore it with "
+                    f"`mlflow runs restore --run-id {run_id}`; `gradtrack replay` then delivers the rest."
+                ) from None
             if len(metrics) == 1:
                 self.tell(f"metric {metrics[0].key!r} is left out: {fault}")
                 return
@@ -164,30 +170,10 @@ class Store:
             before = os.environ.get(_NO_PRINT)
             os.environ[_NO_PRINT] = "true"
             try:
-                self.call(self.client.set_terminated, run_id, "FAILED" if failed else "FINISHED")
+                self.call("set_terminated", run_id, "FAILED" if failed else "FINISHED")
             finally:
                 os.environ.pop(_NO_PRINT, None)
                 os.environ.update({} if before is None else {_NO_PRINT: before})
-
-    def _check_run(self, run_id: str) -> None:
-        run = self.call(self.client.get_run, run_id)
-        if run.info.lifecycle_stage == "deleted":
-            raise PermanentBackendError(
-                f"mlflow: run {run_id} was deleted: expected it to take metrics. Restore it with "
-                f"`mlflow runs restore --run-id {run_id}`; `gradtrack replay` then delivers the rest."
-            )
-
-
-@contextlib.contextmanager
-def _alone_with(uri: str) -> Iterator[None]:
-    """Keep other processes of gradtrack out of a store meanwhile, where the platform has locks."""
-    with contextlib.ExitStack() as stack:
-        if sys.platform != "win32":
-            path = Path(tempfile.gettempdir()) / f"gradtrack-{digest_of(uri)}.lock"
-            with contextlib.suppress(OSError):  # a file of another user
-                lock = stack.enter_context(path.open("w"))
-                fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 class _RefusedError(BackendError):
@@ -236,11 +222,3 @@ def local_path(uri: str) -> Path | None:
         return Path(uri.removeprefix("sqlite:///")).absolute()
     parts = urlsplit(uri)
     return Path(unquote(parts.path)).absolute() if parts.scheme in ("", "file") and not parts.netloc else None
-
-
-def without_secrets(uri: str) -> str:
-    """Return an address without what may be secret in it."""
-    parts = urlsplit(uri)
-    if "@" not in parts.netloc and not parts.query:
-        return uri
-    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))

@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from gradtrack.records import Panel
 
 
-def saved_view(panels: Sequence[Panel], names: dict[str, str], created_ms: int) -> tuple[str, str]:
+def saved_view(panels: Iterable[Panel], names: dict[str, str], created_ms: int) -> tuple[str, str]:
     """Return key and value of the experiment's tag that MLflow's page reads as a saved view."""
     sections: dict[str, dict[str, Any]] = {}
     cards = []
     for panel in panels:
         metrics = [names[name] for name in panel.pick(names) if name in names]
         if metrics and panel.kind in ("line", "multi-line", "band"):
-            section = sections.setdefault(panel.section, _section(panel.section))
-            cards.append(_card(panel, metrics, section["uuid"]))
+            sections[panel.section] = {
+                "uuid": _identity(f"section {panel.section}"),
+                "name": f"gradtrack: {panel.section}",
+                "display": True,
+                "isReordered": False,
+                "deleted": False,
+                "isGenerated": False,
+            }
+            cards.append(_card(panel, metrics, sections[panel.section]["uuid"]))
     state = {
         "compareRunCharts": cards,
         "compareRunSections": list(sections.values()),
@@ -36,17 +43,6 @@ def saved_view(panels: Sequence[Panel], names: dict[str, str], created_ms: int) 
     }
     view = {"name": "gradtrack", "createdAt": created_ms, "state": json.dumps(state)}
     return f"mlflow.sharedViewState.{_identity('view')}", json.dumps(view)
-
-
-def _section(name: str) -> dict[str, Any]:
-    return {
-        "uuid": _identity(f"section {name}"),
-        "name": f"gradtrack: {name}",
-        "display": True,
-        "isReordered": False,
-        "deleted": False,
-        "isGenerated": False,
-    }
 
 
 def _card(panel: Panel, metrics: list[str], section: str) -> dict[str, Any]:

@@ -9,19 +9,16 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, Final, final
 
-from gradtrack.backends.base import Backend
+from gradtrack.backends.base import Backend, RunParts
 from gradtrack.backends.tensorboard.events import Events, image_event, image_tag, layout_event, tag_of
-from gradtrack.backends.tensorboard.files import EventFile, Index, read_tags
-from gradtrack.backends.tensorboard.user_run import UserRun
+from gradtrack.backends.tensorboard.files import EventFile, Index, UserRun, read_tags
 from gradtrack.delivery.locks import Claim, claim_or_own, is_same, own_directory
 from gradtrack.delivery.run_files import files_to_show
 from gradtrack.errors import ClosedError, UsageError
-from gradtrack.records import Panel, Record, RunInfo
+from gradtrack.records import Record
 from gradtrack.support.redact import redact
 
-_SUB_RUN: Final = "gradtrack"
 _LATE_RUN: Final = "gradtrack-late"
-_NOTHING: Final[frozenset[str]] = frozenset()
 _logger = logging.getLogger("gradtrack")
 
 
@@ -49,15 +46,12 @@ class TensorBoardBackend(Backend):
         self._directory = None if directory is None else Path(directory).absolute()
         self._claim: Claim | None = None
         self._home = self._directory
-        self._run: UserRun | EventFile | None = self._writer
-        self._late: EventFile | None = None
-        self._layout: EventFile | None = None
-        self._panels: list[Panel] = []
+        self._files: tuple[UserRun | EventFile, EventFile, EventFile] | None = None
+        self._parts = RunParts()
+        self._num_drawn = 0
         self._run_id = ""
         self._index = Index()
         self._reached: dict[str, int] = {}
-        self._info: RunInfo | None = None
-        self._named: dict[str, None] = {}
         self._last_step = 0
         self._wrote = False
         self._issues: dict[str, tuple[str, ...]] = {}
@@ -66,21 +60,18 @@ class TensorBoardBackend(Backend):
     def write(self, records: Sequence[Record]) -> None:
         if self._closed:
             raise ClosedError("tensorboard backend: it is closed. Make a new one for another run.")
-        for record in records:
-            if record.run is not None:
-                self._open(record.run)
-        panels = [panel for record in records for panel in record.panels if panel not in self._panels]
+        self._parts.take(records)
+        self._open()
         late = [record for record in records if record.step <= self._reached.get(record.source, -1)]
         on_time = [record for record in records if record not in late] if late else records
         run, late_run, layout = self._opened()
         run.append([(record.identity, self._event(record)) for record in on_time])
         late_run.append([(record.identity, self._event(record)) for record in late])
-        for record in records:
-            self._wrote, self._last_step = True, max(self._last_step, record.step)
-            self._named.update(dict.fromkeys(record.files))
-        if panels:
-            layout.append([(None, layout_event(self._events, [*self._panels, *panels], time.time()))])
-            self._panels += panels
+        self._wrote = self._wrote or bool(records)
+        self._last_step = max([self._last_step, *(record.step for record in records)])
+        if len(self._parts.panels) > self._num_drawn:
+            layout.append([(None, layout_event(self._events, self._parts.panels, time.time()))])
+            self._num_drawn = len(self._parts.panels)
 
     def flush(self) -> None:
         if self._writer is not None:
@@ -96,8 +87,7 @@ class TensorBoardBackend(Backend):
             _logger.warning("tensorboard: the pictures of the run could not be shown (%s)", redact(str(fault)))
         if self._claim is not None:
             self._claim.release()
-        if self._writer is not None and not self._writer.closed:
-            self._writer.flush()
+        self.flush()
 
     def address(self) -> dict[str, Any]:
         withheld = {"withhold": sorted(self._withheld)} if self._withheld else {}
@@ -111,9 +101,8 @@ class TensorBoardBackend(Backend):
         return f"event files in {backend._directory or 'tensorboard in the run directory'}"
 
     def present(self, records: Sequence[Record]) -> set[tuple[str, int]] | None:
-        for record in records:
-            if record.run is not None:
-                self._open(record.run)
+        self._parts.run = next((record.run for record in records if record.run is not None), self._parts.run)
+        self._open()
         if self._home is None or (self._writer is not None and not self._writer.keeps_identity):
             return None
         homes = (self._home, own_directory(self._home, self._run_id)) if self._run_id else (self._home,)
@@ -123,38 +112,36 @@ class TensorBoardBackend(Backend):
         return {
             (record.source, record.step)
             for record in records
-            if there.get((record.source, record.step, record.time), _NOTHING) > self._tags_of(record)
+            if there.get((record.source, record.step, record.time), frozenset())
+            > {tag_of(name) for name in record.metrics if name not in self._withheld}
         }
 
-    def _tags_of(self, record: Record) -> set[str]:
-        return {tag_of(name) for name in record.metrics if name not in self._withheld}
-
-    def _open(self, run: RunInfo) -> None:
-        self._info, self._run_id = run, run.run_id
-        if self._directory is None:
-            parent = Path(run.run_dir) if run.run_dir else Path("gradtrack_runs") / run.run_id
-            self._home = self._directory = (parent / "tensorboard").absolute()
+    def _open(self) -> None:
+        run = self._parts.run
+        if run is not None:
+            self._run_id = run.run_id
+            if self._directory is None:
+                parent = Path(run.run_dir) if run.run_dir else Path("gradtrack_runs") / run.run_id
+                self._home = self._directory = (parent / "tensorboard").absolute()
 
     def _opened(self) -> tuple[UserRun | EventFile, EventFile, EventFile]:
-        if self._directory is None:
-            self._home = self._directory = Path("gradtrack_runs", "tensorboard").absolute()
-        run_dir = None if self._info is None else self._info.run_dir
-        if self._run is None and self._run_id and not is_same(self._directory, run_dir):
-            self._directory, self._claim = claim_or_own(self._directory, self._run_id, what="tensorboard: log_dir")
-        if self._run is None:
-            self._run = EventFile(self._directory, self._events)
-        if self._late is None:
-            self._late = EventFile(self._directory / _LATE_RUN, self._events)
-        if self._layout is None:
-            self._layout = EventFile(self._directory / _SUB_RUN, self._events)
-        return self._run, self._late, self._layout
+        """Return what takes the rows, those behind their step, and the layout with the pictures."""
+        if self._files is None:
+            if self._directory is None:
+                self._home = self._directory = Path("gradtrack_runs", "tensorboard").absolute()
+            run_dir = None if self._parts.run is None else self._parts.run.run_dir
+            if self._writer is None and self._run_id and not is_same(self._directory, run_dir):
+                self._directory, self._claim = claim_or_own(self._directory, self._run_id, what="tensorboard: log_dir")
+            late, layout = (EventFile(self._directory / name, self._events) for name in (_LATE_RUN, "gradtrack"))
+            self._files = self._writer or EventFile(self._directory, self._events), late, layout
+        return self._files
 
     def _show(self) -> None:
         """Put the pictures of the run beside the layout, each once."""
         if not self._wrote:
             return
         layout = self._opened()[2]
-        pictures = [found for found in files_to_show(self._info, self._named) if found[0].suffix == ".png"]
+        pictures = [found for found in files_to_show(self._parts.run, self._parts.files) if found[0].suffix == ".png"]
         there = read_tags(layout.directory, self._run_id) if pictures else set()
         pictures = [found for found in pictures if image_tag(found[0]) not in there]
         if pictures:

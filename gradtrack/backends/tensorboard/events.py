@@ -64,8 +64,13 @@ class Events:
     def of(self, record: Record, run_id: str, issues: Sequence[str]) -> Any:
         """Return one event that holds everything of a record."""
         values = [self.scalar(name, value) for name, value in record.metrics.items()]
-        values += [self.exact(name, value) for name, value in record.metrics.items() if _needs_double(value)]
-        values += [self.histogram(name, found) for name, found in record.histograms.items() if _drawable(found)]
+        for name, value in record.metrics.items():
+            if _needs_double(value):
+                proto = self.tensor(dtype="DT_DOUBLE", double_val=[value])
+                values.append(
+                    self.value(tag=f"{EXACT}{tag_of(name)}", tensor=proto, metadata=self._metadata_of("scalars"))
+                )
+        values += [self.histogram(name, found) for name, found in record.histograms.items() if found.drawable]
         if issues:
             values.append(self.text(f"gradtrack/issues{tail_of(record.source)}", issues))
         step = self.value(tag=axis_of(record.source), simple_value=record.step, metadata=self._metadata_of("scalars"))
@@ -77,11 +82,6 @@ class Events:
         if math.isfinite(value) and not -_LARGEST_FLOAT <= value <= _LARGEST_FLOAT:
             value = math.copysign(_LARGEST_FLOAT, value)
         return self.value(tag=tag_of(tag), simple_value=value)
-
-    def exact(self, tag: str, value: float) -> Any:
-        """Return a double beside a scalar."""
-        proto = self.tensor(dtype="DT_DOUBLE", double_val=[value])
-        return self.value(tag=f"{EXACT}{tag_of(tag)}", tensor=proto, metadata=self._metadata_of("scalars"))
 
     def histogram(self, tag: str, found: Histogram) -> Any:
         """Return a histogram with the counts that were taken; its sums are those of the middles of the buckets."""
@@ -101,16 +101,12 @@ class Events:
     def text(self, tag: str, lines: Sequence[str]) -> Any:
         """Return a list in Markdown; names in it come from modules and are escaped."""
         text = "\n".join(f"- {html.escape(line, quote=False)}" for line in lines)
-        content = self._string(text.encode("utf-8", "backslashreplace"))
-        return self.value(tag=tag_of(tag), tensor=content, metadata=self._metadata_of("text"))
+        return self.opaque(tag_of(tag), text.encode("utf-8", "backslashreplace"), "text")
 
-    def layout(self, content: bytes) -> Any:
-        """Return the value that arranges the page of custom scalars."""
-        tensor = self._string(content)
-        return self.value(tag="custom_scalars__config__", tensor=tensor, metadata=self._metadata_of("custom_scalars"))
-
-    def _string(self, text: bytes) -> Any:
-        return self.tensor(dtype="DT_STRING", string_val=[text])
+    def opaque(self, tag: str, content: bytes, plugin: str) -> Any:
+        """Return a value that a plugin of TensorBoard reads by itself."""
+        tensor = self.tensor(dtype="DT_STRING", string_val=[content])
+        return self.value(tag=tag, tensor=tensor, metadata=self._metadata_of(plugin))
 
     def _metadata_of(self, name: str) -> Any:
         return self.metadata(plugin_data=self.metadata.PluginData(plugin_name=name))
@@ -121,11 +117,7 @@ def _needs_double(value: float) -> bool:
     return value != 0 and math.isfinite(value) and not _SMALLEST_FLOAT <= abs(value) <= _LARGEST_FLOAT
 
 
-def _drawable(found: Histogram) -> bool:
-    return len(found.edges) == len(found.counts) + 1 > 1 and all(math.isfinite(edge) for edge in found.edges)
-
-
-def layout_event(events: Events, panels: Sequence[Panel], now: float) -> Any:
+def layout_event(events: Events, panels: Iterable[Panel], now: float) -> Any:
     """Return the event that arranges all panels; the newest one of a run counts."""
     shapes = events.shapes
     categories: dict[str, list[Any]] = {}
@@ -134,7 +126,8 @@ def layout_event(events: Events, panels: Sequence[Panel], now: float) -> Any:
         if chart is not None:
             categories.setdefault(panel.section, []).append(chart)
     found = [shapes.Category(title=name, chart=charts) for name, charts in categories.items()]
-    value = events.layout(shapes.Layout(category=found).SerializeToString())
+    content = shapes.Layout(category=found).SerializeToString()
+    value = events.opaque("custom_scalars__config__", content, "custom_scalars")
     return events.event(wall_time=now, summary=events.summary(value=[value]))
 
 

@@ -1,4 +1,4 @@
-"""TensorBoard's event files: their framing with checksums, writing those of our own, and reading any."""
+"""TensorBoard's event files: their framing, writing our own or through the user's SummaryWriter, and reading any."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from gradtrack.backends.tensorboard.events import STEP, Events, description_of
-from gradtrack.errors import BackendError
+from gradtrack.errors import BackendError, PermanentBackendError, UsageError
 from gradtrack.support.checksums import crc32c
 from gradtrack.support.regular_files import is_regular
 
 _logger = logging.getLogger("gradtrack")
 
-_ALL_ONES: Final = 0xFFFFFFFF
+_file_numbers: Final = itertools.count()
+_Key = tuple[str, int, float]
 
 
 def frame(payload: bytes) -> bytes:
@@ -34,10 +35,7 @@ def frame(payload: bytes) -> bytes:
 def _checksum(data: bytes) -> bytes:
     """Return the masked checksum of the file format."""
     crc = crc32c(data)
-    return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & _ALL_ONES)
-
-
-_file_numbers: Final = itertools.count()
+    return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)
 
 
 class EventFile:
@@ -82,17 +80,72 @@ class EventFile:
         self._started = True
 
 
-_Key = tuple[str, int, float]
+class UserRun:
+    """The user's own SummaryWriter: written to and flushed, never closed."""
+
+    def __init__(self, writer: Any) -> None:
+        if not callable(getattr(writer, "add_scalar", None)):
+            raise UsageError(
+                f"tensorboard: writer {type(writer).__name__}: expected a SummaryWriter. Pass the writer itself."
+            )
+        self._writer = writer
+        self._taken: set[object] = set()
+        found = getattr(writer, "log_dir", None) or getattr(writer, "logdir", None)
+        self.directory = None if found is None else str(found)
+        # Another package's writer has protocol buffers of its own and takes single values only.
+        self.keeps_identity = type(writer).__module__.startswith("torch.")
+
+    @property
+    def closed(self) -> bool:
+        """Whether the user has closed the writer: torch's would open a second file without a word."""
+        return getattr(self._writer, "all_writers", self) is None
+
+    def append(self, keyed: Sequence[tuple[object, Any]]) -> None:
+        """Add events to the user's run; after a fault, those that are in it already are left out."""
+        if not keyed:
+            return
+        if self.closed:
+            raise PermanentBackendError(
+                "tensorboard: the SummaryWriter was closed before gradtrack. "
+                "Close the manager first; `gradtrack replay` delivers the records that came after."
+            )
+        try:
+            for key, event in keyed:
+                if key not in self._taken:
+                    self._add(event)
+                    self._taken.add(key)
+            self._writer.flush()
+        except Exception as fault:
+            raise BackendError(f"tensorboard: the SummaryWriter failed ({fault!r}).") from fault
+        self._taken.clear()
+
+    def flush(self) -> None:
+        """Flush the writer."""
+        if not self.closed:
+            self._writer.flush()
+
+    def _add(self, event: Any) -> None:
+        if self.keeps_identity:
+            self._writer.file_writer.add_event(event, event.step, event.wall_time)
+            return
+        for value in event.summary.value:
+            if value.HasField("histo"):
+                found = value.histo
+                sums = found.min, found.max, found.num, found.sum, found.sum_squares
+                buckets = list(found.bucket_limit), list(found.bucket)
+                self._writer.add_histogram_raw(value.tag, *sums, *buckets, event.step, walltime=event.wall_time)
+            elif value.metadata.plugin_data.plugin_name == "text":
+                self._writer.add_text(value.tag, value.tensor.string_val[0].decode(), event.step, event.wall_time)
+            elif value.HasField("simple_value"):
+                self._writer.add_scalar(value.tag, value.simple_value, event.step, event.wall_time)
 
 
 class Index:
-    """The records of a run in event files, which are read on as they grow: asking again costs only what is new.
-
-    `reached` is the last step of each pair.
-    """
+    """The records of a run in event files, which are read on as they grow: asking again costs only what is new."""
 
     def __init__(self) -> None:
         self.reached: dict[str, int] = {}
+        """The last step of each pair."""
         self._run_id = ""
         self._files: dict[Path, os.stat_result] = {}
         self._loaders: dict[Path, Any] = {}
@@ -102,7 +155,11 @@ class Index:
     def read(self, directories: list[Path], run_id: str) -> dict[_Key, frozenset[str]]:
         """Return the tags of every record by its source, step and time."""
         files = {path: path.stat() for directory in directories for path in _files_in(directory)}
-        if run_id != self._run_id or not all(_goes_on(known, files.get(path)) for path, known in self._files.items()):
+        replaced = any(
+            path not in files or files[path].st_ino != known.st_ino or files[path].st_size < known.st_size
+            for path, known in self._files.items()
+        )
+        if run_id != self._run_id or replaced:
             self._run_id, self._files, self._loaders, self._tags, self.reached = run_id, {}, {}, {}, {}
         for path in files:
             for event in self._loaders.setdefault(path, _loader(path)).Load():
@@ -121,22 +178,13 @@ class Index:
 
 def read_tags(directory: Path, run_id: str) -> set[str]:
     """Find the tags that carry the identity of a run in the event files of a directory."""
-    values = (value for event in _read(directory) for value in event.summary.value)
+    events = itertools.chain.from_iterable(_loader(path).Load() for path in _files_in(directory))
+    values = (value for event in events for value in event.summary.value)
     return {value.tag for value in values if value.metadata.summary_description == description_of(run_id)}
-
-
-def _read(directory: Path) -> Iterator[Any]:
-    for path in _files_in(directory):
-        yield from _loader(path).Load()
 
 
 def _files_in(directory: Path) -> list[Path]:
     return sorted(path for path in directory.glob("*tfevents*") if is_regular(path))
-
-
-def _goes_on(known: os.stat_result, now: os.stat_result | None) -> bool:
-    """Say whether a file is the one that was read, and not a new one in its place."""
-    return now is not None and known.st_ino == now.st_ino and known.st_size <= now.st_size
 
 
 def _loader(path: Path) -> Any:

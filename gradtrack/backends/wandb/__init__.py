@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 import math
 import os
@@ -10,37 +9,20 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, final
 
-from gradtrack.backends.base import Backend
+from gradtrack.backends.base import Backend, package_of
 from gradtrack.backends.wandb.charts import Show
 from gradtrack.backends.wandb.columns import Columns
 from gradtrack.backends.wandb.history import Index, check_attached, check_own, files_of
 from gradtrack.backends.wandb.own_run import Ending, open_run, place_of, project_of
 from gradtrack.backends.wandb.rows import Rows, StepMode, rows_of
-from gradtrack.errors import BackendError, ClosedError, MissingExtraError, PermanentBackendError, UsageError
+from gradtrack.errors import BackendError, ClosedError, PermanentBackendError, UsageError
 from gradtrack.records import Identity, Record, RunInfo
 from gradtrack.support.redact import redact
 from gradtrack.support.regular_files import is_inside
 
 _logger = logging.getLogger("gradtrack")
 
-_SECONDS: Final = 300
-
-
-class Alerts:
-    """Alerts on critical issues, on each at most every five minutes."""
-
-    def __init__(self) -> None:
-        self._times: dict[str, float] = {}
-
-    def send(self, run: Any, record: Record) -> None:
-        """Send what a record gives reason for."""
-        for issue in record.issues:
-            title = f"gradtrack: {issue.get('issue_type')} {issue.get('layer', '')}".strip()
-            recent = 0 <= record.time - self._times.get(title, -math.inf) < _SECONDS  # a clock may be set back
-            if issue.get("severity") == "CRITICAL" and not recent:
-                self._times[title] = record.time
-                text = f"step {record.step}: {issue.get('message')}"
-                run.alert(title=title, text=text, level="ERROR", wait_duration=_SECONDS)
+_ALERT_SECONDS: Final = 300
 
 
 @final
@@ -52,6 +34,7 @@ class WandbBackend(Backend):
     what happens to it in a run of the user's: `polite` never moves it, so that our rows join the user's and what finds
     none of them is written when the run ends; `row` commits every row by itself; `step` logs at the record's own step.
     The metrics in `withhold` are left out, and `train/grad_norm` is where another callback writes it to the same run.
+    `alerts=True` alerts on critical issues, on each at most every five minutes.
     `run_name` is `name` for a configuration, in which `name` is that of the backend.
     """
 
@@ -73,14 +56,15 @@ class WandbBackend(Backend):
             raise UsageError(f"wandb: step_mode {step_mode!r}: expected 'polite', 'row' or 'step'.")
         if run is not None and not callable(getattr(run, "log", None)):
             raise UsageError(f"wandb: run {run!r}: expected a run. Pass what wandb.init() returned.")
-        self._wandb = _import_wandb()
+        self._wandb = package_of("wandb")
         self._own = {"project": project, "entity": entity, "name": run_name or name, "id": run_id, "dir": directory}
         if run is None and run_id is None and project is None:
             run = self._wandb.run
         self._run: Any = run
         self._owned = run is None
         self._mode = step_mode
-        self._alerts = Alerts() if alerts else None
+        self._alerts = alerts
+        self._alerted: dict[str, float] = {}
         self._partial: set[Identity] = set()
         self._told: set[str] = set()
         self._closed = False
@@ -105,17 +89,23 @@ class WandbBackend(Backend):
         if not records:
             return
         try:
-            rows = self._ensure_run(records)
-            if rows is None:
-                raise _disabled()
+            if self._run is None:
+                self._learn(records)
+                self._run = open_run(self._wandb, self._own, self._info, self._tell)
+                self._attach(self._run)
+            if self._rows is None:
+                raise PermanentBackendError(
+                    "wandb: W&B is disabled and keeps nothing: expected the mode online, offline or shared. The "
+                    "journal has the rows; `gradtrack replay` delivers them where W&B is not disabled."
+                )
             for record in records:
                 if record.identity not in self._partial:
-                    rows.write(self._columns.row(self._run, record), record.step)
+                    self._rows.write(self._columns.row(self._run, record), record.step)
                     self._partial.add(record.identity)
                     self._written += 1
                     self._show.take([record], written=True)
-                    if self._alerts is not None:
-                        self._alerts.send(self._run, record)
+                    if self._alerts:
+                        self._alert(record)
         except Exception as fault:
             raise _error_of(fault) from None
         self._partial.clear()
@@ -145,12 +135,12 @@ class WandbBackend(Backend):
         if self._run is not None and not self._run.disabled:
             found = {"run_id": self._run.id, "directory": str(Path(self._run.dir).absolute().parents[2])}
             found |= {"project": self._run.project, "entity": self._run.entity}
-        found["withhold"] = self._columns.withheld
+        found["withhold"] = sorted(self._columns.withheld)
         return {key: value for key, value in found.items() if value}
 
     def before_end(self, deliver: Callable[[], object]) -> None:
         if self._ending is not None:
-            self._ending.before_others(deliver)
+            self._ending.before(deliver, first=True)
 
     def confine(self, directory: Path) -> None:
         """Keep away from settings of W&B, which name its server, that lie in the run's directory."""
@@ -200,12 +190,15 @@ class WandbBackend(Backend):
             self._info = info
             self._own |= place_of(self._own, info)
 
-    def _ensure_run(self, records: Sequence[Record]) -> Rows | None:
-        if self._run is None:
-            self._learn(records)
-            self._run = open_run(self._wandb, self._own, self._info, self._tell)
-            self._attach(self._run)
-        return self._rows
+    def _alert(self, record: Record) -> None:
+        for issue in record.issues:
+            title = f"gradtrack: {issue.get('issue_type')} {issue.get('layer', '')}".strip()
+            # A clock may be set back.
+            recent = 0 <= record.time - self._alerted.get(title, -math.inf) < _ALERT_SECONDS
+            if issue.get("severity") == "CRITICAL" and not recent:
+                self._alerted[title] = record.time
+                text = f"step {record.step}: {issue.get('message')}"
+                self._run.alert(title=title, text=text, level="ERROR", wait_duration=_ALERT_SECONDS)
 
     def _put_show(self) -> None:
         if self._closed and not getattr(self._run, "_is_finished", False):
@@ -215,20 +208,6 @@ class WandbBackend(Backend):
         if text not in self._told:
             self._told.add(text)
             _logger.warning("wandb: %s", text)
-
-
-def _import_wandb() -> Any:
-    try:
-        return importlib.import_module("wandb")
-    except ImportError as fault:
-        raise MissingExtraError("wandb backend", "wandb", "wandb") from fault
-
-
-def _disabled() -> PermanentBackendError:
-    return PermanentBackendError(
-        "wandb: W&B is disabled and keeps nothing: expected the mode online, offline or shared. The journal has the "
-        "rows; `gradtrack replay` delivers them where W&B is not disabled."
-    )
 
 
 def _error_of(fault: Exception) -> Exception:

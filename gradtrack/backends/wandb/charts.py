@@ -7,14 +7,15 @@ import math
 import shutil
 import tempfile
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from gradtrack.backends.base import RunParts
 from gradtrack.backends.wandb.columns import chart_name
 from gradtrack.backends.wandb.history import files_of, read_keys
 from gradtrack.delivery.run_files import files_to_show
-from gradtrack.records import Panel, Record, RunInfo
+from gradtrack.records import Panel, Record
 from gradtrack.support.redact import redact
 
 _MOST_POINTS: Final = 1000
@@ -101,45 +102,51 @@ def _halved(points: Mapping[int, float]) -> dict[int, float]:
     return kept
 
 
-_PICTURES: Final = (".png", ".jpg", ".jpeg", ".gif")
-
-
 class Show:
     """The last row of a W&B run: whatever there is to look at, once."""
 
     def __init__(self, package: Any, tell: Callable[[str], object]) -> None:
         self._wandb, self._tell = package, tell
         self._charts = Charts()
-        self._info: RunInfo | None = None
-        self._named: dict[str, None] = {}
+        self._parts = RunParts()
         self._wrote = False
         self._media: dict[str, Any] = {}
         self._copies: str | None = None
 
-    def take(self, records: Iterable[Record], *, written: bool) -> None:
+    def take(self, records: Sequence[Record], *, written: bool) -> None:
         """Learn of records, which this process has written, or which the run has from another one."""
-        records = list(records)
         self._wrote = self._wrote or (written and bool(records))
         self._charts.take(records)
-        for record in records:
-            self._info = record.run or self._info
-            self._named.update(dict.fromkeys(record.files))
+        self._parts.take(records)
 
     def gather(self) -> None:
         """Read the files of the run now, as they may be gone when the W&B run ends."""
-        for path, content in files_to_show(self._info, self._named):
+        for path, content in files_to_show(self._parts.run, self._parts.files):
             with self._contained(path.name):
                 if path.suffix == ".html":
                     page = content.decode("utf-8")
                     self._media[f"gradtrack/{path.stem}"] = self._wandb.Html(page, inject=False)
-                elif path.suffix in _PICTURES:
+                elif path.suffix in (".png", ".jpg", ".jpeg", ".gif"):
                     self._media[f"gradtrack/{path.stem}"] = self._wandb.Image(self._copy(path.name, content))
 
     def put(self, run: Any, directory: str) -> None:
         """Log everything as one row, but for what the run was shown with before; nothing where we wrote no record."""
-        if self._wrote:
-            with self._contained("the last row"):
-                self._put(run, directory)
+        if not self._wrote:
+            return
+        with self._contained("the last row"):
+            row = {**self._charts.draw(self._wandb), **self._media}
+            earlier = [path for path in files_of(run.id, directory) if path.parent != Path(run.dir).parent]
+            there = read_keys(earlier) if row else set()
+            row = {
+                name: found for name, found in row.items() if not {name, f"Custom Chart Tables/{name}_table"} & there
+            }
+            if not row:
+                return
+            try:
+                options = {"step": run.step + 1, "commit": True}  # no other row, which may be the user's, is joined
+            except Exception:  # a shared run has no steps
+                options = {}
+            run.log(row, **options)
 
     def _copy(self, name: str, content: bytes) -> str:
         """Keep a picture where only this user can change it: W&B opens the path when the row is logged."""
@@ -150,27 +157,9 @@ class Show:
         copy.write_bytes(content)
         return str(copy)
 
-    def _put(self, run: Any, directory: str) -> None:
-        row = {**self._charts.draw(self._wandb), **self._media}
-        earlier = [path for path in files_of(run.id, directory) if path.parent != Path(run.dir).parent]
-        there = read_keys(earlier) if row else set()
-        row = {name: value for name, value in row.items() if not {name, f"Custom Chart Tables/{name}_table"} & there}
-        if row:
-            _log_alone(run, row)
-
     @contextlib.contextmanager
     def _contained(self, what: str) -> Iterator[None]:
         try:
             yield
         except Exception as fault:
             self._tell(f"{what} could not be shown ({type(fault).__name__}: {redact(str(fault))})")
-
-
-def _log_alone(run: Any, row: dict[str, Any]) -> None:
-    """Log a row that joins no other one, which may be open and the user's."""
-    try:
-        following = run.step + 1
-    except Exception:  # a shared run has no steps
-        run.log(row)
-    else:
-        run.log(row, step=following, commit=True)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Collection
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Final
 
-from gradtrack.records import Histogram, Record, tail_of
+from gradtrack.records import Record, tail_of
 from gradtrack.support.names import valid_name
 
 STEP: Final = "gradtrack/step"
@@ -19,25 +18,18 @@ _LONGEST_CHART_NAME: Final = 80
 
 @lru_cache(maxsize=4096)  # asked for with every row, by a thread that holds up the training while it computes
 def metric_name(name: str) -> str:
-    """Return the name of a metric in W&B, where a dot would be a path, a star a pattern, and an underscore reserved.
-
-    So are the names of our own axes.
-    """
+    """Return a metric's name in W&B, where a dot is a path, a star a pattern; underscores and our axes are reserved."""
     return valid_name(name, plain=_plain, clean=_clean, longest=_LONGEST_NAME)
 
 
 def chart_name(name: str) -> str:
     """Return the name of a chart in W&B, which may not be as long as that of a metric."""
-
-    def plain(name: str) -> str | None:
-        found = _plain(name)
-        return None if found is None or len(found) > _LONGEST_CHART_NAME else found
-
+    plain = partial(_plain, longest=_LONGEST_CHART_NAME)
     return valid_name(name, plain=plain, clean=_clean, longest=_LONGEST_CHART_NAME)
 
 
-def _plain(name: str) -> str | None:
-    usual = re.fullmatch(rf"[\w/.\- ]{{1,{_LONGEST_NAME}}}", name) is not None and name == name.strip()
+def _plain(name: str, longest: int = _LONGEST_NAME) -> str | None:
+    usual = re.fullmatch(rf"[\w/.\- ]{{1,{longest}}}", name) is not None and name == name.strip()
     reserved = name == STEP or name.startswith(("_", f"{STEP}/"))
     return name.replace(".", ":") if usual and not reserved else None
 
@@ -60,19 +52,14 @@ class Columns:
 
     def __init__(self, package: Any, withhold: Collection[str], *, owned: bool, tell: Callable[[str], object]) -> None:
         self._wandb, self._owned, self._tell = package, owned, tell
-        self._withheld = set(withhold)
+        self.withheld = set(withhold)
         self._known: set[str] = set()
         self._originals: dict[str, str] = {}
         self._told_names = 0
 
-    @property
-    def withheld(self) -> list[str]:
-        """Name the metrics that are left out."""
-        return sorted(self._withheld)
-
     def named(self, record: Record) -> dict[str, float]:
         """Return the metrics of a record that are not withheld, by their names in W&B."""
-        return {metric_name(name): value for name, value in record.metrics.items() if name not in self._withheld}
+        return {metric_name(name): value for name, value in record.metrics.items() if name not in self.withheld}
 
     def row(self, run: Any, record: Record) -> dict[str, Any]:
         """Return what is logged for a record."""
@@ -80,12 +67,12 @@ class Columns:
             self._look_for_others(run)
         axis = axis_of(record.source)
         row: dict[str, Any] = {
-            self._define(run, name, axis): value for name, value in record.metrics.items() if name not in self._withheld
+            self._define(run, name, axis): value for name, value in record.metrics.items() if name not in self.withheld
         }
         for name, histogram in record.histograms.items():
-            drawn = self._histogram(histogram)
-            if drawn is not None:
-                row[self._define(run, name, axis)] = drawn
+            if histogram.drawable and len(histogram.counts) <= _MOST_BINS:
+                bins = list(histogram.counts), list(histogram.edges)
+                row[self._define(run, name, axis)] = self._wandb.Histogram(np_histogram=bins)
         if axis not in self._known:
             self._known.add(axis)
             run.define_metric(axis, hidden=True)
@@ -106,7 +93,7 @@ class Columns:
 
     def _look_for_others(self, run: Any) -> None:
         """Leave our norm out where a framework writes one under the same name to the same run."""
-        if self._owned or _TAKEN_NAME in self._withheld:
+        if self._owned or _TAKEN_NAME in self.withheld:
             return
         if "per_device_train_batch_size" in run.config:
             reason = "the Hugging Face Trainer"
@@ -116,11 +103,5 @@ class Columns:
             reason = "another part of the program"
         else:
             return
-        self._withheld.add(_TAKEN_NAME)
+        self.withheld.add(_TAKEN_NAME)
         self._tell(f"{_TAKEN_NAME} is written to this run by {reason}; ours is left out here, the journal has it")
-
-    def _histogram(self, found: Histogram) -> Any:
-        usable = len(found.edges) == len(found.counts) + 1 > 1 and all(math.isfinite(edge) for edge in found.edges)
-        if not usable or len(found.counts) > _MOST_BINS:
-            return None
-        return self._wandb.Histogram(np_histogram=(list(found.counts), list(found.edges)))

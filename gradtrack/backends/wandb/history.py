@@ -11,7 +11,7 @@ import shutil
 import struct
 import time
 from array import array
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,7 +19,6 @@ from gradtrack.backends.wandb.columns import STEP, axis_of
 from gradtrack.errors import BackendError
 from gradtrack.support.regular_files import is_regular
 
-Wanted = Mapping[tuple[str, int], Mapping[str, float]]
 _Row = tuple[tuple[str, ...], "array[float]"]
 _BLOCK: Final = 32768
 _HEADER: Final = 7
@@ -39,9 +38,10 @@ class Index:
         self._rows: dict[tuple[str, int], list[_Row]] = {}
         self._names: dict[tuple[str, ...], tuple[str, ...]] = {}
 
-    def find(self, files: Iterable[Path], wanted: Wanted) -> set[tuple[str, int]]:
+    def find(
+        self, files: Sequence[Path], wanted: Mapping[tuple[str, int], Mapping[str, float]]
+    ) -> set[tuple[str, int]]:
         """Return which of these rows, by source and step, the files hold with the same values."""
-        files = list(files)
         if any(path not in files or known.shrunk() for path, known in self._files.items()):
             self._files, self._rows = {}, {}  # one was removed or replaced
         for path in files:
@@ -109,12 +109,6 @@ class _File:
                     yield parts
 
 
-def read_history(path: Path) -> Iterator[dict[str, Any]]:
-    """Read the rows of a run's own file, as far as it is intact."""
-    for items in _File(path).read_items():
-        yield {_name_of(item): json.loads(item.value_json) for item in items}
-
-
 def count_rows(path: Path) -> int:
     """Count the rows of ours."""
     return sum(any(_is_axis(_name_of(item)) for item in items) for items in _File(path).read_items())
@@ -144,7 +138,6 @@ _PATIENCE_SECONDS: Final = 3.0
 _LARGEST_FILE: Final = 128 * 2**20
 _LAST_WORDS: Final = 64 * 2**10
 _LITTLE_SPACE: Final = 2**17
-_TRACE: Final = b"failed to save record"
 
 
 def check_own(run: Any, written: int) -> None:
@@ -167,10 +160,8 @@ def check_attached(run: Any) -> None:
     file = _file(run)
     if file is None:
         return
-    if (
-        _TRACE in _last_words(file.parent / "logs" / "debug-internal.log")
-        or shutil.disk_usage(file.parent).free < _LITTLE_SPACE
-    ):
+    words, free = _last_words(file.parent / "logs" / "debug-internal.log"), shutil.disk_usage(file.parent).free
+    if b"failed to save record" in words or free < _LITTLE_SPACE:
         raise BackendError(
             f"wandb: the disk of {file.parent} is full, and W&B drops what it cannot write. Make room; "
             "`gradtrack replay` delivers what is missing after the run."

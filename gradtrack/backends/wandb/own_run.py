@@ -28,18 +28,19 @@ class Ending:
         self._lock = threading.Lock()
         self._over = False
         self._process = os.getpid()
-        self.hooked = self._hook(run)
+        self.hooked = True
         """Whether the run tells of its `finish`."""
+        try:
+            module = importlib.import_module("wandb.sdk.wandb_run")
+            run._teardown_hooks.append(module.TeardownHook(self.come, module.TeardownStage.EARLY))
+        except Exception:
+            self.hooked = False
         # A run without a call of its `finish` ends with the interpreter, and its own way out does not ask us.
         atexit.register(self.come)
 
-    def before(self, action: Callable[[], object]) -> None:
-        """Call something before the run ends; it must not raise."""
-        self._actions.append(action)
-
-    def before_others(self, action: Callable[[], object]) -> None:
-        """Call something before all the rest; it must not raise."""
-        self._actions.insert(0, action)
+    def before(self, action: Callable[[], object], *, first: bool = False) -> None:
+        """Call something before the run ends, or before all the rest as well; it must not raise."""
+        self._actions.insert(0 if first else len(self._actions), action)
 
     def come(self) -> None:
         """Call everything, the first time only; a forked copy of the process has no part in the run."""
@@ -50,14 +51,6 @@ class Ending:
         atexit.unregister(self.come)
         for action in () if over else self._actions:
             action()
-
-    def _hook(self, run: Any) -> bool:
-        try:
-            module = importlib.import_module("wandb.sdk.wandb_run")
-            run._teardown_hooks.append(module.TeardownHook(self.come, module.TeardownStage.EARLY))
-        except Exception:
-            return False
-        return True
 
 
 _CONNECT_SECONDS: Final = 5.0
@@ -91,7 +84,12 @@ def open_run(package: Any, given: Mapping[str, Any], info: RunInfo | None, tell:
     # A user who sets the variable also says whether that run is to be resumed.
     if options.get("id") not in (None, os.environ.get("WANDB_RUN_ID")) and _talks(package):
         options["resume"] = "allow"
-    settings, reason = _settings(package), _out_of_reach(package)
+    try:
+        # A killed process loses what was not flushed; the default is 15 seconds.
+        settings = package.Settings(x_transaction_log_flush_interval=1.0, init_timeout=30)
+    except Exception:  # an older version has no such setting
+        settings = package.Settings()
+    reason = _out_of_reach(package)
     if reason is None:
         try:
             return package.init(reinit="create_new", settings=settings, **options)
@@ -118,11 +116,3 @@ def _out_of_reach(package: Any) -> str | None:
 def _talks(package: Any) -> bool:
     """Say whether W&B is to talk to its server."""
     return package.setup().settings.mode in ("online", "shared", None)
-
-
-def _settings(package: Any) -> Any:
-    try:
-        # A killed process loses what was not flushed; the default is 15 seconds.
-        return package.Settings(x_transaction_log_flush_interval=1.0, init_timeout=30)
-    except Exception:  # an older version has no such setting
-        return package.Settings()

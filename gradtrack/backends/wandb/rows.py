@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any, Final, Literal, Protocol
+from types import MappingProxyType
+from typing import Any, Final, Literal, final
 
 from gradtrack.backends.wandb.columns import STEP
 from gradtrack.backends.wandb.own_run import Ending
@@ -19,59 +21,65 @@ _LONGEST_WAIT_SECONDS: Final = 1.0
 _MANY_HELD: Final = 1000
 
 
-class Rows(Protocol):
-    """A way into a run."""
+class Rows(ABC):
+    """A way into a run; rows that wait are written when the run ends, or at the close where it cannot tell its end."""
 
+    def __init__(self, run: Any, ending: Ending | None, tell: Callable[[str], object]) -> None:
+        self._run, self._ending, self._tell = run, ending, tell
+        self._held: deque[Mapping[str, Any]] = deque()
+        self._ended = False
+        if ending is not None:
+            ending.before(self.finish)
+
+    @abstractmethod
     def write(self, row: Mapping[str, Any], step: int) -> None:
         """Log a row, now or later."""
 
     def close(self) -> None:
         """Prepare for the end."""
+        if self._ending is not None and not self._ending.hooked:
+            self.finish()
+
+    def finish(self) -> None:
+        """Write what waits."""
+        self._ended = True
 
 
 def rows_of(run: Any, mode: StepMode, ending: Ending | None, tell: Callable[[str], object]) -> Rows:
     """Return the way into a run; one without an ending is ours."""
     shared = getattr(getattr(run, "settings", None), "mode", "") == "shared"
     if ending is None or shared or mode == "row":
-        return OwnRows(run)
-    return StepRows(run, ending, tell) if mode == "step" else PoliteRows(run, ending, tell)
+        return OwnRows(run, None, tell)
+    return (StepRows if mode == "step" else PoliteRows)(run, ending, tell)
 
 
-class OwnRows:
+@final
+class OwnRows(Rows):
     """Rows in a run whose step counter is ours, or does not matter."""
 
-    def __init__(self, run: Any) -> None:
-        self._run = run
-
     def write(self, row: Mapping[str, Any], step: int) -> None:
-        """Commit a row by itself."""
         self._run.log(row)
 
-    def close(self) -> None:
-        """Leave the rest to the run."""
 
-
-class StepRows:
+@final
+class StepRows(Rows):
     """Rows at their own step of a run of the user's; those that come behind its counter are written when it ends.
 
     The user may move the counter at any moment: what follows each row tells whether W&B took or dropped it.
     """
 
-    def __init__(self, run: Any, ending: Ending, tell: Callable[[str], object]) -> None:
-        self._run, self._ending, self._tell = run, ending, tell
-        self._late: deque[Mapping[str, Any]] = deque()
-        self._open: Mapping[str, Any] = {}
-        self._open_at = -1
-        self._ended = False
-        ending.before(self._finish)
+    _open: Mapping[str, Any] = MappingProxyType({})
+    _open_at = -1
 
     def write(self, row: Mapping[str, Any], step: int) -> None:
-        """Leave a row open at its step, or keep it: W&B would drop one that is behind."""
+        # A row is left open at its step, or kept: W&B would drop one that is behind.
         _check_open(self._run, ended=self._ended)
         reached = self._run.step
         joins = reached == step == self._open_at
-        if reached > step or (joins and self._would_replace(row)):
-            self._late.append(row)
+        # Our row that may still be open has other values under the same names.
+        replaces = joins and any(name in self._open and self._open[name] != value for name, value in row.items())
+        if reached > step or replaces:
+            self._held.append(row)
             return
         if reached < step:
             self._run.log(row, step=step)
@@ -79,31 +87,23 @@ class StepRows:
             self._run.log(row, commit=False)  # which is not dropped if the counter moves just now
         after = self._run.step
         if reached < step < after and not self._was_taken(row):
-            self._late.append(row)
+            self._held.append(row)
             return
         self._open = {**self._open, **row} if joins else row
         self._open_at = step if reached < step else after
-
-    def close(self) -> None:
-        """Write what was late when the run ends, or now where the run cannot tell us about its end."""
-        if not self._ending.hooked:
-            self._finish()
-
-    def _would_replace(self, row: Mapping[str, Any]) -> bool:
-        """Say whether our row that may still be open has other values under the same names."""
-        return any(name in self._open and self._open[name] != value for name, value in row.items())
 
     def _was_taken(self, row: Mapping[str, Any]) -> bool:
         """Look for a row that was logged just before the counter left its step, or just after."""
         return all(self._run.summary.get(name) == value for name, value in row.items() if name.startswith(STEP))
 
-    def _finish(self) -> None:
+    def finish(self) -> None:
         self._ended = True
         # The row that is open may have columns of ours.
-        _log_all(self._run, self._late, self._tell, alone=True)
+        _log_all(self._run, self._held, self._tell, alone=True)
 
 
-class PoliteRows:
+@final
+class PoliteRows(Rows):
     """Rows in a run whose step counter is the user's.
 
     A row of ours is added to the row that W&B holds open, without committing it. The next one follows only when the
@@ -113,17 +113,13 @@ class PoliteRows:
     the user's can come too late.
     """
 
-    def __init__(self, run: Any, ending: Ending, tell: Callable[[str], object]) -> None:
-        self._run, self._ending, self._tell = run, ending, tell
-        self._held: deque[Mapping[str, Any]] = deque()
+    def __init__(self, run: Any, ending: Ending | None, tell: Callable[[str], object]) -> None:
+        super().__init__(run, ending, tell)
         self._open_at: int | None = None
         self._waited_at: int | None = None
         self._lock = threading.RLock()
-        self._ended = False
-        ending.before(self._finish)
 
     def write(self, row: Mapping[str, Any], step: int) -> None:
-        """Add a row to the user's, now or later."""
         with self._lock:
             _check_open(self._run, ended=self._ended)
             self._held.append(row)
@@ -138,11 +134,6 @@ class PoliteRows:
                 f"more than {_MANY_HELD} rows wait for rows of yours to join; they are written when the run ends. "
                 "Set step_mode='row' if you never log with step="
             )
-
-    def close(self) -> None:
-        """Write what is left when the run ends, or now where the run cannot tell us about its end."""
-        if not self._ending.hooked:
-            self._finish()
 
     def _offer(self) -> None:
         """Add held rows one by one, as long as the user's rows keep coming."""
@@ -167,8 +158,7 @@ class PoliteRows:
             pause = min(2 * pause, 0.01)
         return True
 
-    def _finish(self) -> None:
-        """Commit the row that is open, then the rows in line."""
+    def finish(self) -> None:
         with self._lock:
             if self._ended:
                 return
