@@ -18,9 +18,10 @@ _CLIPPING: Final = {"enable_gradient_clipping", "max_grad_norm", "clip_type", "a
 _ACTION: Final = {"nonfinite_action", "replace_nan_with", "replace_inf_with"}
 
 
-def wants_clipping(config: GradientConfig) -> bool:
-    """Say whether the user has asked gradtrack itself to clip."""
-    return config.enable_gradient_clipping and bool(config.model_fields_set & _CLIPPING)
+def clipping_if_asked(config: GradientConfig, *, clips: str) -> GradientConfig:
+    """Return the configuration; it only measures unless the user has asked for clipping and the framework does none."""
+    asked = config.enable_gradient_clipping and config.model_fields_set & _CLIPPING
+    return config if asked and not clips else only_measuring(config, clips=clips)
 
 
 def only_measuring(config: GradientConfig, *, clips: str = "") -> GradientConfig:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from torch import Tensor, nn
 
 from gradtrack.config import GradientConfig
 from gradtrack.errors import MissingExtraError
 from gradtrack.integrations.callback import ManagedTraining
-from gradtrack.integrations.clipping_owner import joined, only_measuring, wants_clipping
+from gradtrack.integrations.clipping_owner import clipping_if_asked, joined
 from gradtrack.integrations.patching import stand_in
 from gradtrack.manager import GradientManager
 from gradtrack.step.pair import IssueCallback
@@ -24,7 +24,7 @@ except ImportError as fault:
     raise MissingExtraError("the callback for Lightning", "lightning", "lightning") from fault
 
 _logger = logging.getLogger("gradtrack")
-Config = dict[str, Any] | str | None
+_LOGGERS: Final = {WandbLogger: "wandb", TensorBoardLogger: "tensorboard", MLFlowLogger: "mlflow"}
 
 
 class GradientStatisticsCallback(ManagedTraining, Callback):  # type: ignore[misc]
@@ -44,7 +44,7 @@ class GradientStatisticsCallback(ManagedTraining, Callback):  # type: ignore[mis
         grad_log_every_n_steps: int = 100,
         grad_track_per_weight_matrix: bool = True,
         *,
-        config: Config = None,
+        config: dict[str, Any] | str | None = None,
         run_dir: str | None = None,
         on_issue: IssueCallback | None = None,
         **settings: Any,
@@ -67,23 +67,22 @@ class GradientStatisticsCallback(ManagedTraining, Callback):  # type: ignore[mis
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Join the trainer's loggers, and take back the checkpoint's state."""
         restored = self.state_dict() or None
-        clips = bool(trainer.gradient_clip_val)
-        who = f"the trainer clips at gradient_clip_val {trainer.gradient_clip_val}"
-        ours = wants_clipping(self._config) and not clips
-        config = self._config if ours else only_measuring(self._config, clips=who if clips else "")
+        limit = trainer.gradient_clip_val
+        clips = f"the trainer clips at gradient_clip_val {limit}" if limit else ""
+        config = clipping_if_asked(self._config, clips=clips)
         manager = self._begin(_in_its_place(config, trainer), restored)
         self._attach(manager, trainer, pl_module)
+        checks = config.enable_nan_inf_check and config.nonfinite_action != "report"
         if not pl_module.automatic_optimization:
             self._look_before_clipping(trainer, pl_module)
-        elif _changes_gradients(manager.config):
+        elif config.enable_gradient_clipping or checks:
             self._look_after_the_hooks(trainer, pl_module)
-        if clips:
-            note = (
-                f"{who}; gradtrack only measures, before it clips. "
-                "Leave gradient_clip_val out and set max_grad_norm here to let gradtrack clip."
+        for _, name in self._modules.values() if clips else ():
+            manager.note(
+                f"{clips}; gradtrack only measures, before it clips. "
+                "Leave gradient_clip_val out and set max_grad_norm here to let gradtrack clip.",
+                name=name,
             )
-            for _, name in self._modules.values():
-                manager.note(note, name=name)
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
         """Add up the loss of the coming optimizer step."""
@@ -187,10 +186,6 @@ def _grads_of(optimizer: Any) -> list[tuple[int, int]]:
     return [(id(param.grad), param.grad._version) for param in params if param.grad is not None]
 
 
-def _changes_gradients(config: GradientConfig) -> bool:
-    return config.enable_gradient_clipping or (config.enable_nan_inf_check and config.nonfinite_action != "report")
-
-
 def _in_its_place(config: GradientConfig, trainer: Any) -> GradientConfig:
     """Return the configuration with the trainer's directory and loggers."""
     if trainer.fast_dev_run and config.run_dir is None:  # Lightning leaves no files behind in this mode
@@ -201,34 +196,29 @@ def _in_its_place(config: GradientConfig, trainer: Any) -> GradientConfig:
         config = GradientConfig.load(config, run_dir=Path(directory))
     found: dict[str, dict[str, Any]] = {}
     for logger in trainer.loggers:
-        for name, options in _joined_to(logger, trainer):
-            if name in found and trainer.is_global_zero:
-                _logger.warning("a second %s gets no rows of ours: the first one has them", type(logger).__name__)
-            found.setdefault(name, options)
+        name = next((name for kind, name in _LOGGERS.items() if isinstance(logger, kind)), None)
+        if name is None:
+            continue
+        if name in found and trainer.is_global_zero:
+            _logger.warning("a second %s gets no rows of ours: the first one has them", type(logger).__name__)
+        found.setdefault(name, _options_of(name, logger) if trainer.is_global_zero else {})
     return joined(config, ["json", *found], found.get)
 
 
-def _joined_to(logger: Any, trainer: Any) -> list[tuple[str, dict[str, Any]]]:
-    """Return the backend of a logger of Lightning's, with the options that lead it into the logger's run."""
-    zero = trainer.is_global_zero
-    if isinstance(logger, WandbLogger):
-        return [("wandb", {"run": logger.experiment} if zero else {})]
-    if isinstance(logger, TensorBoardLogger):
-        return [("tensorboard", {"writer": logger.experiment} if zero else {})]
-    if isinstance(logger, MLFlowLogger):
-        return [("mlflow", {"run_id": logger.run_id, "tracking_uri": logger._tracking_uri} if zero else {})]
-    return []
+def _options_of(name: str, logger: Any) -> dict[str, Any]:
+    """Return the options that lead a backend into the run of a logger of Lightning's."""
+    if name == "mlflow":
+        return {"run_id": logger.run_id, "tracking_uri": logger._tracking_uri}
+    return {"run" if name == "wandb" else "writer": logger.experiment}
 
 
 def _owned_by(optimizer: Any, pl_module: nn.Module, index: int) -> tuple[nn.Module, str]:
     """Return the smallest module that holds all parameters of an optimizer, and its name."""
     params = {id(param) for group in optimizer.param_groups for param in group["params"]}
     holders = [
-        (sum(1 for _ in module.parameters()), name, module)
+        (module, name.replace(".", "_"))
         for name, module in pl_module.named_modules()
         if name and params <= {id(param) for param in module.parameters()}
     ]
-    if not holders:
-        return pl_module, f"optimizer_{index}"
-    _, name, module = min(holders, key=lambda holder: holder[0])
-    return module, name.replace(".", "_")
+    otherwise = pl_module, f"optimizer_{index}"
+    return min(holders, key=lambda holder: sum(1 for _ in holder[0].parameters()), default=otherwise)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from statistics import fmean
 from typing import Any, ClassVar, Final, final
 
 import torch
@@ -13,7 +14,7 @@ from gradtrack.backends.base import Backend
 from gradtrack.config import GradientConfig
 from gradtrack.errors import MissingExtraError, UsageError
 from gradtrack.integrations.callback import ManagedTraining
-from gradtrack.integrations.clipping_owner import Source, only_measuring, wants_clipping
+from gradtrack.integrations.clipping_owner import Source, clipping_if_asked
 from gradtrack.integrations.patching import AfterBackward, embrace, stand_in
 from gradtrack.records import Record, tail_of
 from gradtrack.step.pair import IssueCallback
@@ -49,18 +50,21 @@ class GradtrackCallback(ManagedTraining, BaseCallback):  # type: ignore[misc]
     def _on_training_start(self) -> None:
         self._stop()
         before = None if self._manager is None else self._manager.state_dict()
-        clips = hasattr(self.model, "max_grad_norm")
-        manager = self._begin(self._effective(clips=clips), before)
+        clips = ""
+        if hasattr(self.model, "max_grad_norm"):
+            clips = f"{type(self.model).__name__} clips at max_grad_norm {self.model.max_grad_norm}"
+        manager = self._begin(self._effective(clips), before)
         with self._failing():
             for name, module, optimizer in _pairs(self.model):
                 manager.attach(module, optimizer, name=name or None)
                 if before is None and self.model.num_timesteps:
-                    manager.continue_from(_steps_made(optimizer), name=name)
-                self._watch(module, optimizer, clips=clips)
+                    # What an optimizer counts of its own, with the steps before its model was saved.
+                    made = max((int(state.get("step", 0)) for state in optimizer.state.values()), default=0)
+                    manager.continue_from(made, name=name)
+                self._watch(module, optimizer, clips=bool(clips))
                 if clips:
-                    manager.note(f"{_who_clips(self.model)}; gradtrack only measures, before it clips.", name=name)
-            if _watched_call(self.model.policy) is not None and self._has_policy_analyzer():
-                self._watch_policy(self.model.policy)
+                    manager.note(f"{clips}; gradtrack only measures, before it clips.", name=name)
+            self._watch_policy(self.model.policy)
             self._watch_algorithm(self.model)
 
     def _on_step(self) -> bool:
@@ -69,10 +73,8 @@ class GradtrackCallback(ManagedTraining, BaseCallback):  # type: ignore[misc]
     def _on_training_end(self) -> None:
         self._stop()
 
-    def _effective(self, *, clips: bool) -> GradientConfig:
-        config = self._config
-        if clips or not wants_clipping(config):
-            config = only_measuring(config, clips=_who_clips(self.model) if clips else "")
+    def _effective(self, clips: str) -> GradientConfig:
+        config = clipping_if_asked(self._config, clips=clips)
         given = config.model_fields_set
         defaults: dict[str, Any] = {}
         if "backends" not in given:
@@ -111,23 +113,23 @@ class GradtrackCallback(ManagedTraining, BaseCallback):  # type: ignore[misc]
         else:
             self._undo.append(optimizer.register_step_pre_hook(look).remove)
 
-    def _has_policy_analyzer(self) -> bool:
-        try:
-            self.manager.analyzer(_POLICY)
-        except UsageError:
-            return False
-        return True
-
     def _watch_policy(self, policy: Any) -> None:
-        """Show the analyzer the distributions that the update itself computes."""
-        analyzer: Any = self.manager.analyzer(_POLICY)
-        owner, name = _watched_call(policy) or (policy, "")
+        """Show the analyzer, where there is one, the distributions that the update itself computes."""
+        watched = _watched_call(policy)
+        if watched is None:
+            return
+        try:
+            analyzer: Any = self.manager.analyzer(_POLICY)
+        except UsageError:
+            return
+        owner, name = watched
         compute = getattr(owner, name)
 
         def compute_and_show(*arguments: Any, **keywords: Any) -> Any:
             found = compute(*arguments, **keywords)
             if self._awake and owner.training and torch.is_grad_enabled():
-                analyzer.observe(owner.action_dist, episode_return=_episode_return(self.model))
+                recent = [float(episode["r"]) for episode in self.model.ep_info_buffer or ()]
+                analyzer.observe(owner.action_dist, episode_return=fmean(recent) if recent else None)
             return found
 
         self._undo.append(stand_in(owner, name, compute_and_show))
@@ -153,15 +155,6 @@ class _LoggerBackend(Backend):
             self._logger.record(f"gradtrack/step{tail}", record.step)
 
 
-def _steps_made(optimizer: torch.optim.Optimizer) -> int:
-    """Return how many steps an optimizer counts of its own, with those before its model was saved."""
-    return max((int(state.get("step", 0)) for state in optimizer.state.values()), default=0)
-
-
-def _who_clips(model: Any) -> str:
-    return f"{type(model).__name__} clips at max_grad_norm {model.max_grad_norm}"
-
-
 def _pairs(model: Any) -> list[tuple[str, nn.Module, Any]]:
     """Return name, module and optimizer of everything that the algorithm steps."""
     policy = model.policy
@@ -181,8 +174,3 @@ def _watched_call(policy: Any) -> tuple[Any, str] | None:
         if hasattr(owner, name) and hasattr(owner, "action_dist"):
             return owner, name
     return None
-
-
-def _episode_return(model: Any) -> float | None:
-    recent = [float(episode["r"]) for episode in model.ep_info_buffer or ()]
-    return sum(recent) / len(recent) if recent else None

@@ -7,6 +7,7 @@ import inspect
 import logging
 import math
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
@@ -20,7 +21,6 @@ from gradtrack.errors import ConfigError, InputTypeError, UsageError
 from gradtrack.manager import GradientManager
 from gradtrack.reports import Report, StepReport, TrainingSummary
 
-Metrics = Mapping[str, float]
 Result = float | Tensor | Mapping[str, float | Tensor]
 TrainFunction = Callable[[nn.Module, Any, GradientManager], Result | Awaitable[Result]]
 ValidationFunction = Callable[[nn.Module], Result | Awaitable[Result]]
@@ -117,7 +117,13 @@ class TrainingOptimizer:
             )
         self._stopping = _settings(early_stopping_config, EarlyStoppingConfig)
         self._schedule = _settings(lr_scheduler_config, LRSchedulerConfig)
-        self._gradients = _effective(gradient_config)
+        config = gradient_config
+        if not isinstance(config, GradientConfig):
+            config = GradientManagementConfig.load(config)
+        if isinstance(config, GradientManagementConfig) and not config.enable_gradient_management:
+            parts = ("enable_gradient_clipping", "enable_nan_inf_check", "enable_gradient_monitoring")
+            config = GradientConfig(**dict.fromkeys(parts, False))
+        self._gradients = config
         self.optimizer = optimizer
         self.manager = GradientManager(self._gradients)
 
@@ -147,40 +153,51 @@ class TrainingOptimizer:
         if self.manager.status()["closed"]:
             self.manager = GradientManager(self._gradients)
         run = _Run(model, self.optimizer, self.manager, self._stopping or EarlyStoppingConfig(patience=max_epochs))
-        scheduler = _scheduler(self._schedule, self.optimizer, max_epochs, mode=run.rule.mode)
+        advance = _schedule(self._schedule, self.optimizer, max_epochs, run.rule.mode)
         with self.manager:
             for epoch in range(max_epochs):
                 value = await run.epoch(epoch, train_func, val_func)
                 if run.stopped:
                     break
-                _advance(scheduler, value)
+                advance(value)
             return run.finish()
 
 
+@dataclass
 class _Run:
     """One training under way."""
 
-    def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, manager: GradientManager, rule: EarlyStoppingConfig
-    ) -> None:
-        self.model, self.optimizer, self.manager, self.rule = model, optimizer, manager, rule
-        self.epochs: list[EpochReport] = []
-        self.best_epoch: int | None = None
-        self.best_value: float | None = None
-        self.stopped = False
-        self._best_weights: dict[str, Any] | None = None
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    manager: GradientManager
+    rule: EarlyStoppingConfig
+    epochs: list[EpochReport] = field(default_factory=list)
+    best_epoch: int | None = None
+    best_value: float | None = None
+    best_weights: dict[str, Any] | None = None
+    stopped: bool = False
 
     async def epoch(self, epoch: int, train_func: TrainFunction, val_func: ValidationFunction | None) -> float:
         """Train and judge for one epoch, and return the value that is monitored."""
         self.model.train()
         rates = [float(group["lr"]) for group in self.optimizer.param_groups]
-        train = _metrics(await _result(train_func(self.model, self.optimizer, self.manager)), "train_func")
+        train = await _metrics(train_func(self.model, self.optimizer, self.manager), "train_func")
         if epoch == 0 and not self.manager.reports:
             _logger.warning(
                 "train_func showed no gradients to the manager; call safe_backward(loss, model, optimizer, "
                 "gradient_manager) in it"
             )
-        validation = {} if val_func is None else await self._validate(val_func)
+        validation: dict[str, float] = {}
+        if val_func is not None:
+            self.model.eval()
+            try:
+                # A coroutine has to switch gradients off by itself: whether they are on belongs to the thread, so it
+                # must not be changed while others run between its steps.
+                with torch.no_grad():
+                    outcome = val_func(self.model)
+                validation = await _metrics(outcome, "val_func")
+            finally:
+                self.model.train()
         self.epochs.append(EpochReport(epoch=epoch, train=train, validation=validation, lr=rates))
         judged = train if val_func is None else validation
         if self.rule.monitor not in judged:
@@ -188,13 +205,20 @@ class _Run:
                 f"monitored metric {self.rule.monitor!r}: expected one of {', '.join(judged) or 'none'}. "
                 "Return it from val_func, or set EarlyStoppingConfig(monitor=...)."
             )
-        self._judge(epoch, judged[self.rule.monitor])
-        return judged[self.rule.monitor]
+        value = judged[self.rule.monitor]
+        sign = 1.0 if self.rule.mode == "min" else -1.0
+        best = math.inf if self.best_value is None else sign * self.best_value - self.rule.min_delta
+        if sign * value < best:  # which a NaN never is
+            self.best_epoch, self.best_value = epoch, value
+            if self.rule.restore_best_weights:
+                self.best_weights = copy.deepcopy(self.model.state_dict())
+        self.stopped = epoch - (-1 if self.best_epoch is None else self.best_epoch) >= self.rule.patience
+        return value
 
     def finish(self) -> TrainingHistory:
         """Return the history, with the best weights back in the model where that was asked for."""
-        if self._best_weights is not None:
-            self.model.load_state_dict(self._best_weights)
+        if self.best_weights is not None:
+            self.model.load_state_dict(self.best_weights)
         return TrainingHistory(
             epochs=self.epochs,
             monitor=self.rule.monitor,
@@ -203,30 +227,6 @@ class _Run:
             stopped_early=self.stopped,
             gradients=self.manager.get_training_summary(),
         )
-
-    async def _validate(self, val_func: ValidationFunction) -> dict[str, float]:
-        """Call the user's function in evaluation mode; a coroutine has to switch gradients off by itself.
-
-        Whether gradients are on belongs to the thread, so it must not be changed while others run between its steps.
-        """
-        self.model.eval()
-        try:
-            with torch.no_grad():
-                outcome = val_func(self.model)
-            return _metrics(await _result(outcome), "val_func")
-        finally:
-            self.model.train()
-
-    def _judge(self, epoch: int, value: float) -> None:
-        sign = 1.0 if self.rule.mode == "min" else -1.0
-        best = self.best_value
-        # A NaN compares as false, so it never improves on anything.
-        if sign * value < (math.inf if best is None else sign * best - self.rule.min_delta):
-            self.best_epoch, self.best_value = epoch, value
-            if self.rule.restore_best_weights:
-                self._best_weights = copy.deepcopy(self.model.state_dict())
-        last = -1 if self.best_epoch is None else self.best_epoch
-        self.stopped = epoch - last >= self.rule.patience
 
 
 def _settings(given: Any, kind: type[_Kind]) -> _Kind | None:
@@ -250,44 +250,30 @@ def _check_call(function: object, name: str, arguments: tuple[str, ...]) -> None
         ) from None
 
 
-def _effective(given: GradientConfig | Mapping[str, Any] | None) -> GradientConfig:
-    config = given if isinstance(given, GradientConfig) else GradientManagementConfig.load(given)
-    if isinstance(config, GradientManagementConfig) and not config.enable_gradient_management:
-        parts = ("enable_gradient_clipping", "enable_nan_inf_check", "enable_gradient_monitoring")
-        return GradientConfig(**dict.fromkeys(parts, False))
-    return config
-
-
-def _scheduler(
-    config: LRSchedulerConfig | None, optimizer: torch.optim.Optimizer, epochs: int, *, mode: Literal["min", "max"]
-) -> Any:
+def _schedule(
+    config: LRSchedulerConfig | None, optimizer: torch.optim.Optimizer, epochs: int, mode: Literal["min", "max"]
+) -> Callable[[float], object]:
+    """Return what advances the schedule after an epoch with this value."""
     if config is None or config.scheduler_type == "none":
-        return None
+        return lambda _: None
+    if config.scheduler_type == "plateau":
+        return lr_scheduler.ReduceLROnPlateau(
+            optimizer, mode=mode, factor=config.gamma, patience=config.patience, min_lr=config.min_lr
+        ).step
+    scheduler: lr_scheduler.LRScheduler
     if config.scheduler_type == "cosine":
-        return lr_scheduler.CosineAnnealingLR(optimizer, T_max=epochs, eta_min=config.min_lr)
-    if config.scheduler_type == "linear":
-        return lr_scheduler.LinearLR(optimizer, start_factor=1.0, end_factor=config.gamma, total_iters=epochs)
-    if config.scheduler_type == "step":
-        return lr_scheduler.StepLR(optimizer, step_size=config.step_size, gamma=config.gamma)
-    if config.scheduler_type == "exponential":
-        return lr_scheduler.ExponentialLR(optimizer, gamma=config.gamma)
-    return lr_scheduler.ReduceLROnPlateau(
-        optimizer, mode=mode, factor=config.gamma, patience=config.patience, min_lr=config.min_lr
-    )
+        scheduler = lr_scheduler.CosineAnnealingLR(optimizer, T_max=epochs, eta_min=config.min_lr)
+    elif config.scheduler_type == "linear":
+        scheduler = lr_scheduler.LinearLR(optimizer, start_factor=1.0, end_factor=config.gamma, total_iters=epochs)
+    elif config.scheduler_type == "step":
+        scheduler = lr_scheduler.StepLR(optimizer, step_size=config.step_size, gamma=config.gamma)
+    else:
+        scheduler = lr_scheduler.ExponentialLR(optimizer, gamma=config.gamma)
+    return lambda _: scheduler.step()
 
 
-def _advance(scheduler: Any, value: float) -> None:
-    if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau):
-        scheduler.step(value)
-    elif scheduler is not None:
-        scheduler.step()
-
-
-async def _result(outcome: Any) -> Any:
-    return await outcome if inspect.isawaitable(outcome) else outcome
-
-
-def _metrics(result: Any, source: str) -> dict[str, float]:
+async def _metrics(outcome: Any, source: str) -> dict[str, float]:
+    result = await outcome if inspect.isawaitable(outcome) else outcome
     values = result if isinstance(result, Mapping) else {"loss": result}
     try:
         return {

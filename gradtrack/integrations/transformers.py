@@ -6,7 +6,7 @@ import inspect
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, Final
 
@@ -61,20 +61,19 @@ class GradtrackCallback(ManagedTraining, TrainerCallback, ExportableState):  # t
         """Join the Trainer's trackers, take back the checkpoint's state, and watch the backward passes."""
         assert model is not None
         self._stop()
-        clips = args.max_grad_norm is not None and args.max_grad_norm > 0
-        who = f"the Trainer clips at max_grad_norm {args.max_grad_norm}"
-        config = only_measuring(self._config, clips=who) if clips else self._config
+        clips = f"the Trainer clips at max_grad_norm {args.max_grad_norm}" if (args.max_grad_norm or 0) > 0 else ""
+        config = only_measuring(self._config, clips=clips) if clips else self._config
         # A checkpoint from before gradtrack has no place for its state, and the Trainer expects one.
         saved = state.stateful_callbacks.setdefault(type(self).__name__, {})
         restored = self._restored or (saved.get("attributes", {}).get("_restored") if isinstance(saved, dict) else None)
-        joined_config = self._join(config, args, _caller(CallbackHandler))
-        manager = self._begin(joined_config, restored if state.global_step else None)
+        config = self._join(config, args, _caller(CallbackHandler))
+        manager = self._begin(config, restored if state.global_step else None)
         with self._failing():
             self._watch(model, optimizer, state)
             self._watch_trainer(_caller(Trainer))
         if clips:
             manager.note(
-                f"{who}; gradtrack only measures, before it clips. Set max_grad_norm=0 in "
+                f"{clips}; gradtrack only measures, before it clips. Set max_grad_norm=0 in "
                 "TrainingArguments to let gradtrack clip."
             )
 
@@ -107,10 +106,17 @@ class GradtrackCallback(ManagedTraining, TrainerCallback, ExportableState):  # t
 
     def _join(self, config: GradientConfig, args: Any, handler: Any) -> GradientConfig:
         def options(name: str) -> dict[str, Any] | None:
-            writer = _summary_writer(handler) if name == "tensorboard" else None
+            # A second writer in the directory of the Trainer's own TensorBoard callback is not read.
+            writers = [getattr(callback, "tb_writer", None) for callback in getattr(handler, "callbacks", ())]
+            writer = next(filter(None, writers), None) if name == "tensorboard" else None
             if name not in args.report_to or not (name == "wandb" or writer is not None):
                 return None
-            _tell_withheld(name)
+            _logger.warning(
+                "%s is written to %s by the Trainer and is the same as ours; ours is left out there and kept in the "
+                "journal",
+                _NORM,
+                name,
+            )
             return {"withhold": [_NORM]} if writer is None else {"withhold": [_NORM], "writer": writer}
 
         return joined(config, [name for name in _TRACKERS if name in args.report_to], options)
@@ -131,32 +137,25 @@ class GradtrackCallback(ManagedTraining, TrainerCallback, ExportableState):  # t
                 with self._failing():
                     manager.step(model, inner, loss, backward=False, scaler=scaler, epoch=int(state.epoch or 0))
 
+        def take_notice() -> None:  # gradients are measured when no further backward pass of their step can come
+            if GradientState().sync_gradients:
+                self._due = True
+                if not self._within_step:
+                    self._look_if_due()
+
         self._look = look
         if scaler is not None:
             self._undo.append(_after_unscaling(scaler, look))
         else:
-            self._after = AfterBackward(model.parameters(), self._take_notice)
+            self._after = AfterBackward(model.parameters(), take_notice)
             self._undo.append(self._after.close)
             if hasattr(inner, "register_step_pre_hook"):  # a step of the Trainer's may hold one of the optimizer's
                 self._undo.append(inner.register_step_pre_hook(lambda *_: self._look_if_due()).remove)
-
-    def _take_notice(self) -> None:
-        """Measure the gradients of a step as soon as no further backward pass of it can come."""
-        if GradientState().sync_gradients:
-            self._due = True
-            if not self._within_step:
-                self._look_if_due()
 
     def _look_if_due(self) -> None:
         if self._due:
             self._due = False
             self._look()
-
-    def _has_passed_by(self) -> bool:
-        """Whether parameters have gradients without a hook of ours, as after parameters were unfrozen mid-training."""
-        if self._after is None or not GradientState().sync_gradients or self._measured_step == self._global_step:
-            return False
-        return any(param.grad is not None for param in self._after.params)
 
     def _watch_trainer(self, trainer: Any) -> None:
         """See the Trainer's own backward passes only, and the exceptions that end its training."""
@@ -194,7 +193,9 @@ class GradtrackCallback(ManagedTraining, TrainerCallback, ExportableState):  # t
         try:
             with self._in_training():
                 yield
-                self._due = self._due or self._has_passed_by()
+                if after is not None and GradientState().sync_gradients and self._measured_step != self._global_step:
+                    # Gradients without a hook of ours, as after parameters were unfrozen in the middle of a training.
+                    self._due = self._due or any(param.grad is not None for param in after.params)
                 self._look_if_due()
         finally:
             self._within_step = False
@@ -207,10 +208,7 @@ class GradtrackCallback(ManagedTraining, TrainerCallback, ExportableState):  # t
 
         def add_and_backward(loss: Tensor, **keywords: Any) -> None:
             self._loss = loss.detach() if self._loss is None else self._loss + loss.detach()
-            if self._after is None:
-                backward(loss, **keywords)
-                return
-            with self._after.at_the_end():
+            with nullcontext() if self._after is None else self._after.at_the_end():
                 backward(loss, **keywords)
 
         self._undo.append(stand_in(trainer.accelerator, "backward", add_and_backward))
@@ -229,20 +227,6 @@ def _caller(kind: type) -> Any:
             return found
         frame = frame.f_back
     return None
-
-
-def _tell_withheld(tracker: str) -> None:
-    _logger.warning(
-        "%s is written to %s by the Trainer and is the same as ours; ours is left out there and kept in the journal",
-        _NORM,
-        tracker,
-    )
-
-
-def _summary_writer(handler: Any) -> Any:
-    """Return the writer of the Trainer's own TensorBoard callback, since a second one in its directory is not read."""
-    writers = (getattr(callback, "tb_writer", None) for callback in getattr(handler, "callbacks", ()))
-    return next((writer for writer in writers if writer is not None), None)
 
 
 def _after_unscaling(scaler: Any, call: Callable[[], None]) -> Callable[[], None]:
