@@ -310,9 +310,9 @@ class RunningAnalyzers:
                 self._run_safely(name, lambda analyzer=analyzer, own=state[name]: analyzer.load_state_dict(own))
 
     def _disarm(self, name: str) -> None:
-        self._armed.discard(name)
         if name in self.running:
             self._run_safely(name, self.running[name].disarm)
+        self._armed.discard(name)  # last: what an interrupt leaves is disarmed before the next step
 
     def _run_safely(self, name: str, call: Any) -> Any:
         """Return the result of a call into an analyzer; None after a fault, which is counted."""

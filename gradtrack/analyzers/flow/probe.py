@@ -33,17 +33,19 @@ class Probe:
         self._calls: dict[str, int] = {}
         self._functions: dict[Any, int] = {}
         self._closed = False
-        self._handles = [
-            module.register_forward_hook(ModuleHook(module, self._seeing(name, module)))
-            for name, module in _observed(model)
-            if name
-        ]
+        self._handles: list[Any] = []
+
+    def register(self) -> None:
+        """Register the hooks; the caller keeps the probe before that, so that an interrupt leaves no hook."""
+        for name, module in _observed(self._model):
+            if name:
+                self._handles.append(module.register_forward_hook(ModuleHook(module, self._seeing(name, module))))
 
     def close(self) -> None:
-        """Remove the hooks and let go of the graph."""
+        """Remove the hooks and let go of the graph; a hook that an interrupt kept from being known does nothing."""
+        self._closed = True
         for handle in self._handles:
             handle.remove()
-        self._closed = True
         self._handles = []
         self._functions = {}
 

@@ -36,14 +36,17 @@ class StaleWatch:
     another model, whose own old gradients are cleared only before its own pass.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self) -> None:
         self._stale: dict[str, None] = {}
         self._fresh: set[str] = set()
-        self._handles = [
-            param.register_hook(self._hook(name, param))  # type: ignore[no-untyped-call]
-            for name, param in model.named_parameters()
-            if param.requires_grad
-        ]
+        self._closed = False
+        self._handles: list[Any] = []
+
+    def register(self, model: nn.Module) -> None:
+        """Register the hooks; the caller keeps the watch before that, so that an interrupt leaves no hook."""
+        for name, param in model.named_parameters():
+            if param.requires_grad:
+                self._handles.append(param.register_hook(self._hook(name, param)))  # type: ignore[no-untyped-call]
 
     @property
     def found(self) -> list[str]:
@@ -52,6 +55,7 @@ class StaleWatch:
 
     def close(self) -> None:
         """Remove the hooks."""
+        self._closed = True
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -60,7 +64,7 @@ class StaleWatch:
         version = param._version
 
         def hook(_: Tensor) -> None:
-            if name in self._fresh:
+            if self._closed or name in self._fresh:
                 return
             if _is_empty(param.grad):
                 self._fresh.add(name)
@@ -110,8 +114,10 @@ class FlowSampler:
     def arm(self, model: nn.Module, *, stale: bool = True) -> None:
         """Hook a model for the coming step."""
         if self._elements is None or not stale:
-            self._probe = Probe(model)
-            self._stale = StaleWatch(model) if stale else None
+            self._probe, self._stale = Probe(model), StaleWatch() if stale else None
+            self._probe.register()
+            if self._stale is not None:
+                self._stale.register(model)
 
     def look(self, snapshot: Snapshot) -> Sample | None:
         """Complete the last sample, and return a new one where the model was hooked."""
@@ -190,7 +196,7 @@ class FlowSampler:
         probe, stale = self._probe, self._stale
         return Sample(
             step=snapshot.step,
-            nodes=[] if probe is None else probe.nodes,
+            nodes=[] if probe is None else list(probe.nodes),
             params=self._parameters(snapshot, params),
             without_grad=set() if probe is None else probe.without_grad,
             stale=[] if stale is None else stale.found,

@@ -194,6 +194,7 @@ def test_a_length_is_no_normalisation(between: nn.Module, expected: set[str]) ->
     """What is measured, and not divided by it, keeps its size, and the gradient there is judged."""
     model = nn.Sequential(nn.Linear(4, 4), between, nn.Linear(1 if isinstance(between, Length) else 4, 1))
     probe = Probe(model)
+    probe.register()
     torch.autograd.backward(model(torch.randn(3, 4)).sum())
     probe.close()
     assert FlowGraph(probe.nodes).normalised == expected

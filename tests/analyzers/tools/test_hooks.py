@@ -40,6 +40,7 @@ def test_a_probe_sees_nothing_of_a_copy(copying: Copying) -> None:
     """Neither while the probe looks at the model nor when it is closed, and the model itself is seen."""
     model = perceptron()
     probe = Probe(model)
+    probe.register()
     other = copying(model)
     other(torch.randn(4, 8))
     assert not probe.nodes
@@ -54,6 +55,7 @@ def test_a_probe_sees_nothing_of_a_shallow_copy() -> None:
     """A copy that shares the hooks of a module is another module."""
     model = perceptron()
     probe = Probe(model)
+    probe.register()
     copy.copy(model[0])(torch.randn(4, 8))
     assert not probe.nodes
     probe.close()
