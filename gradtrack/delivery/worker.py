@@ -15,6 +15,7 @@ from gradtrack.delivery.status import Faults
 from gradtrack.delivery.writer import QUEUE_ROWS, Feed, Row, Writer
 from gradtrack.errors import PermanentBackendError
 from gradtrack.records import Record, RunInfo
+from gradtrack.support.interrupts import start
 
 BATCH_ROWS: Final = 256
 _FIRST_DELAY_SECONDS: Final = 0.25
@@ -58,7 +59,7 @@ class Worker:
     def start(self) -> None:
         """Begin to deliver."""
         try:
-            self._thread.start()
+            start(self._thread)
         except RuntimeError as fault:  # no thread can start while the interpreter exits
             self.faults.note(fault, "what the journal has of its rows is left to a replay")
 

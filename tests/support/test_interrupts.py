@@ -5,11 +5,13 @@ from __future__ import annotations
 import functools
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, ClassVar
 
+import pydantic
 import pytest
 import torch
 
@@ -23,7 +25,7 @@ from gradtrack.delivery.journal.writing import Journal
 from gradtrack.health.rule_engine import RULES
 from gradtrack.records import Record
 from gradtrack.reports import Report
-from gradtrack.support.interrupts import pass_on
+from gradtrack.support.interrupts import pass_on, start
 from tests.delivery.doubles import RUN, row
 from tests.training import train
 
@@ -129,6 +131,62 @@ def test_fault_of_what_looks_at_its_caller_is_contained() -> None:
         raise ValueError(caller.f_code.co_name)
 
     assert isinstance(contained(lambda: looks_at_its_caller()), ValueError)
+
+
+def _turn_it() -> None:
+    """Raise another exception, as libraries do with what their callbacks raise."""
+    try:
+        strike()
+    except TerminatedError as fault:
+        raise ValueError("a callback failed") from fault
+
+
+class StruckModel(pydantic.BaseModel):
+    """A model whose serializer a signal strikes."""
+
+    value: int = 0
+
+    @pydantic.field_serializer("value")
+    def serialize(self, value: int) -> int:
+        """Be struck."""
+        strike()
+        return value
+
+
+@pytest.mark.parametrize("call", [_turn_it, lambda: StruckModel().model_dump(mode="json")], ids=["python", "compiled"])
+def test_what_a_library_has_turned_is_passed_on(call: Callable[[], object]) -> None:
+    """A library that raises an exception of its own in the place of the handler's does not hide that one."""
+    with pytest.raises(TerminatedError):
+        contained(call)
+
+
+def test_interrupt_that_a_library_has_turned_is_passed_on() -> None:
+    """An interrupt from the keyboard is none of a tracker's faults, whatever a library makes of it."""
+    signal.signal(signal.SIGUSR1, signal.default_int_handler)
+    with pytest.raises(KeyboardInterrupt):
+        contained(lambda: StruckModel().model_dump(mode="json"))
+
+
+def test_fault_while_a_caller_handles_an_interrupt_is_contained() -> None:
+    """A program that closes the manager as it handles the interrupt has that one behind it."""
+    try:
+        strike()
+    except TerminatedError:
+        assert isinstance(contained(lambda: 1 / 0), ZeroDivisionError)
+
+
+def test_thread_that_is_struck_as_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The handler's exception comes out of the start, and no KeyError of threading's own tables."""
+    begin, done = threading._start_new_thread, threading.Event()  # type: ignore[attr-defined]
+
+    def struck(*arguments: Any) -> None:
+        begin(*arguments)
+        assert done.wait(10.0)
+        strike()
+
+    monkeypatch.setattr(threading, "_start_new_thread", struck)
+    with pytest.raises(TerminatedError):
+        start(threading.Thread(target=done.set))
 
 
 def contained(call: Callable[[], Any]) -> Exception | None:

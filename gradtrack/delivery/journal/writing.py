@@ -18,7 +18,7 @@ from gradtrack.delivery.journal.reading import FORMAT, read_rows
 from gradtrack.delivery.locks import lock
 from gradtrack.records import Record, RunInfo
 from gradtrack.support.checksums import CHECKSUM, with_checksum
-from gradtrack.support.interrupts import pass_on
+from gradtrack.support.interrupts import pass_on, start
 from gradtrack.support.regular_files import open_regular
 
 _POLL_SECONDS: Final = 0.02
@@ -47,7 +47,7 @@ class Syncer:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="gradtrack-journal", daemon=True)
             with contextlib.suppress(RuntimeError):  # no thread can start while the interpreter exits
-                self._thread.start()
+                start(self._thread)
 
     def retire(self, handle: int) -> None:
         """Make an earlier file durable and close it."""
