@@ -106,7 +106,9 @@ class GradientConfig(BaseModel):
     backends: list[Any] = Field(default_factory=list, description="Names, {name: ..., option: ...} or instances.")
     analyzers: Literal["auto"] | list[Any] = Field(default_factory=list, description="auto, or a list like backends.")
     run_dir: Path | None = Field(None, description="Where the run's files go; made when the first record is.")
-    engine: Literal["auto", "torch", "native"] = Field("auto", description="What measures: auto takes the fastest.")
+    engine: Literal["auto", "torch", "native", "triton"] = Field(
+        "auto", description="What measures: auto takes the fastest."
+    )
     close_timeout_seconds: float = Field(10.0, ge=0, description="How long close waits for the trackers.")
 
     debug_mode: bool = Field(False, description="Log per-parameter detail and check gradtrack's own invariants.")

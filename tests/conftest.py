@@ -12,8 +12,14 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from tests.selection import marks_of
+from tests.training import INTERPRETED
 
-settings.register_profile("gradtrack", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "gradtrack",
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    max_examples=25 if INTERPRETED else 100,  # an interpreted kernel takes milliseconds
+)
 settings.load_profile("gradtrack")
 torch.set_num_threads(1)
 

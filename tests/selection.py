@@ -38,6 +38,8 @@ PROCESS: Final = (
     "tests/gradients/native/test_engine.py::test_torchs_own_threads_help",
     "tests/gradients/native/test_engine.py::test_without_a_compiler_the_engine_is_missing",
     "tests/gradients/native/test_threads.py::test_a_forked_child_has_no_team",
+    "tests/gradients/triton/test_compilation.py",
+    "tests/gradients/triton/test_interpreter.py",
     "tests/gradients/native/test_threads.py::test_a_forked_child_that_imports_us_first_has_no_team",
     "tests/integrations/test_lightning_loggers.py::test_one_run_holds_the_users_metrics_and_ours_and_goes_on",
     "tests/integrations/test_transformers.py::test_case_04_wandb_has_one_run_and_one_norm",

@@ -1,5 +1,6 @@
 """Small models and training steps for the tests."""
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -8,6 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from gradtrack import GradientManager, StepReport
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+"""Whether Triton's interpreter runs kernels on the CPU, as in the process of `tests/gradients/triton`."""
+ENGINES: tuple[Any, ...] = ("native", "torch", *(["triton"] if INTERPRETED else []))
+"""The engines that measure tensors of the CPU here."""
 
 
 def small_model(seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Sequential:

@@ -1,7 +1,8 @@
-"""The measurer: measures and scales gradients with the native engine or with torch."""
+"""The measurer: measures and scales gradients with the native engine, with Triton or with torch."""
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -15,7 +16,8 @@ from gradtrack.errors import MissingExtraError
 from gradtrack.gradients import torch_cpu, torch_device
 from gradtrack.gradients.moments import MAX, MIN, SMALLEST_FACTOR, SQUARES, WIDTH, Moments, Rows, merge
 
-EngineName = Literal["auto", "torch", "native"]
+EngineName = Literal["auto", "torch", "native", "triton"]
+_logger = logging.getLogger("gradtrack")
 
 
 class Batch:
@@ -35,16 +37,20 @@ class Batch:
 
 
 class Measurer:
-    """Measures gradients in one pass: those that the native engine covers with it, the others with torch."""
+    """Measures gradients in one pass: those that a compiled engine covers with it, the others with torch.
+
+    The native engine is for the CPU, Triton for accelerators.
+    """
 
     def __init__(self, engine: EngineName = "auto") -> None:
-        self._torch = TorchEngine()
         self.use(engine)
 
     def use(self, engine: EngineName) -> None:
         """Measure with another engine from now on."""
-        self.native: Any = None if engine == "torch" else _native(required=engine == "native")
+        self.native: Any = _native(required=engine == "native") if engine in ("auto", "native") else None
         """The native engine, whose plans may be used; None without it."""
+        self.accelerators = Accelerators(engine)
+        self._torch = TorchEngine(self.accelerators)
         self.engine = engine
 
     def prepare(self, tensors: Sequence[Tensor], plan: Any = None) -> Batch:
@@ -104,21 +110,72 @@ def _native(*, required: bool) -> object:
     return NativeEngine()
 
 
+class Accelerators:
+    """Finds the engine for gradients that are not for the CPU's loops: Triton where it works, or where it is set."""
+
+    def __init__(self, engine: EngineName) -> None:
+        self._engine = engine
+        self._triton: Any = _load_triton(required=True) if engine == "triton" else None
+        self._works: dict[torch.device, bool] = {}
+
+    def triton_for(self, grads: Sequence[Tensor]) -> tuple[Any, list[int]]:
+        """Return the Triton engine and the indices of the gradients that it measures, all on one device."""
+        if self._engine not in ("auto", "triton") or (self._engine == "auto" and grads[0].is_cpu):
+            return None, []
+        if self._triton is None:
+            self._triton = _load_triton(required=False) or False
+        if not self._triton:
+            return None, []
+        covered = [index for index, grad in enumerate(grads) if self._triton.covers(grad)]
+        return (self._triton, covered) if covered and self._can_launch(grads[0].device) else (None, [])
+
+    def _can_launch(self, device: torch.device) -> bool:
+        """Say whether Triton's kernels run on a device; `auto` tries it once, since they need a compiler there."""
+        if self._engine == "auto" and device not in self._works:
+            try:
+                self._works[device] = self._triton.works_on(device)
+            except Exception as fault:
+                _logger.warning("engine auto: Triton cannot be used on %s, so torch measures there: %s", device, fault)
+                self._works[device] = False
+        return self._works.get(device, True)
+
+
+def _load_triton(*, required: bool) -> Any:
+    try:
+        from gradtrack.gradients.triton.engine import TritonEngine
+    except ImportError as fault:
+        if required:
+            raise MissingExtraError("engine 'triton'", "triton", "triton") from fault
+        return None
+    return TritonEngine()
+
+
 class TorchEngine:
-    """The torch engine: measures CPU tensors in pieces that stay in the cache, and other devices with one read."""
+    """The torch engine: measures CPU tensors in pieces that stay in the cache, and other devices with one read.
+
+    It leaves to Triton what that engine measures.
+    """
 
     name = "torch"
+
+    def __init__(self, accelerators: Accelerators) -> None:
+        self._accelerators = accelerators
 
     def measure(
         self, grads: Sequence[Tensor], group_of: NDArray[np.int64], num_groups: int, *, exponent: int = 0
     ) -> tuple[Rows, Rows, list[float]]:
         """Return the rows of the tensors, of the groups and of everything."""
         rows = np.zeros((len(grads), 8))
-        here = [index for index, grad in enumerate(grads) if grad.is_cpu]
-        rows[here] = torch_cpu.measure([grads[index] for index in here], exponent)
-        for device in dict.fromkeys(grad.device for grad in grads if not grad.is_cpu):
-            there = [index for index, grad in enumerate(grads) if grad.device == device]
-            rows[there] = self._read([grads[index] for index in there], exponent)
+        for device in dict.fromkeys(grad.device for grad in grads):
+            here = np.array([index for index, grad in enumerate(grads) if grad.device == device])
+            there = [grads[index] for index in here]
+            triton, covered = self._accelerators.triton_for(there)
+            if covered:
+                rows[here[covered]] = triton.measure([there[index] for index in covered], exponent)
+            if len(covered) < len(there):
+                rest = np.setdiff1d(np.arange(len(there)), covered)
+                measure = torch_cpu.measure if device.type == "cpu" else self._read
+                rows[here[rest]] = measure([there[index] for index in rest], exponent)
         return rows, *merge(rows, group_of, num_groups)
 
     def scale(self, grads: Sequence[Tensor], coefficient: float | Tensor) -> None:

@@ -14,9 +14,7 @@ from gradtrack import GradientManager, GradientMonitor, StepReport
 from gradtrack.gradients.collected import find_deviations
 from gradtrack.gradients.measurer import Measurer
 from gradtrack.gradients.parameters import ParameterTable
-from tests.training import batch_loss, look, optimizer_of, small_model, with_gradients
-
-ENGINES: list[Any] = ["torch", "native"]
+from tests.training import ENGINES, batch_loss, look, optimizer_of, small_model, with_gradients
 
 
 def exact_variance(tensors: list[Tensor]) -> float:

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from typing import Literal
 
 import numpy as np
 import pytest
@@ -11,12 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gradtrack.gradients.measurer import Measurer
+from gradtrack.gradients.measurer import EngineName, Measurer
 from gradtrack.gradients.moments import Moments, describe, replaced
 from tests.gradients.gradients import flat, gradients, oracle, same
-
-ENGINES = ("native", "torch")
-EngineName = Literal["native", "torch"]
+from tests.training import ENGINES
 
 
 def measure(grads: list[Tensor], engine: EngineName, groups: int = 1) -> Moments:

@@ -13,9 +13,9 @@ from torch import Tensor
 from gradtrack import GradientClipper, GradientConfig, GradientManager
 from gradtrack.protection.strategies import Memory, ZScoreStrategy
 from tests.gradients.gradients import gradients
-from tests.training import as_one_vector, batch_loss, look, optimizer_of, small_model, train, with_gradients
+from tests.training import ENGINES, as_one_vector, batch_loss, look, optimizer_of, small_model, train, with_gradients
 
-ENGINES = pytest.mark.parametrize("engine", ["native", "torch"])
+EACH_ENGINE = pytest.mark.parametrize("engine", ENGINES)
 
 
 def copies(grads: list[Tensor]) -> list[Tensor]:
@@ -58,7 +58,7 @@ def test_a_gradient_that_is_given_twice_later_is_clipped_once() -> None:
         assert torch.allclose(param.grad, torch.full((4,), 8**-0.5), rtol=1e-5)
 
 
-@ENGINES
+@EACH_ENGINE
 @given(grads=gradients(special=False), share=st.floats(0.01, 3.0))
 def test_norm_leaves_what_torch_leaves(engine: Any, grads: list[Tensor], share: float) -> None:
     """F7: the gradients after it are those of clip_grad_norm_, within the precision of their type."""
@@ -75,7 +75,7 @@ def test_norm_leaves_what_torch_leaves(engine: Any, grads: list[Tensor], share: 
     assert report.clipped == (report.coefficient < 1.0)
 
 
-@ENGINES
+@EACH_ENGINE
 @given(grads=gradients(special=False))
 def test_norm_report(engine: Any, grads: list[Tensor]) -> None:
     """Norms before and after, coefficient and limit fit together."""
@@ -148,7 +148,7 @@ def test_one_bad_step_does_not_disable_clipping(clip_type: Any, bad: float) -> N
     assert math.isfinite(after)
 
 
-@ENGINES
+@EACH_ENGINE
 @pytest.mark.parametrize("clip_type", ["norm", "value", "agc"])
 @pytest.mark.parametrize("kind", ["one for two", "expanded"])
 def test_gradients_in_shared_memory(engine: Any, clip_type: Any, kind: str) -> None:
@@ -163,7 +163,7 @@ def test_gradients_in_shared_memory(engine: Any, clip_type: Any, kind: str) -> N
         assert torch.equal(one.grad, other.grad)
 
 
-@ENGINES
+@EACH_ENGINE
 def test_a_tiny_coefficient_keeps_its_digits(engine: Any) -> None:
     """Where a float32 cannot hold the coefficient, the norm after is the limit all the same."""
     model = with_gradients([torch.full((1_000_000,), 3e38)])
