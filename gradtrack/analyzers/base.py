@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from gradtrack.errors import InputTypeError, UsageError
-from gradtrack.records import Panel
+from gradtrack.records import Panel, PanelKind
 from gradtrack.reports import Issue, IssueType, Report, StepReport
 from gradtrack.support.state import Stateful
 
@@ -193,6 +193,14 @@ class Snapshot:
     def params(self) -> dict[str, nn.Parameter]:
         """Return the parameters of the model by name, without those that belong to other pairs."""
         return {name: param for name, param in self.model.named_parameters() if id(param) not in self.elsewhere}
+
+
+def panel(title: str, *metrics: str, log_scale: bool = False) -> Panel:
+    """Return the chart of metrics of one section, with a line for each."""
+    several = len(metrics) > 1 or metrics[0].endswith("/*")
+    section = metrics[0].partition("/")[0]
+    kind: PanelKind = "multi-line" if several else "line"
+    return Panel(title=title, section=section, metrics=metrics, kind=kind, log_scale=log_scale)
 
 
 class Suggested(float):

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, final
 import torch
 from torch import nn
 
-from gradtrack.analyzers.base import Analyzer, Schedule, Snapshot, model_of, rarely
+from gradtrack.analyzers.base import Analyzer, Schedule, Snapshot, model_of, panel, rarely
 from gradtrack.analyzers.jacobian.inputs import BlockCall, BlockInputs
 from gradtrack.analyzers.jacobian.report import (
     EXACT_LIMIT,
@@ -58,17 +58,11 @@ class JacobianAnalyzer(Analyzer):
     needs_whole_parameters: ClassVar[bool] = True
     schedule: ClassVar[Schedule] = staticmethod(rarely)
     panels: ClassVar[tuple[Panel, ...]] = (
-        Panel(title="Largest singular value", section="jacobian", metrics=("jacobian/sigma_max/*",), kind="multi-line"),
-        Panel(
-            title="Mean square gain",
-            section="jacobian",
-            metrics=("jacobian/mean_square_gain/*",),
-            kind="multi-line",
-            log_scale=True,
-        ),
-        Panel(title="Condition (log10, worst block)", section="jacobian", metrics=("jacobian/log10_condition",)),
-        Panel(title="Effective rank (share, worst block)", section="jacobian", metrics=("jacobian/rank_share",)),
-        Panel(title="Gain per block", section="jacobian", metrics=("jacobian/gain_per_block",)),
+        panel("Largest singular value", "jacobian/sigma_max/*"),
+        panel("Mean square gain", "jacobian/mean_square_gain/*", log_scale=True),
+        panel("Condition (log10, worst block)", "jacobian/log10_condition"),
+        panel("Effective rank (share, worst block)", "jacobian/rank_share"),
+        panel("Gain per block", "jacobian/gain_per_block"),
     )
 
     def __init__(

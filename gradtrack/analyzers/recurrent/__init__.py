@@ -11,13 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from gradtrack import registry
-from gradtrack.analyzers.base import Analyzer, Series, Snapshot, model_of
+from gradtrack.analyzers.base import Analyzer, Series, Snapshot, model_of, panel
 from gradtrack.analyzers.recurrent import picture
 from gradtrack.analyzers.recurrent.cells import Step, function_cell
 from gradtrack.analyzers.recurrent.measure import CellLook, LookOptions, look_around, look_at
 from gradtrack.analyzers.recurrent.recorder import RecurrentRecorder, recurrent_modules
-from gradtrack.analyzers.recurrent.report import pool
-from gradtrack.analyzers.recurrent.summary import RecurrentReport, largest, remarks, summarise
+from gradtrack.analyzers.recurrent.report import RecurrentReport, largest, pool, remarks, summarise
 from gradtrack.analyzers.recurrent.trajectories import follow
 from gradtrack.analyzers.recurrent.verdict import EXPLAINED_BY, criticality, judge
 from gradtrack.analyzers.tools.issue_memory import Recurring
@@ -70,21 +69,11 @@ class RecurrentAnalyzer(Analyzer):
     explained_by: ClassVar[Mapping[IssueType, tuple[IssueType, ...]]] = EXPLAINED_BY
     needs_whole_parameters: ClassVar[bool] = True
     panels: ClassVar[tuple[Panel, ...]] = (
-        Panel(
-            title="State dynamics per step",
-            section="rnn",
-            metrics=("rnn/spectral_radius", "rnn/growth_rate", "rnn/temporal_decay_rate"),
-            kind="multi-line",
-        ),
-        Panel(title="Effective memory (steps)", section="rnn", metrics=("rnn/effective_memory_length",)),
-        Panel(
-            title="Share of the gradient that reaches the first step",
-            section="rnn",
-            metrics=("rnn/gradient_first_share",),
-            log_scale=True,
-        ),
-        Panel(title="Effective rank of the hidden states", section="rnn", metrics=("rnn/effective_rank",)),
-        Panel(title="Gates", section="rnn", metrics=("rnn/gates/*",), kind="multi-line"),
+        panel("State dynamics per step", "rnn/spectral_radius", "rnn/growth_rate", "rnn/temporal_decay_rate"),
+        panel("Effective memory (steps)", "rnn/effective_memory_length"),
+        panel("Share of the gradient that reaches the first step", "rnn/gradient_first_share", log_scale=True),
+        panel("Effective rank of the hidden states", "rnn/effective_rank"),
+        panel("Gates", "rnn/gates/*"),
     )
 
     def __init__(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
@@ -119,7 +119,7 @@ class CellCapture(Capture):
         self._calls: list[_Call] = []
         self._last: Any = None
         self._final: Tensor | None = None
-        self._select: Callable[[Any], tuple[Tensor, ...]] | None = _state_parts if self._is_single else None
+        self._place: int | None = 0 if self._is_single else None
         self._sizes: list[int] = []
         self._keywords: tuple[str, ...] = ()
         self._seen = False
@@ -141,8 +141,8 @@ class CellCapture(Capture):
         self._sizes, self._keywords = [part.shape[-1] for part in state], tuple(kwargs)
         self._calls.append(_Call(self._rows(inputs), self._joined(state)))
         self._last = output
-        if self._select is not None:
-            following = self._select(output)
+        if self._place is not None:
+            following = self._state_in(output)
             self._final = self._joined(following)
             self._listen(following[0], partial(self._hear, self._calls[-1]))
 
@@ -166,13 +166,18 @@ class CellCapture(Capture):
 
     def _continues(self, state: tuple[Tensor, ...]) -> bool:
         """Find the state among what the last call returned."""
-        for select in [self._select] if self._select else _selectors(self._last):
-            if state and _are_same(select(self._last), state):
-                if self._select is None:
-                    self._select = select
-                    self._listen(state[0], partial(self._hear, self._calls[-1]))
+        if self._place is not None:
+            return bool(state) and _are_same(self._state_in(self._last), state)
+        for place, part in enumerate(_places(self._last)):
+            if state and _are_same(_state_parts(part), state):
+                self._place = place
+                self._listen(state[0], partial(self._hear, self._calls[-1]))
                 return True
         return False
+
+    def _state_in(self, output: Any) -> tuple[Tensor, ...]:
+        assert self._place is not None
+        return _state_parts(_places(output)[self._place])
 
     def _hear(self, call: _Call, grad: Tensor) -> None:
         call.gradient = self._rows(grad)
@@ -214,20 +219,12 @@ class CellCapture(Capture):
         count = len(values) - len(self._keywords)
         with evaluating(self._module):
             output = self._module.forward(*values[:count], **dict(zip(self._keywords, values[count:], strict=True)))
-        assert self._select is not None
-        return torch.cat(self._select(output), dim=-1)
+        return torch.cat(self._state_in(output), dim=-1)
 
 
-def _selectors(output: Any) -> Iterator[Callable[[Any], tuple[Tensor, ...]]]:
-    """Give every place where a module's output could hold its state."""
-    yield _state_parts
-    if isinstance(output, (tuple, list)):
-        for position in range(len(output)):
-            yield partial(_part_at, position)
-
-
-def _part_at(position: int, output: Any) -> tuple[Tensor, ...]:
-    return _state_parts(output[position])
+def _places(output: Any) -> list[Any]:
+    """Return all that a module's output could hold its state as: the whole of it, then each element."""
+    return [output, *output] if isinstance(output, (tuple, list)) else [output]
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from gradtrack.analyzers.recurrent.cells import DENSE_LIMIT
 from gradtrack.analyzers.recurrent.dynamics import Decay, jacobian, outer_spectrum, spaced, step_spectrum, sweep
-from gradtrack.analyzers.recurrent.recorder import RecurrentRecorder, weight_gradient
+from gradtrack.analyzers.recurrent.recorder import RecurrentRecorder
 from gradtrack.analyzers.recurrent.trajectories import Trajectory
 from gradtrack.analyzers.tools.offline import kept
 from gradtrack.analyzers.tools.spectra import centred, effective_rank, participation_ratio
@@ -108,7 +108,7 @@ def look_around(recorder: RecurrentRecorder, model: nn.Module, options: LookOpti
     looks = {}
     with threads_for(recorder.largest), kept(model), torch.autocast(device_type=device, enabled=False):
         for recorded in recorder.recorded():
-            look = look_at(recorded.trajectory, weight_gradient(model, recorded.weight), options, generator)
+            look = look_at(recorded.trajectory, recorded.gradient, options, generator)
             look.module, look.dropout = recorded.module, recorded.dropout
             looks[recorded.trajectory.cell.name] = look
     return looks

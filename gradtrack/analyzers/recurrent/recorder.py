@@ -23,10 +23,10 @@ _STATES: Final = ("h", "state", "prev", "carry", "mem", "last")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recorded:
-    """One cell of one module, followed; `weight` names its recurrent weight, where it has one."""
+    """One cell of one module, followed, and the gradient of its recurrent weight, where it has one."""
 
     module: str
-    weight: str
+    gradient: Tensor | None
     dropout: float
     trajectory: Trajectory
 
@@ -91,22 +91,16 @@ class RecurrentRecorder:
 
     def _describe(self, name: str, trajectory: Trajectory) -> Recorded:
         module = self._modules[name]
-        prefix = f"{name}." if name else ""
-        part = trajectory.cell.name.removeprefix(prefix)
-        suffix = f"_{part}" if isinstance(module, nn.RNNBase) else ""
-        weight = f"{prefix}weight_hh{suffix}" if isinstance(trajectory.cell, TorchCell) else ""
+        suffix = f"_{trajectory.cell.name.rpartition('.')[2]}" if isinstance(module, nn.RNNBase) else ""
+        weight = module._parameters.get(f"weight_hh{suffix}") if isinstance(trajectory.cell, TorchCell) else None
         dropout = module.dropout if isinstance(module, nn.RNNBase) and module.training else 0.0
-        return Recorded(module=name, weight=weight, dropout=dropout, trajectory=trajectory)
+        gradient = None if weight is None else weight.grad
+        return Recorded(module=name, gradient=gradient, dropout=dropout, trajectory=trajectory)
 
 
 def recurrent_modules(model: nn.Module) -> list[str]:
     """Name the modules of a model that are recurrent by their type, or by what they are called and take."""
     return [name for name, module in model.named_modules() if _is_recurrent(module)]
-
-
-def weight_gradient(model: nn.Module, name: str) -> Tensor | None:
-    """Return the gradient of a parameter by its name, or None."""
-    return next((param.grad for found, param in model.named_parameters() if found == name), None) if name else None
 
 
 def _capture(

@@ -122,25 +122,23 @@ def follow(cell: Cell, state: Tensor, inputs: Tensor) -> Trajectory:
 
 def own_time(values: Tensor, lengths: Tensor, reverse: bool) -> Tensor:
     """Align sequences (B, T, I) at the end of a direction's own time."""
-    num_steps = values.shape[1]
-    if reverse:
-        return values.flip(1)
-    if bool((lengths == num_steps).all()):
-        return values
-    shift = (num_steps - lengths).unsqueeze(1)
-    return _take(values, (torch.arange(num_steps) - shift).clamp_min(0))
+    return values.flip(1) if reverse else _shifted(values, lengths - values.shape[1])
 
 
 def input_order(values: Tensor, lengths: Tensor, reverse: bool) -> Tensor:
     """Put what is in a direction's own time back in the order of the inputs, with zeros beyond the end."""
     num_steps = values.shape[1]
-    if reverse:
-        values = values.flip(1)
-    elif not bool((lengths == num_steps).all()):
-        shift = (num_steps - lengths).unsqueeze(1)
-        values = _take(values, (torch.arange(num_steps) + shift).clamp_max(num_steps - 1))
+    values = values.flip(1) if reverse else _shifted(values, num_steps - lengths)
     beyond = torch.arange(num_steps) >= lengths.unsqueeze(1)
     return values.masked_fill(beyond.unsqueeze(-1).to(values.device), 0.0) if bool(beyond.any()) else values
+
+
+def _shifted(values: Tensor, steps: Tensor) -> Tensor:
+    """Take each of the sequences so many steps later, its first or last step held where it has no other."""
+    if not bool(steps.any()):
+        return values
+    positions = (torch.arange(values.shape[1]) + steps.unsqueeze(1)).clamp(0, values.shape[1] - 1)
+    return values.gather(1, positions.unsqueeze(-1).expand(-1, -1, values.shape[-1]).to(values.device))
 
 
 def _run(cell: Cell, inputs: Tensor, sequences: Sequences, index: int, reverse: bool) -> Trajectory:
@@ -161,11 +159,6 @@ def _run(cell: Cell, inputs: Tensor, sequences: Sequences, index: int, reverse: 
     return Trajectory(
         cell=cell, states=torch.stack(states), drives=drives, inputs=own, lengths=lengths, reverse=reverse
     )
-
-
-def _take(values: Tensor, positions: Tensor) -> Tensor:
-    index = positions.unsqueeze(-1).expand(-1, -1, values.shape[-1]).to(values.device)
-    return values.gather(1, index)
 
 
 @torch.no_grad()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Final, Literal
+from typing import Final
 
-from gradtrack.analyzers.recurrent.report import CellDynamics
+from gradtrack.analyzers.recurrent.report import CellDynamics, Criticality
 from gradtrack.reports import Issue, IssueSeverity, IssueType
 
 EXPLAINED_BY: Final[Mapping[IssueType, tuple[IssueType, ...]]] = {
@@ -18,8 +18,6 @@ EXPLAINED_BY: Final[Mapping[IssueType, tuple[IssueType, ...]]] = {
         IssueType.SATURATION,
     ),
 }
-Criticality = Literal["SUBCRITICAL", "CRITICAL", "SUPERCRITICAL"]
-
 _GROWTH: Final = 1e3
 _LEFT: Final = 1e-3
 _RANK_SHARE: Final = 0.05
@@ -35,7 +33,7 @@ def judge(
     """
     found = [_nonfinite(name) for name in broken]
     for name, cell in cells.items():
-        found += [issue for issue in (_supercritical(name, cell, horizon), _low_rank(name, cell)) if issue is not None]
+        found += [*_supercritical(name, cell, horizon), *_low_rank(name, cell)]
     found += [] if horizon is None else _short_memories(cells, horizon)
     return [issue.model_copy(update={"step": step}) for issue in found]
 
@@ -79,9 +77,9 @@ def retained(cell: CellDynamics, horizon: int) -> tuple[float, bool] | None:
     return profile[-1] / profile[1] * math.exp(min(log_share, 700.0)), True
 
 
-def _supercritical(name: str, cell: CellDynamics, horizon: int | None) -> Issue | None:
+def _supercritical(name: str, cell: CellDynamics, horizon: int | None) -> Iterator[Issue]:
     if not cell.decay_profile or not cell.lyapunov_exponents:
-        return None
+        return
     steps = horizon or cell.window
     peak = max(cell.decay_profile)
     certain = cell.lyapunov_exponents[0] - 2 * (cell.lyapunov_error or 0.0)
@@ -93,8 +91,8 @@ def _supercritical(name: str, cell: CellDynamics, horizon: int | None) -> Issue 
         message = f"Differences between states grow {growth:.3g} times per step, over {steps} steps."
         statistic, value, threshold = "lyapunov_exponent_times_steps", certain * steps, math.log(_GROWTH)
     else:
-        return None
-    return Issue(
+        return
+    yield Issue(
         issue_type=IssueType.SUPERCRITICAL,
         severity=IssueSeverity.HIGH,
         layer=name,
@@ -141,22 +139,21 @@ def _remedy(parts: list[CellDynamics]) -> str:
     return "Start from an orthogonal recurrent matrix, or use an LSTM or a GRU."
 
 
-def _low_rank(name: str, cell: CellDynamics) -> Issue | None:
+def _low_rank(name: str, cell: CellDynamics) -> Iterator[Issue]:
     rank, bound = cell.effective_rank, cell.rank_bound
     if rank is None or bound is None or bound < _JUDGED_RANK:
-        return None
+        return
     limit = 1 + _RANK_SHARE * (bound - 1)
-    if rank >= limit:
-        return None
-    return Issue(
-        issue_type=IssueType.LOW_EFFECTIVE_RANK,
-        severity=IssueSeverity.LOW,
-        layer=name,
-        message=f"The hidden states fill {rank:.2g} dimensions of the {bound:.3g} that size, input and data allow.",
-        statistic="effective_rank",
-        value=rank,
-        threshold=limit,
-        window=cell.window,
-        confidence=0.5,
-        recommendation="Look for saturated gates or units; a smaller hidden size may do as well.",
-    )
+    if rank < limit:
+        yield Issue(
+            issue_type=IssueType.LOW_EFFECTIVE_RANK,
+            severity=IssueSeverity.LOW,
+            layer=name,
+            message=f"The hidden states fill {rank:.2g} dimensions of the {bound:.3g} that size, input and data allow.",
+            statistic="effective_rank",
+            value=rank,
+            threshold=limit,
+            window=cell.window,
+            confidence=0.5,
+            recommendation="Look for saturated gates or units; a smaller hidden size may do as well.",
+        )

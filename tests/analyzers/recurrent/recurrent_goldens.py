@@ -14,7 +14,7 @@ from gradtrack import RecurrentAnalyzer
 from gradtrack.analyzers.recurrent.cells import Cell, TorchCell, function_cell, layer_cells
 from gradtrack.analyzers.recurrent.dynamics import effective_memory, jacobian, outer_spectrum, step_spectrum, sweep
 from gradtrack.analyzers.recurrent.recorder import RecurrentRecorder
-from gradtrack.analyzers.recurrent.summary import RecurrentReport
+from gradtrack.analyzers.recurrent.report import RecurrentReport
 from gradtrack.analyzers.recurrent.trajectories import Sequences, Trajectory, follow, replay
 from gradtrack.analyzers.tools.spectra import arnoldi_radius
 

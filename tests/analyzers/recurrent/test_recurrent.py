@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from gradtrack import GradientManager, Issue, IssueSeverity, IssueType, RecurrentAnalyzer, StepReport
 from gradtrack.analyzers.base import Snapshot, always
 from gradtrack.analyzers.recurrent import measure
-from gradtrack.analyzers.recurrent.summary import RecurrentReport
+from gradtrack.analyzers.recurrent.report import RecurrentReport
 from gradtrack.errors import UsageError
 from tests.analyzers.recurrent.recurrent_goldens import analyzed, gate, normal, orthogonal, zeroed
 
