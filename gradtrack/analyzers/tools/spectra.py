@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Final
 
 import torch
@@ -39,11 +39,6 @@ def participation_ratio(singular_values: Tensor) -> float:
     squares = _relative(singular_values).square()
     total = float(squares.square().sum())
     return float(squares.sum()) ** 2 / total if total != 0 else 0.0
-
-
-def stable_rank(singular_values: Tensor) -> float:
-    """Return the squared Frobenius norm over the squared largest singular value; 0 for a zero matrix."""
-    return float(_relative(singular_values).square().sum())
 
 
 def condition_number(singular_values: Tensor) -> float:
@@ -133,7 +128,7 @@ class GradientCoherence:
         """Add the present gradients of a model."""
         now = {name: param.grad.detach().clone() for name, param in model.named_parameters() if param.grad is not None}
         if self._before:
-            self._cosines.append(_cosine(self._before, now))
+            self._cosines.append(gradient_cosine(self._before, now))
         self._before = now
 
     def mean(self) -> float | None:
@@ -141,11 +136,15 @@ class GradientCoherence:
         return mean(value for value in self._cosines if not math.isnan(value))
 
 
-def _cosine(before: dict[str, Tensor], now: dict[str, Tensor]) -> float:
-    shared = [name for name in now if name in before and not now[name].is_sparse and not before[name].is_sparse]
-    if not shared:
+def gradient_cosine(before: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> float:
+    """Return the cosine between the gradients, by name, of two steps; NaN where they share none that is dense."""
+    pairs = [(before[name], now[name]) for name in now if name in before]
+    dense = [
+        (one, other) for one, other in pairs if one.shape == other.shape and not (one.is_sparse or other.is_sparse)
+    ]
+    if not dense:
         return math.nan
-    sums = torch.tensor([_products(before[name], now[name]) for name in shared], dtype=torch.float64).sum(0)
+    sums = torch.tensor([_products(one, other) for one, other in dense], dtype=torch.float64).sum(0)
     return cosine(*sums.tolist())
 
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Final, final
 
 from torch import Tensor, nn
 
-from gradtrack.analyzers.base import Analyzer, Schedule, Series, Snapshot, Suggested, model_of, often
+from gradtrack.analyzers.base import Analyzer, Schedule, Series, Snapshot, Suggested, model_of, often, panel
 from gradtrack.analyzers.tools.issue_memory import Lasting, Notes
 from gradtrack.analyzers.tools.modules import is_compiled
 from gradtrack.analyzers.tools.offline import offline_steps, untouched
@@ -80,29 +80,16 @@ class TransformerAnalyzer(Analyzer):
     explained_by: ClassVar[Mapping[IssueType, tuple[IssueType, ...]]] = EXPLAINED_BY
     schedule: ClassVar[Schedule] = staticmethod(often)
     panels: ClassVar[tuple[Panel, ...]] = (
-        Panel(
-            title="Attention entropy (1 = uniform)",
-            section="attention",
-            metrics=("attention/entropy_mean", "attention/entropy_min_head", "attention/entropy_p5"),
-            kind="multi-line",
+        panel(
+            "Attention entropy (1 = uniform)",
+            "attention/entropy_mean",
+            "attention/entropy_min_head",
+            "attention/entropy_p5",
         ),
-        Panel(title="Entropy by layer", section="attention", metrics=("attention/entropy_mean/*",), kind="multi-line"),
-        Panel(
-            title="Largest attention logit", section="attention", metrics=("attention/max_logit/*",), kind="multi-line"
-        ),
-        Panel(
-            title="Sparsity and head diversity",
-            section="attention",
-            metrics=("attention/sparsity", "attention/head_diversity"),
-            kind="multi-line",
-        ),
-        Panel(
-            title="Difference of tokens after each block",
-            section="attention",
-            metrics=("attention/rank_residual/*",),
-            kind="multi-line",
-            log_scale=True,
-        ),
+        panel("Entropy by layer", "attention/entropy_mean/*"),
+        panel("Largest attention logit", "attention/max_logit/*"),
+        panel("Sparsity and head diversity", "attention/sparsity", "attention/head_diversity"),
+        panel("Difference of tokens after each block", "attention/rank_residual/*", log_scale=True),
     )
 
     def __init__(
@@ -203,16 +190,12 @@ class TransformerAnalyzer(Analyzer):
         return self._notes.take()
 
     def issues(self) -> list[Issue]:
-        return self._history.issues(self._series, firm=self._chosen)
-
-    @property
-    def _chosen(self) -> set[IssueType]:
-        """Return the types of issues whose threshold the user chose, which then needs no further reason."""
         limits = {
             IssueType.ATTN_ENTROPY_COLLAPSE: self.min_entropy_threshold,
             IssueType.HEAD_REDUNDANCY: self.min_diversity_threshold,
         }
-        return {kind for kind, limit in limits.items() if not isinstance(limit, Suggested)}
+        chosen = {kind for kind, limit in limits.items() if not isinstance(limit, Suggested)}
+        return self._history.issues(self._series, firm=chosen)
 
     def state_dict(self) -> dict[str, Any]:
         series = None if self._series is None else self._series.state_dict()

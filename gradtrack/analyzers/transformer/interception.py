@@ -4,36 +4,47 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
-from typing import Any, Final, Protocol
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+if TYPE_CHECKING:
+    from gradtrack.analyzers.transformer.recorder import AttentionRecorder
+
 _F: Final = torch.nn.functional
 
 
-class Listener(Protocol):
-    """The interface of an object that gets each attention call before it runs."""
+class SharedChange:
+    """A change of the whole process that several users need: made for the first of them, undone after the last."""
 
-    def on_attention(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Take the arguments of `scaled_dot_product_attention`."""
+    def __init__(self, change: Callable[[], AbstractContextManager[None]]) -> None:
+        self._change, self._made = change, ExitStack()
+        self._lock, self._users = threading.Lock(), 0
 
-    def on_softmax(self, logits: Any, dim: int | None, num_heads: int | None) -> None:
-        """Take a softmax, and the number of heads where it belongs to multi-head attention."""
+    def take(self) -> None:
+        """Make the change, unless another user has."""
+        with self._lock:
+            self._users += 1
+            if self._users == 1:
+                self._made.enter_context(self._change())
 
-    def on_packed(
-        self, source: Tensor, heads: int, weight: Tensor, bias: Tensor | None, mask: Tensor | None, kind: int | None
-    ) -> None:
-        """Take the input and the weights of one of torch's fused attentions."""
+    def give_back(self) -> None:
+        """Undo the change with its last user."""
+        with self._lock:
+            self._users -= 1
+            if not self._users:
+                self._made.close()
 
 
 class _Thread(threading.local):
     """The listeners of this thread, and the calls that it is within."""
 
     def __init__(self) -> None:
-        self.listener: Listener | None = None
+        self.listener: AttentionRecorder | None = None
         self.busy = False
         self.heads: int | None = None
 
@@ -41,15 +52,15 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-def _tell(call: Callable[[Listener], None], run: Callable[[], Any]) -> Any:
+def _tell(call: Callable[[AttentionRecorder], None], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Tell the listener once, then run the original with the listener's ears closed."""
     listener = _thread.listener
     if listener is None or _thread.busy:
-        return run()
+        return func(*args, **kwargs)
     _thread.busy = True
     try:
         call(listener)
-        return run()
+        return func(*args, **kwargs)
     finally:
         _thread.busy = False
 
@@ -66,16 +77,13 @@ class _Mode(TorchFunctionMode):
 
 
 def _hear_attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return _tell(lambda listener: listener.on_attention(args, kwargs), functools.partial(func, *args, **kwargs))
+    return _tell(lambda listener: listener.on_attention(args, kwargs), func, args, kwargs)
 
 
 def _hear_softmax(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     logits, dim = _argument(args, kwargs, 0, "input"), _argument(args, kwargs, 1, "dim")
     heads = _thread.heads
-    return _tell(
-        lambda listener: listener.on_softmax(logits, dim, heads),
-        functools.partial(func, *args, **kwargs),
-    )
+    return _tell(lambda listener: listener.on_softmax(logits, dim, heads), func, args, kwargs)
 
 
 def _hear_multi_head(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -90,21 +98,19 @@ def _hear_multi_head(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 def _hear_fused_layer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Hear `_transformer_encoder_layer_fwd`, which normalises its input first where the layer does so."""
 
-    def told(listener: Listener) -> None:
+    def told(listener: AttentionRecorder) -> None:
         source: Tensor = args[0]
         if args[8]:
             source = _F.layer_norm(source, (source.shape[-1],), args[10], args[11], args[9])
         listener.on_packed(source, args[2], args[3], args[4], *args[18:20])
 
-    return _tell(told, functools.partial(func, *args, **kwargs))
+    return _tell(told, func, args, kwargs)
 
 
 def _hear_fused_attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Hear `_native_multi_head_attention`."""
-    return _tell(
-        lambda listener: listener.on_packed(args[0], args[4], args[5], args[6], args[9], args[12]),
-        functools.partial(func, *args, **kwargs),
-    )
+    packed = (args[0], *args[4:7], args[9], args[12])
+    return _tell(lambda listener: listener.on_packed(*packed), func, args, kwargs)
 
 
 def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], position: int, name: str) -> Any:
@@ -135,43 +141,29 @@ def _rebound(func: Any, hear: Callable[[Any, tuple[Any, ...], dict[str, Any]], A
     return heard
 
 
-class _Bindings:
-    """The rebinding of torch's names, shared by all listeners and taken back with the last of them."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._users = 0
-        self._originals: list[tuple[Any, str, Any, Any]] = []
-
-    def take(self) -> None:
-        """Rebind the names, unless another listener has them rebound."""
-        with self._lock:
-            self._users += 1
-            if self._users > 1:
-                return
-            for home, name, hear in _REBOUND:
-                func = getattr(home, name)
-                self._originals.append((home, name, func, _rebound(func, hear)))
-                setattr(home, name, self._originals[-1][3])
-
-    def give_back(self) -> None:
-        """Put the names back after the last listener."""
-        with self._lock:
-            self._users -= 1
-            if self._users == 0:
-                for home, name, original, heard in self._originals:
-                    if getattr(home, name) is heard:  # else another library has rebound it since, on top of this one
-                        setattr(home, name, original)
-                self._originals = []
+@contextmanager
+def _rebinding() -> Iterator[None]:
+    """Rebind torch's names to functions that are heard."""
+    rebound = []
+    for home, name, hear in _REBOUND:
+        func = getattr(home, name)
+        rebound.append((home, name, func, _rebound(func, hear)))
+        setattr(home, name, rebound[-1][3])
+    try:
+        yield
+    finally:
+        for home, name, original, heard in rebound:
+            if getattr(home, name) is heard:  # else another library has rebound it since, on top of this one
+                setattr(home, name, original)
 
 
-_bindings = _Bindings()
+_bindings = SharedChange(_rebinding)
 
 
 class Interception:
     """The time in which a listener hears the attention calls of the thread that opened it."""
 
-    def __init__(self, listener: Listener) -> None:
+    def __init__(self, listener: AttentionRecorder) -> None:
         self._outer = _thread.listener
         self._mode = _Mode()
         self._open = True

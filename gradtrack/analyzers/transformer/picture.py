@@ -22,16 +22,11 @@ def pictures_of(reports: Sequence[StepReport]) -> Mapping[str, Callable[[Path], 
     if not layers:
         return {}
     entropy, names = [[head.entropy for head in layer.heads] for layer in layers], [layer.name for layer in layers]
-    return {"attention_entropy": lambda path: plot_attention_entropy(entropy, path, names=names)}
-
-
-def plot_attention_entropy(entropy: Sequence[Sequence[float | None]], path: Path, *, names: Sequence[str] = ()) -> Path:
-    """Draw the normalized attention entropy of every head (across) in every layer (down)."""
-    return figures.save(draw_attention_entropy(entropy, names=names), path)
+    return {"attention_entropy": lambda path: figures.save(draw_attention_entropy(entropy, names=names), path)}
 
 
 def draw_attention_entropy(entropy: Sequence[Sequence[float | None]], *, names: Sequence[str] = ()) -> Any:
-    """Return the figure of `plot_attention_entropy`."""
+    """Draw the normalized attention entropy of every head (across) in every layer (down)."""
     width = max((len(layer) for layer in entropy), default=0)
     figure = figures.new_figure(min((6.0 if names else 3.5) + 0.6 * width, 14.0), min(2.4 + 0.45 * len(entropy), 14.0))
     axes = panel(figure, (1, 1, 1), "Attention entropy", "head", "layer")

@@ -16,7 +16,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from gradtrack.analyzers.tools.hooks import is_unheard
 from gradtrack.analyzers.tools.modules import tensors
-from gradtrack.analyzers.transformer.interception import Interception
+from gradtrack.analyzers.transformer.interception import Interception, SharedChange
 from gradtrack.analyzers.transformer.logits import (
     Limits,
     is_attention_softmax,
@@ -59,38 +59,21 @@ class _Frame:
     attended: list[tuple[str, AttentionRows | None, tuple[int, int] | None]] = field(default_factory=list)
 
 
-class _WarningFilter:
-    """The filter that ignores torch's warning of global hooks, installed while any recorder is armed.
-
-    Torch warns whenever a compiled module, which may be another one than the recorder's, runs under any global hook.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._users = 0
-        self._installed: list[Any] = []
-
-    def install(self) -> None:
-        """Install the filter for one more recorder."""
-        with self._lock:
-            self._users += 1
-            if self._users == 1:
-                before = list(warnings.filters)
-                warnings.filterwarnings("ignore", message="Using `torch.compile.* when there are global hooks")
-                self._installed = [one for one in warnings.filters if one not in before]  # none if the user has it too
-
-    def remove(self) -> None:
-        """Remove the filter with the last recorder."""
-        with self._lock:
-            self._users -= 1
-            if not self._users:
-                filters = cast("list[Any]", warnings.filters)
-                for one in self._installed:
-                    with suppress(ValueError):  # of a `catch_warnings` that has ended
-                        filters.remove(one)
+@contextmanager
+def _without_warning() -> Iterator[None]:
+    """Ignore torch's warning of global hooks, which it gives whenever a compiled module, any one, runs under them."""
+    before = list(warnings.filters)
+    warnings.filterwarnings("ignore", message="Using `torch.compile.* when there are global hooks")
+    installed = [one for one in warnings.filters if one not in before]  # none if the user has it too
+    try:
+        yield
+    finally:
+        for one in installed:
+            with suppress(ValueError):  # of a `catch_warnings` that has ended
+                cast("list[Any]", warnings.filters).remove(one)
 
 
-_FILTER: Final = _WarningFilter()
+_silence: Final = SharedChange(_without_warning)
 
 
 class AttentionRecorder:
@@ -116,7 +99,7 @@ class AttentionRecorder:
     def arm(self) -> None:
         """Start to listen for forward passes of the model."""
         if not self._handles:
-            _FILTER.install()
+            _silence.take()
             self._handles = [
                 register_module_forward_pre_hook(self._enter),
                 register_module_forward_hook(self._leave, always_call=True),
@@ -126,7 +109,7 @@ class AttentionRecorder:
         """Remove every hook and put every name back; a second call does nothing."""
         self._stop()
         if self._handles:
-            _FILTER.remove()
+            _silence.give_back()
         for handle in self._handles:
             handle.remove()
         self._handles = []

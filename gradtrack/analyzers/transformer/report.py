@@ -19,7 +19,6 @@ from gradtrack.reports.base import measured
 from gradtrack.support.statistics import mean
 
 Risk = Literal["LOW", "MEDIUM", "HIGH"]
-RISKS: tuple[Risk, ...] = ("LOW", "MEDIUM", "HIGH")
 _SHOWN = 32
 _Item = TypeVar("_Item")
 
@@ -176,8 +175,7 @@ def _layer(name: str, found: Sequence[HeadStatistics], softmax_jacobian: bool) -
 
 
 def _block(name: str, found: Sequence[TokenStatistics]) -> BlockReport:
-    rows = [(one.residual, one.cosine, one.rank) for one in found]
-    residual, cosine, rank = (sum(column) / len(rows) for column in zip(*rows, strict=True))
+    residual, cosine, rank = (sum(column) / len(found) for column in zip(*found, strict=True))
     return BlockReport(name=name, residual=residual, mean_cosine=cosine, effective_rank=rank)
 
 

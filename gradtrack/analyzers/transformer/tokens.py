@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +13,7 @@ from gradtrack.analyzers.transformer.logits import Limits
 from gradtrack.analyzers.transformer.statistics import AttentionRows, mean_cosine, residual_and_rank
 
 
-@dataclass(frozen=True, slots=True)
-class TokenStatistics:
+class TokenStatistics(NamedTuple):
     """The difference that is left between the tokens of the residual stream after a block."""
 
     residual: float

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Final
 
 from gradtrack.analyzers.base import Suggested
@@ -25,12 +25,10 @@ def judge(report: AttentionReport, least_entropy: float, least_diversity: float)
     broken = [layer for layer in report.layers if not math.isfinite(layer.entropy_mean)]
     if broken:
         return [_nonfinite(broken[0])]
-    found = [
-        issue
-        for layer in report.layers
-        for issue in (*_entropy(layer, least_entropy), *_redundancy(layer, least_diversity))
-    ]
-    return found + _rank_collapse(report)
+    found: list[Issue] = []
+    for layer in report.layers:
+        found += [*_entropy(layer, least_entropy), *_redundancy(layer, least_diversity)]
+    return [*found, *_rank_collapse(report)]
 
 
 def _nonfinite(layer: LayerReport) -> Issue:
@@ -44,13 +42,10 @@ def _nonfinite(layer: LayerReport) -> Issue:
     )
 
 
-def _entropy(layer: LayerReport, least: float) -> list[Issue]:
-    chosen = not isinstance(least, Suggested)
-    limit = float(least) if chosen else _COLLAPSED
-    if not layer.entropy_mean < limit:
-        return []
-    return [
-        Issue(
+def _entropy(layer: LayerReport, least: float) -> Iterator[Issue]:
+    limit = _COLLAPSED if isinstance(least, Suggested) else float(least)
+    if layer.entropy_mean < limit:
+        yield Issue(
             issue_type=IssueType.ATTN_ENTROPY_COLLAPSE,
             severity=IssueSeverity.HIGH if layer.entropy_mean < _COLLAPSED else IssueSeverity.MEDIUM,
             layer=layer.name,
@@ -63,17 +58,13 @@ def _entropy(layer: LayerReport, least: float) -> list[Issue]:
             threshold=limit,
             recommendation="Normalise queries and keys, lower the learning rate or lengthen the warm-up.",
         )
-    ]
 
 
-def _redundancy(layer: LayerReport, least: float) -> list[Issue]:
+def _redundancy(layer: LayerReport, least: float) -> Iterator[Issue]:
     """Judge heads only while they look somewhere in particular: uniform heads are equal by necessity."""
-    chosen = not isinstance(least, Suggested)
-    limit = float(least) if chosen else _REDUNDANT
-    if layer.head_diversity is None or layer.entropy_mean > _UNIFORM or not layer.head_diversity < limit:
-        return []
-    return [
-        Issue(
+    limit = _REDUNDANT if isinstance(least, Suggested) else float(least)
+    if layer.head_diversity is not None and layer.entropy_mean <= _UNIFORM and layer.head_diversity < limit:
+        yield Issue(
             issue_type=IssueType.HEAD_REDUNDANCY,
             severity=IssueSeverity.MEDIUM,
             layer=layer.name,
@@ -83,16 +74,13 @@ def _redundancy(layer: LayerReport, least: float) -> list[Issue]:
             threshold=limit,
             recommendation="Use fewer heads, or initialise their projections independently.",
         )
-    ]
 
 
-def _rank_collapse(report: AttentionReport) -> list[Issue]:
-    if report.rank_collapse_risk != "HIGH":
-        return []
-    first, last = report.blocks[0], report.blocks[-1]
-    limit = 0.01 if last.residual < 0.01 else 0.1 * min(first.residual, 1.0)
-    return [
-        Issue(
+def _rank_collapse(report: AttentionReport) -> Iterator[Issue]:
+    if report.rank_collapse_risk == "HIGH":
+        first, last = report.blocks[0], report.blocks[-1]
+        limit = 0.01 if last.residual < 0.01 else 0.1 * min(first.residual, 1.0)
+        yield Issue(
             issue_type=IssueType.RANK_COLLAPSE,
             severity=IssueSeverity.HIGH,
             layer=next(block.name for block in report.blocks if block.residual < limit),
@@ -105,4 +93,3 @@ def _rank_collapse(report: AttentionReport) -> list[Issue]:
             threshold=limit,
             recommendation="Check the skip connections and their scale; normalise before each block, not after it.",
         )
-    ]

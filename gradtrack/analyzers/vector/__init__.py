@@ -12,12 +12,13 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from gradtrack.analyzers.base import Analyzer, Schedule, Snapshot, model_of, rarely
+from gradtrack.analyzers.base import Analyzer, Schedule, Snapshot, model_of, panel, rarely
 from gradtrack.analyzers.tools.linear_maps import differentiable_twice
 from gradtrack.analyzers.tools.offline import call, check_functions, kept, untouched
 from gradtrack.analyzers.tools.samples import weighed_sample
+from gradtrack.analyzers.tools.spectra import gradient_cosine
 from gradtrack.analyzers.vector.field import FieldLook, Loss, Player, players_of
-from gradtrack.analyzers.vector.noise import MicroBatches, cosine
+from gradtrack.analyzers.vector.noise import MicroBatches
 from gradtrack.errors import UsageError
 from gradtrack.records import Panel
 from gradtrack.reports import Issue, IssueSeverity, IssueType, Report
@@ -100,21 +101,11 @@ class VectorAnalyzer(Analyzer):
     schedule: ClassVar[Schedule] = staticmethod(rarely)
     foresees: ClassVar[bool] = True
     panels: ClassVar[tuple[Panel, ...]] = (
-        Panel(title="Rotation of the field", section="vector", metrics=("vector/rotation",)),
-        Panel(title="Divergence of the field", section="vector", metrics=("vector/divergence",)),
-        Panel(
-            title="Agreement of gradients",
-            section="vector",
-            metrics=("vector/coherence", "vector/temporal_coherence"),
-            kind="multi-line",
-        ),
-        Panel(title="Noise scale (batches)", section="vector", metrics=("vector/noise_scale",), log_scale=True),
-        Panel(
-            title="Sharpness along the step",
-            section="vector",
-            metrics=("vector/directional_sharpness", "vector/step_sharpness"),
-            kind="multi-line",
-        ),
+        panel("Rotation of the field", "vector/rotation"),
+        panel("Divergence of the field", "vector/divergence"),
+        panel("Agreement of gradients", "vector/coherence", "vector/temporal_coherence"),
+        panel("Noise scale (batches)", "vector/noise_scale", log_scale=True),
+        panel("Sharpness along the step", "vector/directional_sharpness", "vector/step_sharpness"),
     )
 
     def __init__(self, model: nn.Module | None = None, *, num_probes: int = 4, seed: int = 0) -> None:
@@ -196,8 +187,9 @@ class VectorAnalyzer(Analyzer):
         if not type(self).schedule(snapshot.step):
             return None
         numbers = {"num_parameters": sum(map(len, gradients.values())), **self._differentiate(snapshot.model)}
-        follows = before is not None and before[0] == snapshot.step - 1
-        numbers["temporal_coherence"] = _cosine(before[1], gradients) if before and follows else None
+        if before is not None and before[0] == snapshot.step - 1:
+            temporal = gradient_cosine(before[1], gradients)
+            numbers["temporal_coherence"] = None if math.isnan(temporal) else temporal
         noise = self._micro.noise() if self._micro is not None else None
         if noise is not None:
             numbers |= {"coherence": noise.coherence, "noise_scale": noise.noise_scale, "num_steps": noise.count}
@@ -234,14 +226,6 @@ class VectorAnalyzer(Analyzer):
 
 def _loss(model: nn.Module, inputs: Any, loss_fn: Callable[[Any], Tensor]) -> Tensor:
     return loss_fn(call(model, inputs))
-
-
-def _cosine(before: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> float | None:
-    shared = [name for name in now if name in before and before[name].shape == now[name].shape]
-    if not shared:
-        return None
-    found = cosine(torch.cat([before[name] for name in shared]), torch.cat([now[name] for name in shared]))
-    return None if math.isnan(found) else found
 
 
 def _plain(gradient: Tensor) -> bool:

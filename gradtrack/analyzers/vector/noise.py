@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from gradtrack.analyzers.tools.hooks import Faults
 from gradtrack.analyzers.tools.samples import weighed_sample
-from gradtrack.support.statistics import mean
+from gradtrack.support.statistics import cosine, mean
 
 
 @final
@@ -27,7 +27,7 @@ class GradientNoise:
     def __init__(self, gradients: Iterable[Tensor] = ()) -> None:
         self.count = 0
         self._sum: Tensor | None = None
-        self._last: Tensor | None = None
+        self._last: tuple[Tensor, float] | None = None
         self._squares = 0.0
         self._cosines: list[float] = []
         for gradient in gradients:
@@ -36,12 +36,14 @@ class GradientNoise:
     def add(self, gradient: Tensor) -> None:
         """Take in one gradient as a flat vector."""
         values = gradient.detach().double().reshape(-1)
+        square = float(values @ values)
         if self._last is not None:
-            self._cosines.append(cosine(self._last, values))
+            before, square_before = self._last
+            self._cosines.append(cosine(float(before @ values), square_before, square))
         self.count += 1
         self._sum = values.clone() if self._sum is None else self._sum + values
-        self._squares += float(values @ values)
-        self._last = values
+        self._squares += square
+        self._last = values, square
 
     @property
     def coherence(self) -> float | None:
@@ -66,13 +68,6 @@ class GradientNoise:
 
     def _squared_mean(self, total: Tensor) -> float:
         return float(total @ total) / self.count**2
-
-
-def cosine(first: Tensor, second: Tensor) -> float:
-    """Return the cosine of the angle between two flat vectors; NaN where one of them is zero or not finite."""
-    first, second = first.double(), second.double()
-    size = float(torch.linalg.vector_norm(first) * torch.linalg.vector_norm(second))
-    return max(-1.0, min(1.0, float(first @ second) / size)) if 0 < size < math.inf else math.nan
 
 
 class MicroBatches:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import torch
 from torch import nn
 
 from gradtrack.analyzers.transformer import picture
+from gradtrack.drawing import figures
 from tests.analyzers.pictured import drawn, train
 from tests.pages.runs import HOSTILE
 from tests.pages.test_pictures import PNG, texts
@@ -36,7 +36,7 @@ def test_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     model = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
     reports = train(model, "transformer", lambda: torch.randn(2, 6, 8))
-    entropy, _, options = drawn(reports, "attention_entropy.png", picture, "plot_attention_entropy", monkeypatch)
+    entropy, options = drawn(reports, "attention_entropy.png", picture, "draw_attention_entropy", monkeypatch)
     assert [len(heads) for heads in entropy] == [2, 2, 2]
     assert all(0.0 < value <= 1.0 for heads in entropy for value in heads)
     assert options["names"] == [f"layers.{index}.self_attn" for index in range(3)]
@@ -44,9 +44,8 @@ def test_attention(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_pictures_survive_emptiness(tmp_path: Path) -> None:
     """Nothing to draw and names of any kind still make pictures."""
-    paths = (tmp_path / f"{number}.png" for number in itertools.count())
-    for written in (
-        picture.plot_attention_entropy([], next(paths)),
-        picture.plot_attention_entropy([[math.nan]], next(paths), names=[HOSTILE]),
+    for figure in (
+        picture.draw_attention_entropy([]),
+        picture.draw_attention_entropy([[math.nan]], names=[HOSTILE]),
     ):
-        assert written.read_bytes().startswith(PNG)
+        assert figures.save(figure, tmp_path / "picture.png").read_bytes().startswith(PNG)
