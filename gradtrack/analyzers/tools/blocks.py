@@ -70,19 +70,15 @@ def _size(chain: dict[str, nn.Module]) -> int:
 def _named(model: nn.Module, blocks: str | Sequence[str]) -> dict[str, nn.Module]:
     modules = dict(model.named_modules())
     if isinstance(blocks, str):
-        found = {name: module for name, module in modules.items() if name and re.fullmatch(blocks, name)}
-        if not found:
+        names = [name for name in modules if name and re.fullmatch(blocks, name)]
+        if not names:
             raise UsageError(f"blocks {blocks!r}: expected a regular expression that matches the names of modules.")
-        return _without_scripts(found)
-    for name in blocks:
+    else:
+        names = list(blocks)
+    for name in names:
         if name not in modules:
             some = ", ".join(list(modules)[1:8])
             raise UsageError(f"block {name!r}: expected the name of a module of the model. Among them are {some}.")
-    return _without_scripts({name: modules[name] for name in blocks})
-
-
-def _without_scripts(chain: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    for name, module in chain.items():
-        if isinstance(module, torch.jit.ScriptModule):
+        if isinstance(modules[name], torch.jit.ScriptModule):
             raise UsageError(f"block {name!r} is a script, which takes no hook: expected an ordinary module.")
-    return chain
+    return {name: modules[name] for name in names}

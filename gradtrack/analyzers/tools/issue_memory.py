@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from gradtrack.analyzers.base import OFTEN_EVERY, Series
@@ -41,11 +42,8 @@ class Lasting:
         """Add the issues of one look."""
         before, self._seen = self._seen, {}
         for issue in issues:
-            known = before.get(issue.key)
-            if known is None:
-                self._seen[issue.key] = _Seen(issue, 1, self._step, self._is_sudden(issue, step))
-            else:
-                self._seen[issue.key] = _Seen(issue, known.looks + 1, known.absent, known.sudden)
+            known = before.get(issue.key) or _Seen(issue, 0, self._step, self._is_sudden(issue, step))
+            self._seen[issue.key] = replace(known, issue=issue, looks=known.looks + 1)
         self._looks += 1
         self._step = step
 
@@ -84,15 +82,14 @@ class Recurring:
 
     def __init__(self) -> None:
         self._looks = 0
-        self._counts: dict[str, int] = {}
+        self._counts: Counter[str] = Counter()
         self._last: dict[str, tuple[int, Issue]] = {}
 
     def add(self, issues: Sequence[Issue]) -> None:
         """Add the issues of one look."""
         self._looks += 1
-        for issue in issues:
-            self._counts[issue.key] = self._counts.get(issue.key, 0) + 1
-            self._last[issue.key] = (self._looks, issue)
+        self._counts.update(issue.key for issue in issues)
+        self._last.update({issue.key: (self._looks, issue) for issue in issues})
 
     def issues(self) -> list[Issue]:
         """Return the issues of the run, each as it was found last."""
@@ -109,7 +106,7 @@ class Recurring:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` returned."""
-        self._looks, self._counts = int(state["looks"]), dict(state["counts"])
+        self._looks, self._counts = int(state["looks"]), Counter(state["counts"])
         self._last = {key: (look, Issue.model_validate(issue)) for key, (look, issue) in state["last"].items()}
 
 

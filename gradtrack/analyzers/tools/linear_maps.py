@@ -141,10 +141,8 @@ def largest_singular_value(linear: LinearMap, generator: torch.Generator, *, num
         if above[-1] <= 1e-12 * max(diagonal):
             break
         right.append(_unit(image))
-    size = len(diagonal)
-    matrix = torch.diag(torch.tensor(diagonal, dtype=torch.float64))
-    for index in range(size - 1):
-        matrix[index, index + 1] = above[index]
+    rows = [torch.tensor(values, dtype=torch.float64) for values in (diagonal, above[: len(diagonal) - 1])]
+    matrix = torch.diag(rows[0]) + torch.diag(rows[1], 1)
     return float(torch.linalg.svdvals(matrix)[0]) if torch.isfinite(matrix).all() else math.nan
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 import sys
 from collections import UserDict
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
@@ -28,11 +28,9 @@ def untouched(model: nn.Module, optimizer: Any = None) -> Iterator[None]:
     """
     modes = [(module, module.training) for module in model.modules()]
     wanted = [(param, param.requires_grad) for param in model.parameters()]
-    keep = optimizer is None
-    values = _values(_state(model)) if keep else []
-    buffers = _named_buffers(model) if keep else []
-    gradients = [(param, param.grad, _copy(param.grad)) for param in model.parameters()] if keep else []
-    with _forked_generators(model), _eagerly():
+    found = [] if optimizer is not None else [(param, param.grad) for param in model.parameters()]
+    gradients = [(param, grad, None if grad is None else grad.detach().clone()) for param, grad in found]
+    with _apart(model) if optimizer is not None else kept(model, weights=True):
         try:
             yield
         finally:
@@ -40,7 +38,6 @@ def untouched(model: nn.Module, optimizer: Any = None) -> Iterator[None]:
                 module.training = training
             for param, requires_grad in wanted:
                 param.requires_grad_(requires_grad)
-            _put_back(buffers, values)
             with torch.no_grad():
                 for param, gradient, copy in gradients:
                     if gradient is not None and copy is not None:
@@ -49,15 +46,29 @@ def untouched(model: nn.Module, optimizer: Any = None) -> Iterator[None]:
 
 
 @contextmanager
-def kept(model: nn.Module | None) -> Iterator[None]:
-    """Put the random generators and the buffers of a model back, but leave its gradients alone."""
-    values = [] if model is None else _values(model.buffers())
-    buffers = [] if model is None else _named_buffers(model)
-    with _forked_generators(model), _eagerly():
+def kept(model: nn.Module | None, *, weights: bool = False) -> Iterator[None]:
+    """Put the random generators and the buffers of a model back, and its weights if asked, but not its gradients.
+
+    What did not change is not written to, for a graph may hold it. A forward pass may assign buffers anew, so modules
+    get back what they named so.
+    """
+    modules = [] if model is None else list(model.modules())
+    tensors = [] if model is None else [*model.buffers(), *(model.parameters() if weights else ())]
+    values = [(tensor, tensor.detach().clone()) for tensor in tensors if not is_lazy(tensor)]  # which has no values yet
+    held: list[Any] = [module._buffers for module in modules]
+    buffers = [(names, dict(names)) for names in held if isinstance(names, dict)]  # those of a script are its own
+    with _apart(model):
         try:
             yield
         finally:
-            _put_back(buffers, values)
+            for names, before in buffers:
+                if names.keys() != before.keys() or any(names[name] is not before[name] for name in before):
+                    names.clear()
+                    names.update(before)
+            with torch.no_grad():
+                for tensor, value in values:
+                    if not torch.equal(tensor, value):
+                        tensor.copy_(value)
 
 
 def offline_steps(
@@ -104,57 +115,20 @@ def call(model: nn.Module, inputs: Any) -> Any:
     return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
 
 
-def _eagerly() -> AbstractContextManager[Any]:
-    """Return a context without compiled graphs, which call no hook that came later and are not differentiable twice."""
-    if "torch._dynamo" not in sys.modules:  # without which nothing was compiled
-        return nullcontext()
-    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
-    return stance
-
-
 @contextmanager
-def _forked_generators(model: nn.Module | None) -> Iterator[None]:
-    """Put the random generators of torch, NumPy and Python back on leaving."""
+def _apart(model: nn.Module | None) -> Iterator[None]:
+    """Run without compiled graphs, and put the random generators of torch, NumPy and Python back on leaving.
+
+    Compiled graphs call no hook that came later, and are not differentiable twice.
+    """
+    tensors = [] if model is None else [*model.parameters(), *model.buffers()]
+    devices = {tensor.device for tensor in tensors if tensor.device.type == "cuda"}
     python, numbers = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[] if model is None else _devices(model)):
+    with torch.random.fork_rng(devices=list(devices)), ExitStack() as stack:
+        if "torch._dynamo" in sys.modules:  # without which nothing was compiled
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
         try:
             yield
         finally:
             random.setstate(python)
             np.random.set_state(numbers)
-
-
-def _named_buffers(model: nn.Module) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Return what every module names its buffers, with a copy: a forward pass may assign them anew."""
-    held: list[Any] = [module._buffers for module in model.modules()]
-    return [(buffers, dict(buffers)) for buffers in held if isinstance(buffers, dict)]  # those of a script are its own
-
-
-def _values(tensors: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    return [(tensor, tensor.detach().clone()) for tensor in tensors]
-
-
-def _put_back(buffers: list[tuple[dict[str, Any], dict[str, Any]]], values: list[tuple[Tensor, Tensor]]) -> None:
-    """Put names and values back where they changed; what did not change is not written to, for a graph may hold it."""
-    for held, before in buffers:
-        if held.keys() != before.keys() or any(held[name] is not before[name] for name in before):
-            held.clear()
-            held.update(before)
-    with torch.no_grad():
-        for tensor, value in values:
-            if not torch.equal(tensor, value):
-                tensor.copy_(value)
-
-
-def _state(model: nn.Module) -> Iterator[Tensor]:
-    for tensor in (*model.parameters(), *model.buffers()):
-        if not is_lazy(tensor):  # what has no values yet gets them by the first forward pass
-            yield tensor
-
-
-def _copy(gradient: Tensor | None) -> Tensor | None:
-    return None if gradient is None else gradient.detach().clone()
-
-
-def _devices(model: nn.Module) -> list[torch.device]:
-    return list({tensor.device for tensor in _state(model) if tensor.device.type == "cuda"})

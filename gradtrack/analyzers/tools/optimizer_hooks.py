@@ -34,16 +34,14 @@ class StepWatch:
         self._state = _State.IDLE
         self._waiting: Look | None = None
         self._closed = False
-        self._hooks: list[tuple[Any, Any]] = []
+        self._ends: dict[int, tuple[Any, Any]] = {}
         self._begins: dict[int, tuple[Any, Any]] = {}
-        self._hooked: set[int] = set()
         self._last: set[int] = set()
 
     def add(self, optimizer: Any, *, running: bool = False) -> None:
         """Hook an optimizer; one that may be running its other hooks now is seen from its next step on."""
-        if id(optimizer) not in self._hooked:
-            self._hooked.add(id(optimizer))
-            self._hooks.append((optimizer, optimizer.register_step_post_hook(uncompiled(self._after_step))))
+        if id(optimizer) not in self._ends:
+            self._ends[id(optimizer)] = optimizer, optimizer.register_step_post_hook(uncompiled(self._after_step))
         if not running and id(optimizer) not in self._begins:
             self._hook_begin(optimizer)
 
@@ -56,10 +54,10 @@ class StepWatch:
 
     def close(self) -> None:
         """Remove every hook for good, and forget the waiting functions."""
-        take_off([*self._hooks, *self._begins.values()])
+        take_off([*self._ends.values(), *self._begins.values()])
         self._closed = True
-        self._hooks, self._waiting, self._state = [], None, _State.IDLE
-        for known in (self._begins, self._hooked, self._last):
+        self._waiting, self._state = None, _State.IDLE
+        for known in (self._ends, self._begins, self._last):
             known.clear()
 
     def _hook_begin(self, optimizer: Any) -> None:
