@@ -12,13 +12,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from gradtrack.analyzers.flow.squares import loops_over, row_squares
 from gradtrack.analyzers.tools.samples import dot, sampled, small_array
 
 _MAX_ROWS: Final = 32
 _MAX_COLUMNS: Final = 256
 _FEW_ROWS: Final = 8
 _FLAT: Final = 40.0
+_AT_ONCE: Final = 1 << 18
 _TANH_CELLS: Final = "RNN_TANH"
 TANH: Final = 0.97
 TANH_LIMIT: Final = 2.0923  # |tanh| > 0.97
@@ -86,49 +86,28 @@ def axis_of(kind: str, parametric: bool, output: Tensor, parent: Node | None) ->
 
 def take_output(node: Node, output: Tensor) -> None:
     """Record the output of a call."""
+    _take_range(node, output)
     squashes = node.kind == _TANH_CELLS  # what such a layer puts out has passed tanh
-    limit = TANH if squashes else TANH_LIMIT
-    counts = _survey(node, output, limit)
-    if counts is None:
-        _take_range(node, output)
     if node.finite and (squashes or node.parametric) and not output.is_complex():
-        _take_saturation(node, output, limit, counts, squashes=squashes)
+        _take_saturation(node, output, squashes=squashes)
 
 
-def _survey(node: Node, output: Tensor, limit: float) -> NDArray[np.int64] | None:
-    """Take the range in one pass, and count what is beyond the limits of tanh and sigmoid, where that is compiled."""
-    compiled = loops_over(output) if output.ndim > 1 else None
-    if compiled is None:
-        return None
-    loops, values = compiled
-    num_units = output.shape[node.axis]
-    values = values.reshape((len(values), num_units, -1) if node.axis % output.ndim == 1 else (-1, num_units, 1))
-    low, high = np.full(num_units, np.inf, np.float32), np.full(num_units, -np.inf, np.float32)
-    counts = np.zeros(2, np.int64)
-    if loops.survey(values, low, high, limit, SIGMOID_LIMIT, counts):
-        _note_range(node, low.astype(np.float64), high.astype(np.float64), output.numel())
-    else:
-        node.finite = False
-    return counts
-
-
-def _take_saturation(
-    node: Node, output: Tensor, limit: float, counts: NDArray[np.int64] | None, *, squashes: bool
-) -> None:
+def _take_saturation(node: Node, output: Tensor, *, squashes: bool) -> None:
     """Note how much of a layer is where tanh and sigmoid are flat."""
-    low, high = node.unit_min, node.unit_max
+    low, high, limit = node.unit_min, node.unit_max, TANH if squashes else TANH_LIMIT
     node.beyond_tanh = node.beyond_sigmoid = 0.0
     if low is not None and high is not None and max(-low.min(), high.max()) <= limit:
         return
-    shares = _beyond(output, limit) if counts is None else counts / output.numel()
-    node.beyond_tanh = float(shares[0])
-    node.beyond_sigmoid = 0.0 if squashes else float(shares[1])
-    if not squashes and node.beyond_tanh <= 0.5:
-        return
     sizes = _sizes(output)
-    node.slope_tanh = _size(1 - sizes**2 if squashes else np.cosh(sizes.clip(max=_FLAT)) ** -2)
+    node.beyond_tanh = float((sizes > limit).mean())
+    if squashes:
+        node.slope_tanh = _mean_size(1 - sizes**2)
+        return
+    node.beyond_sigmoid = float((sizes > SIGMOID_LIMIT).mean())
+    if node.beyond_tanh > 0.5:
+        node.slope_tanh = _mean_size(np.cosh(sizes.clip(max=_FLAT)) ** -2)
     if node.beyond_sigmoid > 0.5:
-        node.slope_sigmoid = _size(np.cosh(sizes.clip(max=_FLAT) / 2) ** -2)
+        node.slope_sigmoid = _mean_size(np.cosh(sizes.clip(max=_FLAT) / 2) ** -2)
 
 
 def _sizes(output: Tensor) -> NDArray[Any]:
@@ -136,33 +115,22 @@ def _sizes(output: Tensor) -> NDArray[Any]:
     return sampled(output).abs().float().cpu().numpy() if small is None else np.abs(small).reshape(-1)
 
 
-def _beyond(output: Tensor, limit: float) -> NDArray[np.float64]:
-    sizes = _sizes(output)
-    return np.array([np.count_nonzero(sizes > one) for one in (limit, SIGMOID_LIMIT)]) / len(sizes)
-
-
-def _size(values: NDArray[np.float32]) -> float:
+def _mean_size(values: NDArray[Any]) -> float:
     return float(np.sqrt(np.mean(values**2, dtype=np.float64)))
 
 
 def _take_range(node: Node, output: Tensor) -> None:
-    """Note the range of every unit, or that not all of it is finite."""
+    """Note the range of every unit and whether anything depends on the batch, or that not all of it is finite."""
     if output.ndim < 2 or output.is_complex():
         node.rows = output.numel() // node.width if output.ndim > 1 else 0
         node.finite = bool(torch.isfinite(output).all())
         return
     low, high = _ranges(output, tuple(dim for dim in range(output.ndim) if dim != node.axis % output.ndim))
-    if np.isfinite(low).all() and np.isfinite(high).all():
-        _note_range(node, low, high, output.numel())
-    else:
-        node.finite = False
-
-
-def _note_range(node: Node, low: NDArray[np.float64], high: NDArray[np.float64], count: int) -> None:
-    """Note the range of every unit, and whether anything depends on the batch."""
-    node.unit_min, node.unit_max = low, high
-    node.rows = count // len(high)
-    node.varies = count == len(high) or bool((high - low > 1e-6 * np.maximum(high, -low)).any())
+    node.finite = bool(np.isfinite(low).all() and np.isfinite(high).all())
+    if node.finite:
+        node.unit_min, node.unit_max = low, high
+        node.rows = output.numel() // len(high)
+        node.varies = node.rows == 1 or bool((high - low > 1e-6 * np.maximum(high, -low)).any())
 
 
 def _ranges(output: Tensor, over: tuple[int, ...]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -183,6 +151,20 @@ def take_gradient(node: Node, gradient: Tensor) -> None:
     node.delta = size if node.delta is None else math.hypot(node.delta, size)
     if gradient.ndim > 1 and not rows.is_complex() and node.kind not in ("Embedding", "EmbeddingBag"):
         node.rank, node.gram = math.nan, _gram(rows, squares)
+
+
+def row_squares(rows: Tensor) -> NDArray[np.float64]:
+    """Return the sum of squares of each row in float64; of a large tensor on the CPU, little is converted at a time."""
+    if rows.is_complex():
+        rows = torch.view_as_real(rows.resolve_conj()).flatten(1)
+    small = small_array(rows)
+    if small is not None:
+        wide = small.astype(np.float64)
+        return np.asarray(np.einsum("ij,ij->i", wide, wide))
+    parts = torch.split(rows, max(1, _AT_ONCE // max(1, rows.shape[1]))) if rows.is_cpu else [rows]
+    norms = torch.cat([torch.linalg.vector_norm(part, dim=-1, dtype=torch.float64) for part in parts])
+    found: NDArray[np.float64] = norms.square_().cpu().numpy()
+    return found
 
 
 def _gram(rows: Tensor, squares: NDArray[np.float64]) -> NDArray[np.float64] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
@@ -10,21 +11,18 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from gradtrack.analyzers.base import Series, Snapshot
 from gradtrack.analyzers.flow.probe import Probe
 from gradtrack.analyzers.flow.sampled_weights import Elements
 from gradtrack.analyzers.flow.samples import Case, ParameterSample, Sample, pack, unpack
-from gradtrack.analyzers.flow.squares import norms_of
 from gradtrack.analyzers.flow.verdict import Standing
 from gradtrack.analyzers.tools.offline import offline_steps
 from gradtrack.analyzers.tools.optimizer_hooks import StepWatch
-from gradtrack.analyzers.tools.samples import dot, small_array
 from gradtrack.gradients.distributed.shards import local_numbers, local_part, unwrapped
 from gradtrack.gradients.measurer import Measurer
-from gradtrack.gradients.moments import finite_norm, log_norm
+from gradtrack.gradients.moments import finite_norm, log_norm, true_norm
 from gradtrack.gradients.parameters import ParameterTable
 
 
@@ -79,6 +77,7 @@ def _is_empty(grad: Tensor | None) -> bool:
     return grad is None or not bool((grad.coalesce().values() if grad.is_sparse else grad).any())
 
 
+_NATIVE: Final = "gradtrack.gradients.native.engine"
 _KEPT: Final = 32
 _PAST: Final = 8
 Params = dict[str, nn.Parameter]
@@ -235,16 +234,14 @@ def _norms(params: Iterable[Tensor]) -> list[float]:
     pairs = [(param.numel(), local_part(param)) for param in params]
     if not pairs:
         return []
-    known = [small_array(part) for _, part in pairs]
-    large = [local_numbers(part) for (_, part), small in zip(pairs, known, strict=True) if small is None]
-    rest = iter(norms_of(large))
-    norms = [next(rest) if small is None else _size(small) for small in known]
-    return [norm * math.sqrt(size / max(1, part.numel())) for norm, (size, part) in zip(norms, pairs, strict=True)]
-
-
-def _size(values: NDArray[Any]) -> float:
-    flat = values.reshape(-1).astype(np.float64)
-    return math.sqrt(dot(flat, flat))
+    measurer = Measurer("auto" if _NATIVE in sys.modules else "torch")  # loading the compiler takes half a second
+    moments = measurer.measure(
+        [local_numbers(part.detach()) for _, part in pairs], np.zeros(len(pairs), dtype=np.int64), 1
+    )
+    return [
+        true_norm(row, moments.exponent) * math.sqrt(size / max(1, part.numel()))
+        for row, (size, part) in zip(moments.rows.tolist(), pairs, strict=True)
+    ]
 
 
 def sample_offline(

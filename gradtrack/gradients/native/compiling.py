@@ -28,11 +28,6 @@ def compiled_freely(function: _Function) -> _Function:
     return cast("_Function", njit(nogil=True, fastmath={"reassoc", "contract", "nsz"})(function))
 
 
-def compiled_for_numbers(function: _Function) -> _Function:
-    """Compile a function that sees no NaN, so that the least and the largest are found on vectors."""
-    return cast("_Function", njit(nogil=True, fastmath={"reassoc", "nsz", "nnan"})(function))
-
-
 def compiled_now(signature: str) -> Callable[[_Function], _Function]:
     """Compile a function at import, or load it from the cache on disk."""
 
