@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Sequence
 from typing import Final
 
 from gradtrack.analyzers.rl_policy.entropy import mann_kendall, theil_sen
@@ -64,24 +65,16 @@ class PolicyHistory(Stateful):
     def rising(self) -> bool | None:
         """Tell whether recent returns rise significantly, or None without enough of them."""
         recent = list(self.returns)[-_WINDOW:]
-        if len(recent) < _ENOUGH:
-            return None
-        total, chance = mann_kendall(recent)
-        return total > 0 and chance <= _SIGNIFICANT
+        return _rises(recent, _SIGNIFICANT) if len(recent) >= _ENOUGH else None
 
     @property
     def solved(self) -> bool:
         """Tell whether returns improved significantly since the start and stay at 90 % of their best improvement."""
         if len(self.returns) < _ENOUGH:
             return False
-        values = list(self.returns)
-        quarter = max(len(values) // 4, 2)
-        start = _average(self.first[: max(min(len(self.first), self.num_returns // 4), 2)])
-        recent = _average(values[-quarter:])
-        best = max(_average(values[at : at + quarter]) for at in range(len(values) - quarter + 1))
-        improved = mann_kendall([*self.first, *values] if self.num_returns > len(values) else values)
-        significant = improved[0] > 0 and improved[1] <= _SIGNIFICANT
-        return significant and recent > start and recent - start >= 0.9 * (best - start)
+        start, (recent, best) = self._start, self._recent_and_best
+        series = [*self.first, *self.returns] if self.num_returns > len(self.returns) else list(self.returns)
+        return _rises(series, _SIGNIFICANT) and recent > start and recent - start >= 0.9 * (best - start)
 
     @property
     def pays(self) -> bool | None:
@@ -94,8 +87,18 @@ class PolicyHistory(Stateful):
 
     @property
     def _is_above_start(self) -> bool:
-        start = self.first[: max(min(len(self.first), self.num_returns // 4), 2)]
-        return _average(list(self.returns)[-_ENOUGH:]) > _average(start)
+        return _average(list(self.returns)[-_ENOUGH:]) > self._start
+
+    @property
+    def _start(self) -> float:
+        return _average(self.first[: max(min(len(self.first), self.num_returns // 4), 2)])
+
+    @property
+    def _recent_and_best(self) -> tuple[float, float]:
+        """Return the mean over the last quarter of the returns, and the best mean over as many in a row."""
+        values, width = list(self.returns), max(len(self.returns) // 4, 2)
+        means = [_average(values[at : at + width]) for at in range(len(values) - width + 1)]
+        return means[-1], max(means)
 
     def risk(self, level: float | None, *, informed: bool = False) -> Risk | None:
         """Judge the risk of collapse; an `informed` policy has lost its entropy by acting differently by state."""
@@ -133,18 +136,19 @@ class PolicyHistory(Stateful):
         """
         if self.blind or len(self.levels) < _ENOUGH or self.highest >= 2 * FLOOR or len(self.returns) < _ENOUGH:
             return False
-        values = list(self.returns)
-        quarter = max(len(values) // 4, 2)
-        best = max(_average(values[at : at + quarter]) for at in range(len(values) - quarter + 1))
-        return _average(values[-quarter:]) >= best - 0.1 * abs(best)
+        recent, best = self._recent_and_best
+        return recent >= best - 0.1 * abs(best)
 
     @property
     def driven_up(self) -> bool:
         """Tell whether the level has been rising significantly, so that something makes the policy more random."""
-        if len(self.levels) < _FIRST:
-            return False
-        total, chance = mann_kendall(self.levels)
-        return total > 0 and chance <= _SURE and self.levels[-1] - self.levels[0] > _DRIVEN
+        enough = len(self.levels) >= _FIRST and self.levels[-1] - self.levels[0] > _DRIVEN
+        return enough and _rises(self.levels, _SURE)
+
+
+def _rises(values: Sequence[float], significance: float) -> bool:
+    total, chance = mann_kendall(values)
+    return total > 0 and chance <= significance
 
 
 def _average(values: list[float]) -> float:

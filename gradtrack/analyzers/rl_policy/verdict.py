@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 import torch
@@ -30,112 +30,105 @@ class PolicyVerdict:
 
     def judge(self, report: PolicyReport, history: PolicyHistory, step: int) -> PolicyReport:
         """Return the report with its issues and the adequacy of its exploration."""
-        issues = [*self._collapse(report, history), *self._exploration(report, history), *self._spread(report, history)]
-        found = [issue.model_copy(update={"step": step, "window": max(len(history.levels), 1)}) for issue in issues]
-        return report.model_copy(update={"issues": found, "exploration_adequacy": self._adequacy(report, history)})
+        adequacy = self._adequacy(report, history)
+        issues = [*_collapse(report, history), *self._exploration(report, history, adequacy)]
+        issues += self._spread(report, history)
+        confidence = 0.9 if report.confidence == "high" else 0.5
+        update = {"step": step, "window": max(len(history.levels), 1), "confidence": confidence}
+        found = [issue.model_copy(update=update) for issue in issues]
+        return report.model_copy(update={"issues": found, "exploration_adequacy": adequacy})
 
     def _adequacy(self, report: PolicyReport, history: PolicyHistory) -> Adequacy | None:
-        if self._wide(report) and not history.pays:
+        if self._is_wide(report) and not history.pays:
             return "TOO_HIGH"
-        chosen = not isinstance(self.min_entropy, Suggested)
-        stagnant = history.pays is False
-        least = float(self.min_entropy) if chosen or stagnant else FLOOR
-        return history.adequacy(report.entropy_level, least)
+        chosen = not isinstance(self.min_entropy, Suggested) or history.pays is False
+        return history.adequacy(report.entropy_level, float(self.min_entropy) if chosen else FLOOR)
 
-    def _collapse(self, report: PolicyReport, history: PolicyHistory) -> list[Issue]:
+    def _exploration(self, report: PolicyReport, history: PolicyHistory, adequacy: Adequacy | None) -> Iterator[Issue]:
         level, risk = report.entropy_level, report.entropy_collapse_risk
-        if level is None or risk in (None, "LOW"):
-            return []
-        informed = risk == "MEDIUM" and level < FLOOR
-        severity = IssueSeverity.LOW if informed else IssueSeverity[str(risk)]
-        trend = "" if report.entropy_slope is None else f" and changes by {report.entropy_slope:.2g} per observation"
-        reason = (
-            " Its actions depend on the state, so it may simply be sure; pass episode_return to tell."
-            if informed
-            else " Returns do not rise."
-            if history.pays is False
-            else ""
-        )
-        return [
-            Issue(
-                issue_type=IssueType.ENTROPY_COLLAPSE,
-                severity=severity,
-                message=f"The policy's entropy is {level:.3g} of its largest{trend}.{reason}",
-                statistic="entropy_level",
-                value=level,
-                threshold=FLOOR,
-                confidence=_confidence(report),
-                recommendation="Raise the entropy bonus, lower the learning rate or the number of epochs per batch.",
+        if adequacy == "TOO_LOW":
+            collapsing = [one.key for one in _collapse(report, history) if one.severity > IssueSeverity.LOW]
+            if collapsing or risk != "MEDIUM":
+                yield _issue(
+                    IssueType.INSUFFICIENT_EXPLORATION,
+                    IssueSeverity.MEDIUM,
+                    ("entropy_level", level, float(self.min_entropy)),
+                    f"The policy explores little: its entropy is {level:.3g} of its largest.",
+                    "Raise the entropy bonus or the temperature of the policy.",
+                ).model_copy(update={"explained_by": collapsing[0] if collapsing else None})
+        elif adequacy == "TOO_HIGH":
+            wide, std = self._is_wide(report), report.continuous_std_mean
+            what = f"std is {std:.3g}" if wide else f"entropy level is {level:.3g}"
+            yield _issue(
+                IssueType.OVER_EXPLORATION,
+                _by_returns(self.max_std, history) if wide else IssueSeverity.MEDIUM,
+                ("continuous_std_mean", std, float(self.max_std)) if wide else ("entropy_level", level, 0.95),
+                f"The policy acts almost at random: its {what}.",
+                "Lower the entropy bonus or the standard deviation; check that rewards reach the policy.",
             )
-        ]
 
-    def _exploration(self, report: PolicyReport, history: PolicyHistory) -> list[Issue]:
-        adequacy, level = self._adequacy(report, history), report.entropy_level
-        if adequacy not in ("TOO_LOW", "TOO_HIGH"):
-            return []
-        collapsing = [issue for issue in self._collapse(report, history) if issue.severity > IssueSeverity.LOW]
-        if adequacy == "TOO_HIGH":
-            return [self._over(report, history)]
-        if not collapsing and report.entropy_collapse_risk == "MEDIUM":
-            return []
-        return [
-            Issue(
-                issue_type=IssueType.INSUFFICIENT_EXPLORATION,
-                severity=IssueSeverity.MEDIUM,
-                message=f"The policy explores little: its entropy is {level:.3g} of its largest.",
-                statistic="entropy_level",
-                value=level,
-                threshold=float(self.min_entropy),
-                explained_by=collapsing[0].key if collapsing else None,
-                confidence=_confidence(report),
-                recommendation="Raise the entropy bonus or the temperature of the policy.",
+    def _spread(self, report: PolicyReport, history: PolicyHistory) -> Iterator[Issue]:
+        std = _relative_std(report)
+        if std is not None and std < self.min_std and not history.pays:
+            yield _issue(
+                IssueType.LOW_ACTION_STD,
+                _by_returns(self.min_std, history),
+                ("continuous_std_mean", std, float(self.min_std)),
+                f"Actions hardly vary: their standard deviation is {std:.3g}.",
+                "Raise the entropy bonus, or bound log_std from below.",
             )
-        ]
 
-    def _over(self, report: PolicyReport, history: PolicyHistory) -> Issue:
-        wide = self._wide(report)
-        value = report.continuous_std_mean if wide else report.entropy_level
-        return Issue(
-            issue_type=IssueType.OVER_EXPLORATION,
-            severity=self._by_returns(self.max_std, history) if wide else IssueSeverity.MEDIUM,
-            message=f"The policy acts almost at random: its {'std' if wide else 'entropy level'} is {value:.3g}.",
-            statistic="continuous_std_mean" if wide else "entropy_level",
-            value=value,
-            threshold=float(self.max_std) if wide else 0.95,
-            confidence=_confidence(report),
-            recommendation="Lower the entropy bonus or the standard deviation; check that rewards reach the policy.",
-        )
-
-    def _spread(self, report: PolicyReport, history: PolicyHistory) -> list[Issue]:
-        """Judge a small standard deviation, relative to half of the action range where that is known."""
-        std = report.continuous_relative_std_mean or report.continuous_std_mean
-        if std is None or not std < self.min_std or history.pays:
-            return []
-        return [
-            Issue(
-                issue_type=IssueType.LOW_ACTION_STD,
-                severity=self._by_returns(self.min_std, history),
-                message=f"Actions hardly vary: their standard deviation is {std:.3g}.",
-                statistic="continuous_std_mean",
-                value=std,
-                threshold=float(self.min_std),
-                confidence=_confidence(report),
-                recommendation="Raise the entropy bonus, or bound log_std from below.",
-            )
-        ]
-
-    def _wide(self, report: PolicyReport) -> bool:
-        std = report.continuous_relative_std_mean or report.continuous_std_mean
+    def _is_wide(self, report: PolicyReport) -> bool:
+        std = _relative_std(report)
         return std is not None and not report.squashed and std > self.max_std
 
-    def _by_returns(self, threshold: float, history: PolicyHistory) -> IssueSeverity:
-        """Return LOW for a threshold that the user did not choose, unless returns say that something is wrong."""
-        sure = not isinstance(threshold, Suggested) or history.pays is False
-        return IssueSeverity.MEDIUM if sure else IssueSeverity.LOW
+
+def _collapse(report: PolicyReport, history: PolicyHistory) -> Iterator[Issue]:
+    level, risk = report.entropy_level, report.entropy_collapse_risk
+    if level is None or risk in (None, "LOW"):
+        return
+    informed = risk == "MEDIUM" and level < FLOOR
+    trend = "" if report.entropy_slope is None else f" and changes by {report.entropy_slope:.2g} per observation"
+    reason = " Returns do not rise." if history.pays is False else ""
+    if informed:
+        reason = " Its actions depend on the state, so it may simply be sure; pass episode_return to tell."
+    yield _issue(
+        IssueType.ENTROPY_COLLAPSE,
+        IssueSeverity.LOW if informed else IssueSeverity[str(risk)],
+        ("entropy_level", level, FLOOR),
+        f"The policy's entropy is {level:.3g} of its largest{trend}.{reason}",
+        "Raise the entropy bonus, lower the learning rate or the number of epochs per batch.",
+    )
 
 
-def _confidence(report: PolicyReport) -> float:
-    return 0.9 if report.confidence == "high" else 0.5
+def _relative_std(report: PolicyReport) -> float | None:
+    """Return the standard deviation, relative to half of the action range where that is known."""
+    return report.continuous_relative_std_mean or report.continuous_std_mean
+
+
+def _by_returns(threshold: float, history: PolicyHistory) -> IssueSeverity:
+    """Return LOW for a threshold that the user did not choose, unless returns say that something is wrong."""
+    sure = not isinstance(threshold, Suggested) or history.pays is False
+    return IssueSeverity.MEDIUM if sure else IssueSeverity.LOW
+
+
+def _issue(
+    kind: IssueType,
+    severity: IssueSeverity,
+    measured: tuple[str, float | None, float],
+    message: str,
+    recommendation: str,
+) -> Issue:
+    statistic, value, threshold = measured
+    return Issue(
+        issue_type=kind,
+        severity=severity,
+        message=message,
+        statistic=statistic,
+        value=value,
+        threshold=threshold,
+        recommendation=recommendation,
+    )
 
 
 _INFORMED: Final = 0.5
@@ -154,9 +147,7 @@ def sum_up(
     values = {name: _weighted(rows, name) for name in dict.fromkeys(name for row in rows for name in row)}
     level = mean([level for level in levels[-max(len(levels) // 4, 1) :] if level is not None])
     conditional = values.get("discrete_entropy_mean", values.get("continuous_entropy_mean"))
-    marginal = values.pop("continuous_marginal_entropy", None)
-    values.setdefault("marginal_entropy", marginal)
-    total = values["marginal_entropy"]
+    total = values.setdefault("marginal_entropy", values.get("continuous_marginal_entropy"))
     information = None if total is None or conditional is None else max(total - conditional, 0.0)
     spread = values.get("marginal_entropy_normalized")
     alone = "continuous_entropy_mean" not in values  # beside a continuous part, the level may be that of the other
