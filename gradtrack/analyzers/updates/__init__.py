@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, final
 
@@ -167,10 +168,8 @@ class UpdatesAnalyzer(Analyzer):
         if before is None or before[0] != snapshot.step - 1:
             return ()
         found = before[1].sums(snapshot.gradients, snapshot.optimizers, snapshot.counts_as)
-        numbers = _together(found).numbers()
-        for group in groups:
-            numbers += found.get(group, UpdateSums()).numbers()[:NUM_SHORT]
-        return numbers
+        short = [found.get(group, UpdateSums())[:NUM_SHORT] for group in groups]
+        return [*UpdateSums.together(found.values()), *itertools.chain.from_iterable(short)]
 
     def inspect(self, snapshot: Snapshot) -> UpdatesReport | None:
         with one_thread():
@@ -193,14 +192,14 @@ def _report(
     step: int, before: WeightSample, gradients: Mapping[str, Tensor], optimizers: Sequence[Any]
 ) -> UpdatesReport:
     groups = before.sums(gradients, optimizers)
-    return _described(step, _together(groups), groups)
+    return _described(step, UpdateSums.together(groups.values()), groups)
 
 
 def _report_of_all(step: int, sums: Sequence[float], names: Sequence[str]) -> UpdatesReport:
     """Return the report from the sums over all ranks: the numbers of the whole, then few of each group."""
     rest = [sums[start : start + NUM_SHORT] for start in range(NUM_SUMS, len(sums), NUM_SHORT)]
-    groups = {name: UpdateSums.of(numbers) for name, numbers in zip(names, rest, strict=True)}
-    return _described(step, UpdateSums.of(sums[:NUM_SUMS]), groups)
+    groups = {name: UpdateSums(*numbers) for name, numbers in zip(names, rest, strict=True)}
+    return _described(step, UpdateSums(*sums[:NUM_SUMS]), groups)
 
 
 def _described(step: int, everything: UpdateSums, groups: Mapping[str, UpdateSums]) -> UpdatesReport:
@@ -211,15 +210,8 @@ def _described(step: int, everything: UpdateSums, groups: Mapping[str, UpdateSum
     )
 
 
-def _together(groups: Mapping[str, UpdateSums]) -> UpdateSums:
-    found = UpdateSums()
-    for sums in groups.values():
-        found.add(sums.numbers())
-    return found
-
-
 def _numbers(sums: UpdateSums) -> dict[str, Any]:
-    counts = {name: round(getattr(sums, name)) for name in ("num_elements", "num_sampled")}
+    counts = {"num_elements": round(sums.num_elements), "num_sampled": round(sums.num_sampled)}
     return {name: getattr(sums, name) for name in _NUMBERS} | counts
 
 

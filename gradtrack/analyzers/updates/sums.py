@@ -16,9 +16,7 @@ from gradtrack.gradients.distributed.shards import local_part
 from gradtrack.support.statistics import cosine
 
 _FIRST: Final = ("exp_avg", "momentum_buffer")
-NUM_SUMS, NUM_SHORT = 14, 6
 _SECOND: Final = ("exp_avg_sq", "square_avg")
-_MOST_OF_ALL: Final = MOST
 _ENOUGH: Final = 4096
 _AT_ONCE: Final = 1 << 18
 
@@ -26,76 +24,65 @@ Values = NDArray[np.floating[Any]]
 Flags = NDArray[np.bool_]
 
 
-class UpdateSums:
-    """Sums over the parameters of one group, from which the numbers of its update follow."""
+class UpdateSums(NamedTuple):
+    """Sums over parameters, from which the numbers of their update follow; the first six are enough for its length.
 
-    def __init__(self) -> None:
-        self.num_elements = self.num_sampled = 0.0
-        self._change = self._weight = 0.0
-        self._moved = self._pulled = 0.0
-        self._next: list[float] = [0.0, 0.0, 0.0]
-        self._momentum: list[float] = [0.0, 0.0, 0.0]
-        self._first = self._second = 0.0
+    `pulled` counts the elements with a gradient, `moved` those of them that the step moved. `change` and `weight` are
+    sums of squares; for a cosine there are the product of two vectors and the squares of each. `first` and `second` are
+    the squares of the first moment and the second moment, both freed of their bias.
+    """
 
-    def add(self, numbers: Sequence[float]) -> None:
-        """Take in the numbers of a parameter, or of another group."""
-        self._take([mine + its for mine, its in zip(self.numbers(), numbers, strict=True)])
-
-    def numbers(self) -> list[float]:
-        """Return everything as numbers that can be added up; the first `NUM_SHORT` tell the length of the step."""
-        counts = [self.num_elements, self.num_sampled, self._pulled, self._moved]
-        return [*counts, self._change, self._weight, *self._next, *self._momentum, self._first, self._second]
+    num_elements: float = 0.0
+    num_sampled: float = 0.0
+    pulled: float = 0.0
+    moved: float = 0.0
+    change: float = 0.0
+    weight: float = 0.0
+    next_product: float = 0.0
+    before_next: float = 0.0
+    next_squares: float = 0.0
+    momentum_product: float = 0.0
+    before_momentum: float = 0.0
+    momentum_squares: float = 0.0
+    first: float = 0.0
+    second: float = 0.0
 
     @classmethod
-    def of(cls, numbers: Sequence[float]) -> UpdateSums:
-        """Return the sums that these numbers are, the last of which may be left out."""
-        found = cls()
-        found._take([*numbers, *[0.0] * (NUM_SUMS - len(numbers))])
-        return found
-
-    def _take(self, numbers: Sequence[float]) -> None:
-        self.num_elements, self.num_sampled, self._pulled, self._moved = numbers[:4]
-        self._change, self._weight = numbers[4:6]
-        self._next, self._momentum = list(numbers[6:9]), list(numbers[9:12])
-        self._first, self._second = numbers[12:14]
+    def together(cls, parts: Iterable[Sequence[float]]) -> UpdateSums:
+        """Add up the sums of several parameters or groups."""
+        return cls(*map(sum, zip(*parts, strict=True)))
 
     @property
     def ratio(self) -> float | None:
         """Return ‖Δw‖/‖w‖."""
-        return math.sqrt(self._change / self._weight) if self._weight > 0 else None
+        return math.sqrt(self.change / self.weight) if self.weight > 0 else None
 
     @property
     def unchanged_fraction(self) -> float | None:
         """Return the share of elements with a gradient that did not move."""
-        return 1 - self._moved / self._pulled if self._pulled else None
+        return 1 - self.moved / self.pulled if self.pulled else None
 
     @property
     def gradient_cosine(self) -> float | None:
         """Return the cosine between the step's gradient and the next one."""
-        return _cosine(self._next)
+        return _known(cosine(self.next_product, self.before_next, self.next_squares))
 
     @property
     def momentum_cosine(self) -> float | None:
         """Return the cosine between the step's gradient and the first moment after it."""
-        return _cosine(self._momentum)
+        return _known(cosine(self.momentum_product, self.before_momentum, self.momentum_squares))
 
     @property
     def moment_ratio(self) -> float | None:
         """Return the root of the first moment's squares over the second moment, both without their bias."""
-        return math.sqrt(self._first / self._second) if self._second > 0 else None
+        return math.sqrt(self.first / self.second) if self.second > 0 else None
 
 
-class SampledMoments(NamedTuple):
-    """Samples of the first and second moments, and by what their start at zero shrinks them, a column for each.
+NUM_SUMS, NUM_SHORT = len(UpdateSums._fields), 6
 
-    There is a flag and a row for each parameter: of some an optimizer keeps the first alone, of others nothing.
-    """
 
-    first: Values
-    has_first: Flags
-    second: Values
-    has_both: Flags
-    biases: Values
+def _known(value: float) -> float | None:
+    return None if math.isnan(value) else value
 
 
 class WeightSample:
@@ -109,8 +96,13 @@ class WeightSample:
         self, model: nn.Module, gradients: Mapping[str, Tensor], groups: Mapping[str, str], most: int | None = None
     ) -> None:
         self._groups = groups
-        most = _shared_out(map(_count, filter(_learns, model.parameters()))) if most is None else most
-        params = {name: param for name, param in model.named_parameters() if name in gradients and _shows(param)}
+        if most is None:
+            most = _shared_out([_count(param) for param in model.parameters() if param.requires_grad])
+        params = {
+            name: param
+            for name, param in model.named_parameters()
+            if name in gradients and param.layout is torch.strided and _count(param)
+        }
         self._parts = [SampledPart(part, gradients, most) for part in _cut(params, most)]
 
     def sums(
@@ -123,7 +115,7 @@ class WeightSample:
 
         Of a parameter that other ranks have as well there is only as much as `counts_as` says.
         """
-        groups = {group: UpdateSums() for group in dict.fromkeys(self._groups.values())}
+        rows: dict[str, list[Sequence[float]]] = {group: [UpdateSums()] for group in self._groups.values()}
         owners = {
             id(param): (optimizer, group)
             for optimizer in reversed(optimizers)
@@ -136,8 +128,8 @@ class WeightSample:
             for name, row in zip(part.params, numbers.tolist(), strict=True):
                 times = 1.0 if counts_as is None else counts_as.get(name, 0.0)
                 if times:
-                    groups[self._groups[name]].add([times * number for number in row])
-        return groups
+                    rows[self._groups[name]].append([times * number for number in row])
+        return {group: UpdateSums.together(parts) for group, parts in rows.items()}
 
 
 class SampledPart:
@@ -158,12 +150,15 @@ class SampledPart:
 
     def numbers(self, gradients: Mapping[str, Tensor], owners: Mapping[int, Any]) -> Values:
         """Return the numbers of `UpdateSums` of each parameter, in which a sampled element stands for its share."""
-        (after, there), before, mine = self.after(), _exact(self.weights), _exact(self.gradients)
-        (following, has_following), moments = self._following(gradients), self._moments(owners)
-        change, following = after - before, _exact(following)
-        live, squares, first = mine != 0, self._sums(mine * mine), self._sums(moments.first * moments.first)
-        compared, pushed = has_following & self._has_gradient, moments.has_first & self._has_gradient
-        unbiased = moments.has_both & self._has_gradient
+        (after, there), (following, has_following) = self.after(), self._following(gradients)
+        found = [_moments_of(param, *owners.get(id(param), (None, {}))) for param in self.params.values()]
+        first_moments, second_moments, all_biases = zip(*found, strict=True)
+        (first, has_first), (second, has_second) = self._same(first_moments), self._same(second_moments)
+        before, mine, following, first, second = map(_exact, (self.weights, self.gradients, following, first, second))
+        biases, change = np.array(all_biases), after - before
+        live, squares, first_squares = mine != 0, self._sums(mine * mine), self._sums(first * first)
+        compared, pushed = has_following & self._has_gradient, has_first & self._has_gradient
+        unbiased = pushed & has_second & (biases > 0).all(1)
         columns = [
             self._sums(live),
             self._sums(live & (change != 0)),
@@ -172,28 +167,19 @@ class SampledPart:
             np.where(compared, self._sums(mine * following), 0.0),
             np.where(compared, squares, 0.0),
             np.where(compared, self._sums(following * following), 0.0),
-            np.where(pushed, self._sums(mine * moments.first), 0.0),
+            np.where(pushed, self._sums(mine * first), 0.0),
             np.where(pushed, squares, 0.0),
-            np.where(pushed, first, 0.0),
-            np.where(unbiased, first / moments.biases[:, 0] ** 2, 0.0),
-            np.where(unbiased, self._sums(moments.second) / moments.biases[:, 1], 0.0),
+            np.where(pushed, first_squares, 0.0),
+            np.where(unbiased, first_squares / biases[:, 0] ** 2, 0.0),
+            np.where(unbiased, self._sums(second) / biases[:, 1], 0.0),
         ]
         lengths = np.array(self._lengths, dtype=np.float64)
-        shares = self._counts / lengths
-        found = np.stack([self._counts, lengths, *(shares * one for one in columns)], 1)
-        return np.where(there[:, None], found, 0.0)
+        table = np.stack([self._counts, lengths, *(self._counts / lengths * one for one in columns)], 1)
+        return np.where(there[:, None], table, 0.0)
 
     def _following(self, gradients: Mapping[str, Tensor]) -> tuple[Values, Flags]:
         """Return the same elements of the gradients of a step, and which parameters have one there."""
         return self._same([_fitting(gradients.get(name), param) for name, param in self.params.items()])
-
-    def _moments(self, owners: Mapping[int, Any]) -> SampledMoments:
-        found = [_moments_of(param, *owners.get(id(param), (None, {}))) for param in self.params.values()]
-        first, has_first = self._same([one for one, _, _ in found])
-        second, has_second = self._same([one for _, one, _ in found])
-        biases = np.array([one for _, _, one in found])
-        has_both = has_first & has_second & (biases > 0).all(1)
-        return SampledMoments(_exact(first), has_first, _exact(second), has_both, biases)
 
     def _sums(self, values: NDArray[Any]) -> Values:
         """Return the sum for each parameter."""
@@ -270,25 +256,12 @@ def _fitting(gradient: Tensor | None, param: nn.Parameter) -> Tensor | None:
     return gradient if gradient is not None and gradient.numel() == size else None
 
 
-def _cosine(sums: list[float]) -> float | None:
-    found = cosine(*sums)
-    return None if math.isnan(found) else found
-
-
-def _shared_out(counts: Iterable[int]) -> int:
+def _shared_out(sizes: Sequence[int]) -> int:
     """Return how many elements to take of each tensor, so that a look at many takes little longer than one at few."""
-    most, sizes = MOST, list(counts)
-    while most > _ENOUGH and sum(min(size, most) for size in sizes) > _MOST_OF_ALL:
+    most = MOST
+    while most > _ENOUGH and sum(min(size, most) for size in sizes) > MOST:
         most //= 2
     return most
-
-
-def _learns(param: Tensor) -> bool:
-    return param.requires_grad
-
-
-def _shows(param: Tensor) -> bool:
-    return param.layout is torch.strided and _count(param) > 0
 
 
 def _count(param: Tensor) -> int:
