@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any, Final, TypeVar
 
@@ -116,19 +116,17 @@ class Sample:
         return grad * math.hypot(*lengths) / abs(self.loss)
 
 
+@dataclass
 class Case:
-    """A run as the rules see it: the plain numbers of every step, the samples of some, and verdicts given before."""
+    """A run as the rules see it: the plain numbers of every step, the samples of some, and verdicts given before.
 
-    def __init__(
-        self,
-        series: Series,
-        samples: Sequence[Sample],
-        standing: Sequence[Issue] = (),
-        from_start: Collection[str] = (),
-    ) -> None:
-        self.series, self.samples, self.standing = series, list(samples), standing
-        self.from_start = from_start
-        """The keys of those of the verdicts that the first window gave already."""
+    `from_start` are the keys of those of the verdicts that the first window gave already.
+    """
+
+    series: Series
+    samples: Sequence[Sample]
+    standing: Sequence[Issue] = ()
+    from_start: Collection[str] = ()
 
     @property
     def step(self) -> int:
@@ -182,7 +180,7 @@ class Case:
     @cached_property
     def recent(self) -> list[Sample]:
         """Return the last samples, or nothing while there are too few to judge a state by."""
-        return self.samples[-RECENT:] if len(self.samples) >= RECENT else []
+        return list(self.samples[-RECENT:]) if len(self.samples) >= RECENT else []
 
     @property
     def before(self) -> int | None:
@@ -226,36 +224,18 @@ def in_all(windows: Sequence[Mapping[str, Seen]]) -> dict[str, list[Seen]]:
     return {name: [found[name] for found in windows] for name in names if all(name in found for found in windows)}
 
 
-Judge = Callable[[Case], list[Issue]]
-
-
-def windowed(judge: Judge) -> Judge:
-    """Mark a rule that is about a state of the model, and so about every window of samples."""
-    judge.kind = "windowed"  # type: ignore[attr-defined]
-    return judge
-
-
-def about_units(judge: Judge) -> Judge:
-    """Mark a rule that looks at the units of the last samples alone, and judges each window when it is there."""
-    judge.kind = "units"  # type: ignore[attr-defined]
-    return judge
-
-
 _UNITS: Final = ("unit_min", "unit_max")
 
 
 def pack(sample: Sample) -> dict[str, Any]:
     """Return a sample as plain data."""
-    plain = {one.name: getattr(sample, one.name) for one in fields(sample)}
-    changes = sample.changes
-    return {
-        **plain,
-        "nodes": [_pack_node(node) for node in sample.nodes],
-        "params": {name: asdict(param) for name, param in sample.params.items()},
-        "without_grad": sorted(sample.without_grad),
-        "stale": list(sample.stale),
-        "changes": None if changes is None else {name: asdict(change) for name, change in changes.items()},
-    }
+    for node in sample.nodes:
+        node.rank, node.gram = node.effective_rank, None
+    plain = asdict(sample)
+    for node in plain["nodes"]:
+        units = {name: None if node[name] is None else node[name].tolist() for name in _UNITS}
+        node |= units | {"parents": [[index, list(ops)] for index, ops in node["parents"]]}
+    return plain | {"without_grad": sorted(sample.without_grad)}
 
 
 def unpack(state: Mapping[str, Any]) -> Sample:
@@ -265,17 +245,9 @@ def unpack(state: Mapping[str, Any]) -> Sample:
         "nodes": [_unpack_node(node) for node in state["nodes"]],
         "params": {name: ParameterSample(**param) for name, param in state["params"].items()},
         "without_grad": set(state["without_grad"]),
-        "stale": list(state["stale"]),
         "changes": None if changes is None else {name: Change(**change) for name, change in changes.items()},
     }
     return Sample(**{**state, **found})
-
-
-def _pack_node(node: Node) -> dict[str, Any]:
-    node.rank = node.effective_rank
-    plain = {one.name: getattr(node, one.name) for one in fields(node)}
-    units = {name: None if plain[name] is None else plain[name].tolist() for name in _UNITS}
-    return {**plain, **units, "parents": [[index, list(ops)] for index, ops in node.parents]}
 
 
 def _unpack_node(state: Mapping[str, Any]) -> Node:

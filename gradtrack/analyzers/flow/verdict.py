@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -37,24 +37,24 @@ _PLATEAUS: Final = (IssueType.VANISHING,)
 """What holds a training up, and so is over once the training has come out of it."""
 
 
-_JUDGES: Final[tuple[Callable[[Case], list[Issue]], ...]] = (
-    depth.judge_bottleneck,
-    units.judge_dead,
-    depth.judge_depth,
+_Judges = tuple[Callable[[Case], Iterable[Issue]], ...]
+_OF_THE_RUN: Final[_Judges] = (
     reach.judge_disconnected,
     steps.judge_first_steps,
     steps.judge_foreign_clip,
-    imbalance.judge_imbalance,
     precision.judge_origin,
     steps.judge_oscillation,
-    learning_rate.judge_rate_high,
     learning_rate.judge_rate_low,
     steps.judge_rotation,
     precision.judge_rounding,
-    units.judge_saturation,
     reach.judge_stale_grad,
     reach.judge_unchanged,
 )
+_OF_STATES: Final[_Judges] = (depth.judge_depth, imbalance.judge_imbalance, learning_rate.judge_rate_high)
+"""The rules about a state of the model, and so about every window of samples."""
+
+_OF_UNITS: Final[_Judges] = (depth.judge_bottleneck, units.judge_dead, units.judge_saturation)
+"""The rules that look at the units of the last samples alone, and judge each window when it is there."""
 
 
 def diagnose(case: Case, most: int = MOST) -> list[Issue]:
@@ -68,7 +68,7 @@ def diagnose(case: Case, most: int = MOST) -> list[Issue]:
     found: dict[str, Issue] = {issue.key: issue for issue in case.standing}
     there: set[str] = set()
     for number, window in enumerate(case.windows):
-        judged = _judge(window, "windowed")
+        judged = _judge(window, _OF_STATES)
         there = {issue.key for issue in judged}
         for issue in judged:
             known = found.get(issue.key)
@@ -77,7 +77,7 @@ def diagnose(case: Case, most: int = MOST) -> list[Issue]:
             elif not number or not _came_well(issue, window):
                 found[issue.key] = issue
     lasting = [issue for key, issue in found.items() if key in there or not _is_left_behind(issue, case)]
-    return order([*lasting, *_judge(case, "run")], most)
+    return order([*lasting, *_judge(case, _OF_THE_RUN)], most)
 
 
 def _came_well(issue: Issue, window: Case) -> bool:
@@ -91,13 +91,8 @@ def _is_left_behind(issue: Issue, case: Case) -> bool:
     return issue.issue_type in _PLATEAUS and case.series.has_halved_since(issue.step)
 
 
-def judge_units(case: Case) -> list[Issue]:
-    """Return what the units of the last samples show by themselves."""
-    return _judge(case, "units")
-
-
-def _judge(case: Case, kind: str) -> list[Issue]:
-    return [issue for judge in _JUDGES if getattr(judge, "kind", "run") == kind for issue in judge(case)]
+def _judge(case: Case, judges: _Judges) -> list[Issue]:
+    return [issue for judge in judges for issue in judge(case)]
 
 
 class Standing:
@@ -109,7 +104,7 @@ class Standing:
 
     def add(self, case: Case) -> None:
         """Judge the newest window, and let go of what only older ones needed."""
-        found = judge_units(case)
+        found = _judge(case, _OF_UNITS)
         known = {issue.key for issue in self._found[-1]} if self._found else ()
         self._absent |= {issue.key: case.before for issue in found if issue.key not in known}
         self._found.append(found)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Final
 
 from gradtrack.analyzers.flow.call import Node
 from gradtrack.analyzers.flow.graph import FlowGraph
-from gradtrack.analyzers.flow.samples import Case, Sample, about_units, in_all, median, windowed
+from gradtrack.analyzers.flow.samples import Case, Sample, in_all, median
 from gradtrack.reports import Issue, IssueSeverity, IssueType
 from gradtrack.support.names import module_of
 
@@ -20,23 +19,6 @@ _GROWN: Final = 1.2
 _SAMPLES: Final = 2
 
 
-@dataclass(frozen=True, slots=True)
-class _Between:
-    """The distance that a gradient has come: layers, or the calls of a cell that feeds itself from step to step."""
-
-    layers: int
-    cell: str
-    calls: int
-
-    @property
-    def count(self) -> int:
-        return max(1, self.calls if self.cell else self.layers)
-
-    def __str__(self) -> str:
-        return f"{self.calls} calls of {self.cell} (time steps)" if self.cell else f"{self.layers} layers"
-
-
-@windowed
 def judge_depth(case: Case) -> list[Issue]:
     """Open where the first layer's gradient is under 1e-3 of the last one's, or any layer's is over 100 times it.
 
@@ -45,39 +27,35 @@ def judge_depth(case: Case) -> list[Issue]:
     gain came with a falling loss, as it does when targets are large, or is that of a normalisation right behind.
     """
     graphs = case.last_graphs(_SAMPLES)
-    if not graphs:
-        return []
-    entries = set.intersection(*(set(graph.paths) for graph in graphs))
-    found = [issue for entry in sorted(entries) for issue in _entry(case, entry)]
+    entries = set.intersection(*(set(graph.paths) for graph in graphs)) if graphs else ()
     worst: dict[IssueType, Issue] = {}
-    for issue in found:
+    for issue in filter(None, (_entry(case, entry) for entry in sorted(entries))):
         known = worst.get(issue.issue_type)
         if known is None or abs(math.log(issue.value or 1)) > abs(math.log(known.value or 1)):
             worst[issue.issue_type] = issue
     return list(worst.values())
 
 
-def _entry(case: Case, entry: str) -> list[Issue]:
+def _entry(case: Case, entry: str) -> Issue | None:
     graphs = case.last_graphs(_SAMPLES)
     series = [graph.gammas(graph.paths[entry]) for graph in graphs]
     if any(len(gammas) < 2 for gammas in series):
-        return []
-    between = _Between(len(series[-1]) - 1, *graphs[-1].turns(graphs[-1].paths[entry]))
+        return None
+    num_layers, turns = len(series[-1]) - 1, graphs[-1].turns(graphs[-1].paths[entry])
     first = [gammas[entry] * _fewer_rows(graph, entry) for gammas, graph in zip(series, graphs, strict=True)]
     ratio = median(first)
     if ratio > 0 and max(first) < _SMALL and not _begins_at_zero(case, series[-1]):
-        return [_depth_issue(case, IssueType.VANISHING, entry, ratio, between)]
-    series = [_not_normalised(graph, gammas) for gammas, graph in zip(series, graphs, strict=True)]
+        return _depth_issue(case, IssueType.VANISHING, entry, ratio, num_layers, turns)
+    # where an output is normalised at once, the gradient there goes by how small that output is
+    series = [
+        {name: gamma for name, gamma in gammas.items() if name not in graph.normalised}
+        for gammas, graph in zip(series, graphs, strict=True)
+    ]
     peaks = [max(gammas.values(), default=0.0) for gammas in series]
     if min(peaks) > _LARGE and not _is_learned(case, entry):
         layer = max(series[-1], key=lambda name: series[-1][name])
-        return [_depth_issue(case, IssueType.EXPLODING, layer, median(peaks), between)]
-    return []
-
-
-def _not_normalised(graph: FlowGraph, gammas: dict[str, float]) -> dict[str, float]:
-    """Leave out the layers whose output is normalised at once: the gradient there goes by how small the output is."""
-    return {name: gamma for name, gamma in gammas.items() if name not in graph.normalised}
+        return _depth_issue(case, IssueType.EXPLODING, layer, median(peaks), num_layers, turns)
+    return None
 
 
 def _fewer_rows(graph: FlowGraph, entry: str) -> float:
@@ -107,22 +85,26 @@ def _begins_at_zero(case: Case, gammas: dict[str, float]) -> bool:
     return any(last[name].weight > _GROWN * first[name].weight for name in weights)
 
 
-def _depth_issue(case: Case, kind: IssueType, layer: str, ratio: float, between: _Between) -> Issue:
-    per_one = ratio ** (1 / between.count)
+def _depth_issue(
+    case: Case, kind: IssueType, layer: str, ratio: float, num_layers: int, turns: tuple[str, int]
+) -> Issue:
+    """Report a gradient that came through layers, or through the calls of a cell that feeds itself."""
+    cell, num_calls = turns
+    between = f"{num_calls} calls of {cell} (time steps)" if cell else f"{num_layers} layers"
+    per_one = ratio ** (1 / max(1, num_calls if cell else num_layers))
     small = kind is IssueType.VANISHING
-    what = "of what reaches" if small else "times what reaches"
     return case.issue(
         kind,
         layer,
         ("gradient_over_last_layer", ratio, _SMALL if small else _LARGE),
         (
-            f"The gradient at {layer} is {ratio:.2g} {what} the last layer: a factor of {per_one:.2g} "
-            f"for each of the {between} in between."
+            f"The gradient at {layer} is {ratio:.2g} {'of' if small else 'times'} what reaches the last layer: a "
+            f"factor of {per_one:.2g} for each of the {between} in between."
         ),
         (
-            f"Initialise for a gain near 1 per {'time step' if between.cell else 'layer'} (multiply the weights "
-            f"{f'of {between.cell} ' if between.cell else ''}by {1 / per_one:.2g}), or add "
-            f"{'gates' if between.cell else 'normalisation or skip connections'}."
+            f"Initialise for a gain near 1 per {'time step' if cell else 'layer'} (multiply the weights "
+            f"{f'of {cell} ' if cell else ''}by {1 / per_one:.2g}), or add "
+            f"{'gates' if cell else 'normalisation or skip connections'}."
         ),
         window=_SAMPLES,
         confidence=0.95,
@@ -133,16 +115,7 @@ _SHARE: Final = 0.3
 _WIDE: Final = 8
 
 
-@dataclass(slots=True)
-class _Neck:
-    layer: str
-    width: int
-    rank: float
-    last: float
-
-
-@about_units
-def judge_bottleneck(case: Case) -> list[Issue]:
+def judge_bottleneck(case: Case) -> Iterator[Issue]:
     """Open where one layer that everything passes lets under 0.3 of the rank through that arrives from the loss.
 
     A narrow layer of more than one unit is a choice of the design, as in an autoencoder; one unit, or a wide layer
@@ -150,20 +123,19 @@ def judge_bottleneck(case: Case) -> list[Issue]:
     of a single channel does; nor what the loss has halved with.
     """
     if case.series.has_halved:
-        return []
-    necks = in_all([sample.remembered("necks", lambda sample: dict(_all_necks(sample))) for sample in case.recent])
-    return [
-        _bottleneck_issue(case, name, median(neck.rank for neck in found), median(neck.last for neck in found))
-        for name, found in list(necks.items())[-1:]
-    ]
-
-
-def _all_necks(sample: Sample) -> Iterator[tuple[str, _Neck]]:
-    graph = sample.graph
-    for path in graph.paths.values():
-        for neck in _necks(graph, path):
-            if neck.width > 1 or _takes_in(sample, neck.layer) > 1:
-                yield neck.layer, neck
+        return
+    necks = in_all([sample.remembered("necks", lambda sample: dict(_necks(sample))) for sample in case.recent])
+    for layer, found in list(necks.items())[-1:]:
+        rank, last = (median(values) for values in zip(*found, strict=True))
+        yield case.issue(
+            IssueType.BOTTLENECK,
+            layer,
+            ("rank_over_last_layer", rank / last, _SHARE),
+            f"The gradient behind {layer} has an effective rank of {rank:.2g}, the last layer's one of {last:.2g}.",
+            f"Give {layer} a rank of at least {max(2, round(last))}, or lead a skip connection around it.",
+            severity=IssueSeverity.MEDIUM,
+            confidence=0.85,
+        )
 
 
 def _takes_in(sample: Sample, layer: str) -> float:
@@ -172,34 +144,26 @@ def _takes_in(sample: Sample, layer: str) -> float:
     return max(matrices, default=1)
 
 
-def _necks(graph: FlowGraph, path: Sequence[int]) -> Iterator[_Neck]:
-    """Return the layers before which the rank of the gradient falls at once, going back from the loss."""
-    nodes = [graph.nodes[index] for index in path]
-    last = next((node.effective_rank for node in reversed(nodes) if node.parametric), math.nan)
-    layer = nodes[0]
-    for before, after in pairwise(nodes):
-        layer = before if before.parametric else layer
-        wide = after.parametric and min(before.width, after.width) >= _WIDE
-        if not (before.width == 1 or wide) or not _is_narrow(before, after, last):
-            continue
-        neck = layer if before.width == 1 else after
-        if graph.separates(neck.name, path):
-            yield _Neck(neck.name, neck.width, before.effective_rank, last)
+def _necks(sample: Sample) -> Iterator[tuple[str, tuple[float, float]]]:
+    """Return the layers before which the rank of the gradient falls at once, going back from the loss.
+
+    With each come that rank and the last layer's.
+    """
+    graph = sample.graph
+    for path in graph.paths.values():
+        nodes = [graph.nodes[index] for index in path]
+        last = next((node.effective_rank for node in reversed(nodes) if node.parametric), math.nan)
+        layer = nodes[0]
+        for before, after in pairwise(nodes):
+            layer = before if before.parametric else layer
+            wide = after.parametric and min(before.width, after.width) >= _WIDE
+            if (before.width == 1 or wide) and _is_narrow(before, after, last):
+                neck = layer if before.width == 1 else after
+                if graph.separates(neck.name, path) and (neck.width > 1 or _takes_in(sample, neck.name) > 1):
+                    yield neck.name, (before.effective_rank, last)
 
 
 def _is_narrow(before: Node, after: Node, last: float) -> bool:
     if before.least_rank >= _SHARE * last:
         return False
     return before.effective_rank < _SHARE * min(last, after.effective_rank)
-
-
-def _bottleneck_issue(case: Case, layer: str, rank: float, last: float) -> Issue:
-    return case.issue(
-        IssueType.BOTTLENECK,
-        layer,
-        ("rank_over_last_layer", rank / last, _SHARE),
-        f"The gradient behind {layer} has an effective rank of {rank:.2g}, the last layer's one of {last:.2g}.",
-        f"Give {layer} a rank of at least {max(2, round(last))}, or lead a skip connection around it.",
-        severity=IssueSeverity.MEDIUM,
-        confidence=0.85,
-    )

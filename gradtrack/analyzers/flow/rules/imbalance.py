@@ -6,7 +6,7 @@ import math
 from typing import Final
 
 from gradtrack.analyzers.flow.graph import FlowGraph
-from gradtrack.analyzers.flow.samples import Case, Sample, median, windowed
+from gradtrack.analyzers.flow.samples import Case, Sample, median
 from gradtrack.reports import Issue, IssueSeverity, IssueType
 
 _RATIO: Final = 1e3
@@ -15,28 +15,26 @@ _YOUNG: Final = 1.5
 _SIBLINGS: Final = 3
 
 
-@windowed
 def judge_imbalance(case: Case) -> list[Issue]:
     """Open where ‖g‖/‖w‖ of a weight is over 1000 times any other's, or a head's gradient over 5000 times another's.
 
     Silent on weights that are still growing from zero. A small auxiliary loss, down to a thousandth, is a choice.
     """
-    if not case.recent:
-        return []
-    return _weights(case) or _heads(case)
+    issue = (_weights(case) or _heads(case)) if case.recent else None
+    return [] if issue is None else [issue]
 
 
-def _weights(case: Case) -> list[Issue]:
+def _weights(case: Case) -> Issue | None:
     ratios = [_outlier(sample) for sample in case.recent]
     name = ratios[-1][0]
     if any(other != name or not ratio > _RATIO for other, ratio in ratios):
-        return []
+        return None
     first, last = case.samples[0].params, case.samples[-1].params
     if name not in first or last[name].weight > _YOUNG * first[name].weight:
-        return []
+        return None
     ratio = median(ratio for _, ratio in ratios)
     what = f"The gradient of {name}, relative to its weight, is {ratio:.2g} times that of any other weight."
-    return [_issue(case, name, ratio, _RATIO, what)]
+    return _issue(case, name, ratio, _RATIO, what)
 
 
 def _outlier(sample: Sample) -> tuple[str, float]:
@@ -51,14 +49,14 @@ def _outlier(sample: Sample) -> tuple[str, float]:
     return found[-1][1], found[-1][0] / found[-2][0]
 
 
-def _heads(case: Case) -> list[Issue]:
+def _heads(case: Case) -> Issue | None:
     found = [_loudest(graph) for graph in case.graphs]
     name = found[-1][0]
     if not name or any(other != name or not ratio > _HEADS for other, ratio in found):
-        return []
+        return None
     ratio = median(ratio for _, ratio in found)
     what = f"The loss sends {ratio:.2g} times as much gradient to {name} as to the quietest other head."
-    return [_issue(case, name, ratio, _HEADS, what)]
+    return _issue(case, name, ratio, _HEADS, what)
 
 
 def _loudest(graph: FlowGraph) -> tuple[str, float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from gradtrack.analyzers.flow.samples import Case, Sample, median, windowed
+from gradtrack.analyzers.flow.samples import Case, Sample, median
 from gradtrack.reports import Issue, IssueSeverity, IssueType
 from gradtrack.support.names import module_of
 
@@ -21,7 +21,6 @@ _FEWEST: Final = 2
 _FIRST: Final = 4
 
 
-@windowed
 def judge_rate_high(case: Case) -> list[Issue]:
     """Open where the median weight moves by over 7.5 % a step, sample after sample, and the loss has not come down.
 
@@ -34,17 +33,18 @@ def judge_rate_high(case: Case) -> list[Issue]:
     is far too high soon leaves units that are dead, and weights without a gradient do not move.
     """
     if case.moved and _is_thrown(case.moved[0]) and (case.series.blew_up or not _is_fine(case)):
-        return [_thrown(case, case.moved[0])]
+        ratios = case.moved[0].ratios
+        return [_rate_high_issue(case, case.moved[:1], ratios, median(ratios.values()), _THROWN)]
     moved = [sample for sample in case.moved if sample.step > 1][-_RATE_HIGH_SAMPLES:]
     if (part := _thrown_part(case)) is not None:
         return [part]
-    ratios = [_of_grown(case, sample) for sample in moved]
-    if len(moved) == _RATE_HIGH_SAMPLES and all(ratios):
-        typical = min(median(found.values()) for found in ratios)
+    grown = [_of_grown(case, sample) for sample in moved]
+    if len(moved) == _RATE_HIGH_SAMPLES and all(grown):
+        typical = min(median(found.values()) for found in grown)
         limit = _RISEN if case.trend.risen else _HIGH if case.trend.tells else _UNKNOWN
         if typical > limit and (not case.trend.learned or case.series.has_risen_after(moved[0].step)):
-            return [_rate_high_issue(case, moved, ratios[-1], typical, limit)]
-        if (part := _rate_high_of_a_part(case, moved, ratios)) is not None:
+            return [_rate_high_issue(case, moved, grown[-1], typical, limit)]
+        if (part := _rate_high_of_a_part(case, moved, grown)) is not None:
             return [part]
     return _early(case)
 
@@ -106,11 +106,6 @@ def _is_thrown(sample: Sample) -> bool:
 def _is_fine(case: Case) -> bool:
     """Whether what was thrown away was not needed: the loss has halved, or no weight rests on another."""
     return case.series.has_halved or sum(param.ndim > 1 for param in case.moved[0].params.values()) == 1
-
-
-def _thrown(case: Case, sample: Sample) -> Issue:
-    typical = median(sample.ratios.values())
-    return _rate_high_issue(case, [sample], sample.ratios, typical, _THROWN)
 
 
 def _rate_high_issue(case: Case, moved: list[Sample], ratios: dict[str, float], typical: float, limit: float) -> Issue:

@@ -22,14 +22,23 @@ def judge_origin(case: Case) -> list[Issue]:
     for sample in case.samples:
         for node in sample.nodes:
             if not node.finite:
-                made = node.finite_input or bool(node.made_in)
-                return [_forward(case, sample.step, node.made_in or node.name, made=made)]
+                layer = node.made_in or node.name
+                made = ", from finite inputs" if node.finite_input or node.made_in else ""
+                what = f"{layer} is the first module whose output is NaN or infinite{made}."
+                where = f"the weights and inputs of {layer} at step {sample.step}"
+                how = f"Look at {where}: overflow, division by zero, log(0)."
+                return [_origin_issue(case, sample.step, layer, what, how)]
     places = [_broken_at(sample.graph) for sample in case.samples]
     sound = max((index for index, place in enumerate(places) if place is None), default=-1)
     for index, (before, after) in enumerate(pairwise(places), start=1):
         was_searching = case.samples[index].scaled and index < sound
         if before is not None and after is not None and not was_searching:
-            return [_backward(case, case.samples[index].step, after)]
+            way = f"on its way back through {after or 'the loss'}, though every output is finite"
+            how = (
+                "Look for a root, a norm or a division whose derivative at 0 is infinite: add a small number inside it."
+            )
+            what = f"The gradient becomes NaN or infinite {way}."
+            return [_origin_issue(case, case.samples[index].step, after, what, how)]
     return []
 
 
@@ -46,27 +55,6 @@ def _broken_at(graph: FlowGraph) -> str | None:
         return ""
     own = [node.name for node in sound if not hasattr(nn, node.kind)]  # whose code is not torch's
     return own[0] if own else graph.nodes[last].name
-
-
-def _forward(case: Case, step: int, layer: str, *, made: bool) -> Issue:
-    return _origin_issue(
-        case,
-        step,
-        layer,
-        f"{layer} is the first module whose output is NaN or infinite" + (", from finite inputs." if made else "."),
-        f"Look at the weights and inputs of {layer} at step {step}: overflow, division by zero, log(0).",
-    )
-
-
-def _backward(case: Case, step: int, layer: str) -> Issue:
-    where = layer or "the loss"
-    return _origin_issue(
-        case,
-        step,
-        layer,
-        f"The gradient becomes NaN or infinite on its way back through {where}, though every output is finite.",
-        "Look for a root, a norm or a division whose derivative at 0 is infinite: add a small number inside it.",
-    )
 
 
 def _origin_issue(case: Case, step: int, layer: str, message: str, recommendation: str) -> Issue:

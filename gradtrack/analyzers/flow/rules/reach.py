@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Final
 
@@ -176,13 +177,10 @@ def _still(sample: Sample) -> set[str]:
         name
         for name, change in (sample.changes or {}).items()
         if change.unchanged == 1.0
-        and _has_gradient(sample, name)
+        and name in sample.params
+        and sample.params[name].norm > 0
         and (change.ratio == 0.0 or not sample.params[name].weight)
     }
-
-
-def _has_gradient(sample: Sample, name: str) -> bool:
-    return name in sample.params and sample.params[name].norm > 0
 
 
 def _invisible(moved: list[Sample]) -> bool:
@@ -220,25 +218,20 @@ def _unchanged_issue(case: Case, names: list[str], window: int, *, owned: bool) 
 _STALE_GRAD_SAMPLES: Final = 2
 
 
-def judge_stale_grad(case: Case) -> list[Issue]:
+def judge_stale_grad(case: Case) -> Iterator[Issue]:
     """Open where gradients were not zero before the backward pass though the optimizer had stepped in between."""
-    counts: dict[str, int] = {}
-    for sample in case.samples:
-        for name in sample.stale:
-            counts[name] = counts.get(name, 0) + 1
+    counts = Counter(name for sample in case.samples for name in sample.stale)
     names = [name for name, count in counts.items() if count >= _STALE_GRAD_SAMPLES]
     if not names:
-        return []
+        return
     everything = len(names) >= 0.9 * len(case.samples[-1].params)
     layer = "" if everything else _common(list(dict.fromkeys(module_of(name) for name in names)))
     whose = "All parameters" if everything else f"{len(names)} parameters, of {', '.join(_by_module(names))},"
-    return [
-        case.issue(
-            IssueType.STALE_GRAD,
-            layer,
-            ("samples_with_stale_gradients", max(counts.values()), _STALE_GRAD_SAMPLES),
-            f"{whose} still held the gradients of the last step when the next backward pass began.",
-            "Call optimizer.zero_grad() after every optimizer.step(); gradients add up until then.",
-            window=len(case.samples),
-        )
-    ]
+    yield case.issue(
+        IssueType.STALE_GRAD,
+        layer,
+        ("samples_with_stale_gradients", max(counts.values()), _STALE_GRAD_SAMPLES),
+        f"{whose} still held the gradients of the last step when the next backward pass began.",
+        "Call optimizer.zero_grad() after every optimizer.step(); gradients add up until then.",
+        window=len(case.samples),
+    )

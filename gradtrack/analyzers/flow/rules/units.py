@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import astuple, dataclass
-from typing import Final
+from dataclasses import dataclass
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from gradtrack.analyzers.base import OFTEN_EVERY
 from gradtrack.analyzers.flow.call import Node
 from gradtrack.analyzers.flow.graph import FlowGraph
-from gradtrack.analyzers.flow.samples import Case, Sample, about_units, in_all, median
+from gradtrack.analyzers.flow.samples import Case, Sample, in_all, median
 from gradtrack.reports import Issue, IssueType
 
 _DEAD_SHARE: Final = 0.5
@@ -58,8 +58,7 @@ class _Range:
         return self.high <= self.limit
 
 
-@about_units
-def judge_dead(case: Case) -> list[Issue]:
+def judge_dead(case: Case) -> Iterator[Issue]:
     """Open where over half of a layer's units, and more than luck explains, are off for all inputs of the last samples.
 
     A layer that is off because what feeds it is constant already is a consequence and not named. Where the input hardly
@@ -68,18 +67,29 @@ def judge_dead(case: Case) -> list[Issue]:
     centres every unit by itself leaves nothing to luck.
     """
     if not case.recent:
-        return []
+        return
     *graphs, last = case.graphs
-    suspects = {name: units for name, units in _ranges(last) if units.off.mean() > _DEAD_SHARE}
+    suspects = {name: units for name, units in _ranges(last).items() if units.off.mean() > _DEAD_SHARE}
     if not suspects:
-        return []
-    found = []
-    for name, (whole, *others) in in_all([*(dict(_ranges(graph)) for graph in graphs), suspects]).items():
+        return
+    for layer, (whole, *others) in in_all([*map(_ranges, graphs), suspects]).items():
         for other in others:
             whole.join(other)
         if _is_dead(whole):
-            found.append(_dead_issue(case, name, whole.off))
-    return found
+            yield case.issue(
+                IssueType.DEAD,
+                layer,
+                ("units_off", float(whole.off.mean()), _DEAD_SHARE),
+                (
+                    f"{int(whole.off.sum())} of the {len(whole.off)} units of {layer} have been off for every input of "
+                    "the last samples."
+                ),
+                (
+                    f"Re-initialise {layer} with a bias of 0, lower the learning rate, or use LeakyReLU or GELU: "
+                    "units that are off for every input get no gradient to come back by."
+                ),
+                confidence=0.95,
+            )
 
 
 def _is_dead(units: _Range) -> bool:
@@ -108,7 +118,7 @@ def _chance(units: _Range) -> float:
     return always / (1 + always)
 
 
-def _ranges(graph: FlowGraph) -> Iterator[tuple[str, _Range]]:
+def _ranges(graph: FlowGraph) -> dict[str, _Range]:
     """Return for every layer that feeds rectifiers only the ranges of its units, over all of its calls."""
     calls: dict[str, _Range] = {}
     for index, node in enumerate(graph.nodes):
@@ -116,11 +126,10 @@ def _ranges(graph: FlowGraph) -> Iterator[tuple[str, _Range]]:
         if limit is None or node.unit_max is None or node.unit_min is None or not _has_input(graph, node):
             continue
         found = _Range(limit, node.unit_min, node.unit_max, node.rows, node.kind.startswith(_CENTRED))
-        if node.name in calls:
+        calls.setdefault(node.name, found)
+        if calls[node.name] is not found:
             calls[node.name].join(found)
-        else:
-            calls[node.name] = found
-    yield from calls.items()
+    return calls
 
 
 def _limit(graph: FlowGraph, index: int) -> float | None:
@@ -130,21 +139,6 @@ def _limit(graph: FlowGraph, index: int) -> float | None:
 
 def _has_input(graph: FlowGraph, node: Node) -> bool:
     return not node.parents or any(graph.nodes[parent].varies for parent, _ in node.parents)
-
-
-def _dead_issue(case: Case, layer: str, off: NDArray[np.bool_]) -> Issue:
-    share, count = float(off.mean()), int(off.sum())
-    return case.issue(
-        IssueType.DEAD,
-        layer,
-        ("units_off", share, _DEAD_SHARE),
-        f"{count} of the {len(off)} units of {layer} have been off for every input of the last samples.",
-        (
-            f"Re-initialise {layer} with a bias of 0, lower the learning rate, or use LeakyReLU or GELU: "
-            "units that are off for every input get no gradient to come back by."
-        ),
-        confidence=0.95,
-    )
 
 
 _SATURATION_SHARE: Final = 0.5
@@ -157,8 +151,7 @@ _STEEPEST: Final = {"Tanh": 1.0, "Hardtanh": 1.0, "Sigmoid": 0.25, "Hardsigmoid"
 _SIGMOIDS: Final = ("SigmoidBackward0", "HardsigmoidBackward0")
 
 
-@dataclass(slots=True)
-class _Squashed:
+class _Squashed(NamedTuple):
     """How much of a layer is where its function is flat, and how much gradient comes through there."""
 
     share: float
@@ -166,8 +159,7 @@ class _Squashed:
     arrived: float
 
 
-@about_units
-def judge_saturation(case: Case) -> list[Issue]:
+def judge_saturation(case: Case) -> Iterator[Issue]:
     """Open where over half of the outputs of tanh or sigmoid are at the ends of their range, and stop the gradient.
 
     A function that has learned to be sure of most inputs is at its ends as well, but not for those that it has still to
@@ -176,18 +168,26 @@ def judge_saturation(case: Case) -> list[Issue]:
     mind, and beside which the gradient passes through what it multiplies. The last function before the loss may
     saturate: that is certainty, and what training is for.
     """
-    found = in_all([_seen_in(sample) for sample in case.recent])
-    return [
-        _saturation_issue(case, name, median(one.share for one in seen), through)
-        for name, seen in found.items()
-        if all(one.share > _SATURATION_SHARE for one in seen)
-        and (through := _through(case, name)) < _THROUGH
-        and not _was_learned(case, name)
-    ]
+    for layer, seen in in_all([_seen_in(sample) for sample in case.recent]).items():
+        if not all(one.share > _SATURATION_SHARE for one in seen):
+            continue
+        share, through = median(one.share for one in seen), _through(case, layer)
+        if through < _THROUGH and not _was_learned(case, layer):
+            yield case.issue(
+                IssueType.SATURATION,
+                layer,
+                ("saturated_share", share, _SATURATION_SHARE),
+                (
+                    f"{share:.0%} of the outputs behind {layer} are at the ends of their range, where the slope is "
+                    f"near 0, and {through:.0%} of the gradient gets through."
+                ),
+                f"Scale the weights of {layer} down, normalise its input, or put a LayerNorm behind it.",
+                confidence=0.9,
+            )
 
 
 def _seen_in(sample: Sample) -> dict[str, _Squashed]:
-    return sample.remembered("squashed", lambda sample: dict(_squashed(sample.graph)))
+    return sample.remembered("squashed", lambda sample: _squashed(sample.graph))
 
 
 def _through(case: Case, name: str) -> float:
@@ -222,7 +222,7 @@ def _was_learned(case: Case, name: str) -> bool:
     return False
 
 
-def _squashed(graph: FlowGraph) -> Iterator[tuple[str, _Squashed]]:
+def _squashed(graph: FlowGraph) -> dict[str, _Squashed]:
     found: dict[str, list[_Squashed]] = {}
     for index, node in enumerate(graph.nodes):
         following = graph.after[index][0] if len(set(graph.after[index])) == 1 else ""
@@ -231,8 +231,7 @@ def _squashed(graph: FlowGraph) -> Iterator[tuple[str, _Squashed]]:
             found.setdefault(node.name, []).append(_seen(graph, index, node.beyond_tanh, node.slope_tanh))
         elif following in _SIGMOIDS and inner and not _is_gate(graph, index):
             found.setdefault(node.name, []).append(_seen(graph, index, node.beyond_sigmoid, node.slope_sigmoid))
-    for name, calls in found.items():
-        yield name, _Squashed(*(median(values) for values in zip(*(astuple(call) for call in calls), strict=True)))
+    return {name: _Squashed(*map(median, zip(*calls, strict=True))) for name, calls in found.items()}
 
 
 def _is_tanh(graph: FlowGraph, index: int, following: str) -> bool:
@@ -268,17 +267,3 @@ def _is_gate(graph: FlowGraph, index: int) -> bool:
     uses = [ops for child in graph.children[start] for parent, ops in graph.nodes[child].parents if parent == start]
     first = [next((op for op in ops if op not in _SIGMOIDS and not _SHAPED.match(op)), "") for ops in uses]
     return bool(first) and set(first) == {"MulBackward0"}
-
-
-def _saturation_issue(case: Case, layer: str, share: float, through: float) -> Issue:
-    return case.issue(
-        IssueType.SATURATION,
-        layer,
-        ("saturated_share", share, _SATURATION_SHARE),
-        (
-            f"{share:.0%} of the outputs behind {layer} are at the ends of their range, where the slope is near 0, and "
-            f"{through:.0%} of the gradient gets through."
-        ),
-        f"Scale the weights of {layer} down, normalise its input, or put a LayerNorm behind it.",
-        confidence=0.9,
-    )
