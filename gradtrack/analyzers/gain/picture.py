@@ -26,19 +26,14 @@ def pictures_of(reports: Sequence[StepReport]) -> Mapping[str, Callable[[Path], 
     parts = [block.split(".") for block in blocks]
     shared = next((depth for depth, names in enumerate(zip(*parts, strict=False)) if len(set(names)) > 1), 0)
     names = [f"{before} to {after}" for before, after in pairwise(".".join(names[shared:]) for names in parts)]
-    return {"gradient_gain": lambda path: plot_gain(gains, path, names=names)}
-
-
-def plot_gain(gains: Sequence[float | None], path: Path, *, names: Sequence[str] = ()) -> Path:
-    """Draw the gain of each transition between blocks, and how the gains add up over depth.
-
-    A gain is the gradient norm of a block divided by that of the next one; None is a gain that is not known.
-    """
-    return figures.save(draw_gain(gains, names=names), path)
+    return {"gradient_gain": lambda path: figures.save(draw_gain(gains, names=names), path)}
 
 
 def draw_gain(gains: Sequence[float | None], *, names: Sequence[str] = ()) -> Any:
-    """Return the figure of `plot_gain`."""
+    """Return a figure with the gain of each transition between blocks, and how the gains add up over depth.
+
+    A gain is the gradient norm of a block divided by that of the next one; None is a gain that is not known.
+    """
     figure = figures.new_figure(11.0, 4.8)
     values = figures.numbers(gains)
     with np.errstate(divide="ignore", invalid="ignore"):

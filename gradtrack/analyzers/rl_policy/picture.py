@@ -24,31 +24,17 @@ def pictures_of(reports: Sequence[StepReport]) -> Mapping[str, Callable[[Path], 
     if all(value is None for value in entropy):
         return {}
     return {
-        "policy_entropy": lambda path: plot_policy(
-            [step for step, _ in looks],
-            entropy,
+        "policy_entropy": lambda path: figures.save(
+            draw_policy(
+                [step for step, _ in looks],
+                entropy,
+                returns=[found["episode_return"] for _, found in looks],
+                floor=_FLOOR if is_discrete else None,
+                events=events_of(reports),
+            ),
             path,
-            returns=[found["episode_return"] for _, found in looks],
-            floor=_FLOOR if is_discrete else None,
-            events=events_of(reports),
         )
     }
-
-
-def plot_policy(
-    steps: Sequence[int],
-    entropy: Sequence[float | None],
-    path: Path,
-    *,
-    returns: Sequence[float | None] = (),
-    floor: float | None = None,
-    events: Sequence[tuple[float, str]] = (),
-) -> Path:
-    """Draw the normalized entropy of a policy together with its returns, which tell a collapse from a conclusion.
-
-    `events` are steps and texts to be marked.
-    """
-    return figures.save(draw_policy(steps, entropy, returns=returns, floor=floor, events=events), path)
 
 
 def draw_policy(
@@ -59,7 +45,10 @@ def draw_policy(
     floor: float | None = None,
     events: Sequence[tuple[float, str]] = (),
 ) -> Any:
-    """Return the figure of `plot_policy`."""
+    """Return a figure of a policy's normalized entropy and its returns, which tell a collapse from a conclusion.
+
+    `events` are steps and texts to be marked.
+    """
     figure = figures.new_figure(10.0, 5.0)
     axes = panel(figure, (1, 1, 1), "Policy entropy and returns", "update", "normalized entropy")
     curve(axes, steps, figures.numbers(entropy), label="entropy", colour=BLUE)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from gradtrack.analyzers.gain import picture
+from gradtrack.drawing import figures
 from tests.analyzers.pictured import drawn, train
 from tests.pages.runs import HOSTILE
 from tests.pages.test_pictures import PNG, line, texts
@@ -49,7 +50,7 @@ def test_gains(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last gains are drawn, named by their blocks without what all names begin with."""
     blocks = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)))
     reports = train(nn.ModuleDict({"body": blocks})["body"], "gain", lambda: torch.randn(5, 4))
-    gains, _, options = drawn(reports, "gradient_gain.png", picture, "plot_gain", monkeypatch)
+    gains, options = drawn(reports, "gradient_gain.png", picture, "draw_gain", monkeypatch)
     assert gains == [one.analyzers["gain"] for one in reports if "gain" in one.analyzers][-1]["gains"]
     assert options["names"] == ["0 to 1", "1 to 2"]
 
@@ -58,7 +59,7 @@ def test_pictures_survive_emptiness(tmp_path: Path) -> None:
     """Nothing to draw and names of any kind still make pictures."""
     paths = (tmp_path / f"{number}.png" for number in itertools.count())
     for written in (
-        picture.plot_gain([], next(paths)),
-        picture.plot_gain([1.0, 0.0], next(paths), names=[HOSTILE, "$"]),
+        figures.save(picture.draw_gain([]), next(paths)),
+        figures.save(picture.draw_gain([1.0, 0.0], names=[HOSTILE, "$"]), next(paths)),
     ):
         assert written.read_bytes().startswith(PNG)

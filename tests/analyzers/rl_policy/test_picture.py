@@ -12,6 +12,7 @@ from torch import nn
 
 from gradtrack import RLPolicyAnalyzer
 from gradtrack.analyzers.rl_policy import picture
+from gradtrack.drawing import figures
 from tests.analyzers.pictured import drawn, train
 from tests.pages.test_pictures import PNG, line, texts
 
@@ -36,7 +37,7 @@ def test_policy(monkeypatch: pytest.MonkeyPatch) -> None:
     nn.init.zeros_(actor.weight)
     nn.init.zeros_(actor.bias)
     reports = train(actor, RLPolicyAnalyzer(actor), lambda: torch.randn(5, 3))
-    steps, entropy, _, options = drawn(reports, "policy_entropy.png", picture, "plot_policy", monkeypatch)
+    steps, entropy, options = drawn(reports, "policy_entropy.png", picture, "draw_policy", monkeypatch)
     assert steps == [step for step in range(1, 10) if "rl_policy" in reports[step - 1].analyzers]
     assert entropy[0] == pytest.approx(1.0)
     assert options["returns"] == [3.0] * len(steps)
@@ -48,7 +49,7 @@ def test_pictures_survive_emptiness(tmp_path: Path) -> None:
     """Nothing to draw and names of any kind still make pictures."""
     paths = (tmp_path / f"{number}.png" for number in itertools.count())
     for written in (
-        picture.plot_policy([], [], next(paths)),
-        picture.plot_policy([1], [None], next(paths), returns=[math.nan]),
+        figures.save(picture.draw_policy([], []), next(paths)),
+        figures.save(picture.draw_policy([1], [None], returns=[math.nan]), next(paths)),
     ):
         assert written.read_bytes().startswith(PNG)
