@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from types import TracebackType
-from typing import Any, Final, Literal, Self, final
+from typing import Any, Final, Literal, Self, final, get_args
 
 import torch
 from torch import Tensor, nn
@@ -87,7 +88,6 @@ def _number(node: Any) -> int:
 
 
 NormType = Literal["l2", "l1", "linf", "mean"]
-NORM_TYPES: Final = ("l2", "l1", "linf", "mean")
 
 
 class _Arrival:
@@ -139,19 +139,20 @@ class GradientGainMonitor:
         select: Callable[[Any], Tensor | None] = first_floating,
     ) -> None:
         self._blocks = _checked(blocks)
-        if norm_type not in NORM_TYPES:
-            raise UsageError(f"norm_type {norm_type!r}: expected one of {', '.join(NORM_TYPES)}.")
+        if norm_type not in get_args(NormType):
+            raise UsageError(f"norm_type {norm_type!r}: expected one of {', '.join(get_args(NormType))}.")
         if not eps >= 0:
             raise UsageError(f"eps {eps!r}: expected a number that is not negative.")
         self.norm_type, self.strict_single_backward, self.eps = norm_type, strict_single_backward, eps
         self._select = select
         self._num_passes = 0
-        self._handles = [
-            block.register_forward_hook(_Watch(self, index), with_kwargs=True)
-            for index, block in enumerate(self._blocks)
-        ]
-        self._undo = [_watch_compiled(block, _Watch(self, index)) for index, block in enumerate(self._blocks)]
-        self._closer = weakref.finalize(self, _remove, self._handles, self._undo)
+        hooks = ExitStack()
+        for index, block in enumerate(self._blocks):
+            watch = _Watch(self, index)
+            hooks.callback(block.register_forward_hook(watch, with_kwargs=True).remove)
+            if getattr(block, "_compiled_call_impl", None) is not None:
+                hooks.callback(_watch_compiled(block, watch))
+        self._closer = weakref.finalize(self, hooks.close)
         self.reset()
 
     def reset(self) -> None:
@@ -293,20 +294,16 @@ class _Watch(Unshared):
         self._monitor, self._index = weakref.ref(monitor), index
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if (
-            is_unheard() or torch.compiler.is_compiling()
-        ):  # the gradient of a compiled region has no place where a hook could wait
+        if is_unheard() or torch.compiler.is_compiling():  # a hook cannot wait for a gradient inside a compiled region
             return
         monitor = self._monitor()
         if monitor is not None and not monitor.closed:
             monitor._faults.guarded(monitor._see)(self._index, (args, kwargs), output)
 
 
-def _watch_compiled(block: nn.Module, watch: _Watch) -> Callable[[], None] | None:
-    """Look at a block that was compiled in place from outside of what was compiled."""
-    compiled = getattr(block, "_compiled_call_impl", None)
-    if compiled is None:
-        return None
+def _watch_compiled(block: nn.Module, watch: _Watch) -> Callable[[], None]:
+    """Look at a block that was compiled in place from outside of what was compiled; return what undoes it."""
+    compiled: Any = block._compiled_call_impl
 
     def call(*args: Any, **kwargs: Any) -> Any:
         output = compiled(*args, **kwargs)
@@ -315,14 +312,6 @@ def _watch_compiled(block: nn.Module, watch: _Watch) -> Callable[[], None] | Non
 
     block._compiled_call_impl = call
     return lambda: setattr(block, "_compiled_call_impl", compiled)
-
-
-def _remove(handles: list[Any], undo: list[Callable[[], None] | None]) -> None:
-    for handle in handles:
-        handle.remove()
-    for one in undo:
-        if one is not None:
-            one()
 
 
 def _checked(blocks: Any) -> list[nn.Module]:

@@ -85,17 +85,22 @@ class GainProfile:
     def fit(self) -> GainFit | None:
         """Fit a line to the logarithms of the norms over the longest connected run; None for under three blocks."""
         run = max(self._runs(), key=len, default=[])
-        return None if len(run) < 3 else _fit(run)
+        count = len(run)
+        if count < 3:
+            return None
+        slope, begin = statistics.linear_regression(range(count), run)
+        left = sum((log - begin - slope * depth) ** 2 for depth, log in enumerate(run))
+        squares = count * (count**2 - 1) / 12
+        return GainFit(_exp(-slope), -slope, math.sqrt(left / (count - 2) / squares), count)
 
     def discontinuity(self) -> Discontinuity | None:
         """Find the transition that stands out the most; None for under three transitions."""
-        known = [(index, log) for index, log in enumerate(self.log_gains()) if _finite(log)]
+        known = {index: log for index, log in enumerate(self.log_gains()) if log is not None and math.isfinite(log)}
         if len(known) < 3:
             return None
-        middle = statistics.median([log for _, log in known if log is not None])
-        index, log = max(known, key=lambda pair: abs((pair[1] or 0.0) - middle))
-        assert log is not None
-        return Discontinuity(index, _exp(log), log - middle)
+        middle = statistics.median(known.values())
+        index = max(known, key=lambda index: abs(known[index] - middle))
+        return Discontinuity(index, _exp(known[index]), known[index] - middle)
 
     def _gain(self, index: int, combine: Callable[[float, float], float]) -> Maybe:
         early, late = self.norms[index], self.norms[index + 1]
@@ -121,8 +126,8 @@ class GainProfile:
 
 def summarise(gains: Sequence[Maybe], log_gains: Sequence[Maybe]) -> dict[str, float | int]:
     """Return the summary of a chain; mean, minimum and maximum are over the finite gains, NaN where there are none."""
-    known = [gain for gain in gains if _finite(gain) and gain is not None]
-    logs = [log for log in log_gains if _finite(log) and log is not None]
+    known = [gain for gain in gains if gain is not None and math.isfinite(gain)]
+    logs = [log for log in log_gains if log is not None and math.isfinite(log)]
     return {
         "mean_gain": sum(known) / len(known) if known else math.nan,
         "min_gain": min(known, default=math.nan),
@@ -157,27 +162,12 @@ def label(gain: Maybe) -> str:
     return "AMPLIFYING" if gain > AMPLIFYING else "DAMPING" if gain < DAMPING else "Healthy"
 
 
-def _fit(logs: Sequence[float]) -> GainFit:
-    count = len(logs)
-    depths = [index - (count - 1) / 2 for index in range(count)]
-    level = sum(logs) / count
-    squares = sum(depth * depth for depth in depths)
-    slope = sum(depth * (log - level) for depth, log in zip(depths, logs, strict=True)) / squares
-    left = sum((log - level - slope * depth) ** 2 for depth, log in zip(depths, logs, strict=True))
-    error = math.sqrt(left / (count - 2) / squares) if count > 2 else math.nan
-    return GainFit(_exp(-slope), -slope, error, count)
-
-
 def _log_ratio(early: float, late: float) -> float:
     return math.log(early) - math.log(late) if early > 0 else -math.inf
 
 
 def _exp(value: float) -> float:
     return math.exp(value) if value < 709 else math.inf
-
-
-def _finite(value: Maybe) -> bool:
-    return value is not None and math.isfinite(value)
 
 
 _NO_FORWARD: Final = """\
@@ -230,11 +220,6 @@ def _summary(profile: GainProfile) -> Iterator[str]:
     yield f"  Amplifying (gamma > 2.0): {found['num_amplifying']}"
     yield f"  Vanishing (gamma = inf): {found['num_vanishing']}"
     yield f"  Missing: {found['num_missing']}"
-    yield from _over_depth(profile)
-    yield "  The limits 0.5 and 2.0 are heuristic: gains inside them can still multiply to nothing over many blocks."
-
-
-def _over_depth(profile: GainProfile) -> Iterator[str]:
     first = next((gain for gain in profile.cumulative_gains() if gain is not None), math.nan)
     yield f"  Cumulative gain from the last block to the first: {first:.4g}"
     fit, jump = profile.fit(), profile.discontinuity()
@@ -243,3 +228,4 @@ def _over_depth(profile: GainProfile) -> Iterator[str]:
     if jump is not None and abs(jump.deviation) > math.log(2):
         here, there = jump.transition, jump.transition + 1
         yield f"  Largest discontinuity: transition {here} to {there}, gamma={jump.gain:.4f}"
+    yield "  The limits 0.5 and 2.0 are heuristic: gains inside them can still multiply to nothing over many blocks."
