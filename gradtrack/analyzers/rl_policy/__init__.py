@@ -18,10 +18,11 @@ from gradtrack.analyzers.rl_policy.observation import measure_policy
 from gradtrack.analyzers.rl_policy.report import PolicyReport
 from gradtrack.analyzers.rl_policy.update_metrics import (
     DormantUnits,
-    InputSensitivity,
     clip_fraction,
     explained_variance,
+    followed,
     head_gradient_ratio,
+    input_gradient_norm,
     kl_estimates,
 )
 from gradtrack.analyzers.rl_policy.verdict import EXPLAINED_BY, PolicyVerdict, sum_up
@@ -31,6 +32,7 @@ from gradtrack.errors import UsageError
 from gradtrack.gradients.distributed.shards import local_part
 from gradtrack.records import Panel
 from gradtrack.reports import Issue, IssueSeverity, IssueType, Report, StepReport
+from gradtrack.support.state import Stateful
 from gradtrack.support.statistics import mean
 
 _EAGER_LOOKS: Final = 64
@@ -42,7 +44,7 @@ Sample = dict[str, Tensor]
 
 
 @final
-class RLPolicyAnalyzer(Analyzer):
+class RLPolicyAnalyzer(Stateful, Analyzer):
     """A policy's entropy, normalised for its kind, and whether its exploration collapses.
 
     - discrete: H(p)/ln(allowed actions); several choices: the sum of H over the sum of ln n, and the least of them;
@@ -79,6 +81,7 @@ class RLPolicyAnalyzer(Analyzer):
 
     report_type: ClassVar[type[Report]] = PolicyReport
     explained_by: ClassVar[Mapping[IssueType, tuple[IssueType, ...]]] = EXPLAINED_BY
+    kept_in_checkpoints = ("_history", "_looks", "_last_look")
     panels: ClassVar[tuple[Panel, ...]] = (
         Panel(
             title="Policy entropy (share of the largest)",
@@ -192,24 +195,23 @@ class RLPolicyAnalyzer(Analyzer):
         """
         model, extract = model_of(self, self.model), action_extractor or _extract
         samples: list[Sample] = []
-        ratios: list[float] = []
+        ratios: list[float | None] = []
         coherence, units = GradientCoherence(), DormantUnits(model)
-        sensitivity = InputSensitivity() if self.enable_jacobian else None
-        wrapped = input_fn if sensitivity is None else sensitivity.inputs(input_fn)
-        judged = loss_fn if sensitivity is None else sensitivity.losses(loss_fn)
+        batches = (lambda: followed(input_fn())) if self.enable_jacobian else input_fn
+        slopes: list[float | None] = []
         with untouched(model, optimizer), units.watched() if self.track_distributions else nullcontext():
-            for _, _, output, _ in offline_steps(model, wrapped, judged, steps, optimizer):
+            for _, inputs, output, _ in offline_steps(model, batches, loss_fn, steps, optimizer):
                 samples.append(self._extracted(extract(output)))
-                ratio = head_gradient_ratio(_norms(model))
-                ratios += [] if ratio is None else [ratio]
+                ratios.append(head_gradient_ratio(_norms(model)))
+                slopes.append(input_gradient_norm(inputs) if self.enable_jacobian else None)
                 if self.enable_vector_analysis:
                     coherence.add(model)
         history = PolicyHistory()
         report = sum_up(samples, history, [None] * len(samples)).model_copy(
             update={
-                "actor_critic_gradient_ratio": mean(ratios),
+                "actor_critic_gradient_ratio": mean(ratio for ratio in ratios if ratio is not None),
                 "gradient_coherence": coherence.mean(),
-                "input_sensitivity": None if sensitivity is None else sensitivity.mean(),
+                "input_sensitivity": mean(slope for slope in slopes if slope is not None),
                 "dormant_units": units.shares,
                 "dormant_share": mean(units.shares.values()),
             }
@@ -255,13 +257,6 @@ class RLPolicyAnalyzer(Analyzer):
 
     def issues(self) -> list[Issue]:
         return [issue for issue in self._found if not _is_remark(issue)]
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"history": self._history.state_dict(), "looks": self._looks, "last_look": self._last_look}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._history.load_state_dict(state["history"])
-        self._looks, self._last_look = int(state["looks"]), int(state["last_look"])
 
     def _extracted(self, found: Any) -> Sample:
         if not isinstance(found, (tuple, list)) or len(found) != 4:

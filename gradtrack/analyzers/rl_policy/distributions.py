@@ -94,10 +94,7 @@ def _gaussian(mean: Tensor, std: Tensor, **options: Any) -> Gaussian:
 
 
 def _of_distribution(found: td.Distribution) -> list[Part]:
-    base, dimensions = found, 0
-    while isinstance(base, td.Independent):
-        dimensions += base.reinterpreted_batch_ndims
-        base = base.base_dist
+    base, dimensions = _base(found)
     if isinstance(base, (td.Categorical, td.OneHotCategorical, td.RelaxedOneHotCategorical)):
         return _choices(base.logits, dimensions)
     if isinstance(base, (td.Bernoulli, td.RelaxedBernoulli)):
@@ -110,6 +107,14 @@ def _of_distribution(found: td.Distribution) -> list[Part]:
         return [_gaussian(base.mean, base.stddev, joint_entropy=_entropy(base).reshape(-1))]
     squashed = _squashed(base, dimensions) if isinstance(base, td.TransformedDistribution) else None
     return [squashed] if squashed is not None else _other(base, dimensions)
+
+
+def _base(found: Any) -> tuple[Any, int]:
+    """Return the distribution inside of independent ones, and how many of its dimensions they count as the action's."""
+    if not isinstance(found, td.Independent):
+        return found, 0
+    base, dimensions = _base(found.base_dist)
+    return base, dimensions + found.reinterpreted_batch_ndims
 
 
 def _choices(logits: Tensor, dimensions: int) -> list[Part]:
@@ -129,10 +134,8 @@ def _columns(*values: Tensor, dimensions: int) -> list[Tensor]:
 
 def _squashed(found: td.TransformedDistribution, dimensions: int) -> Gaussian | None:
     """Read tanh or a sigmoid of a Gaussian, with scales before and after it."""
-    base = found.base_dist
-    while isinstance(base, td.Independent):
-        dimensions += base.reinterpreted_batch_ndims
-        base = base.base_dist
+    base, inner = _base(found.base_dist)
+    dimensions += inner
     if not isinstance(base, td.Normal):
         return None
     mean, std = base.loc, base.scale

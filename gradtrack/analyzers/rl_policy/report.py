@@ -11,8 +11,6 @@ from gradtrack.reports.base import measured
 
 Risk = Literal["LOW", "MEDIUM", "HIGH"]
 Adequacy = Literal["TOO_LOW", "ADEQUATE", "TOO_HIGH"]
-_RISKS = ("LOW", "MEDIUM", "HIGH")
-_ADEQUACIES = ("TOO_LOW", "ADEQUATE", "TOO_HIGH")
 
 
 class PolicyReport(Report):

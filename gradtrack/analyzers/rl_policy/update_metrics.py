@@ -86,43 +86,21 @@ def _ratio(actor: float, critic: float) -> float:
     return math.inf if actor > 0 else math.nan
 
 
-class InputSensitivity:
-    """The norm of the gradient of the loss on the first floating input of each batch."""
+def followed(batch: Any) -> Any:
+    """Return a batch whose first floating tensor gets a gradient by the next backward pass."""
+    values = list(batch) if isinstance(batch, tuple) else [batch]
+    for index, value in enumerate(values):
+        if isinstance(value, Tensor) and value.is_floating_point():
+            values[index] = value.detach().requires_grad_()
+            return tuple(values) if isinstance(batch, tuple) else values[0]
+    return batch
 
-    def __init__(self) -> None:
-        self._input: Tensor | None = None
-        self._found: list[float] = []
 
-    def inputs(self, input_fn: Callable[[], Any]) -> Callable[[], Any]:
-        """Wrap a source of batches so that the first floating tensor of each is followed."""
-
-        def followed() -> Any:
-            batch = input_fn()
-            values = list(batch) if isinstance(batch, tuple) else [batch]
-            for index, value in enumerate(values):
-                if isinstance(value, Tensor) and value.is_floating_point():
-                    self._input = values[index] = value.detach().requires_grad_()
-                    return tuple(values) if isinstance(batch, tuple) else values[0]
-            return batch
-
-        return followed
-
-    def losses(self, loss_fn: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:
-        """Wrap a loss so that its gradient on the followed input is measured."""
-
-        def measured(output: Any) -> Tensor:
-            loss = loss_fn(output)
-            if self._input is not None and loss.requires_grad:
-                (slope,) = torch.autograd.grad(loss, self._input, retain_graph=True, allow_unused=True)
-                if slope is not None:
-                    self._found.append(float(slope.double().norm()))
-            return loss
-
-        return measured
-
-    def mean(self) -> float | None:
-        """Return the mean norm, or None where no input was floating."""
-        return sum(self._found) / len(self._found) if self._found else None
+def input_gradient_norm(batch: Any) -> float | None:
+    """Return the norm of that gradient, None where there is none."""
+    values = batch if isinstance(batch, tuple) else (batch,)
+    first = next((value for value in values if isinstance(value, Tensor) and value.is_floating_point()), None)
+    return None if first is None or first.grad is None else float(first.grad.double().norm())
 
 
 _ACTIVATIONS: Final = (
@@ -182,13 +160,12 @@ class DormantUnits:
 
     def _passes(self, module: nn.Module) -> Callable[..., None] | None:
         """Note, where a module mixes units, on which axis it leaves them."""
-        weights = [param for param in own_parameters(module) if param.ndim > 1]
-        if not weights:
+        if not any(param.ndim > 1 for param in own_parameters(module)):
             return None
-        kernel: tuple[int, ...] = getattr(module, "kernel_size", ()) if isinstance(module, _ConvNd) else ()
+        axis = -1 - (len(module.kernel_size) if isinstance(module, _ConvNd) else 0)
 
         def passed(*_: Any) -> None:
-            self._axis = -1 - len(kernel)
+            self._axis = axis
 
         return passed
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -22,11 +23,13 @@ EXPLAINED_BY: Final[Mapping[IssueType, tuple[IssueType, ...]]] = {
 }
 
 
+@dataclass(frozen=True, slots=True)
 class PolicyVerdict:
     """The judgement of a policy by level, trend and returns; thresholds that were chosen weigh more than usual ones."""
 
-    def __init__(self, min_entropy: float, min_std: float, max_std: float) -> None:
-        self.min_entropy, self.min_std, self.max_std = min_entropy, min_std, max_std
+    min_entropy: float
+    min_std: float
+    max_std: float
 
     def judge(self, report: PolicyReport, history: PolicyHistory, step: int) -> PolicyReport:
         """Return the report with its issues and the adequacy of its exploration."""
@@ -49,33 +52,42 @@ class PolicyVerdict:
         if adequacy == "TOO_LOW":
             collapsing = [one.key for one in _collapse(report, history) if one.severity > IssueSeverity.LOW]
             if collapsing or risk != "MEDIUM":
-                yield _issue(
-                    IssueType.INSUFFICIENT_EXPLORATION,
-                    IssueSeverity.MEDIUM,
-                    ("entropy_level", level, float(self.min_entropy)),
-                    f"The policy explores little: its entropy is {level:.3g} of its largest.",
-                    "Raise the entropy bonus or the temperature of the policy.",
-                ).model_copy(update={"explained_by": collapsing[0] if collapsing else None})
+                yield Issue(
+                    issue_type=IssueType.INSUFFICIENT_EXPLORATION,
+                    severity=IssueSeverity.MEDIUM,
+                    message=f"The policy explores little: its entropy is {level:.3g} of its largest.",
+                    statistic="entropy_level",
+                    value=level,
+                    threshold=float(self.min_entropy),
+                    explained_by=collapsing[0] if collapsing else None,
+                    recommendation="Raise the entropy bonus or the temperature of the policy.",
+                )
         elif adequacy == "TOO_HIGH":
             wide, std = self._is_wide(report), report.continuous_std_mean
             what = f"std is {std:.3g}" if wide else f"entropy level is {level:.3g}"
-            yield _issue(
-                IssueType.OVER_EXPLORATION,
-                _by_returns(self.max_std, history) if wide else IssueSeverity.MEDIUM,
-                ("continuous_std_mean", std, float(self.max_std)) if wide else ("entropy_level", level, 0.95),
-                f"The policy acts almost at random: its {what}.",
-                "Lower the entropy bonus or the standard deviation; check that rewards reach the policy.",
+            yield Issue(
+                issue_type=IssueType.OVER_EXPLORATION,
+                severity=_by_returns(self.max_std, history) if wide else IssueSeverity.MEDIUM,
+                message=f"The policy acts almost at random: its {what}.",
+                statistic="continuous_std_mean" if wide else "entropy_level",
+                value=std if wide else level,
+                threshold=float(self.max_std) if wide else 0.95,
+                recommendation=(
+                    "Lower the entropy bonus or the standard deviation; check that rewards reach the policy."
+                ),
             )
 
     def _spread(self, report: PolicyReport, history: PolicyHistory) -> Iterator[Issue]:
         std = _relative_std(report)
         if std is not None and std < self.min_std and not history.pays:
-            yield _issue(
-                IssueType.LOW_ACTION_STD,
-                _by_returns(self.min_std, history),
-                ("continuous_std_mean", std, float(self.min_std)),
-                f"Actions hardly vary: their standard deviation is {std:.3g}.",
-                "Raise the entropy bonus, or bound log_std from below.",
+            yield Issue(
+                issue_type=IssueType.LOW_ACTION_STD,
+                severity=_by_returns(self.min_std, history),
+                message=f"Actions hardly vary: their standard deviation is {std:.3g}.",
+                statistic="continuous_std_mean",
+                value=std,
+                threshold=float(self.min_std),
+                recommendation="Raise the entropy bonus, or bound log_std from below.",
             )
 
     def _is_wide(self, report: PolicyReport) -> bool:
@@ -92,12 +104,14 @@ def _collapse(report: PolicyReport, history: PolicyHistory) -> Iterator[Issue]:
     reason = " Returns do not rise." if history.pays is False else ""
     if informed:
         reason = " Its actions depend on the state, so it may simply be sure; pass episode_return to tell."
-    yield _issue(
-        IssueType.ENTROPY_COLLAPSE,
-        IssueSeverity.LOW if informed else IssueSeverity[str(risk)],
-        ("entropy_level", level, FLOOR),
-        f"The policy's entropy is {level:.3g} of its largest{trend}.{reason}",
-        "Raise the entropy bonus, lower the learning rate or the number of epochs per batch.",
+    yield Issue(
+        issue_type=IssueType.ENTROPY_COLLAPSE,
+        severity=IssueSeverity.LOW if informed else IssueSeverity[str(risk)],
+        message=f"The policy's entropy is {level:.3g} of its largest{trend}.{reason}",
+        statistic="entropy_level",
+        value=level,
+        threshold=FLOOR,
+        recommendation="Raise the entropy bonus, lower the learning rate or the number of epochs per batch.",
     )
 
 
@@ -110,25 +124,6 @@ def _by_returns(threshold: float, history: PolicyHistory) -> IssueSeverity:
     """Return LOW for a threshold that the user did not choose, unless returns say that something is wrong."""
     sure = not isinstance(threshold, Suggested) or history.pays is False
     return IssueSeverity.MEDIUM if sure else IssueSeverity.LOW
-
-
-def _issue(
-    kind: IssueType,
-    severity: IssueSeverity,
-    measured: tuple[str, float | None, float],
-    message: str,
-    recommendation: str,
-) -> Issue:
-    statistic, value, threshold = measured
-    return Issue(
-        issue_type=kind,
-        severity=severity,
-        message=message,
-        statistic=statistic,
-        value=value,
-        threshold=threshold,
-        recommendation=recommendation,
-    )
 
 
 _INFORMED: Final = 0.5
