@@ -176,7 +176,9 @@ class GradientFlowAnalyzer(Analyzer):
 
     def print_summary(self, issues: Sequence[Issue]) -> None:
         """Print the issues, the root causes first, or that there are none."""
-        print(summary(issues, self.case.series.num_steps))  # noqa: T201
+        found = f"{len(issues)} issue{'s' * (len(issues) > 1)}." if issues else "no issues."
+        title = f"Gradient flow over {self.case.series.num_steps} steps: {found}"
+        print("\n".join([title, *(f"  {issue}" for issue in issues)]))  # noqa: T201
 
     def _others(self, input_fn: Any, loss_fn: Any, steps: int) -> list[Issue]:
         """Run the analyzers that were switched on; their reports are kept in `details`."""
@@ -220,11 +222,3 @@ def _report(samples: Sequence[Sample]) -> FlowReport:
         cosine=None if before is None or math.isnan(before.cosine) else before.cosine,
         subnormal=sum(tiny) / len(tiny) if tiny else None,
     )
-
-
-def summary(issues: Sequence[Issue], num_steps: int) -> str:
-    """Return the issues as text, the root causes first."""
-    if not issues:
-        return f"Gradient flow over {num_steps} steps: no issues."
-    lines = [f"Gradient flow over {num_steps} steps: {len(issues)} issue{'s' * (len(issues) > 1)}."]
-    return "\n".join(lines + [f"  {issue}" for issue in issues])

@@ -24,6 +24,7 @@ class FlowGraph:
         self.chained = self._chained()
         self.delta = self._deltas()
         self._gammas: dict[int, dict[str, float]] = {}
+        self._parents = [[parent for parent, _ in node.parents] for node in nodes]
         self.children: list[list[int]] = [[] for _ in nodes]
         self.after: list[list[str]] = [[] for _ in nodes]
         for index, node in enumerate(nodes):
@@ -61,7 +62,8 @@ class FlowGraph:
         The first call of a part of a recurrent model starts from a state that nothing has fed yet.
         """
         own = [index for index, node in enumerate(self.nodes) if node.parametric and node.delta is not None]
-        fed = {index for index in own if self._fed(index)}
+        layers = set(own)
+        fed = {index for index in own if not layers.isdisjoint(_reached(self._parents[index], self._parents))}
         later = {self.nodes[index].name for index in fed}
         starts = [index for index in own if self.nodes[index].name not in later] or [i for i in own if i not in fed]
         found: dict[str, list[int]] = {}
@@ -70,19 +72,6 @@ class FlowGraph:
                 found[self.nodes[index].name] = self.path(index)
         return found
 
-    def _fed(self, index: int) -> bool:
-        stack, seen = [parent for parent, _ in self.nodes[index].parents], set()
-        while stack:
-            parent = stack.pop()
-            if parent in seen:
-                continue
-            seen.add(parent)
-            node = self.nodes[parent]
-            if node.parametric and node.delta is not None:
-                return True
-            stack += [further for further, _ in node.parents]
-        return False
-
     def path(self, index: int) -> list[int]:
         """Return the calls from one to the loss, each time taking the one with the largest gradient."""
         found = [index]
@@ -90,18 +79,11 @@ class FlowGraph:
             found.append(max(self.children[found[-1]], key=lambda child: self.delta[child]))
         return found
 
-    def layers(self, path: Sequence[int]) -> list[Node]:
-        """Return the parametric calls of a path, each module once, the one next to the loss last."""
-        found = {self.nodes[index].name: self.nodes[index] for index in path if self.nodes[index].parametric}
-        return list(found.values())
-
     @cached_property
     def normalised(self) -> set[str]:
         """Return the modules whose output goes into a normalisation and nowhere else."""
-        found = {node.name for node, ops in zip(self.nodes, self.after, strict=True) if ops and all(map(_is_norm, ops))}
-        return found - {
-            node.name for node, ops in zip(self.nodes, self.after, strict=True) if not all(map(_is_norm, ops))
-        }
+        used = [(node.name, all(map(_is_norm, ops))) for node, ops in zip(self.nodes, self.after, strict=True) if ops]
+        return {name for name, only in used if only} - {name for name, only in used if not only}
 
     def turns(self, path: Sequence[int]) -> tuple[str, int]:
         """Return the module of a path that feeds itself most often and its calls there; no name where there is none."""
@@ -110,37 +92,28 @@ class FlowGraph:
 
     def gammas(self, path: Sequence[int]) -> dict[str, float]:
         """Return for each layer of a path the gradient at its output over that at the last layer's."""
-        known = self._gammas.get(path[0])
-        if known is None:
-            known = self._gammas[path[0]] = self._ratios(path)
-        return known
-
-    def _ratios(self, path: Sequence[int]) -> dict[str, float]:
-        layers = {self.nodes[index].name: self.delta[index] for index in path if self.nodes[index].parametric}
-        if not layers or not (last := list(layers.values())[-1]) > 0:
-            return {}
-        return {name: delta / last for name, delta in layers.items()}
+        if path[0] not in self._gammas:
+            layers = {self.nodes[index].name: self.delta[index] for index in path if self.nodes[index].parametric}
+            last = next(reversed(layers.values()), 0.0)
+            self._gammas[path[0]] = {name: delta / last for name, delta in layers.items()} if last > 0 else {}
+        return self._gammas[path[0]]
 
     def separates(self, name: str, path: Sequence[int]) -> bool:
         """Whether every way from the beginning of a path to its end leads through a module."""
-        stack, seen = [path[0]], set()
-        while stack:
-            index = stack.pop()
-            if index in seen or self.nodes[index].name == name:
-                continue
-            if index == path[-1] or not self.children[index]:
-                return False
-            seen.add(index)
-            stack += self.children[index]
-        return True
+        passed = [[child for child in children if self.nodes[child].name != name] for children in self.children]
+        starts = [path[0]] if self.nodes[path[0]].name != name else []
+        return not any(index == path[-1] or not self.children[index] for index in _reached(starts, passed))
 
-    def calls(self) -> Iterator[tuple[str, list[Node]]]:
-        """Return every module with its calls that a gradient reached, in forward order."""
-        found: dict[str, list[Node]] = {}
-        for node in self.nodes:
-            if node.delta is not None:
-                found.setdefault(node.name, []).append(node)
-        yield from found.items()
+
+def _reached(starts: Sequence[int], edges: Sequence[Sequence[int]]) -> Iterator[int]:
+    """Yield the calls that can be reached along edges, the starts among them."""
+    stack, seen = list(starts), set[int]()
+    while stack:
+        index = stack.pop()
+        if index not in seen:
+            seen.add(index)
+            stack += edges[index]
+            yield index
 
 
 def _is_norm(function: str) -> bool:

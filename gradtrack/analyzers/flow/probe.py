@@ -9,10 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from gradtrack.analyzers.flow.call import Node, axis_of, take_gradient, take_output
-from gradtrack.analyzers.tools.hooks import ModuleHook
+from gradtrack.analyzers.tools.hooks import Faults, ModuleHook
 from gradtrack.analyzers.tools.modules import floating, has_parts, kind_of, layers, owns_parameters, unnested
 from gradtrack.gradients.native.threads import threads_for
-from gradtrack.support.interrupts import pass_on
 
 _MAX_CALLS: Final = 256
 _MAX_WALK: Final = 4000
@@ -22,14 +21,14 @@ _NO_CODE: Final = (nn.Sequential.forward, nn.Module.forward)
 class Probe:
     """Hooks on a model for one forward and backward pass, until `close`.
 
-    A fault in a hook never reaches the training: it ends the look and is kept in `fault`.
+    A fault in a hook never reaches the training: it ends the look and is kept in `faults`.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self.nodes: list[Node] = []
         self.without_grad: set[str] = set()
-        self.fault: Exception | None = None
+        self.faults = Faults()
         self._calls: dict[str, int] = {}
         self._functions: dict[Any, int] = {}
         self._closed = False
@@ -65,18 +64,9 @@ class Probe:
                 return  # vmap and its like have no numbers to show until they are over
             calls = self._calls[name] = self._calls.get(name, 0) + 1
             if found is not None and calls <= _MAX_CALLS and not compiling:
-                self._guard(found, lambda: self._record(name, kind, parametric, inputs, found))
+                self.faults.guarded(_apart)(found, lambda: self._record(name, kind, parametric, inputs, found))
 
         return see
-
-    def _guard(self, values: Tensor, call: Callable[[], None]) -> None:
-        if self.fault is None:
-            try:
-                with threads_for(values.numel()), torch._C.DisableTorchFunction():  # else an analyzer's mode hears it
-                    call()
-            except Exception as fault:
-                pass_on(fault)
-                self.fault = fault
 
     def _record(self, name: str, kind: str, parametric: bool, inputs: Any, output: Tensor) -> None:
         function = output.grad_fn
@@ -110,7 +100,7 @@ class Probe:
 
     def _receive(self, node: Node, gradient: Tensor) -> None:
         if not _is_transformed(gradient):
-            self._guard(gradient, lambda: take_gradient(node, unnested(gradient.detach())))
+            self.faults.guarded(_apart)(gradient, lambda: take_gradient(node, unnested(gradient.detach())))
 
     def _walk(self, start: Any) -> Iterator[tuple[int, tuple[str, ...]]]:
         """Find the recorded calls that a function's value was computed from, with the functions on the way."""
@@ -138,6 +128,11 @@ def _observed(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         leaf = not has_parts(module)
         if not isinstance(module, torch.jit.ScriptModule) and (leaf or owns_parameters(module)):
             yield name or ("model" if leaf else ""), module
+
+
+def _apart(values: Tensor, call: Callable[[], None]) -> None:
+    with threads_for(values.numel()), torch._C.DisableTorchFunction():  # else an analyzer's mode hears it
+        call()
 
 
 def _is_transformed(tensor: Tensor) -> bool:

@@ -67,30 +67,25 @@ class Elements:
         self._subnormal: dict[str, float] = {}
         weights: list[Values] = []
         taken: list[Values] = []
+        start = 0
         for name, param in params.items():
-            grad, own = grads.get(name), _own(param)
-            if own.is_floating_point() and own.numel():
-                known = grad if grad is not None and grad.shape == own.shape else None
-                index, found = _choose(own, known)
-                weights.append(_take(own, index))
-                taken.append(np.zeros(len(weights[-1])) if found is None else found)
-                self._add(name, own, index, len(weights[-1]), found)
+            own = _own(param)
+            if not own.is_floating_point() or not own.numel():
+                continue
+            index, grad = _choose(own, _if_whole(grads.get(name), param))
+            weights.append(_take(own, index))
+            length = len(weights[-1])
+            taken.append(np.zeros(length) if grad is None else grad)
+            last, share = (length - 1) * index if isinstance(index, int) else int(index.max()), own.numel() / length
+            self._places.append(_Place(name, index, last, slice(start, start + length), share, grad is not None))
+            start += length
+            if own.dtype is torch.float16 and grad is not None and grad.any():
+                self._subnormal[name] = float((abs(grad) < _SUBNORMAL).mean())
         self._weights, self._grads = _joined(weights), _joined(taken)
         self._starts = np.array([place.within.start for place in self._places], dtype=np.int64)
         self._shares = np.array([place.share for place in self._places])
         self._with_grad = np.array([place.has_grad for place in self._places], dtype=bool)
-        self._weigh()
-
-    def _add(self, name: str, own: Tensor, index: Index, length: int, grad: Values | None) -> None:
-        start = self._places[-1].within.stop if self._places else 0
-        last = (length - 1) * index if isinstance(index, int) else int(index.max())
-        share = own.numel() / length
-        self._places.append(_Place(name, index, last, slice(start, start + length), share, grad is not None))
-        if own.dtype is torch.float16 and grad is not None and grad.any():
-            self._subnormal[name] = float((abs(grad) < _SUBNORMAL).mean())
-
-    def _weigh(self) -> None:
-        """Take the gradients that are taken at equal distances as one vector, each element standing for its share."""
+        # the gradients that are taken at equal distances make one vector, each element standing for its share
         even = [place for place in self._places if place.has_grad and isinstance(place.index, int)]
         self._vector = _joined([math.sqrt(place.share) * self._grads[place.within] for place in even])
         self._square = dot(self._vector, self._vector)

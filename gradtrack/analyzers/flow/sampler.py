@@ -125,8 +125,8 @@ class FlowSampler:
         self._follow(snapshot)
         if self._probe is None and snapshot.step > 1:
             return None
-        if self._probe is not None and self._probe.fault is not None:
-            raise self._probe.fault
+        if self._probe is not None:
+            self._probe.faults.check()
         params = snapshot.params()
         sample = self._sample(snapshot, params)
         self._keep(sample)

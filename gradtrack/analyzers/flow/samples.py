@@ -192,15 +192,6 @@ class Case:
         """Return the graph of each recent sample."""
         return [sample.graph for sample in self.recent]
 
-    def last_graphs(self, count: int) -> list[FlowGraph]:
-        """Return the graphs of the last samples, or nothing while there are fewer."""
-        return [sample.graph for sample in self.samples[-count:]] if len(self.samples) >= count else []
-
-    @property
-    def first(self) -> Sample:
-        """Return the first sample whose forward pass was seen."""
-        return next((sample for sample in self.samples if sample.nodes), self.samples[0])
-
     @cached_property
     def moved(self) -> list[Sample]:
         """Return the samples whose optimizer step was seen, oldest first."""
@@ -230,7 +221,7 @@ _UNITS: Final = ("unit_min", "unit_max")
 def pack(sample: Sample) -> dict[str, Any]:
     """Return a sample as plain data."""
     for node in sample.nodes:
-        node.rank, node.gram = node.effective_rank, None
+        node.rank = node.effective_rank
     plain = asdict(sample)
     for node in plain["nodes"]:
         units = {name: None if node[name] is None else node[name].tolist() for name in _UNITS}

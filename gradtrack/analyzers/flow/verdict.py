@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from gradtrack.analyzers.base import Series
 from gradtrack.analyzers.flow.rules import depth, imbalance, learning_rate, precision, reach, steps, units
-from gradtrack.analyzers.flow.samples import KEPT_WINDOWS, RECENT, Case
+from gradtrack.analyzers.flow.samples import KEPT_WINDOWS, RECENT, Case, ParameterSample
 from gradtrack.health.open_issues import MOST, order
 from gradtrack.reports import Issue, IssueType
 
@@ -164,25 +164,23 @@ class Thresholds:
 
 def judge_absolutely(case: Case, thresholds: Thresholds) -> list[Issue]:
     """Return the parameters beyond the thresholds that were passed."""
-    return [issue for name, norms in _norms(case).items() for issue in _absolute_judge(case, name, norms, thresholds)]
-
-
-def _norms(case: Case) -> dict[str, list[float]]:
-    found: dict[str, list[float]] = {}
+    found: dict[str, list[ParameterSample]] = {}
     for sample in case.samples:
         for name, param in sample.params.items():
-            if param.has_grad:
-                found.setdefault(name, []).append(param.norm)
-    return found
+            found.setdefault(name, []).append(param)
+    return [issue for name, params in found.items() for issue in _judge_parameter(case, name, params, thresholds)]
 
 
-def _absolute_judge(case: Case, name: str, norms: list[float], limits: Thresholds) -> Iterator[Issue]:
+def _judge_parameter(case: Case, name: str, params: Sequence[ParameterSample], limits: Thresholds) -> Iterator[Issue]:
+    norms = [param.norm for param in params if param.has_grad]
+    if not norms:
+        return
     mean = statistics.fmean(norms)
     spread = statistics.pstdev(norms) / mean if mean > 0 else 0.0
     for kind, statistic, value, limit, sign in (
         (IssueType.VANISHING, "mean_norm", mean, limits.vanishing, -1),
         (IssueType.EXPLODING, "max_norm", max(norms), limits.exploding, 1),
-        (IssueType.DEAD, "zero_share", _zeros(case, name), limits.dead, 1),
+        (IssueType.DEAD, "zero_share", statistics.fmean(param.zeros for param in params), limits.dead, 1),
         (IssueType.UNSTABLE, "variation", spread, limits.unstable_cv, 1),
     ):
         if limit is not None and sign * value > sign * limit:
@@ -195,8 +193,3 @@ def _absolute_judge(case: Case, name: str, norms: list[float], limits: Threshold
                 window=len(norms),
                 confidence=0.5,
             )
-
-
-def _zeros(case: Case, name: str) -> float:
-    found = [sample.params[name].zeros for sample in case.samples if name in sample.params]
-    return statistics.fmean(found) if found else 0.0

@@ -26,18 +26,17 @@ def judge_depth(case: Case) -> list[Issue]:
     growing from zero, as the second factor of a low-rank adapter or a zero-initialised head does, and where a large
     gain came with a falling loss, as it does when targets are large, or is that of a normalisation right behind.
     """
-    graphs = case.last_graphs(_SAMPLES)
-    entries = set.intersection(*(set(graph.paths) for graph in graphs)) if graphs else ()
+    graphs = [sample.graph for sample in case.samples[-_SAMPLES:]]
+    entries = set.intersection(*(set(graph.paths) for graph in graphs)) if len(graphs) == _SAMPLES else ()
     worst: dict[IssueType, Issue] = {}
-    for issue in filter(None, (_entry(case, entry) for entry in sorted(entries))):
+    for issue in filter(None, (_entry(case, graphs, entry) for entry in sorted(entries))):
         known = worst.get(issue.issue_type)
         if known is None or abs(math.log(issue.value or 1)) > abs(math.log(known.value or 1)):
             worst[issue.issue_type] = issue
     return list(worst.values())
 
 
-def _entry(case: Case, entry: str) -> Issue | None:
-    graphs = case.last_graphs(_SAMPLES)
+def _entry(case: Case, graphs: list[FlowGraph], entry: str) -> Issue | None:
     series = [graph.gammas(graph.paths[entry]) for graph in graphs]
     if any(len(gammas) < 2 for gammas in series):
         return None
@@ -67,7 +66,7 @@ def _fewer_rows(graph: FlowGraph, entry: str) -> float:
 
 def _is_learned(case: Case, entry: str) -> bool:
     """Whether the gain was ordinary at first and the loss has come down since."""
-    graph = case.first.graph
+    graph = next((sample for sample in case.samples if sample.nodes), case.samples[0]).graph
     before = graph.gammas(graph.paths[entry]) if entry in graph.paths else {}
     return case.trend.learned and max(before.values(), default=math.inf) < _LARGE
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Final
 
 from gradtrack.analyzers.flow.graph import FlowGraph
@@ -16,14 +17,14 @@ _CUT: Final = 10
 _FLAT: Final = frozenset(f"{name}Backward0" for name in ("Round", "Sign", "Sgn", "Floor", "Ceil", "Trunc", "Heaviside"))
 
 
-def judge_disconnected(case: Case) -> list[Issue]:
+def judge_disconnected(case: Case) -> Iterator[Issue]:
     """Open where trainable parameters had no gradient on any step, or on none of the last ten after they always had.
 
     Silent on what no optimizer owns and what only ran without gradients, as target networks do; and on the bias of a
     layer whose weight has one: where the loss is about the derivative of the output, a constant does not count.
     """
     if case.series.num_steps < _STEPS or not case.samples:
-        return []
+        return
     last = case.samples[-1]
     never = [
         name
@@ -44,7 +45,19 @@ def judge_disconnected(case: Case) -> list[Issue]:
     wanted += _starved(case) + _behind_steps(case)
     moved = {name for sample in case.moved for name, change in (sample.changes or {}).items() if change.ratio > 0}
     wanted = [name for name in wanted if name not in moved] + _cut_off(case, ran)
-    return [_disconnected_issue(case, names) for names in _by_module(wanted).values()][:2]
+    all_steps = case.series.num_steps
+    for names in list(_by_module(wanted).values())[:2]:
+        layer = _layer_of(names)
+        steps = all_steps - max(case.series.missing_since.get(name, 1) for name in names) + 1
+        span = f"{steps} steps" if steps == all_steps else f"the last {steps} of {all_steps} steps"
+        yield case.issue(
+            IssueType.DISCONNECTED,
+            layer,
+            ("steps_without_gradient", steps, _STEPS),
+            f"{len(names)} trainable parameters of {layer} had no gradient in {span}.",
+            f"Look for a detach(), a no_grad() or an unused branch behind {layer}, or freeze it.",
+            window=all_steps,
+        )
 
 
 def _is_constant(sample: Sample, name: str) -> bool:
@@ -121,30 +134,11 @@ def _by_module(names: list[str]) -> dict[str, list[str]]:
     return found
 
 
-def _disconnected_issue(case: Case, names: list[str]) -> Issue:
-    modules = list(dict.fromkeys(module_of(name) for name in names))
-    layer = modules[0] if len(modules) == 1 else _common(modules)
-    all_steps = case.series.num_steps
-    steps = all_steps - max(case.series.missing_since.get(name, 1) for name in names) + 1
-    span = f"{steps} steps" if steps == all_steps else f"the last {steps} of {all_steps} steps"
-    return case.issue(
-        IssueType.DISCONNECTED,
-        layer,
-        ("steps_without_gradient", steps, _STEPS),
-        f"{len(names)} trainable parameters of {layer} had no gradient in {span}.",
-        f"Look for a detach(), a no_grad() or an unused branch behind {layer}, or freeze it.",
-        window=all_steps,
-    )
-
-
-def _common(modules: list[str]) -> str:
-    parts = [module.split(".") for module in modules]
-    shared = []
-    for level in zip(*parts, strict=False):
-        if len(set(level)) > 1:
-            break
-        shared.append(level[0])
-    return ".".join(shared) or modules[0]
+def _layer_of(names: Iterable[str]) -> str:
+    """Return the module that parameters have in common, the first of theirs where it is the whole model."""
+    modules = [module_of(name).split(".") for name in names]
+    shared = itertools.takewhile(lambda level: len(set(level)) == 1, zip(*modules, strict=False))
+    return ".".join(level[0] for level in shared) or ".".join(modules[0])
 
 
 _UNCHANGED_SAMPLES: Final = 2
@@ -152,24 +146,37 @@ _RESOLVED: Final = 1e-5
 _NEGLIGIBLE: Final = 1e-4
 
 
-def judge_unchanged(case: Case) -> list[Issue]:
+def judge_unchanged(case: Case) -> Iterator[Issue]:
     """Open where parameters with a gradient never changed: not in the optimizer, or put back after each step.
 
     Silent where the update would be too small to see, which is a matter of the learning rate.
     """
     moved = case.moved
     if len(moved) < _UNCHANGED_SAMPLES:
-        return []
+        return
     moved = moved[-max(_UNCHANGED_SAMPLES, len(moved) // 2) :]
     still = set.intersection(*(_still(sample) for sample in moved))
     last = moved[-1]
     outside = [name for name in still if last.params[name].owned is False]
     inside = [name for name in still if last.params[name].owned and not (_invisible(moved) or _negligible(last, name))]
-    return [
-        _unchanged_issue(case, sorted(names), len(moved), owned=owned)
-        for names, owned in ((outside, False), (inside, True))
-        if names
-    ]
+    for names, owned in ((sorted(outside), False), (sorted(inside), True)):
+        if not names:
+            continue
+        groups = _by_module(names)
+        layer = _layer_of(names) if len(groups) == 1 else module_of(names[0])
+        why = "though the optimizer has them" if owned else "and no optimizer has them"
+        yield case.issue(
+            IssueType.UNCHANGED,
+            layer,
+            ("update_ratio", 0.0, 0.0),
+            f"{len(names)} parameters, of {', '.join(groups)}, get gradients but never change, {why}.",
+            (
+                "Look for code that puts the weights back, or a learning rate of 0 in their group."
+                if owned
+                else f"Pass {layer}.parameters() to the optimizer, or freeze them with requires_grad_(False)."
+            ),
+            window=len(moved),
+        )
 
 
 def _still(sample: Sample) -> set[str]:
@@ -196,25 +203,6 @@ def _negligible(sample: Sample, name: str) -> bool:
     return not sample.params[name].relative > _NEGLIGIBLE * typical
 
 
-def _unchanged_issue(case: Case, names: list[str], window: int, *, owned: bool) -> Issue:
-    groups = _by_module(names)
-    modules = list(dict.fromkeys(module_of(name) for name in names))
-    layer = _common(modules) if len(groups) == 1 else modules[0]
-    why = "though the optimizer has them" if owned else "and no optimizer has them"
-    return case.issue(
-        IssueType.UNCHANGED,
-        layer,
-        ("update_ratio", 0.0, 0.0),
-        f"{len(names)} parameters, of {', '.join(groups)}, get gradients but never change, {why}.",
-        (
-            "Look for code that puts the weights back, or a learning rate of 0 in their group."
-            if owned
-            else f"Pass {layer}.parameters() to the optimizer, or freeze them with requires_grad_(False)."
-        ),
-        window=window,
-    )
-
-
 _STALE_GRAD_SAMPLES: Final = 2
 
 
@@ -225,7 +213,7 @@ def judge_stale_grad(case: Case) -> Iterator[Issue]:
     if not names:
         return
     everything = len(names) >= 0.9 * len(case.samples[-1].params)
-    layer = "" if everything else _common(list(dict.fromkeys(module_of(name) for name in names)))
+    layer = "" if everything else _layer_of(names)
     whose = "All parameters" if everything else f"{len(names)} parameters, of {', '.join(_by_module(names))},"
     yield case.issue(
         IssueType.STALE_GRAD,
