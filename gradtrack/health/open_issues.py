@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from gradtrack.analyzers.base import OFTEN_EVERY, OFTEN_UNTIL, Analyzer
@@ -40,17 +40,17 @@ def order(issues: Sequence[Issue], most: int = MOST) -> list[Issue]:
 def _varied(issues: Sequence[Issue]) -> list[Issue]:
     """Put the first issue of every type before the second of any."""
     seen: Counter[IssueType] = Counter()
-    places = []
+    places = {}
     for issue in issues:
-        places.append(seen[issue.issue_type])
+        places[id(issue)] = seen[issue.issue_type]
         seen[issue.issue_type] += 1
-    return [issue for _, issue in sorted(zip(places, issues, strict=True), key=lambda pair: pair[0])]
+    return sorted(issues, key=lambda issue: places[id(issue)])
 
 
-def _once(issues: object) -> list[Issue]:
+def _once(issues: Iterable[Issue]) -> list[Issue]:
     """Return the most severe of several issues of one type at one layer."""
     best: dict[str, Issue] = {}
-    for issue in issues:  # type: ignore[attr-defined]
+    for issue in issues:
         known = best.get(issue.key)
         if known is None or _weight(issue) > _weight(known):
             best[issue.key] = issue
@@ -119,13 +119,22 @@ class OpenIssues:
     def state_dict(self) -> dict[str, Any]:
         """Return the open issues and those that did harm, as plain data."""
         opened = {key: severity.value for key, severity in self._open.items()}
-        return {"open": opened, "harm": [issue.model_dump(mode="json") for issue in self.harm]}
+        return {"open": opened, "harm": to_plain(self.harm)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned."""
-        harm = [Issue.model_validate(issue) for issue in state.get("harm", ())]
         self._open = {key: IssueSeverity(value) for key, value in state.get("open", {}).items()}
-        self._harm = {issue.issue_type: issue for issue in harm}
+        self._harm = {issue.issue_type: issue for issue in from_plain(state.get("harm", ()))}
+
+
+def to_plain(issues: Iterable[Issue]) -> list[dict[str, Any]]:
+    """Return issues as plain data, for a checkpoint."""
+    return [issue.model_dump(mode="json") for issue in issues]
+
+
+def from_plain(saved: Iterable[Mapping[str, Any]]) -> list[Issue]:
+    """Return the issues that `to_plain` was given."""
+    return list(map(Issue.model_validate, saved))
 
 
 def unmuted(issues: list[Issue], mute: Sequence[str]) -> list[Issue]:

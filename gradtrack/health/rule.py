@@ -8,12 +8,12 @@ from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import Any, ClassVar, Final, NamedTuple
 
 from gradtrack.config import GradientConfig
 from gradtrack.gradients.groups import Layout
 from gradtrack.gradients.moments import Moments, log_norm
-from gradtrack.reports import Issue, IssueSeverity, IssueType
+from gradtrack.reports import Issue, IssueType
 from gradtrack.support.state import Stateful
 
 LEAST_LEFT: Final = 0.01
@@ -53,27 +53,6 @@ class Evidence:
 def has_chosen_limit(config: GradientConfig) -> bool:
     """Say whether norms are limited, and by a limit that the user has set."""
     return "max_grad_norm" in config.model_fields_set and config.effective_clip_type not in ("value", "agc")
-
-
-def beyond_limit(evidence: Evidence, kind: IssueType, limit: float | None) -> list[Issue]:
-    """Return the issue of a norm above `exploding_threshold`, or below `vanishing_threshold`."""
-    large = kind is IssueType.EXPLODING
-    if limit is None or not (evidence.norm > limit if large else evidence.norm < limit):
-        return []
-    name = "exploding_threshold" if large else "vanishing_threshold"
-    remedy = "Reduce the learning rate or clip" if large else "Look for saturated units or raise the learning rate"
-    return [
-        Issue(
-            issue_type=kind,
-            severity=IssueSeverity.HIGH,
-            message=f"The gradient norm {evidence.norm:.3g} is {'above' if large else 'below'} {name}={limit:g}.",
-            statistic="norm",
-            value=evidence.norm,
-            threshold=limit,
-            step=evidence.step,
-            recommendation=f"{remedy}; a limit in absolute terms moves with the loss scale.",
-        )
-    ]
 
 
 Band = tuple[float, float]
@@ -136,9 +115,11 @@ def _middle(ordered: list[float]) -> float:
 class Rule(Stateful, ABC):
     """A health rule: finds issues of one kind from a window of evidence that the rule keeps itself.
 
-    A rule is one file with one class. Its state is made of numbers, lists, deques and rolling medians, so that a
-    checkpoint can keep it.
+    Its state is made of numbers, lists, deques and rolling medians, so that a checkpoint can keep it.
     """
+
+    kind: ClassVar[IssueType]
+    """The type of the issues that it opens."""
 
     @abstractmethod
     def judge(self, evidence: Evidence, config: GradientConfig) -> list[Issue]:
@@ -155,3 +136,7 @@ class Rule(Stateful, ABC):
 
     def remember(self, steps: Sequence[CalmStep]) -> None:
         """Remember steps within the band of `calm`, as `judge` would have done one by one."""
+
+    def open(self, evidence: Evidence, **fields: Any) -> list[Issue]:
+        """Return the one issue of the rule's type, with these fields, at the step of the evidence."""
+        return [Issue(issue_type=self.kind, step=evidence.step, **fields)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from operator import attrgetter
 from typing import Any, Final, TypeVar
 
@@ -36,8 +37,7 @@ RULES: Final[Mapping[str, type[Rule]]] = {
 class Health:
     """The rules of one (model, optimizer) pair, each with its own window.
 
-    `judge` judges a step. On steps whose norm is within the `band` no issue can open, so the fast path passes several
-    of them to `remember` together, without judging them.
+    The fast path passes steps whose norms are within the `band` to `remember`, several together, without judging them.
     """
 
     def __init__(self) -> None:
@@ -45,15 +45,11 @@ class Health:
 
     def judge(self, evidence: Evidence, config: GradientConfig) -> list[Issue]:
         """Remember the evidence of one step and return the issues that are open, the most severe first."""
-        found = [issue for issues in self._ask(lambda rule: rule.judge(evidence, config)) for issue in issues]
+        found = list(chain.from_iterable(self._ask(lambda rule: rule.judge(evidence, config))))
         return sorted(unmuted(found, config.mute), key=_severity, reverse=True) if found else found
 
     def band(self, config: GradientConfig) -> Band:
-        """Return the band of ln of the norm in which no rule opens an issue on the next `MOST_TOGETHER` steps.
-
-        This holds for steps with finite gradients of which clipping leaves more than `LEAST_LEFT`, and whose norm is
-        less than ten times that of the step before and more than a tenth.
-        """
+        """Return the band of ln of the norm in which no rule opens an issue, see `Rule.calm`."""
         low, high = ANY
         for band in self._ask(lambda rule: rule.calm(config)):
             if band is None:

@@ -8,17 +8,20 @@ from typing import Any
 
 from gradtrack.analyzers.base import Series
 from gradtrack.config import GradientConfig
-from gradtrack.gradients.moments import Moments, log_norm
+from gradtrack.gradients.moments import Moments
 from gradtrack.health.monitor import GradientMonitor
-from gradtrack.health.open_issues import OpenIssues, order, unmuted
+from gradtrack.health.open_issues import OpenIssues, from_plain, order, to_plain, unmuted
 from gradtrack.health.rule import CalmStep, Evidence
 from gradtrack.health.series import Jump
 from gradtrack.reports import HEALTHY, HealthReport, Issue
 from gradtrack.step.data import StepData
+from gradtrack.support.state import Stateful
 
 
-class Judge:
+class Judge(Stateful):
     """The open issues of a pair, from its rules and its analyzers, and the series of norms and losses."""
+
+    kept_in_checkpoints = ("_monitor", "series", "_jump", "nonfinite_before")
 
     def __init__(self, config: GradientConfig, monitor: GradientMonitor) -> None:
         self._config, self._monitor = config, monitor
@@ -47,10 +50,11 @@ class Judge:
         if not self._config.enable_gradient_monitoring:
             data.health, self.jumped = HEALTHY, False
             return
-        norm_then = self.last_log_norm = log_norm(moments.norm)
-        self.jumped = watched and self._jump.update(norm_then, data.loss)
-        self.series.append(norm_then, data.loss, data.layout.missing, finite=finite)
-        data.issues = self._of_rules = self._monitor.judge(_evidence(moments, data, critical=critical))
+        evidence = _evidence(moments, data, critical=critical)
+        self.last_log_norm = evidence.log_norm
+        self.jumped = watched and self._jump.update(evidence.log_norm, data.loss)
+        self.series.append(evidence.log_norm, data.loss, data.layout.missing, finite=finite)
+        data.issues = self._of_rules = self._monitor.judge(evidence)
         self._open_issues.remember(self._of_rules)
         self._update_open(data)
 
@@ -104,28 +108,20 @@ class Judge:
     def state_dict(self) -> dict[str, Any]:
         """Return the state that later steps depend on, as plain data."""
         return {
-            "monitor": self._monitor.state_dict(),
+            **super().state_dict(),
             "ledger": self._open_issues.state_dict(),
-            "series": self.series.state_dict(),
-            "jump": self._jump.state_dict(),
-            "nonfinite_before": self.nonfinite_before,
-            "issues": [issue.model_dump(mode="json") for issue in self.health.issues],
-            "of_rules": [issue.model_dump(mode="json") for issue in self._of_rules],
-            "of_analyzers": [issue.model_dump(mode="json") for issue in self._of_analyzers],
+            "issues": to_plain(self.health.issues),
+            "of_rules": to_plain(self._of_rules),
+            "of_analyzers": to_plain(self._of_analyzers),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
-        self._monitor.load_state_dict(state["monitor"])
+        """Restore what `state_dict` returned; states of older versions lack some of it."""
+        super().load_state_dict(state)
         self._open_issues.load_state_dict(state["ledger"])
-        if "series" in state:  # which states of older versions do not have
-            self.series.load_state_dict(state["series"])
-        if "jump" in state:
-            self._jump.load_state_dict(state["jump"])
-        self.nonfinite_before = bool(state["nonfinite_before"])
-        self.health = HealthReport.of([Issue.model_validate(issue) for issue in state["issues"]])
-        self._of_rules = [Issue.model_validate(issue) for issue in state.get("of_rules", ())]
-        self._of_analyzers = [Issue.model_validate(issue) for issue in state.get("of_analyzers", ())]
+        self.health = HealthReport.of(from_plain(state["issues"]))
+        self._of_rules = from_plain(state.get("of_rules", ()))
+        self._of_analyzers = from_plain(state.get("of_analyzers", ()))
 
 
 def _evidence(moments: Moments, data: StepData, *, critical: bool) -> Evidence:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import linecache
 import sys
 from collections import Counter
@@ -49,6 +50,7 @@ def watching_lines(visit: Callable[[Point], object]) -> Iterator[None]:
                 visit(Point(file, line, seen[file, line]))
         return at_line
 
+    gc.collect()  # else what an earlier training left is deleted here, and nothing can be raised out of `__del__`
     before = sys.gettrace()
     sys.settrace(enter)
     try:

@@ -19,10 +19,28 @@ from gradtrack.health.rule import (
     Evidence,
     RollingMedian,
     Rule,
-    beyond_limit,
 )
 from gradtrack.reports import Issue, IssueSeverity, IssueType
 from gradtrack.support.names import module_of
+
+
+def beyond_limit(rule: Rule, evidence: Evidence, limit: float | None) -> list[Issue]:
+    """Return the issue of a norm above `exploding_threshold`, or below `vanishing_threshold`."""
+    large = rule.kind is IssueType.EXPLODING
+    if limit is None or not (evidence.norm > limit if large else evidence.norm < limit):
+        return []
+    side, name = ("above", "exploding_threshold") if large else ("below", "vanishing_threshold")
+    remedy = "Reduce the learning rate or clip" if large else "Look for saturated units or raise the learning rate"
+    return rule.open(
+        evidence,
+        severity=IssueSeverity.HIGH,
+        message=f"The gradient norm {evidence.norm:.3g} is {side} {name}={limit:g}.",
+        statistic="norm",
+        value=evidence.norm,
+        threshold=limit,
+        recommendation=f"{remedy}; a limit in absolute terms moves with the loss scale.",
+    )
+
 
 _SPIKE_WINDOW: Final = 50
 _WARMUP: Final = 8
@@ -51,6 +69,7 @@ class SpikeRule(Rule):
     less than thirtyfold, which is over when it is over.
     """
 
+    kind = IssueType.EXPLODING
     kept_in_checkpoints = ("window", "streak", "last", "grown", "largest", "first_norms", "first_losses")
 
     def __init__(self) -> None:
@@ -78,7 +97,7 @@ class SpikeRule(Rule):
         self.largest = max(self.largest, *(step.log_norm for step in steps))
 
     def judge(self, evidence: Evidence, config: GradientConfig) -> list[Issue]:
-        found = beyond_limit(evidence, IssueType.EXPLODING, config.exploding_threshold)
+        found = beyond_limit(self, evidence, config.exploding_threshold)
         log_norm = evidence.log_norm
         if not math.isfinite(log_norm):
             return found
@@ -93,7 +112,7 @@ class SpikeRule(Rule):
         self.last = log_norm
         self.streak = self.streak + 1 if spike else 0
         if spike and self.streak <= _SPIKE_WINDOW:
-            return found or [self._relative(evidence, height)]
+            return found or self._relative(evidence, height)
         if self.streak > _SPIKE_WINDOW:
             self.window = RollingMedian(_SPIKE_WINDOW)
             self.streak = 0
@@ -111,11 +130,11 @@ class SpikeRule(Rule):
             return False
         return 0 < evidence.loss < _SPIKE_LEARNED * statistics.median(self.first_losses)
 
-    def _relative(self, evidence: Evidence, height: float) -> Issue:
+    def _relative(self, evidence: Evidence, height: float) -> list[Issue]:
         median, jump = math.exp(self.window.median), math.exp(min(height, _LARGEST))
         clipped = " Clipping bounded this update." if evidence.clipped else ""
-        return Issue(
-            issue_type=IssueType.EXPLODING,
+        return self.open(
+            evidence,
             severity=IssueSeverity.MEDIUM if self.grown or height < _HARMFUL else IssueSeverity.HIGH,
             message=(
                 f"The gradient norm {'has grown' if self.grown else 'jumped'} to {evidence.norm:.3g}, {jump:.3g} times "
@@ -125,7 +144,6 @@ class SpikeRule(Rule):
             value=jump,
             threshold=math.exp(min(max(_JUMP, _DEVIATIONS * self.window.deviation), _LARGEST)),
             window=len(self.window),
-            step=evidence.step,
             recommendation=f"Look at this batch; if it keeps happening, reduce the learning rate or clip.{clipped}",
         )
 
@@ -149,6 +167,7 @@ class UnstableRule(Rule):
     not learned yet, and the norm is theirs. Once open it closes when half as many steps are left that do.
     """
 
+    kind = IssueType.UNSTABLE
     kept_in_checkpoints = ("last", "last_loss", "jumps", "first_losses", "losses", "opened")
 
     def __init__(self) -> None:
@@ -179,7 +198,19 @@ class UnstableRule(Rule):
         self.opened = (
             len(self.jumps) == _UNSTABLE_WINDOW and any(self.jumps) and self._is_jumping() and not self._has_learned()
         )
-        return [_issue(evidence, _UNSTABLE_WINDOW - self.jumps.count(0))] if self.opened else []
+        if not self.opened:
+            return []
+        count = _UNSTABLE_WINDOW - self.jumps.count(0)
+        return self.open(
+            evidence,
+            severity=IssueSeverity.MEDIUM,
+            message=f"The gradient norm changed more than tenfold on {count} of the last {_UNSTABLE_WINDOW} steps.",
+            statistic="tenfold_change_share",
+            value=count / _UNSTABLE_WINDOW,
+            threshold=0.5,
+            window=_UNSTABLE_WINDOW,
+            recommendation="Reduce the learning rate, use larger batches, or look for batches that differ in kind.",
+        )
 
     def _is_jumping(self) -> bool:
         large, all_ = self.jumps.count(2), _UNSTABLE_WINDOW - self.jumps.count(0)
@@ -208,20 +239,6 @@ class UnstableRule(Rule):
         return int(abs(loss - self.last_loss) > _SHARED * max(abs(loss), abs(self.last_loss)))
 
 
-def _issue(evidence: Evidence, count: int) -> Issue:
-    return Issue(
-        issue_type=IssueType.UNSTABLE,
-        severity=IssueSeverity.MEDIUM,
-        message=f"The gradient norm changed more than tenfold on {count} of the last {_UNSTABLE_WINDOW} steps.",
-        statistic="tenfold_change_share",
-        value=count / _UNSTABLE_WINDOW,
-        threshold=0.5,
-        window=_UNSTABLE_WINDOW,
-        step=evidence.step,
-        recommendation="Reduce the learning rate, use larger batches, or look for batches that differ in kind.",
-    )
-
-
 _REFERENCE_STEPS: Final = 10
 _FALL: Final = math.log(1e-4)
 _PATIENCE: Final = 5
@@ -236,6 +253,7 @@ class VanishingRule(Rule):
     is then LOW.
     """
 
+    kind = IssueType.VANISHING
     kept_in_checkpoints = ("first_norms", "first_losses", "streak")
 
     def __init__(self) -> None:
@@ -253,7 +271,7 @@ class VanishingRule(Rule):
         self.streak = 0
 
     def judge(self, evidence: Evidence, config: GradientConfig) -> list[Issue]:
-        found = beyond_limit(evidence, IssueType.VANISHING, config.vanishing_threshold)
+        found = beyond_limit(self, evidence, config.vanishing_threshold)
         log_norm = evidence.log_norm
         if math.isnan(log_norm) or not evidence.layout.names:
             return found
@@ -262,11 +280,11 @@ class VanishingRule(Rule):
             return found
         if not self.first_norms:
             self.streak += 1
-            return found or ([self._never(evidence)] if self.streak >= _PATIENCE else [])
+            return found or (self._never(evidence) if self.streak >= _PATIENCE else [])
         fall = log_norm - max(self.first_norms)
         small = fall < _FALL and not self._has_learned(evidence.loss)
         self.streak = self.streak + 1 if small else 0
-        return found or ([self._issue(evidence, fall)] if self.streak >= _PATIENCE else [])
+        return found or (self._issue(evidence, fall) if self.streak >= _PATIENCE else [])
 
     def _learn(self, evidence: Evidence, log_norm: float) -> None:
         self.streak = 0
@@ -281,11 +299,11 @@ class VanishingRule(Rule):
         start = max(self.first_losses)
         return loss < _VANISHING_LEARNED * start if start > 0 else loss < start
 
-    def _never(self, evidence: Evidence) -> Issue:
+    def _never(self, evidence: Evidence) -> list[Issue]:
         """Report gradients that were zero from the first step on, at the first weight that should have had one."""
         layer = module_of(evidence.layout.names[0])
-        return Issue(
-            issue_type=IssueType.VANISHING,
+        return self.open(
+            evidence,
             severity=IssueSeverity.HIGH,
             layer=layer,
             message=f"Every gradient, from that of {layer} on, has been zero on all of the first {self.streak} steps.",
@@ -293,15 +311,14 @@ class VanishingRule(Rule):
             value=0.0,
             threshold=0.0,
             window=self.streak,
-            step=evidence.step,
             recommendation="Look for a factor of zero behind these weights: adapters must not begin at zero twice.",
         )
 
-    def _issue(self, evidence: Evidence, fall: float) -> Issue:
+    def _issue(self, evidence: Evidence, fall: float) -> list[Issue]:
         known = evidence.loss is not None and bool(self.first_losses)
         ratio = math.exp(fall)
-        return Issue(
-            issue_type=IssueType.VANISHING,
+        return self.open(
+            evidence,
             severity=IssueSeverity.HIGH if known else IssueSeverity.LOW,
             message=(
                 f"The gradient norm is {evidence.norm:.3g}, {ratio:.2g} of what it was at first"
@@ -311,7 +328,6 @@ class VanishingRule(Rule):
             value=ratio,
             threshold=math.exp(_FALL),
             window=self.streak,
-            step=evidence.step,
             confidence=0.9 if known else 0.4,
             recommendation=(
                 "Look for units that died or saturated; a higher learning rate helps only if they still respond."

@@ -16,9 +16,8 @@ _PATIENCE: Final = 3
 """A loop may step once without a gradient, after a batch that was empty or left out."""
 
 
-@final
-class NoGradientsRule(Rule):
-    """Opens when no parameter has a gradient on three steps in a row, and closes with the first gradient."""
+class _StreakRule(Rule):
+    """A rule that counts the faulty steps in a row, which one calm step ends."""
 
     kept_in_checkpoints = ("streak",)
 
@@ -31,26 +30,30 @@ class NoGradientsRule(Rule):
     def remember(self, steps: Sequence[CalmStep]) -> None:
         self.streak = 0
 
+
+@final
+class NoGradientsRule(_StreakRule):
+    """Opens when no parameter has a gradient on three steps in a row, and closes with the first gradient."""
+
+    kind = IssueType.DISCONNECTED
+
     def judge(self, evidence: Evidence, config: GradientConfig) -> list[Issue]:
         self.streak = 0 if evidence.layout.names else self.streak + 1
         if self.streak < _PATIENCE:
             return []
-        return [
-            Issue(
-                issue_type=IssueType.DISCONNECTED,
-                severity=IssueSeverity.HIGH,
-                message=f"No parameter had a gradient on the last {self.streak} steps, so that nothing was trained.",
-                statistic="steps_without_any_gradient",
-                value=float(self.streak),
-                threshold=float(_PATIENCE),
-                window=self.streak,
-                step=evidence.step,
-                recommendation=(
-                    "Look for a backward pass that is missing or over another model, "
-                    "or for a zero_grad() between it and the step."
-                ),
-            )
-        ]
+        return self.open(
+            evidence,
+            severity=IssueSeverity.HIGH,
+            message=f"No parameter had a gradient on the last {self.streak} steps, so that nothing was trained.",
+            statistic="steps_without_any_gradient",
+            value=self.streak,
+            threshold=_PATIENCE,
+            window=self.streak,
+            recommendation=(
+                "Look for a backward pass that is missing or over another model, "
+                "or for a zero_grad() between it and the step."
+            ),
+        )
 
 
 _SCALER_PATIENCE: Final = 5
@@ -58,19 +61,10 @@ _SCALER_PATIENCE: Final = 5
 
 
 @final
-class NumericalRule(Rule):
+class NumericalRule(_StreakRule):
     """Opens when an element is NaN or infinite and closes with the first finite step."""
 
-    kept_in_checkpoints = ("streak",)
-
-    def __init__(self) -> None:
-        self.streak = 0
-
-    def calm(self, config: GradientConfig) -> Band | None:
-        return ANY
-
-    def remember(self, steps: Sequence[CalmStep]) -> None:
-        self.streak = 0
+    kind = IssueType.NUMERICAL
 
     def judge(self, evidence: Evidence, config: GradientConfig) -> list[Issue]:
         bad_loss = evidence.loss is not None and not math.isfinite(evidence.loss)
@@ -82,28 +76,27 @@ class NumericalRule(Rule):
             return []
         if evidence.nonfinite_action == "scaler" and self.streak < _SCALER_PATIENCE:
             return []
-        return [self._issue(evidence) if not evidence.moments.finite else self._bad_loss(evidence)]
+        return self._bad_loss(evidence) if evidence.moments.finite else self._issue(evidence)
 
-    def _bad_loss(self, evidence: Evidence) -> Issue:
-        return Issue(
-            issue_type=IssueType.NUMERICAL,
+    def _bad_loss(self, evidence: Evidence) -> list[Issue]:
+        return self.open(
+            evidence,
             severity=IssueSeverity.HIGH,
             message=f"The loss is {evidence.loss}, though every gradient is finite.",
             statistic="nonfinite_loss",
             value=1.0,
             threshold=0.0,
             window=self.streak,
-            step=evidence.step,
             recommendation="Look for a masked row, a log(0) or an overflow whose gradient a mask or clamp cuts off.",
         )
 
-    def _issue(self, evidence: Evidence) -> Issue:
+    def _issue(self, evidence: Evidence) -> list[Issue]:
         moments, names = evidence.moments, evidence.layout.names
         affected = moments.nonfinite_rows()
         nearest = affected[-1]  # to the loss, where the modules stand in their order
         count, total = moments.nonfinite_count, evidence.layout.total_count
-        return Issue(
-            issue_type=IssueType.NUMERICAL,
+        return self.open(
+            evidence,
             severity=IssueSeverity.CRITICAL if evidence.critical else IssueSeverity.HIGH,
             layer=names[nearest] if len(affected) < len(names) else "",
             message=(
@@ -111,10 +104,9 @@ class NumericalRule(Rule):
                 f"parameters, the last of them {names[nearest]}."
             ),
             statistic="nonfinite_count",
-            value=float(count),
+            value=count,
             threshold=0.0,
             window=self.streak,
-            step=evidence.step,
             recommendation=_ADVICE.get(evidence.nonfinite_action, _ADVICE["report"]),
         )
 
@@ -143,6 +135,7 @@ class ClipSaturatedRule(Rule):
     Silent on the default limit: only a limit that the user has set says what norm is to be expected.
     """
 
+    kind = IssueType.CLIP_SATURATED
     kept_in_checkpoints = ("excess",)
 
     def __init__(self) -> None:
@@ -169,19 +162,16 @@ class ClipSaturatedRule(Rule):
         share = sum(excess > 0 for excess in self.excess) / _WINDOW
         if share <= _SHARE:
             return []
-        return [
-            Issue(
-                issue_type=IssueType.CLIP_SATURATED,
-                severity=IssueSeverity.LOW,
-                message=(
-                    f"{share:.0%} of the last {_WINDOW} steps were clipped, at a median norm of "
-                    f"{math.exp(median):.3g} times the limit {limit:g}: the norm no longer matters."
-                ),
-                statistic="median_norm_over_limit",
-                value=math.exp(median),
-                threshold=math.exp(_EXCESS),
-                window=_WINDOW,
-                step=evidence.step,
-                recommendation=(f"Set max_grad_norm near {math.exp(median) * limit:.2g}, or scale the loss down."),
-            )
-        ]
+        return self.open(
+            evidence,
+            severity=IssueSeverity.LOW,
+            message=(
+                f"{share:.0%} of the last {_WINDOW} steps were clipped, at a median norm of "
+                f"{math.exp(median):.3g} times the limit {limit:g}: the norm no longer matters."
+            ),
+            statistic="median_norm_over_limit",
+            value=math.exp(median),
+            threshold=math.exp(_EXCESS),
+            window=_WINDOW,
+            recommendation=(f"Set max_grad_norm near {math.exp(median) * limit:.2g}, or scale the loss down."),
+        )
