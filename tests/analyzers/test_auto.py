@@ -13,11 +13,12 @@ from gradtrack.analyzers.recurrent.recorder import recurrent_modules
 from tests.analyzers.watched_trainings import TRAININGS
 from tests.training import optimizer_of
 
+EVERY = {"flow": "every model", "gain": "blocks", "loss_graph": "a loss", "updates": "every training"}
 PICKED = {
-    "CNN": {"flow": "every model", "gain": "blocks", "updates": "every training"},
-    "LSTM": {"flow": "every model", "gain": "blocks", "recurrent": "LSTM", "updates": "every training"},
-    "GPT": {"flow": "every model", "gain": "blocks", "transformer": "Attention", "updates": "every training"},
-    "policy": {"flow": "every model", "gain": "blocks", "rl_policy": "PolicyNetwork", "updates": "every training"},
+    "CNN": EVERY,
+    "LSTM": {**EVERY, "recurrent": "LSTM"},
+    "GPT": {**EVERY, "transformer": "Attention"},
+    "policy": {**EVERY, "rl_policy": "PolicyNetwork"},
 }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Final, final
+from typing import Any, ClassVar, final
 
 from pydantic import Field
 from torch import nn
@@ -11,18 +11,8 @@ from torch import nn
 from gradtrack.analyzers.base import Analyzer, Schedule, Snapshot, rarely
 from gradtrack.analyzers.loss_graph.graph import operations
 from gradtrack.analyzers.loss_graph.verdict import judge
-from gradtrack.reports import Issue, IssueType, Report
+from gradtrack.reports import Issue, Report
 from gradtrack.reports.base import measured
-
-T = IssueType
-CAUSES: Final = (
-    *(T.MISSING_LOG_SOFTMAX, T.NEGATED_LOSS, T.BROADCAST_LOSS, T.ACTIVATED_TWICE, T.SOFTMAX_DIMENSION),
-    T.RECTIFIED_LOGITS,
-)
-CONSEQUENCES: Final = (
-    *(T.VANISHING, T.EXPLODING, T.DEAD, T.SATURATION, T.UNSTABLE, T.CLIP_SATURATED, T.NUMERICAL),
-    *(T.LR_TOO_HIGH, T.LR_TOO_LOW),
-)
 
 
 class LossGraphReport(Report):
@@ -40,7 +30,10 @@ class LossGraphAnalyzer(Analyzer):
     behind the logits, a negative log-likelihood without a log-softmax, a softmax over the batch, a loss that broadcasts
     [B] against [B, 1], and a loss with the wrong sign. Gradients alone show none of these. A type that is on purpose is
     muted by the setting `mute`. It needs the loss as a tensor: from `safe_backward` or `manager.step`, not from
-    `watch`.
+    `watch`. For [B, 1] = B outputs and B targets a broadcast loss is a mean over B² differences: its least is at the
+    mean of the targets.
+
+    References: Karpathy 2019, A Recipe for Training Neural Networks; the documentation of the losses of torch.
 
     Cost: on its steps one walk over the operations between the loss and the last layers, and no memory.
 
@@ -61,7 +54,6 @@ class LossGraphAnalyzer(Analyzer):
     report_type: ClassVar[type[Report]] = LossGraphReport
     schedule: ClassVar[Schedule] = staticmethod(rarely)
     foresees: ClassVar[bool] = True
-    explained_by: ClassVar[Mapping[IssueType, tuple[IssueType, ...]]] = dict.fromkeys(CONSEQUENCES, CAUSES)
 
     @classmethod
     def suits(cls, model: nn.Module) -> str | None:
