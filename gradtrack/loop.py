@@ -5,16 +5,21 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
-from gradtrack.config import GradientConfig
+from gradtrack.config import GradientConfig, explicit
 from gradtrack.errors import InputTypeError, UsageError
 from gradtrack.manager import GradientManager
 from gradtrack.reports import StepReport
 from gradtrack.step.arguments import as_sequence, check_hookable, check_model, hookable
+
+_CLIPPING: Final = {"enable_gradient_clipping", "max_grad_norm", "clip_type", "adaptive_clipping"}
+_ACTION: Final = {"nonfinite_action", "replace_nan_with", "replace_inf_with"}
+_OF_MANAGER: Final = ("backends", "analyzers", "process_group")
+"""The keywords that a manager takes beside the settings."""
 
 
 def safe_backward(
@@ -71,16 +76,31 @@ def create_gradient_manager(
     )
 
 
+def only_as_asked(config: GradientConfig) -> GradientConfig:
+    """Return the configuration as it is where the user has asked gradtrack to clip, else one that does not clip.
+
+    That one leaves non-finite gradients alone, unless an action on them or a replacement was chosen.
+    """
+    if config.enable_gradient_clipping and config.model_fields_set & _CLIPPING:
+        return config
+    changes: dict[str, Any] = {"enable_gradient_clipping": False}
+    if config.enable_nan_inf_check and not config.model_fields_set & _ACTION:
+        changes["nonfinite_action"] = "report"
+    return GradientConfig(**{**explicit(config), **changes})
+
+
 def watch(
     model: nn.Module,
     optimizer: Any,
     config: GradientConfig | Mapping[str, Any] | str | Path | None = None,
     **settings: Any,
 ) -> GradientManager:
-    """Measure, protect and report before every step of an optimizer, with no other change to the training loop.
+    """Measure and report before every step of an optimizer, with no other change to the training loop.
 
-    With several optimizers that step together after one backward pass, gradients are measured before the first of them
-    steps. Close the manager, or leave that to the exit of the interpreter.
+    The training stays as it is unless a setting asks for a change: one of clipping (`max_grad_norm`, `clip_type`) makes
+    it clip, and skip steps with non-finite gradients; `nonfinite_action` alone makes it act on these only. With several
+    optimizers that step together after one backward pass, gradients are measured before the first of them steps. Close
+    the manager, or leave that to the exit of the interpreter.
     """
     check_model(model)
     optimizers = tuple(map(hookable, as_sequence(optimizer)))
@@ -88,7 +108,8 @@ def watch(
         raise UsageError(f"optimizer {optimizer!r}: expected at least one. Pass those that the loop steps.")
     for one in optimizers:
         check_hookable(one)
-    manager = GradientManager(config, **settings)
+    of_manager = {name: settings.pop(name) for name in _OF_MANAGER if name in settings}
+    manager = GradientManager(only_as_asked(GradientConfig.load(config, **settings)), **of_manager)
     manager.attach(model, optimizers)
     manager.follow(model, optimizers)
     return manager

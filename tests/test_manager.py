@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import gradtrack
-from gradtrack import GradientManager, Issue, StepReport, create_gradient_manager, safe_backward
+from gradtrack import GradientConfig, GradientManager, Issue, StepReport, create_gradient_manager, safe_backward
 from gradtrack.errors import ClosedError, InputTypeError, RunDirectoryError, UsageError
 from gradtrack.step import rows as rows_module
 from gradtrack.step.rows import to_record
@@ -433,6 +433,45 @@ class TestLoops:
         torch.autograd.backward(batch_loss(model))
         optimizer.step()
         assert len(manager.reports) == 2
+
+    @pytest.mark.parametrize(
+        ("settings", "clips", "action"),
+        [
+            ({}, False, "report"),
+            ({"grad_log_every_n_steps": 1, "analyzers": ("flow",), "backends": ("memory",)}, False, "report"),
+            ({"nonfinite_action": "skip"}, False, "skip"),
+            ({"replace_nan_with": 0.5}, False, "replace"),
+            ({"clip_type": "value"}, True, "skip"),
+            ({"max_grad_norm": 1e-3, "nonfinite_action": "report"}, True, "report"),
+            ({"enable_nan_inf_check": False}, False, "off"),
+        ],
+    )
+    @pytest.mark.parametrize("as_config", [False, True])
+    def test_watch_changes_nothing_unless_asked(
+        self, settings: dict[str, Any], clips: bool, action: str, as_config: bool, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """Without a setting that asks for it neither weights nor gradients change, also of huge and of bad steps."""
+        weights = []
+        for watched in (True, False):
+            model = small_model()
+            optimizer = optimizer_of(model, momentum=0.9)
+            manager = None
+            if watched:
+                given = {"config": GradientConfig.load(None, **settings)} if as_config else settings
+                manager = gradtrack.watch(model, optimizer, **given)
+            for step, scale in enumerate((1e3, 1.0, math.nan)):
+                optimizer.zero_grad()
+                torch.autograd.backward(batch_loss(model, step, scale))
+                optimizer.step()
+                if step == 1:
+                    weights.append([param.detach().clone() for param in model.parameters()])
+            if manager is not None:
+                reports = manager.reports
+                manager.close()
+        assert all(map(torch.equal, *weights)) is not clips
+        assert reports[0].clipping.clipped is clips
+        assert reports[2].nan_inf.action == action
+        assert not [text for text in caplog.messages if "has no effect" in text]
 
     @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
     def test_watch_with_analyzers(self, kind: type[torch.optim.Optimizer]) -> None:

@@ -5,39 +5,31 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from gradtrack import registry
 from gradtrack.config import GradientConfig, explicit
+from gradtrack.loop import only_as_asked
 from gradtrack.step.unused_settings import CLIPPING, changed_settings
 from gradtrack.support.interrupts import process_rank
 
 _logger = logging.getLogger("gradtrack")
 Source = GradientConfig | Mapping[str, Any] | str | Path | None
-_CLIPPING: Final = {"enable_gradient_clipping", "max_grad_norm", "clip_type", "adaptive_clipping"}
-_ACTION: Final = {"nonfinite_action", "replace_nan_with", "replace_inf_with"}
 
 
 def clipping_if_asked(config: GradientConfig, *, clips: str) -> GradientConfig:
-    """Return the configuration; it only measures unless the user has asked for clipping and the framework does none."""
-    asked = config.enable_gradient_clipping and config.model_fields_set & _CLIPPING
-    return config if asked and not clips else only_measuring(config, clips=clips)
-
-
-def only_measuring(config: GradientConfig, *, clips: str = "") -> GradientConfig:
-    """Return the configuration without clipping; non-finite gradients are left alone unless an action was chosen.
+    """Return the configuration; it only measures unless the user has asked for clipping and the framework does none.
 
     Where the framework clips, `clips` says so for the settings of our own clipping, which have no effect then.
     """
-    values = explicit(config)
-    watching = {} if config.model_fields_set & _ACTION else {"nonfinite_action": "report"}
-    if clips:
-        changed = changed_settings(config)
-        for name in CLIPPING if process_rank() == 0 else ():
-            if name in changed:
-                _logger.warning("%s=%r has no effect: %s", name, values[name], clips)
-        values = {name: value for name, value in values.items() if name not in CLIPPING}
-    return GradientConfig(**{**values, **watching, "enable_gradient_clipping": False})
+    if not clips:
+        return only_as_asked(config)
+    values, changed = explicit(config), changed_settings(config)
+    for name in CLIPPING if process_rank() == 0 else ():
+        if name in changed:
+            _logger.warning("%s=%r has no effect: %s", name, values[name], clips)
+    values = {name: value for name, value in values.items() if name not in CLIPPING}
+    return only_as_asked(GradientConfig(**{**values, "enable_gradient_clipping": False}))
 
 
 def joined(

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from gradtrack.config import GradientConfig
 from gradtrack.errors import MissingExtraError
 from gradtrack.integrations.callback import ManagedTraining
-from gradtrack.integrations.clipping_owner import Source, joined, only_measuring
+from gradtrack.integrations.clipping_owner import Source, clipping_if_asked, joined
 from gradtrack.integrations.patching import AfterBackward, embrace, stand_in
 from gradtrack.step.pair import IssueCallback
 
@@ -36,8 +36,8 @@ _logger = logging.getLogger("gradtrack")
 class GradtrackCallback(ManagedTraining, TrainerCallback, ExportableState):  # type: ignore[misc]
     """Reports on the gradients of every optimizer step of a Trainer, as they are before the Trainer clips them.
 
-    While the Trainer clips, gradtrack only measures; with `max_grad_norm=0` in the training arguments gradtrack clips
-    and protects by its own configuration. Without `backends` the trackers of `report_to` are used, in the runs that the
+    While the Trainer clips, gradtrack only measures; with `max_grad_norm=0` in the training arguments it clips where a
+    setting here asks for that. Without `backends` the trackers of `report_to` are used, in the runs that the
     Trainer has open there; `train/grad_norm` is left out where the Trainer itself writes that name and the same values.
     The state of the manager is saved in every checkpoint, and the steps are the Trainer's `global_step`.
     """
@@ -62,7 +62,7 @@ class GradtrackCallback(ManagedTraining, TrainerCallback, ExportableState):  # t
         assert model is not None
         self._stop()
         clips = f"the Trainer clips at max_grad_norm {args.max_grad_norm}" if (args.max_grad_norm or 0) > 0 else ""
-        config = only_measuring(self._config, clips=clips) if clips else self._config
+        config = clipping_if_asked(self._config, clips=clips)
         # A checkpoint from before gradtrack has no place for its state, and the Trainer expects one.
         saved = state.stateful_callbacks.setdefault(type(self).__name__, {})
         restored = self._restored or (saved.get("attributes", {}).get("_restored") if isinstance(saved, dict) else None)
@@ -74,7 +74,7 @@ class GradtrackCallback(ManagedTraining, TrainerCallback, ExportableState):  # t
         if clips:
             manager.note(
                 f"{clips}; gradtrack only measures, before it clips. Set max_grad_norm=0 in "
-                "TrainingArguments to let gradtrack clip."
+                "TrainingArguments and max_grad_norm here to let gradtrack clip."
             )
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -232,6 +232,14 @@ class GradientClipper:
         return limit_units(tensor, param, self.config.agc_clip_factor, stand_in)
 
 
+def clips_by_default(config: GradientConfig) -> bool:
+    """Say whether gradients are clipped at a limit that the user has not set."""
+    kind = config.effective_clip_type
+    return (
+        config.enable_gradient_clipping and kind in ("norm", "value") and "max_grad_norm" not in config.model_fields_set
+    )
+
+
 def coefficient_of(norm: float, limit: float, epsilon: float) -> float:
     """Return the factor that clipping to a limit multiplies gradients by: at most 1, as torch computes it."""
     coefficient = limit / (norm + epsilon) if norm + epsilon > 0 else 1.0

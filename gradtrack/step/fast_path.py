@@ -316,7 +316,7 @@ class FastPath:
         if not isfinite(last):
             return False
         low, high = pair.monitor.health.band(pair.config)
-        self._band = max(low, _LOWEST), min(high, _ceiling(terms))
+        self._band = max(low, _LOWEST), min(high, _ceiling(terms, clips=not pair.protection.clips_by_default))
         self._low, self._high = max(self._band[0], last - _STEP), min(self._band[1], last + _STEP)
         if self._low < self._high:
             self._steps = FastSteps(terms, self._plan.results)
@@ -332,9 +332,12 @@ class FastPath:
         pair.analyzers.arm(pair.model, pair.step_count + 1)
 
 
-def _ceiling(terms: Terms) -> float:
-    """Return ln of the norm above which clipping leaves so little that the step has to be judged at once."""
+def _ceiling(terms: Terms, *, clips: bool) -> float:
+    """Return ln of the norm above which the step has to be judged at once.
+
+    That is where clipping leaves too little, or where it begins while no clipped step has been noted.
+    """
     if terms.limit is None:
         return math.inf
-    highest = terms.limit / LEAST_LEFT - terms.epsilon
+    highest = terms.limit / (LEAST_LEFT if clips else 1.0) - terms.epsilon
     return math.log(highest) - SLACK if highest > 0 else -math.inf

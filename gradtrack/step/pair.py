@@ -266,6 +266,7 @@ class Pair:
         scale = data.scale
         if scale is not None:
             data.scaler = self.scaler_log.update(scale, skipped=data.skipped)
+        self.protection.note_default_limit(data)
         critical = not moments.finite and self.handler.is_critical(moments, data.layout.total_count)
         self.judge.judge(moments, data, critical=critical, watched=bool(self.analyzers.running))
         if data.opened or self.judge.jumped:
@@ -300,7 +301,7 @@ class Pair:
     def _note(self, data: StepData) -> None:
         """Add the pending notes to the report."""
         of_measurement = self.measurement.notes(analyzed=self.analyzers.local)
-        data.notes = [*self.coming_notes, *self.analyzers.chosen, *of_measurement]
+        data.notes = [*data.notes, *self.coming_notes, *self.analyzers.chosen, *of_measurement]
         self.coming_notes, self.analyzers.chosen = [], []
 
     def _run_analyzers(self, grads: Gradients, data: StepData) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, Final
@@ -10,10 +11,12 @@ from torch import Tensor
 
 from gradtrack.gradients.collected import Foresight, Gradients
 from gradtrack.gradients.moments import Moments, true_norm
-from gradtrack.protection.clipping import GradientClipper
+from gradtrack.protection.clipping import GradientClipper, clips_by_default
 from gradtrack.protection.nonfinite import NaNInfHandler, count_nonfinite
 from gradtrack.step.data import StepData
+from gradtrack.support.interrupts import process_rank
 
+_logger = logging.getLogger("gradtrack")
 Owned = Callable[[], Iterable[Tensor]]
 _NONE: Final[Mapping[str, Any]] = {"action": "none"}
 _OFF: Final[Mapping[str, Any]] = {"action": "off"}
@@ -24,6 +27,8 @@ class Protection:
 
     def __init__(self, handler: NaNInfHandler, clipper: GradientClipper) -> None:
         self._handler, self.clipper = handler, clipper
+        self.clips_by_default = clips_by_default(clipper.config)
+        """Whether no step has been noted yet that was clipped at a limit which the user has not set."""
 
     def foresight(self, *, scaled: bool) -> Foresight | None:
         """Return a function that predicts elementwise clipping of this rank's gradients; None if the norm suffices."""
@@ -56,6 +61,18 @@ class Protection:
             clipping["norm_after"] = None
         data.clipping, data.skipped = clipping, action in ("skip", "scaler")
         data.error = self._handler.error(found) if action == "raise" else None
+
+    def note_default_limit(self, data: StepData) -> None:
+        """Say once that gradients are clipped at a limit that the user has not set."""
+        if not self.clips_by_default or not data.clipping.get("clipped"):
+            return
+        config = self.clipper.config
+        self.clips_by_default = False
+        if clips_by_default(config):
+            note = f"clips at max_grad_norm {config.max_grad_norm}, the default"
+            data.notes = [*data.notes, f"{note}: set max_grad_norm, or enable_gradient_clipping=False."]
+            if process_rank() == 0:
+                _logger.warning("%s (step %d%s)", note, data.step, f" of {data.source}" if data.source else "")
 
     def _too_late(self, grads: Gradients, moments: Moments) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the report fields of gradients that the optimizers have used already, which cannot be changed."""

@@ -377,6 +377,15 @@ def test_watching_changes_nothing(tmp_path: Path) -> None:
     assert all(torch.equal(one, two) for one, two in zip(watched.parameters(), plain.parameters(), strict=True))
 
 
+def test_where_nobody_clips_the_callback_does_not_either(tmp_path: Path) -> None:
+    """With max_grad_norm=0 and no clipping setting of ours the weights are those of a training without the callback."""
+    callback = GradtrackCallback(grad_log_every_n_steps=1)
+    watched = train(callback, tmp_path / "a", max_grad_norm=0).model
+    plain = train(None, tmp_path / "b", max_grad_norm=0).model
+    assert any(norm is not None and norm > 1.0 for norm in norms(callback).values())
+    assert all(torch.equal(one, two) for one, two in zip(watched.parameters(), plain.parameters(), strict=True))
+
+
 def test_gradtrack_clips_where_the_trainer_does_not(tmp_path: Path) -> None:
     """With max_grad_norm=0 our clipping gives the weights and the `grad_norm` that the Trainer's clipping gives."""
     callback = GradtrackCallback(max_grad_norm=0.2)
@@ -398,7 +407,7 @@ def test_a_bad_batch_is_skipped_where_gradtrack_clips(accumulation: int, tmp_pat
             loss = super().compute_loss(*arguments, **keywords)
             return loss * float("nan") if self.state.global_step == 2 else loss
 
-    callback = GradtrackCallback()
+    callback = GradtrackCallback(max_grad_norm=1.0)
     options: dict[str, Any] = {"max_grad_norm": 0.0, "gradient_accumulation_steps": accumulation}
     trainer = train(callback, tmp_path, kind=Bad, **options)
     assert [report.skipped for report in callback.reports] == [False, False, True, False, False, False]

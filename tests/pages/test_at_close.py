@@ -18,7 +18,7 @@ def train(**settings: object) -> None:
     """Take one step and close."""
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with GradientManager(settings) as manager:
+    with GradientManager({"max_grad_norm": 1.0, **settings}) as manager:
         manager.step(model, optimizer, model(torch.ones(1, 2)).sum())
 
 

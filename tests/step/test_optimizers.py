@@ -147,7 +147,7 @@ def test_a_callback_may_close_the_manager_that_calls_it() -> None:
     """An issue that opens within the watched step may be the end of the watching, not of the step."""
     model = small_model()
     optimizer = optimizer_of(model)
-    manager = gradtrack.watch(model, optimizer, analyzers=["flow"])
+    manager = gradtrack.watch(model, optimizer, analyzers=["flow"], nonfinite_action="skip")
     manager.on_issue(lambda *_: manager.close())
     optimizer.register_step_pre_hook(lambda *_: None)
     for scale in (1.0, math.nan, 1.0):

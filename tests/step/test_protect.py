@@ -1,18 +1,19 @@
 """The protection of one step: non-finite gradients and clipping together."""
 
 import math
+from typing import Any
 from unittest.mock import create_autospec
 
 import pytest
 import torch
 
-from gradtrack import GradientClipper, GradientConfig, NaNInfHandler
+from gradtrack import GradientClipper, GradientConfig, GradientManager, NaNInfHandler
 from gradtrack.gradients.measurer import Measurer
 from gradtrack.gradients.parameters import ParameterTable
 from gradtrack.step.data import StepData
 from gradtrack.step.loss_scale import Scale
 from gradtrack.step.protect import Protection
-from tests.training import with_gradients
+from tests.training import optimizer_of, with_gradients
 
 
 def protect(*gradients: torch.Tensor, scaled: bool = False, **settings: object) -> tuple[StepData, list[object]]:
@@ -71,3 +72,35 @@ def test_finite_gradients_are_clipped_only(enabled: bool, action: str) -> None:
     assert made.nan_inf == {"action": action}
     assert made.clipping["clipped"]
     assert not made.skipped
+
+
+def norms_of(manager: GradientManager, norms: list[float]) -> list[list[str]]:
+    """Train by gradients of these norms; return the notes of each report."""
+    model = with_gradients([torch.ones(4)])
+    optimizer = optimizer_of(model, lr=0.0)
+    for norm in norms:
+        next(model.parameters()).grad = torch.full((4,), norm / 2)
+        manager.step(model, optimizer, 1.0, backward=False)
+    return [[note for note in report.notes if "the default" in note] for report in manager.reports]
+
+
+@pytest.mark.parametrize("engine", ["torch", "auto"])
+@pytest.mark.parametrize("first", [1, 3, 40, 130])
+def test_the_first_clipped_step_says_so_at_the_default_limit(
+    first: int, engine: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One note and one line, on the step that is clipped first, however many steps were not before it."""
+    told = norms_of(GradientManager(engine=engine), [0.5] * (first - 1) + [1.5, 0.5, 1.5, 1.5])
+    said = "clips at max_grad_norm 1.0, the default"
+    assert [step for step, notes in enumerate(told, start=1) if notes] == [first]
+    assert told[first - 1] == [f"{said}: set max_grad_norm, or enable_gradient_clipping=False."]
+    assert [text for text in caplog.messages if "max_grad_norm" in text] == [f"{said} (step {first})"]
+
+
+@pytest.mark.parametrize(
+    "settings", [{"max_grad_norm": 1.0}, {"enable_gradient_clipping": False}, {"adaptive_clipping": True}]
+)
+def test_a_chosen_limit_needs_no_note(settings: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    """Where the user has set the limit or the way of clipping, or nothing clips, no step says so."""
+    assert not any(norms_of(GradientManager(**settings), [1.5, 1.5, 1.5]))
+    assert not caplog.messages
