@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -20,11 +21,17 @@ from gradtrack.errors import GradtrackError, UsageError
 from gradtrack.support.names import Printable, one_line, printable
 
 _EPILOG: Final = (
-    "Exit codes: 0 done; 1 done, but the run is unhealthy (show --check), issues appeared (diff --check), "
+    "Exit codes: 0 done; 1 done, but the run has an issue (show --check), issues appeared (diff --check), "
     "rows are still missing (replay) or a backend cannot be used (doctor); 2 wrong usage or an input that cannot be "
-    "used: one line on stderr says why; 130 interrupted; 141 the reader of the output has gone."
+    "used: one line on stderr says why; 3 the run failed, was killed or never ended (show --check); "
+    "130 interrupted; 141 the reader of the output has gone."
     "\n\n[bold]gradtrack COMMAND --help[/bold] has examples; "
     "[bold]gradtrack --install-completion[/bold] completes commands and options in your shell."
+)
+
+_FAIL_ON: Final = (
+    "failed: the training raised an error, was killed or never ended; critical: that, or a critical issue at any time; "
+    "open: that, or an issue of MEDIUM or above that was open at the end; any: that, or any issue at any time."
 )
 
 
@@ -48,6 +55,17 @@ Run = Annotated[
     Path | None,
     typer.Argument(help=f"A run's directory. Default: the newest one in {HERE}.", show_default=False),
 ]
+
+
+class FailOn(StrEnum):
+    """What `show --check` refuses, the worst first; each includes those before it."""
+
+    failed = "failed"
+    critical = "critical"
+    open = "open"
+    any = "any"
+
+
 AsJson = Annotated[bool, typer.Option("--json", help="Print data for scripts instead of text.")]
 
 
@@ -108,13 +126,19 @@ def demo(
         "gradtrack show",
         "gradtrack show gradtrack_runs/exp1 --follow",
         "gradtrack show exp1 --check && ./deploy",
-        code_1="with --check the run is unhealthy",
+        "gradtrack show exp1 --fail-on critical",
+        code_1="with --check the run has an issue that --fail-on names; 3 with --check it failed or never ended",
     )
 )
 def show(
     run: Run = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Stay until the run ends.")] = False,
-    check: Annotated[bool, typer.Option("--check", help="Exit with 1 if the run is unhealthy.")] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Exit with 1 or 3 if the run is not as it should be: see --fail-on.")
+    ] = False,
+    fail_on: Annotated[
+        FailOn | None, typer.Option("--fail-on", help=f"What --check refuses: {_FAIL_ON} Default: open.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show a run in the terminal: curves, issues with what to do about them, and the norm of each group."""
@@ -130,7 +154,18 @@ def show(
     else:
         found = load_run(find_run(run), watched=True)
         _print(lambda: overview.to_plain(found), lambda: overview.show(found), as_json=as_json)
-    raise typer.Exit(int(check and not found.healthy))
+    raise typer.Exit(_verdict(found.faults(), fail_on or FailOn.open) if check or fail_on is not None else 0)
+
+
+def _verdict(faults: Mapping[str, str], level: FailOn) -> int:
+    """Return the exit code of a run with these faults, and say on stderr why it is not 0."""
+    for one in FailOn:
+        if one.value in faults:
+            print(one_line(f"gradtrack: {faults[one.value]}."), file=sys.stderr)
+            return 3 if one is FailOn.failed else 1
+        if one is level:
+            break
+    return 0
 
 
 @app.command(epilog=_epilog("gradtrack report", "gradtrack report gradtrack_runs/exp1 --out exp1.html"))

@@ -228,6 +228,18 @@ class RunData:
         """Whether no issue of MEDIUM or above was open at the end."""
         return all(issue.severity < IssueSeverity.MEDIUM for issue in self.open_issues)
 
+    def faults(self) -> dict[str, str]:
+        """Return what is wrong with the run in words, by the values of `show --fail-on`; none for a healthy run."""
+        critical = [issue.key for issue in self.issues if issue.severity >= IssueSeverity.CRITICAL]
+        unhealthy = [issue.key for issue in self.open_issues if issue.severity >= IssueSeverity.MEDIUM]
+        found = {
+            "failed": self.warning.partition(":")[0].rstrip("."),
+            "critical": f"It had a critical issue: {', '.join(critical)}" if critical else "",
+            "open": f"It has an open issue: {', '.join(unhealthy)}" if unhealthy else "",
+            "any": f"It had an issue: {', '.join(issue.key for issue in self.issues)}" if self.issues else "",
+        }
+        return {level: text for level, text in found.items() if text}
+
     @classmethod
     def of(cls, run: RunInfo, directory: Path, records: Iterable[Record]) -> RunData:
         """Collect the rows of a run and the files that its end wrote."""

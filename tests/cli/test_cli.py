@@ -19,8 +19,10 @@ from typer.testing import CliRunner
 
 from gradtrack import __version__, cli, registry
 from gradtrack.delivery.journal.writing import Journal
+from gradtrack.delivery.run_files import RUN_END, RunEnd
 from gradtrack.errors import UsageError
 from gradtrack.records import Record, RunInfo
+from gradtrack.reports import IssueSeverity, TrainingSummary
 from tests.pages.runs import issue, row, write_run
 from tests.processes import ROOT, python
 
@@ -140,10 +142,16 @@ def sick(tmp_path: Path) -> Path:
     return write_run(tmp_path / "sick", row(1), row(2, norm=4.0, issues=[issue("encoder")]))
 
 
+def ended(directory: Path, *, failed: bool = False) -> Path:
+    """Leave in a run's directory what a manager leaves there at its close."""
+    RunEnd(run_id="a-run", summary=TrainingSummary(), failed=failed).save(directory / RUN_END)
+    return directory
+
+
 @pytest.fixture
 def well(tmp_path: Path) -> Path:
     """Return the directory of a healthy run."""
-    return write_run(tmp_path / "well", row(1), row(2))
+    return ended(write_run(tmp_path / "well", row(1), row(2)))
 
 
 def test_show_tells_about_a_run(sick: Path) -> None:
@@ -169,9 +177,48 @@ def test_show_follows_a_run_to_its_end(well: Path) -> None:
 
 
 def test_health_is_an_exit_code_for_who_asks(sick: Path, well: Path) -> None:
-    """With --check an unhealthy run is the exit code 1."""
-    assert CliRunner().invoke(cli.app, ["show", str(sick), "--check"]).exit_code == 1
-    assert CliRunner().invoke(cli.app, ["show", str(well), "--check"]).exit_code == 0
+    """With --check an unhealthy run is the exit code 1, and stderr names its issue."""
+    found = CliRunner().invoke(cli.app, ["show", str(ended(sick)), "--check"])
+    assert (found.exit_code, found.stderr) == (1, "gradtrack: It has an open issue: EXPLODING:encoder.\n")
+    found = CliRunner().invoke(cli.app, ["show", str(well), "--check"])
+    assert (found.exit_code, found.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("case", "codes"),
+    [
+        ("well", [0, 0, 0, 0]),
+        ("low", [0, 0, 0, 1]),
+        ("closed", [0, 0, 0, 1]),
+        ("open", [0, 0, 1, 1]),
+        ("critical and closed", [0, 1, 1, 1]),
+        ("failed", [3, 3, 3, 3]),
+        ("killed", [3, 3, 3, 3]),
+        ("running", [0, 0, 0, 0]),
+    ],
+)
+def test_what_the_check_refuses_is_chosen(case: str, codes: list[int], tmp_path: Path) -> None:
+    """Each value of --fail-on refuses what its help says, and what those before it refuse."""
+    severity = {"low": IssueSeverity.LOW, "critical and closed": IssueSeverity.CRITICAL}.get(case, IssueSeverity.HIGH)
+    found = issue("encoder").model_copy(update={"severity": severity})
+    issues = [] if case in ("well", "failed", "killed", "running") else [found]
+    rows = [row(1, issues=issues), row(2, issues=[] if case.endswith("closed") else issues)]
+    journal = None
+    if case == "running":
+        journal = Journal(tmp_path, RunInfo(run_id="a-run", created=1.8e9, config={}))
+        for number, record in enumerate(rows):
+            journal.append(number, record)
+    else:
+        write_run(tmp_path, *rows)
+        if case != "killed":
+            ended(tmp_path, failed=case == "failed")
+    levels = ("failed", "critical", "open", "any")
+    told = [CliRunner().invoke(cli.app, ["show", str(tmp_path), "--fail-on", level]) for level in levels]
+    assert [one.exit_code for one in told] == codes
+    assert CliRunner().invoke(cli.app, ["show", str(tmp_path), "--check", "--json"]).exit_code == codes[2]
+    assert CliRunner().invoke(cli.app, ["show", str(tmp_path)]).exit_code == 0
+    if journal is not None:
+        journal.close(5.0)
 
 
 def test_the_newest_run_is_the_default(well: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gradtrack.config import GradientConfig
-from gradtrack.integrations.clipping_owner import only_measuring
+from gradtrack.integrations.clipping_owner import clipping_if_asked
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -15,7 +15,7 @@ def test_settings_of_an_idle_clipping_are_told_once(
     """Rank 0 alone tells of them, always in the same order; no rank keeps them."""
     monkeypatch.setenv("RANK", str(rank))
     config = GradientConfig(zscore_alpha=0.5, agc_clip_factor=0.5, max_grad_norm=0.5)
-    found = only_measuring(config, clips="the framework clips")
+    found = clipping_if_asked(config, clips="the framework clips")
     names = ["max_grad_norm", "agc_clip_factor", "zscore_alpha"] if rank == 0 else []
     assert caplog.messages == [f"{name}=0.5 has no effect: the framework clips" for name in names]
     assert found.model_fields_set == {"enable_gradient_clipping", "nonfinite_action"}
