@@ -66,6 +66,7 @@ class Registry:
         found = self.load(name)
         signature = inspect.signature(found)
         known = [option for option in signature.parameters if option != "model"]
+        known += ["every"] if self.kind == "analyzers" and "every" not in known else []
         try:
             signature.bind(**options)
         except TypeError as fault:

@@ -227,6 +227,8 @@ class Analyzer(ABC):
     The schedule alone always does."""
     adds_up: ClassVar[bool] = False
     """Whether what it has to say follows from sums, which ranks that share the parameters then add up for it."""
+    looks_every: int | None = None
+    """The number of steps from look to look, where the setting `every` has replaced the schedule."""
 
     @classmethod
     def suits(cls, model: nn.Module) -> str | None:
@@ -235,7 +237,12 @@ class Analyzer(ABC):
 
     def due(self, step: int) -> bool:
         """Say whether a step is to be looked at."""
-        return type(self).schedule(step)
+        return self.scheduled(step)
+
+    def scheduled(self, step: int) -> bool:
+        """Say whether a step is one of the schedule, or of the cadence that `every` has put in its place."""
+        every = self.looks_every
+        return type(self).schedule(step) if every is None else step % every == 0
 
     def arm(self, model: nn.Module) -> None:
         """Place the hooks that the next step needs."""

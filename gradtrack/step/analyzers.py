@@ -76,6 +76,7 @@ _VERDICTS = "verdicts"
 _NOT_WHOLE = "{}: left out, since parameters that are spread over ranks are not whole here."
 _NOT_EVERYWHERE = "{}: left out, since it has to run on every rank that shares the parameters."
 _CLOSE = 16
+_EVERY = "every"
 _EAGER = "the model is compiled: steps at which an analyzer looks inside it run eagerly; nothing is compiled again."
 
 
@@ -284,7 +285,7 @@ class RunningAnalyzers:
             if name in self._idle:
                 continue
             try:
-                if alerted or (close and type(one).schedule is often) or one.due(step):
+                if alerted or (close and one.looks_every is None and type(one).schedule is often) or one.due(step):
                     found.append((name, one))
             except Exception as fault:
                 pass_on(fault)
@@ -369,10 +370,17 @@ def build_analyzers(specs: Any) -> dict[str, Analyzer]:
     return built
 
 
-def _construct(name: str, options: Mapping[str, Any]) -> Analyzer:
+def _construct(name: str, options: dict[str, Any]) -> Analyzer:
+    """Make an analyzer with its options; `every`, unless its class has such an option itself, sets when it looks."""
+    takes_every = _EVERY in inspect.signature(registry.analyzers.load(name)).parameters
+    every = None if takes_every else options.pop(_EVERY, None)
+    if every is not None and (type(every) is not int or every < 1):
+        raise UsageError(f"analyzer {name!r}: every = {every!r}: expected a number of steps. Write every: 10.")
     found = registry.analyzers.load_for(name, options)
     try:
-        return found(**options)  # type: ignore[no-any-return]
+        analyzer: Analyzer = found(**options)
+        analyzer.looks_every = every
+        return analyzer
     except TypeError as fault:
         raise UsageError(f"analyzer {name!r}: {fault}. Check the values of its options.") from fault
 

@@ -123,7 +123,7 @@ class GradientFlowAnalyzer(Analyzer):
         return "gradients flow through every model"
 
     def due(self, step: int) -> bool:
-        return step == 1 or often(step) or self._sampler.waiting
+        return step == 1 or self.scheduled(step) or self._sampler.waiting
 
     def arm(self, model: nn.Module) -> None:
         self._sampler.arm(model)

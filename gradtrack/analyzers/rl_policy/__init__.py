@@ -231,6 +231,8 @@ class RLPolicyAnalyzer(Stateful, Analyzer):
         print("\n".join([*lines, *(str(issue) for issue in issues)]))  # noqa: T201
 
     def due(self, step: int) -> bool:
+        if self.looks_every is not None:
+            return bool(self._pending) and self.scheduled(step)
         return bool(self._pending) and (self._looks < _EAGER_LOOKS or step - self._last_look >= _PATIENCE)
 
     @classmethod

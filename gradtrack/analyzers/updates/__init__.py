@@ -158,10 +158,10 @@ class UpdatesAnalyzer(Analyzer):
         return _medians(found)
 
     def due(self, step: int) -> bool:
-        return type(self).schedule(step) or type(self).schedule(step - 1)
+        return self.scheduled(step) or self.scheduled(step - 1)
 
     def num_sums(self, step: int, num_groups: int) -> int:
-        return NUM_SUMS + NUM_SHORT * num_groups if step > 1 and type(self).schedule(step - 1) else 0
+        return NUM_SUMS + NUM_SHORT * num_groups if step > 1 and self.scheduled(step - 1) else 0
 
     def sums(self, snapshot: Snapshot, groups: Sequence[str]) -> Sequence[float]:
         before, self._groups = self._before, list(groups)
@@ -182,7 +182,7 @@ class UpdatesAnalyzer(Analyzer):
                 report = _report(*before, snapshot.gradients, snapshot.optimizers)
             elif snapshot.sums is not None:
                 report = _report_of_all(before[0], snapshot.sums, self._groups)
-        if type(self).schedule(snapshot.step) and not snapshot.skipped:
+        if self.scheduled(snapshot.step) and not snapshot.skipped:
             sample = WeightSample(snapshot.model, snapshot.gradients, snapshot.groups, self._most)
             self._before = (snapshot.step, sample)
         return report if report is not None and report.metrics() else None

@@ -171,7 +171,7 @@ class VectorAnalyzer(Analyzer):
         self._observed = loss if callable(loss) else players_of(loss)
 
     def due(self, step: int) -> bool:
-        return type(self).schedule(step) or type(self).schedule(step + 1)
+        return self.scheduled(step) or self.scheduled(step + 1)
 
     def arm(self, model: nn.Module) -> None:
         self.disarm()
@@ -184,7 +184,7 @@ class VectorAnalyzer(Analyzer):
             if _plain(gradient)
         }
         before, self._before = self._before, (snapshot.step, gradients)
-        if not type(self).schedule(snapshot.step):
+        if not self.scheduled(snapshot.step):
             return None
         numbers = {"num_parameters": sum(map(len, gradients.values())), **self._differentiate(snapshot.model)}
         if before is not None and before[0] == snapshot.step - 1:
