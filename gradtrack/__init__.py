@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from gradtrack._version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from gradtrack.alerts.base import Alert as Alert
     from gradtrack.analyzers.base import Analyzer as Analyzer
     from gradtrack.analyzers.flow import GradientFlowAnalyzer as GradientFlowAnalyzer
     from gradtrack.analyzers.gain.monitor import GradientGainMonitor as GradientGainMonitor
@@ -61,6 +62,7 @@ if TYPE_CHECKING:
     from gradtrack.reports import TrainingSummary as TrainingSummary
 
 _NAMES = {
+    "alerts.base": "Alert",
     "analyzers.base": "Analyzer",
     "analyzers.flow": "GradientFlowAnalyzer",
     "analyzers.gain.monitor": "GradientGainMonitor",

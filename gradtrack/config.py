@@ -105,6 +105,9 @@ class GradientConfig(BaseModel):
 
     backends: list[Any] = Field(default_factory=list, description="Names, {name: ..., option: ...} or instances.")
     analyzers: Literal["auto"] | list[Any] = Field(default_factory=list, description="auto, or a list like backends.")
+    alerts: list[Any] = Field(
+        default_factory=list, description="Where issues are posted when they open: a list like backends."
+    )
     run_dir: Path | None = Field(None, description="Where the run's files go; made when the first record is.")
     engine: Literal["auto", "torch", "native", "triton"] = Field(
         "auto", description="What measures: auto takes the fastest."
@@ -132,6 +135,9 @@ class GradientConfig(BaseModel):
 
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
         for name, value in super().__repr_args__():
+            if name == "alerts":
+                value = [registry.split_spec(spec, "alert") or (type(spec).__name__,) for spec in value]
+                value = [named[0] for named in value]
             yield name, redact_values(value) if name in ("backends", "analyzers") else value
 
     @property
@@ -195,28 +201,31 @@ class GradientConfig(BaseModel):
                 _check_issue_type(pattern)
         return patterns
 
-    @field_validator("backends", "analyzers", mode="before")
+    @field_validator("backends", "analyzers", "alerts", mode="before")
     @classmethod
     def _check_is_list(cls, specs: Any, info: Any) -> Any:
         name, is_plain = info.field_name, isinstance(specs, (str, Mapping))
         if (name == "analyzers" and specs == "auto") or (isinstance(specs, Iterable) and not is_plain):
             return specs
-        shown, auto = redact(repr(specs)) if is_plain else "...", " or 'auto'" if name == "analyzers" else ""
+        shown = registry.shown(specs, name.removesuffix("s")) if is_plain else "..."
+        auto = " or 'auto'" if name == "analyzers" else ""
         meant = "'auto'" if auto and str(specs).lower() == "auto" else f"[{shown}]"
         raise ValueError(f"expected a list{auto}. Write {name}={meant}.")
 
-    @field_validator("backends", "analyzers")
+    @field_validator("backends", "analyzers", "alerts")
     @classmethod
     def _check_plugins(cls, specs: Any, info: Any) -> Any:
         for spec in [] if isinstance(specs, str) else specs:
             if spec == "auto" and info.field_name == "analyzers":
                 raise ValueError("expected 'auto' alone or a list of names. Write analyzers='auto'.")
-            known = registry.backends if info.field_name == "backends" else registry.analyzers
+            known = {"backends": registry.backends, "analyzers": registry.analyzers, "alerts": registry.alerts}[
+                info.field_name
+            ]
             named = registry.split_spec(spec, known.singular)
             if named is not None:
                 known.check(named[0])
             elif isinstance(spec, (int, float, bytes, list, tuple, set)) or spec is None:
-                shown = redact(repr(spec))
+                shown = registry.shown(spec, known.singular)
                 raise InputTypeError(
                     f"{known.singular} {shown}: expected a name, a mapping with a name, or an instance."
                 )
@@ -272,7 +281,8 @@ def readable(fault: ValidationError) -> ConfigError:
         text = error["msg"].removeprefix("Value error, ").replace("Input should be", "expected").replace(*_PATH)
         remedy = "" if error["type"] == "value_error" else _REMEDIES.get(where.partition(".")[0], "")
         end = "" if text.endswith((".", "?")) else "."
-        lines.append(redact(f"{where} = {error['input']!r}: {text}{end}{remedy}" if where else text))
+        given = "[...]" if where.partition(".")[0] == "alerts" else repr(error["input"])
+        lines.append(redact(f"{where} = {given}: {text}{end}{remedy}" if where else text))
     return ConfigError("; ".join(lines))
 
 

@@ -59,7 +59,7 @@ class GradientManager:
         self._unused_settings = UnusedSettings(self.config)
         self._sink = Sink(self.config)
         self._rows, self._history = Rows(self.config, self._sink), History(self.config.max_gradient_history)
-        self._callbacks: list[IssueCallback] = []
+        self._callbacks: list[IssueCallback] = [self._sink.post] if self._sink.alerts else []
         self._pairs = Pairs(
             self.config,
             process_group,
@@ -210,7 +210,10 @@ class GradientManager:
         return [issue for pair in self._pairs for issue in pair.diagnose()]
 
     def status(self) -> dict[str, Any]:
-        """Return the numbers of steps and rows, and for each backend which rows it has delivered or lost, and why."""
+        """Return the numbers of steps and rows, and for each backend which rows it has delivered or lost, and why.
+
+        Alerts have the numbers of the issues that they have posted, lost or still have to post.
+        """
         return {
             "run_id": self._sink.run_id,
             "run_dir": None if self.run_dir is None else str(self.run_dir),
@@ -218,6 +221,7 @@ class GradientManager:
             "steps": {pair.name or "default": pair.step_count for pair in self._pairs},
             "journal": self._sink.journal_status(),
             "backends": self._sink.status(),
+            "alerts": {name: worker.status() for name, worker in self._sink.alerts.items()},
         }
 
     def get_training_summary(self) -> TrainingSummary:

@@ -11,12 +11,18 @@ from importlib.metadata import entry_points
 from typing import Any, Final
 
 from gradtrack.errors import InputTypeError, PluginError, UnknownPluginError, UsageError
-from gradtrack.support.redact import redact
+from gradtrack.support.redact import HIDDEN, redact
 
 _NO_PLUGINS: Final = frozenset({"base", "tools"})
 """Modules of a plugin package that are no plugins."""
-_HOOKS: Final = {"backends": ("write", "records"), "analyzers": ("inspect", "snapshot")}
+_HOOKS: Final = {
+    "backends": ("write", "records"),
+    "analyzers": ("inspect", "snapshot"),
+    "alerts": ("send", "message"),
+}
 """The method that a plugin of each kind must have, and its only argument."""
+_COMMON_OPTIONS: Final = {"analyzers": ["every"], "alerts": ["min_severity"]}
+"""The options that every plugin of a kind has, beside those of its own."""
 
 
 class Registry:
@@ -66,7 +72,7 @@ class Registry:
         found = self.load(name)
         signature = inspect.signature(found)
         known = [option for option in signature.parameters if option != "model"]
-        known += ["every"] if self.kind == "analyzers" and "every" not in known else []
+        known += [option for option in _COMMON_OPTIONS.get(self.kind, ()) if option not in known]
         try:
             signature.bind(**options)
         except TypeError as fault:
@@ -148,11 +154,19 @@ def split_spec(spec: object, kind: str) -> tuple[str, dict[str, Any]] | None:
         name = options.pop("name", None)
         if not isinstance(name, str):
             raise InputTypeError(
-                f"{kind} {redact(repr(spec))}: expected a 'name' among its keys. Write {{name: ..., option: value}}."
+                f"{kind} {shown(spec, kind)}: expected a 'name' among its keys. Write {{name: ..., option: value}}."
             )
         return name, options
     return None
 
 
+def shown(spec: object, kind: str) -> str:
+    """Return a text for a plugin of a configuration without its secrets, which every option of an alert may be."""
+    if kind == "alert" and not isinstance(spec, str):
+        return repr(dict.fromkeys(spec, HIDDEN)) if isinstance(spec, Mapping) else type(spec).__name__
+    return redact(repr(spec))
+
+
 backends = Registry("backends")
 analyzers = Registry("analyzers")
+alerts = Registry("alerts")

@@ -17,6 +17,7 @@ PROCESS: Final = (
     "tests/backends/test_wandb.py",
     "tests/backends/test_wandb_show.py",
     "tests/cli/test_cli.py",
+    "tests/contracts/test_alerts.py",
     "tests/contracts/test_backends.py",
     "tests/delivery/journal/test_journal.py::test_case_14_full_disk_keeps_whole_rows_only",
     "tests/delivery/test_at_exit.py::test_exit_closes_every_manager",

@@ -15,6 +15,7 @@ LAYOUT = """
     step.pair step.data step.measure step.protect step.judge step.analyzers step.history step.rows
     backends.base backends.mlflow backends.first backends.second
     analyzers.base analyzers.tools.hooks analyzers.first analyzers.second
+    alerts.base alerts.first
 """
 
 PERMITTED = [
@@ -29,6 +30,8 @@ PERMITTED = [
     ("protection.strategy", "gradtrack.gradients.engine"),
     ("health.rules", "gradtrack.analyzers.base"),
     ("delivery.run", "gradtrack.backends.base"),
+    ("delivery.run", "gradtrack.alerts.base"),
+    ("alerts.first", "gradtrack.alerts.base"),
     ("backends.base", "gradtrack.records"),
     ("analyzers.first", "gradtrack.analyzers.tools.hooks"),
     ("step.pair", "gradtrack.health.rules"),
@@ -56,6 +59,9 @@ VIOLATIONS = [
     ("backends.first", "gradtrack.analyzers.first"),
     ("analyzers.first", "gradtrack.analyzers.second"),
     ("analyzers.base", "gradtrack.analyzers.first"),
+    ("delivery.run", "gradtrack.alerts.first"),
+    ("alerts.first", "gradtrack.backends.first"),
+    ("alerts", "gradtrack.alerts.first"),
     ("analyzers.first", "gradtrack.manager"),
     ("backends", "gradtrack.backends.first"),
     ("backends.first", "mlflow"),

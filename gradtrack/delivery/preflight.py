@@ -71,7 +71,7 @@ def examine(
     return Diagnosis(
         versions={"gradtrack": __version__, "torch": torch.__version__, "python": platform.python_version()},
         rank=process_rank(),
-        config=redact_values(resolved.model_dump(mode="json", exclude={"backends", "analyzers"})),
+        config=redact_values(resolved.model_dump(mode="json", exclude={"backends", "analyzers", "alerts"})),
         run_dir="" if resolved.run_dir is None else str(resolved.run_dir),
         run_dir_fault=_run_dir_fault(resolved.run_dir),
         backends=tuple(_examine(name, specs.get(name, []), timeout_seconds) for name in names),

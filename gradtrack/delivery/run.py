@@ -18,6 +18,7 @@ import torch
 
 from gradtrack import registry
 from gradtrack._version import __version__
+from gradtrack.alerts.base import Alert, Message
 from gradtrack.backends.base import Backend, address_of
 from gradtrack.config import GradientConfig
 from gradtrack.delivery.delivery import Delivery, status_of
@@ -25,8 +26,10 @@ from gradtrack.delivery.journal.writing import Journal
 from gradtrack.delivery.locks import Claim, ForkGuard, claim_or_own
 from gradtrack.delivery.run_files import ensure_writable, new_run_id
 from gradtrack.delivery.subprocess import ProcessBackend, outsourced
+from gradtrack.delivery.worker import AlertWorker
 from gradtrack.errors import InputTypeError, UsageError
 from gradtrack.records import Record, RunInfo
+from gradtrack.reports import Issue, IssueSeverity, StepReport
 from gradtrack.support.interrupts import process_rank
 from gradtrack.support.redact import is_hidden, redact, redact_values
 
@@ -57,7 +60,7 @@ def _chosen(config: GradientConfig) -> dict[str, Any]:
         known.kind: specs if isinstance(specs, str) else [_named(spec, known) for spec in specs]
         for known in (registry.backends, registry.analyzers)
         if known.kind in config.model_fields_set and (specs := getattr(config, known.kind))
-    }
+    } | ({"alerts": [name_of_alert(spec) for spec in config.alerts]} if config.alerts else {})
 
 
 def _named(spec: object, known: registry.Registry) -> str | dict[str, Any]:
@@ -92,6 +95,7 @@ class Sink:
         self.backends = build_backends(config.backends, absent=self.rank != 0)
         if config.run_dir is not None:
             ensure_writable(config.run_dir)
+        self.alerts = build_alerts(config.alerts) if self.rank == 0 else {}
         self.on_open: Callable[[], object] = lambda: None
         self._working = {name: outsourced(backend) for name, backend in self.backends.items()}
         self._config = config
@@ -133,6 +137,22 @@ class Sink:
             if isinstance(backend, ProcessBackend) and not self._guard.forked:
                 backend.prepare()
 
+    def post(self, issue: Issue, report: StepReport) -> None:
+        """Post an issue that has opened to every alert, without waiting for any."""
+        if self._guard.forked:
+            return
+        message = Message(
+            run_id=self.run_id,
+            run_dir=None if self.directory is None else str(self.directory),
+            source=report.source,
+            step=report.step,
+            time=report.time,
+            issue=redact_values(issue.model_dump(mode="json")),
+        )
+        for worker in self.alerts.values():
+            if issue.severity >= worker.min_severity:
+                worker.post(message)
+
     def write(self, record: Record) -> None:
         """Send a record on its way."""
         if self._delivery is None:
@@ -163,10 +183,15 @@ class Sink:
         """Let the backends go, also those that never got a record; a second call does nothing."""
         if self._guard.forked or self._closed:
             return
+        end = time.monotonic() + self._config.close_timeout_seconds
+        for worker in self.alerts.values():
+            worker.ask_close(end)
         with self._opening:
             if self._delivery is None:
                 self._delivery = self._deliver(self._run_info())
         self._delivery.close(failed=failed)
+        for worker in self.alerts.values():
+            worker.join(end)
         if self._claim is not None:
             self._claim.release()
         self._closed = True
@@ -209,7 +234,7 @@ class Sink:
         )
 
     def _run_info(self) -> RunInfo:
-        config = self._config.model_dump(mode="json", exclude_unset=True, exclude={"backends", "analyzers"})
+        config = self._config.model_dump(mode="json", exclude_unset=True, exclude={"backends", "analyzers", "alerts"})
         directory = self.directory
         return RunInfo(
             run_id=self.run_id,
@@ -223,6 +248,39 @@ class Sink:
                 "platform": platform.platform(),
             },
         )
+
+
+def build_alerts(specs: list[Any]) -> dict[str, AlertWorker]:
+    """Make the alerts that a configuration names, each with a worker; of one kind there may be several."""
+    built: dict[str, AlertWorker] = {}
+    for spec in specs:
+        named = registry.split_spec(spec, "alert")
+        kind, alert, least = name_of_alert(spec), spec, IssueSeverity.MEDIUM
+        if named is not None:
+            least = _severity(kind, named[1].pop("min_severity", least))
+            alert = registry.alerts.load_for(*named)(**named[1])
+        if not isinstance(alert, Alert):
+            raise InputTypeError(
+                f"alert {type(spec).__name__}: expected a gradtrack.Alert. Derive its class from that."
+            )
+        count = sum(name.partition("_")[0] == kind for name in built)
+        name = f"{kind}_{count + 1}" if kind in built else kind
+        built[name] = AlertWorker(name, alert, least)
+    return built
+
+
+def name_of_alert(spec: object) -> str:
+    """Return the name of an alert alone, since any of its options may be a secret."""
+    named = registry.split_spec(spec, "alert")
+    return registry.alerts.name_of(spec) if named is None else named[0]
+
+
+def _severity(kind: str, given: object) -> IssueSeverity:
+    try:
+        return IssueSeverity(str(given).upper() if isinstance(given, str) else given)
+    except ValueError:
+        names = ", ".join(one.value for one in IssueSeverity)
+        raise UsageError(f"alert {kind!r}: min_severity = {given!r}: expected one of {names}.") from None
 
 
 @final

@@ -128,7 +128,7 @@ def save_training_log(
     """Write what a training was set to, how it went, and its kept reports, as Python's own `json` reads it."""
     values = {
         "format": 1,
-        "config": config.model_dump(mode="json", exclude={"backends", "analyzers"}),
+        "config": config.model_dump(mode="json", exclude={"backends", "analyzers", "alerts"}),
         "summary": _as_json(summary.model_dump()),
         "steps": [_as_json(report.model_dump(exclude={"batch"})) for report in reports],
     }

@@ -1,20 +1,24 @@
-"""The thread that brings rows to one backend, however slow or broken its tracker is."""
+"""The threads that bring rows to a backend and issues to an alert, however slow or broken these are."""
 
 from __future__ import annotations
 
 import math
+import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
+from gradtrack.alerts.base import Alert, Message
 from gradtrack.backends.base import Backend, address_of
 from gradtrack.delivery.at_exit import come_first
 from gradtrack.delivery.journal.offsets import Offsets
-from gradtrack.delivery.status import Faults
+from gradtrack.delivery.status import Faults, describe
 from gradtrack.delivery.writer import QUEUE_ROWS, Feed, Row, Writer
 from gradtrack.errors import PermanentBackendError
 from gradtrack.records import Record, RunInfo
+from gradtrack.reports import IssueSeverity
 from gradtrack.support.interrupts import start
 
 BATCH_ROWS: Final = 256
@@ -178,3 +182,132 @@ class Worker:
             self.unsettled = self.faults.last
         else:
             self.unsettled = None
+
+
+_MOST_MESSAGES: Final = 256
+_MOST_ATTEMPTS: Final = 10
+"""How often a message is tried: for about three minutes, with the pauses that double up to half a minute."""
+
+
+class AlertWorker:
+    """Posts the messages of one alert in their order, each again and again until it is taken or given up.
+
+    Its daemon thread begins with the first message. Nothing here waits for the alert or raises its faults: they are
+    counted, and logged once each. Beyond `_MOST_MESSAGES` that wait, a message is lost.
+    """
+
+    def __init__(self, name: str, alert: Alert, min_severity: IssueSeverity) -> None:
+        self.name, self.min_severity = name, min_severity
+        self.accepted = self.sent = self.lost = 0
+        self.faults = Faults(f"alert {name}")
+        self._alert, self._messages = alert, deque[Message]()
+        self._changed = threading.Condition()
+        self._end: float | None = None
+        self._process = os.getpid()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def pending(self) -> int:
+        """Count the messages that are neither posted nor lost."""
+        return max(self.accepted - self.sent - self.lost, 0)
+
+    def status(self) -> dict[str, Any]:
+        """Return the numbers of messages and faults, and the last fault."""
+        return {
+            "sent": self.sent,
+            "pending": self.pending,
+            "lost": self.lost,
+            "faults": sum(self.faults.counts.values()),
+            "last_fault": self.faults.last,
+        }
+
+    def post(self, message: Message) -> None:
+        """Post a message as soon as those before it are through."""
+        if os.getpid() != self._process:  # a forked copy has no thread, and may have a lock that stays taken
+            return
+        with self._changed:
+            self.accepted += 1
+            if self._end is not None or len(self._messages) >= _MOST_MESSAGES:
+                self._lose(1, "too many wait" if self._end is None else "the run is closed")
+            elif self._thread is not None or self._start():
+                self._messages.append(message)
+                self._changed.notify_all()
+
+    def ask_close(self, end: float) -> None:
+        """Post what waits, and begin no attempt after `end` (of the monotonic clock)."""
+        with self._changed:
+            self._end = end
+            self._changed.notify_all()
+
+    def join(self, end: float) -> None:
+        """Wait for the thread until `end`, and count as lost what it has not posted by then."""
+        if self._thread is not None:
+            self._thread.join(max(end - time.monotonic(), 0.0))
+        elif self._process == os.getpid():
+            self._close()
+        if self.pending:
+            self._lose(self.pending, self.faults.last or "it has not answered in time")
+
+    def _start(self) -> bool:
+        thread = threading.Thread(target=self._work, name=f"gradtrack-alert-{self.name}", daemon=True)
+        try:
+            start(thread)
+        except RuntimeError as fault:  # no thread can start while the interpreter exits
+            self._lose(1, describe(fault))
+            return False
+        self._thread = thread
+        return True
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                while not self._messages and self._end is None:
+                    self._changed.wait()
+                message = self._messages[0] if self._messages else None
+            if message is None or not self._deliver(message):
+                break
+        self._close()
+
+    def _deliver(self, message: Message) -> bool:
+        """Post a message, and take it out of the queue; False where no time is left for any attempt."""
+        delay = _FIRST_DELAY_SECONDS
+        for attempt in range(1, _MOST_ATTEMPTS + 1):
+            if self._end is not None and time.monotonic() >= self._end:
+                return False
+            try:
+                self._alert.send(message)
+            except BaseException as fault:  # also a plugin that exits: it must not end this thread in silence
+                reason = self._hidden(fault)
+                last = attempt == _MOST_ATTEMPTS or isinstance(fault, PermanentBackendError)
+                self.faults.note(reason, "the issue is not posted" if last else "it is tried again")
+                if last:
+                    break
+            else:
+                self.sent += 1
+                self._messages.popleft()
+                return True
+            with self._changed:
+                if self._end is None:
+                    self._changed.wait_for(lambda: self._end is not None, delay)
+                if self._end is not None:
+                    self._changed.wait(max(min(delay, _CLOSING_DELAY_SECONDS, self._end - time.monotonic()), 0.0))
+            delay = min(2 * delay, _LONGEST_DELAY_SECONDS)
+        self._messages.popleft()
+        self.lost += 1
+        return True
+
+    def _lose(self, count: int, reason: str) -> None:
+        self.lost += count
+        self.faults.note(reason, f"{count} issue(s) were not posted")
+
+    def _hidden(self, fault: BaseException) -> str:
+        try:
+            return self._alert.hide(describe(fault))
+        except Exception:
+            return type(fault).__name__
+
+    def _close(self) -> None:
+        try:
+            self._alert.close()
+        except BaseException as fault:
+            self.faults.note(self._hidden(fault), "it may have kept what it was sent")

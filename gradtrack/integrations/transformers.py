@@ -101,7 +101,7 @@ class GradtrackCallback(ManagedTraining, TrainerCallback, ExportableState):  # t
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint needs, as plain data."""
         attributes = {} if self._manager is None else {"_restored": _plain(self._manager.state_dict())}
-        config = self._config.model_dump(mode="json", exclude_unset=True, exclude={"backends", "analyzers"})
+        config = self._config.model_dump(mode="json", exclude_unset=True, exclude={"backends", "analyzers", "alerts"})
         return {"args": {"config": config}, "attributes": attributes}
 
     def _join(self, config: GradientConfig, args: Any, handler: Any) -> GradientConfig:

@@ -1,0 +1,1 @@
+"""Where issues are posted when they open: one file per alert."""
