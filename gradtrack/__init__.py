@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from gradtrack.loop import safe_backward as safe_backward
     from gradtrack.loop import watch as watch
     from gradtrack.manager import GradientManager as GradientManager
+    from gradtrack.pages.tables import read_run as read_run
     from gradtrack.protection.clipping import GradientClipper as GradientClipper
     from gradtrack.protection.nonfinite import NaNInfHandler as NaNInfHandler
     from gradtrack.records import Metric as Metric
@@ -79,6 +80,7 @@ _NAMES = {
     "health.monitor": "GradientMonitor",
     "loop": "create_gradient_manager safe_backward watch",
     "manager": "GradientManager",
+    "pages.tables": "read_run",
     "protection.clipping": "GradientClipper",
     "protection.nonfinite": "NaNInfHandler",
     "records": "Metric Panel Record",

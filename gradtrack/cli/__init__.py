@@ -66,6 +66,21 @@ class FailOn(StrEnum):
     any = "any"
 
 
+class ExportFormat(StrEnum):
+    """How `export` writes a table."""
+
+    csv = "csv"
+    parquet = "parquet"
+    jsonl = "jsonl"
+
+
+class ExportTable(StrEnum):
+    """What `export` writes."""
+
+    steps = "steps"
+    issues = "issues"
+
+
 AsJson = Annotated[bool, typer.Option("--json", help="Print data for scripts instead of text.")]
 
 
@@ -189,6 +204,44 @@ def report(
         if as_json
         else one_line(str(path))
     )
+
+
+@app.command(
+    epilog=_epilog("gradtrack export exp1 --format parquet", "gradtrack export exp1 --table issues --out issues.csv")
+)
+def export(
+    run: Run = None,
+    kind: Annotated[ExportFormat, typer.Option("--format", help="How the table is written.")] = ExportFormat.csv,
+    table: Annotated[ExportTable, typer.Option(help="Rows of steps, or of the times that issues were open.")] = (
+        ExportTable.steps
+    ),
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Where the file goes, - for standard output. Default: steps.csv and the like in the run's directory."
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write the recorded steps of a run, or its issues, as a table, and print where it is.
+
+    parquet needs pyarrow or polars. In Python gradtrack.read_run gives the same tables.
+    """
+    from gradtrack.pages.tables import read_run, to_text, write_table
+
+    directory = find_run(run)
+    found = getattr(read_run(directory), table.value)
+    if out == Path("-"):
+        if kind is ExportFormat.parquet or as_json:
+            raise UsageError("--out -: expected csv or jsonl without --json. Name a file with --out.")
+        text = to_text(found, kind.value)
+        typer.echo(printable(text) if sys.stdout.isatty() else text, nl=False)
+        return
+    path = directory / f"{table.value}.{kind.value}" if out is None else out
+    with _writing(path, "--out"):
+        write_table(found, kind.value, path)
+    numbers = {"rows": len(found["source"]), "columns": len(found)}
+    typer.echo(json.dumps({"run": str(directory), "file": str(path), **numbers}) if as_json else one_line(str(path)))
 
 
 @app.command(

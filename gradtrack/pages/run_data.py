@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
@@ -26,6 +26,8 @@ from gradtrack.support.progress import Bar
 _GROUP_NORM: Final = "train/grad_norm/"
 LOSS: Final = ""
 """The name of the column of losses; no metric has an empty one."""
+_TIME: Final = "time"
+_EPOCH: Final = "epoch"
 _OVER_FINITE: Final = re.compile(r"train/grad_(?:norm(?=/)|variance)(|/.*)$", re.DOTALL)
 
 
@@ -40,6 +42,7 @@ class Track:
     def __init__(self, name: str) -> None:
         self.name = name
         self._rows: dict[int, int] = {}
+        self._time, self._epoch = array("d"), array("d")
         self._columns: dict[str, array[float]] = {}
         self._nan_steps: dict[str, set[int]] = {}
         self._panels: dict[Panel, None] = {}
@@ -47,6 +50,9 @@ class Track:
     def add(self, record: Record) -> None:
         """Take in one row."""
         row = self._rows.setdefault(record.step, len(self._rows))
+        self._set(self._time, row, record.time, record.step, _TIME)
+        if record.epoch is not None:
+            self._set(self._epoch, row, float(record.epoch), record.step, _EPOCH)
         if record.loss is not None:
             self._set(self._columns.setdefault(LOSS, array("d")), row, record.loss, record.step, LOSS)
         columns = self._columns
@@ -74,6 +80,16 @@ class Track:
         return self.column(LOSS)
 
     @property
+    def times(self) -> NDArray[np.float64]:
+        """Return the time of every row, in seconds since 1970."""
+        return self._in_order(self._time)
+
+    @property
+    def epochs(self) -> NDArray[np.float64]:
+        """Return the epoch of every row."""
+        return self._in_order(self._epoch)
+
+    @property
     def names(self) -> list[str]:
         """Name the metrics, in the order in which they appeared."""
         return [name for name in self._columns if name != LOSS]
@@ -90,7 +106,9 @@ class Track:
 
     def column(self, name: str) -> NDArray[np.float64]:
         """Return a metric at every row."""
-        column = self._columns.get(name, ())
+        return self._in_order(self._columns.get(name, ()))
+
+    def _in_order(self, column: Sequence[float]) -> NDArray[np.float64]:
         values = np.full(len(self._rows), math.nan)
         values[: len(column)] = column
         return values[np.fromiter(self._rows, dtype=np.int64, count=len(self._rows)).argsort(kind="stable")]
