@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import difflib
 import json
+import operator
 import os
 import re
 import tomllib
+from collections import UserList
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Final, Literal, Self
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -43,6 +45,8 @@ _ELSEWHERE = {
     "mute": "ignore silence",
 }
 _PATH = ("Input is not a valid path for <class 'pathlib.Path'>", "expected a path")
+_LIBRARIES: Final = ("omegaconf", "ml_collections")
+"""Packages whose containers may be neither mappings nor lists for Python."""
 _WORD = re.compile(r"[A-Za-z_]+")
 
 
@@ -56,7 +60,10 @@ assignments = Assignments()
 
 
 class GradientConfig(BaseModel):
-    """Every setting of a manager; assigning to one during training takes effect on the next step."""
+    """Every setting of a manager; assigning to one during training takes effect on the next step.
+
+    An environment variable `GRADTRACK_<SETTING>` sets what no argument does, and wins over a file or mapping.
+    """
 
     model_config: ClassVar[ConfigDict] = ConfigDict(
         extra="forbid", validate_assignment=True, arbitrary_types_allowed=True, allow_inf_nan=False
@@ -119,7 +126,7 @@ class GradientConfig(BaseModel):
 
     def __init__(self, **values: Any) -> None:
         try:
-            super().__init__(**values)
+            super().__init__(**{**_environment(), **values})
         except ValidationError as fault:
             raise readable(fault) from None
 
@@ -153,7 +160,7 @@ class GradientConfig(BaseModel):
         values = _mapping(source)
         if SECTION in values and isinstance(values[SECTION] or {}, Mapping):
             values = dict(values[SECTION] or {})
-        return cls(**{**values, **overrides})
+        return cls(**{**values, **_environment(), **overrides})
 
     @classmethod
     def pick(cls, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -163,7 +170,8 @@ class GradientConfig(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _check_is_number(cls, value: Any, info: Any) -> Any:
-        """Refuse a switch in the place of a number, which Python would count as 0 or 1."""
+        """Make plain containers of others, and refuse a switch as a number, which Python would count as 0 or 1."""
+        value = plain(value)
         if isinstance(value, bool) and cls.model_fields[info.field_name].annotation in _NUMBERS:
             raise ValueError(f"expected a number, not a switch.{_REMEDIES.get(info.field_name, '')}")
         return value
@@ -249,6 +257,44 @@ class GradientConfig(BaseModel):
         return self
 
 
+PREFIX: Final = "GRADTRACK_"
+"""What the name of an environment variable begins with that sets the setting named after it."""
+
+
+def _environment() -> dict[str, Any]:
+    """Return the settings in the environment, read as YAML; a list may be names with commas between them."""
+    found: dict[str, Any] = {}
+    for name, field in GradientConfig.model_fields.items():
+        text = os.environ.get(f"{PREFIX}{name.upper()}", "").strip()
+        if not text:
+            continue
+        takes_list = "list[" in str(field.annotation) and not text.startswith("[") and text != "auto"
+        try:
+            found[name] = text.split(",") if takes_list else text if name == "run_dir" else yaml.safe_load(text)
+        except yaml.YAMLError:
+            found[name] = text  # which the check of the setting refuses with what it expects
+        if takes_list:
+            found[name] = [entry.strip() for entry in found[name] if entry.strip()]
+    return found
+
+
+def plain(value: Any) -> Any:
+    """Return mappings of any kind as dictionaries and lists of configuration libraries as lists, at every depth.
+
+    What holds no such container is returned itself, since an option may be a list that its owner keeps.
+    """
+    foreign = type(value).__module__.partition(".")[0] in _LIBRARIES
+    if isinstance(value, Mapping) or (foreign and hasattr(value, "keys")):
+        mapping = {name: plain(value[name]) for name in value}
+        same = type(value) is dict and all(entry is value[name] for name, entry in mapping.items())
+        return value if same else mapping
+    if isinstance(value, (list, UserList)) or (foreign and isinstance(value, Iterable)):
+        entries = [plain(entry) for entry in value]
+        same = type(value) is list and all(map(operator.is_, entries, value))
+        return value if same else entries
+    return value
+
+
 def explicit(config: GradientConfig) -> dict[str, Any]:
     """Return the settings that the user gave, those that equal a default included."""
     return {name: getattr(config, name) for name in config.model_fields_set}
@@ -281,6 +327,7 @@ def readable(fault: ValidationError) -> ConfigError:
         text = error["msg"].removeprefix("Value error, ").replace("Input should be", "expected").replace(*_PATH)
         remedy = "" if error["type"] == "value_error" else _REMEDIES.get(where.partition(".")[0], "")
         end = "" if text.endswith((".", "?")) else "."
+        text += f" (the environment has {PREFIX}{where.upper()})" if where in _environment() else ""
         given = "[...]" if where.partition(".")[0] == "alerts" else repr(error["input"])
         lines.append(redact(f"{where} = {given}: {text}{end}{remedy}" if where else text))
     return ConfigError("; ".join(lines))
@@ -289,7 +336,8 @@ def readable(fault: ValidationError) -> ConfigError:
 def _mapping(source: object) -> dict[str, Any]:
     if source is None:
         return {}
-    if isinstance(source, Mapping):
+    source = plain(source)
+    if isinstance(source, dict):
         return dict(source)
     if isinstance(source, (str, Path)):
         return _read(Path(source))

@@ -149,7 +149,7 @@ def split_spec(spec: object, kind: str) -> tuple[str, dict[str, Any]] | None:
     """Take a plugin's name and options from a name or a mapping; None stands for an instance."""
     if isinstance(spec, str):
         return spec, {}
-    if isinstance(spec, dict):
+    if isinstance(spec, Mapping):
         options = dict(spec)
         name = options.pop("name", None)
         if not isinstance(name, str):

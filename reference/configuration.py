@@ -34,6 +34,23 @@ config = GradientConfig(max_grad_norm=1.0)
 manager = GradientManager(config, check_frequency=10)
 manager.config.max_grad_norm *= 0.5
 ```
+
+Containers of OmegaConf, Hydra and ml_collections, and any other mapping, work everywhere a dictionary does, at every
+depth: `GradientManager(cfg.gradtrack)`.
+
+## The environment
+
+`GRADTRACK_<SETTING>` sets a setting without a change of code or file, for one run of a sweep for example:
+
+    GRADTRACK_MAX_GRAD_NORM=0.5 GRADTRACK_BACKENDS=mlflow,tensorboard python train.py
+
+The value is read as YAML; a list may also be names with commas between them. Of these the first that sets a setting
+wins:
+
+1. an argument: a keyword, or a field of a `GradientConfig` that you made;
+2. the environment;
+3. a file or mapping;
+4. the default.
 """
 _GROUPS = {
     "Clipping": r"enable_gradient_clipping|max_grad_norm|clip_type|agc_|zscore_|adaptive_",

@@ -1,12 +1,15 @@
 """The configuration: where it comes from, what it refuses and what it says."""
 
 import json
+from collections import UserDict, UserList
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 
-from gradtrack import GradientConfig, GradientManager
+from gradtrack import GradientConfig, GradientManager, watch
 from gradtrack.errors import ConfigError, InputTypeError, UnknownPluginError
 from tests.training import optimizer_of, small_model, train
 
@@ -237,3 +240,130 @@ def test_pick_leaves_out_other_keys() -> None:
 def test_defaults_are_documented() -> None:
     """Every setting has a sentence."""
     assert all(field.description for field in GradientConfig.model_fields.values())
+
+
+class Bag:
+    """A container as configuration libraries have them: it is no mapping for Python, and has its keys."""
+
+    def __init__(self, **entries: Any) -> None:
+        self._entries = entries
+
+    def keys(self) -> Iterable[str]:
+        """Return the names."""
+        return self._entries.keys()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __getitem__(self, name: str) -> Any:
+        return self._entries[name]
+
+
+Bag.__module__ = "ml_collections.config_dict"
+
+
+@pytest.mark.parametrize(
+    "kind", [Bag, lambda **entries: UserDict(entries), lambda **entries: MappingProxyType(entries)]
+)
+def test_containers_of_configuration_libraries(kind: Callable[..., Any]) -> None:
+    """They work everywhere a dictionary does: as the source, its section, plugins, their options and other settings."""
+    backends = UserList([kind(name="json"), "memory"])
+    section = kind(
+        max_grad_norm=0.5,
+        backends=backends,
+        analyzers=UserList([kind(name="gain", every=3)]),
+        groups=kind(all=".*"),
+        mute=UserList(["DEAD"]),
+    )
+    for source in (section, kind(gradtrack=section, model=kind(size=3))):
+        config = GradientConfig.load(source)
+        assert config.backends == [{"name": "json"}, "memory"]
+        assert config.analyzers == [{"name": "gain", "every": 3}]
+        assert (config.max_grad_norm, config.groups, config.mute) == (0.5, {"all": ".*"}, ["DEAD"])
+    assert GradientConfig(backends=backends).backends == [{"name": "json"}, "memory"]
+    manager = GradientManager(
+        backends=UserList([kind(name="memory")]), analyzers=UserList([kind(name="gain", every=3)])
+    )
+    assert manager.analyzer("gain").looks_every == 3
+
+
+def test_an_omegaconf_works() -> None:
+    """Interpolations are resolved, and the file may be read as gradtrack's own."""
+    omegaconf = pytest.importorskip("omegaconf")
+    text = "limit: 0.5\ngradtrack: {max_grad_norm: '${limit}', backends: [{name: memory}]}"
+    config = GradientConfig.load(omegaconf.OmegaConf.create(text))
+    assert (config.max_grad_norm, config.backends) == (0.5, [{"name": "memory"}])
+
+
+def test_a_list_that_is_an_option_stays_the_one_that_was_given() -> None:
+    """Its owner may go on to change it."""
+    kept = [1]
+    (spec,) = GradientConfig(backends=[{"name": "memory", "kept": kept}]).backends
+    assert spec["kept"] is kept
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("max_grad_norm", "0.25", 0.25),
+        ("max_grad_norm", "1e-3", 1e-3),
+        ("enable_gradient_clipping", "false", False),
+        ("enable_gradient_clipping", "0", False),
+        ("clip_type", "agc", "agc"),
+        ("vanishing_threshold", "null", None),
+        ("backends", "memory, json", ["memory", "json"]),
+        ("backends", "[{name: json}, memory]", [{"name": "json"}, "memory"]),
+        ("analyzers", "auto", "auto"),
+        ("analyzers", "flow", ["flow"]),
+        ("mute", "DEAD,SATURATION", ["DEAD", "SATURATION"]),
+        ("groups", "{all: '.*'}", {"all": ".*"}),
+        ("run_dir", "2024", Path("2024")),
+        ("nonfinite_action", "report", "report"),
+        ("max_grad_norm", " ", 1.0),
+    ],
+)
+def test_the_environment_has_settings(name: str, text: str, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is read as YAML, and a list may be names alone; an empty text sets nothing."""
+    monkeypatch.setenv(f"GRADTRACK_{name.upper()}", text)
+    assert getattr(GradientConfig(), name) == value
+    assert getattr(GradientConfig.load(None), name) == value
+
+
+def test_which_source_of_a_setting_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An argument, then the environment, then the file, then the default."""
+    file = tmp_path / "a.yaml"
+    file.write_text("gradtrack: {max_grad_norm: 3.0, check_frequency: 3, clip_type: value}")
+    monkeypatch.setenv("GRADTRACK_MAX_GRAD_NORM", "2.0")
+    monkeypatch.setenv("GRADTRACK_CHECK_FREQUENCY", "2")
+    for source in (file, {"max_grad_norm": 3.0, "check_frequency": 3, "clip_type": "value"}):
+        config = GradientManager(source, max_grad_norm=1.5).config
+        assert (config.max_grad_norm, config.check_frequency) == (1.5, 2)
+        assert (config.clip_type, config.max_gradient_history) == ("value", 1000)
+    made = GradientConfig(max_grad_norm=1.5)
+    assert GradientManager(made).config is made
+    assert (made.max_grad_norm, made.check_frequency) == (1.5, 2)
+    assert "max_grad_norm" in GradientConfig().model_fields_set
+
+
+def test_a_mistake_in_the_environment_is_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A value that cannot be meant is refused with its variable; a name that is nearly a setting is told."""
+    monkeypatch.setenv("GRADTRACK_MAX_GRAD_NROM", "2.0")
+    monkeypatch.setenv("GRADTRACK_PICTURES", "docs")
+    GradientManager()
+    assert caplog.messages == [
+        "the environment's GRADTRACK_MAX_GRAD_NROM has no effect: it is no setting. "
+        "Did you mean 'GRADTRACK_MAX_GRAD_NORM'?"
+    ]
+    monkeypatch.setenv("GRADTRACK_MAX_GRAD_NORM", "[much")
+    with pytest.raises(ConfigError, match=r"max_grad_norm = '\[much': .*the environment has GRADTRACK_MAX_GRAD_NORM"):
+        GradientConfig()
+
+
+def test_the_environment_asks_a_watch_to_clip(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A setting there is one that the user has made."""
+    monkeypatch.setenv("GRADTRACK_MAX_GRAD_NORM", "0.5")
+    model = small_model()
+    with watch(model, optimizer_of(model)) as manager:
+        assert (manager.config.enable_gradient_clipping, manager.config.max_grad_norm) == (True, 0.5)

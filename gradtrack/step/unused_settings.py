@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
@@ -10,7 +11,7 @@ from typing import Any, Final
 from torch import nn
 
 from gradtrack import registry
-from gradtrack.config import GradientConfig, explicit
+from gradtrack.config import PREFIX, GradientConfig, explicit
 from gradtrack.gradients.distributed.shards import unwrapped
 from gradtrack.reports import IssueType
 from gradtrack.support.interrupts import process_rank
@@ -39,6 +40,13 @@ class UnusedSettings:
         self._num_steps = 0
         self.waits = process_rank() == 0 and bool(config.mute or config.groups)
         """Whether the names in `mute` and `groups` have yet to be checked against the models."""
+        for name in sorted(os.environ) if process_rank() == 0 else ():
+            if name.startswith(PREFIX) and name.removeprefix(PREFIX).lower() not in GradientConfig.model_fields:
+                close = registry.nearest(
+                    name, [f"{PREFIX}{field.upper()}" for field in GradientConfig.model_fields], cutoff=0.85
+                )
+                if close:
+                    _logger.warning("the environment's %s has no effect: it is no setting.%s", name, close)
         for setting, reason in switched_off(config) if process_rank() == 0 else ():
             _logger.warning("%s has no effect: %s", setting, reason)
 
