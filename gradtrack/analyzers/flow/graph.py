@@ -34,15 +34,23 @@ class FlowGraph:
                 self.after[parent].append(ops[0])
 
     def _chained(self) -> set[str]:
-        """Return the modules that feed themselves."""
+        """Return the modules that feed themselves.
+
+        One without parameters, as a ReLU or a Dropout that several layers share, does so only where no layer with
+        parameters lies between its calls: else these layers are what follows one another.
+        """
         if len({node.name for node in self.nodes}) == len(self.nodes):
             return set()
         found: set[str] = set()
         above: list[frozenset[str]] = []
+        passed: list[frozenset[str]] = []  # those of them after which a layer with parameters came
         for node in self.nodes:
             names = frozenset().union(*(above[parent] | {self.nodes[parent].name} for parent, _ in node.parents))
+            layers = (parent for parent, _ in node.parents if self.nodes[parent].parametric)
+            left = frozenset().union(*(passed[parent] for parent, _ in node.parents), *(above[one] for one in layers))
             above.append(names)
-            if node.name in names:
+            passed.append(left)
+            if node.name in names and (node.parametric or node.name not in left):
                 found.add(node.name)
         return found
 
