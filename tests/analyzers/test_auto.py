@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gradtrack import GradientManager
+from gradtrack import GradientManager, RLPolicyAnalyzer
 from gradtrack.analyzers.recurrent.recorder import recurrent_modules
 from tests.analyzers.watched_trainings import TRAININGS
 from tests.training import optimizer_of
@@ -63,3 +63,25 @@ def test_cells_are_known_by_their_names_and_what_they_take() -> None:
     """A word in a name is not enough: a recurrent cell is called one, and takes a state."""
     found = recurrent_modules(nn.ModuleDict({"graph": CellGraph(), "block": Cell(), "leaky": LeakyCell()}))
     assert found == ["leaky"]
+
+
+@pytest.mark.parametrize(
+    ("name", "chosen"),
+    [
+        ("FeatureExtractor", False),
+        ("Reactor", False),
+        ("ContractorNet", False),
+        ("Reagent", False),
+        ("Actor", True),
+        ("SACActor", True),
+        ("actor_net", True),
+        ("my_agent", True),
+        ("PPOAgent", True),
+        ("mlppolicy", True),
+        ("ActorCriticPolicy", True),
+    ],
+)
+def test_an_actor_is_a_word_of_a_name(name: str, chosen: bool) -> None:
+    """An extractor and a reactor are no policies."""
+    model = nn.Sequential(type(name, (nn.Module,), {})())
+    assert (RLPolicyAnalyzer.suits(model) is not None) is chosen

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -37,7 +38,8 @@ from gradtrack.support.statistics import mean
 
 _EAGER_LOOKS: Final = 64
 _PATIENCE: Final = 16
-_NAMES: Final = ("policy", "actor", "agent")
+_NAMES: Final = re.compile(r"(?i:policy)|Actor|Agent|(?<![A-Za-z])(?:actor|agent)")
+"""Words in the name of a class; an extractor and a reactor are no actors."""
 
 ActionExtractor = Callable[[Any], tuple[Any, Tensor | float | None, Tensor | None, Tensor | None]]
 Sample = dict[str, Tensor]
@@ -139,7 +141,7 @@ class RLPolicyAnalyzer(Stateful, Analyzer):
     def suits(cls, model: nn.Module) -> str | None:
         for name, module in model.named_modules():
             kind = type(module).__name__
-            if any(word in kind.lower() for word in _NAMES):
+            if _NAMES.search(kind):
                 return f"module {name or 'itself'!r} is {kind}; it reports what observe() is given"
         return None
 
