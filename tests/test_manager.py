@@ -503,6 +503,29 @@ class TestLoops:
         with pytest.raises(InputTypeError, match="safe_backward"):
             gradtrack.watch(small_model(), Bare())
 
+    def test_an_issue_says_which_pair_it_is_about(self) -> None:
+        """Two models may have a layer of one name; without names no pair is told."""
+        manager, pairs = GradientManager(backends=["memory"], engine="torch"), {}
+        for name in ("generator", "critic"):
+            model = small_model()
+            pairs[name] = model, optimizer_of(model)
+            manager.attach(*pairs[name], name=name)
+        opened: list[Issue] = []
+        manager.on_issue(lambda issue, _: opened.append(issue))
+        for step in range(1, 4):
+            for name, (model, optimizer) in pairs.items():
+                scale = math.nan if name == "critic" and step == 2 else 1.0
+                report = manager.step(model, optimizer, batch_loss(model, step, scale))
+                assert {issue.source for issue in report.health.issues} <= {name}
+        assert [issue.source for issue in opened] == ["critic"]
+        assert [issue.source for issue in manager.diagnose()] == ["critic"]
+        assert " of critic: " in str(manager.diagnose()[0])
+        records = manager.backend("memory").records  # type: ignore[attr-defined]
+        assert {issue["source"] for record in records for issue in record.issues} == {"critic"}
+        alone = GradientManager(engine="torch")
+        train(alone, 3, change=lambda step, loss: loss * math.nan if step == 2 else loss)
+        assert [issue.source for issue in alone.diagnose()] == [""]
+
     def test_model_that_changes(self) -> None:
         """A layer that is frozen during training leaves the report."""
         manager, model = GradientManager(), small_model()

@@ -76,6 +76,7 @@ def _summary(record: Record) -> str:
 
 def _issue(issue: Mapping[str, Any]) -> str:
     where = f" at {issue['layer']}" if issue.get("layer") else ""
+    where += f" of {issue['source']}" if issue.get("source") else ""
     text = f"[{issue.get('severity')}] {issue.get('issue_type')}{where}: {issue.get('message', '')}"
     return one_line(f"{text} {issue.get('recommendation', '')}".strip())
 

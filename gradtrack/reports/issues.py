@@ -65,7 +65,10 @@ class IssueType(Enum):
 
 
 class Issue(Report):
-    """One finding: what, where, how it was measured and what to do about it. `layer` is empty for the whole run."""
+    """One finding: what, where, how it was measured and what to do about it.
+
+    `layer` is empty for the whole run; `source` names the pair of model and optimizer where there are several.
+    """
 
     issue_type: IssueType
     severity: IssueSeverity
@@ -79,14 +82,19 @@ class Issue(Report):
     explained_by: str | None = None
     confidence: float = 1.0
     recommendation: str = ""
+    source: str = ""
 
     @property
     def key(self) -> str:
         """Name the issue within its run: two issues of one type at one layer are the same issue."""
         return f"{self.issue_type.value}:{self.layer}" if self.layer else self.issue_type.value
 
+    def of(self, source: str) -> Issue:
+        """Return the issue as one of a pair."""
+        return self if self.source == source else self.model_copy(update={"source": source})
+
     def __str__(self) -> str:
-        where = f" at {self.layer}" if self.layer else ""
+        where = (f" at {self.layer}" if self.layer else "") + (f" of {self.source}" if self.source else "")
         cause = f" (explained by {self.explained_by})" if self.explained_by else ""
         advice = f" {self.recommendation}" if self.recommendation else ""
         return f"[{self.severity.value}] {self.issue_type.value}{where}: {self.message}{cause}{advice}"

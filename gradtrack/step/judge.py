@@ -63,6 +63,8 @@ class Judge(Stateful):
         if self._of_analyzers:
             known = {issue.key for issue in self._of_rules}
             data.issues = [*self._of_rules, *(issue for issue in self._of_analyzers if issue.key not in known)]
+        if data.source:
+            data.issues = [issue.of(data.source) for issue in data.issues]
         opened, changed = self._open_issues.update(data.issues)
         data.opened = [*data.opened, *opened]
         data.event = data.event or changed

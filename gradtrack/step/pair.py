@@ -360,7 +360,7 @@ class Pair:
 
     def diagnose(self) -> list[Issue]:
         """Return the issues of the run so far: those of the rules that are open or did harm, and the analyzers'."""
-        return self.judge.diagnose(self.analyzers.issues())
+        return [issue.of(self.name) for issue in self.judge.diagnose(self.analyzers.issues())]
 
     def _stepped(self) -> Iterable[nn.Parameter]:
         """Yield what the optimizers of this pair step; gradients of any other optimizer are left alone."""

@@ -211,6 +211,7 @@ def _issues(run: RunData) -> Iterator[RenderableType]:
 
 def _issue_head(issue: IssueHistory) -> RenderableType:
     layer = f" at {one_line(layer)}" if (layer := issue.text("layer")) else ""
+    layer += f" of {one_line(issue.source)}" if issue.source else ""
     head = Text.assemble((issue.severity.value, _COLOURS[issue.severity]), f" {issue.latest.get('issue_type')}{layer}")
     head.append(f"  {issue.when}" + ("" if issue.is_open else ", closed"), style="dim")
     return head
