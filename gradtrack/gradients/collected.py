@@ -201,8 +201,11 @@ class SharedGradients(Gradients):
             kept = np.flatnonzero(merged.present[positions])
             self._narrow(kept)
             moments = moments.of(kept)
-        self._recount()
         centred, layout = merged.centred, self.layout
+        if merged.counts is not None:  # here a parameter has the size of its shard
+            counts_of_all = merged.counts[self._positions].tolist()
+            if counts_of_all != layout.counts:
+                layout.recount(counts_of_all)
         if centred is not None:
             self.deviations = centred.deviations(self._positions, layout.group_of, len(layout.group_names))
         return moments
@@ -255,14 +258,6 @@ class SharedGradients(Gradients):
             self._batch, self.tensors = None, [self.tensors[index] for index in kept]
         self._positions = self._positions[kept]
         self.layout = self._lay_out(self._positions.tolist())
-
-    def _recount(self) -> None:
-        """Update the layout with the sizes over all ranks, where a parameter has the size of its shard."""
-        if self.merged.counts is None:
-            return
-        counts = self.merged.counts[self._positions].tolist()
-        if counts != self.layout.counts:
-            self.layout.recount(counts)
 
 
 def _is_expanded(grad: Tensor) -> bool:

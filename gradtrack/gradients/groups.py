@@ -36,7 +36,7 @@ _FEW, _ENOUGH, _MANY = 8, 32, 128
 
 def assign_groups(model: nn.Module, names: Sequence[str], patterns: Mapping[str, str]) -> list[str]:
     """Return the group of each named parameter; the first regex that is found in a name wins."""
-    found = [_by_pattern(name, patterns) for name in names]
+    found = [next((group for group, one in patterns.items() if re.search(one, name)), None) for name in names]
     if all(found):
         return [group or "" for group in found]
     rest = _by_matrix(model, names) if is_recurrent(model) else _by_module(names)
@@ -49,10 +49,6 @@ def is_recurrent(model: nn.Module) -> bool:
         return True
     recurrent = dict(_NAMES)[W_REC]
     return any(recurrent.search(name) for name, _ in model.named_parameters())
-
-
-def _by_pattern(name: str, patterns: Mapping[str, str]) -> str | None:
-    return next((group for group, pattern in patterns.items() if re.search(pattern, name)), None)
 
 
 def _by_matrix(model: nn.Module, names: Sequence[str]) -> list[str]:
@@ -99,19 +95,6 @@ def _cut(paths: Sequence[Sequence[str]], depth: int) -> list[str]:
 
 class Layout:
     """The layout of gradients: names, groups and sizes, which stay the same from step to step."""
-
-    __slots__ = (
-        "counts",
-        "group_counts",
-        "group_names",
-        "group_of",
-        "missing",
-        "names",
-        "param_refs",
-        "plan",
-        "sizes",
-        "total_count",
-    )
 
     def __init__(
         self,

@@ -12,6 +12,7 @@ from torch import nn
 
 from gradtrack.gradients.collected import Gradients, SharedGradients
 from gradtrack.gradients.distributed.shards import is_distributed, local_gradient
+from gradtrack.gradients.groups import Layout
 from gradtrack.gradients.measurer import Measurer
 from gradtrack.gradients.moments import WIDTH, Moments, Rows, count_elements, empty_row, merge
 from gradtrack.gradients.parameters import ParameterTable
@@ -25,8 +26,8 @@ class PassedGradients(Gradients):
 
     passed = True
 
-    def __init__(self, gradients: Gradients, rows: Rows) -> None:
-        super().__init__([], gradients.layout, {})
+    def __init__(self, layout: Layout, rows: Rows) -> None:
+        super().__init__([], layout, {})
         self._rows = rows
 
     def prepare_as_planned(self, measurer: Measurer) -> bool:
@@ -102,7 +103,7 @@ class GradientsInBackward:
             return PassedShards(table, rows, self._counts)
         present = [index for index, param in enumerate(table.params) if id(param) in rows]
         found = np.array([rows[id(table.params[index])] for index in present]).reshape(-1, WIDTH)
-        return PassedGradients(table.passed(present), found)
+        return PassedGradients(table.lay_out(present), found)
 
     def close(self) -> None:
         """Remove the hooks."""

@@ -130,10 +130,6 @@ class ParameterTable:
         self._layout = None
         grads.layout = self.lay_out(self._present)
 
-    def passed(self, present: Sequence[int]) -> Gradients:
-        """Return gradients without tensors, of the parameters at these positions, which the optimizers have used."""
-        return Gradients([], self.lay_out(present), {})
-
     def lay_out(self, present: Sequence[int]) -> Layout:
         """Return the layout of the gradients of the parameters at these positions."""
         if self._layout is None or present != self._present:

@@ -108,17 +108,15 @@ class RunningAnalyzers:
         if name not in self.running and self.open and name in registry.analyzers.builtin():
             self.running[name] = registry.analyzers.load(name)()
         if name not in self.running:
-            there = ", ".join(self.running) or "none"
-            raise UsageError(f"analyzer {name!r}: expected one of those configured ({there}).{_add(name)}")
+            there, known = ", ".join(self.running) or "none", registry.analyzers.names()
+            remedy = (
+                f" Add {name!r} to analyzers in the configuration." if name in known else registry.nearest(name, known)
+            )
+            raise UsageError(f"analyzer {name!r}: expected one of those configured ({there}).{remedy}")
         return self.running[name]
 
     def __bool__(self) -> bool:
         return bool(self.running)
-
-    @property
-    def names(self) -> list[str]:
-        """Name the analyzers that are running."""
-        return list(self.running)
 
     @property
     def panels(self) -> list[Panel]:
@@ -225,11 +223,8 @@ class RunningAnalyzers:
         for name, analyzer in due:
             self._armed.add(name)
             self._run_safely(name, lambda analyzer=analyzer: analyzer.arm(inner))
-        if any(_looks_inside(one) for name, one in self.running.items() if name in self._armed):
-            self._run_eagerly(model)
-
-    def _run_eagerly(self, model: nn.Module) -> None:
-        if is_compiled(model):
+        armed = [one for name, one in self.running.items() if name in self._armed]
+        if any(type(one).arm is not Analyzer.arm for one in armed) and is_compiled(model):
             self.eager.begin()
             if not self._told_eager:
                 self._told_eager = True
@@ -336,11 +331,6 @@ class RunningAnalyzers:
                 analyzer.disarm()
 
 
-def _looks_inside(analyzer: Analyzer) -> bool:
-    """Say whether an analyzer registers hooks on modules, which those without `arm` do not."""
-    return type(analyzer).arm is not Analyzer.arm
-
-
 def _usable(report: Report | None) -> Report | None:
     """Return a report after computing its metrics, so that a fault in them counts as one of its analyzer."""
     if report is not None:
@@ -356,8 +346,7 @@ def build_analyzers(specs: Any) -> dict[str, Analyzer]:
         if named is None:
             name, analyzer = registry.analyzers.name_of(spec), spec
         else:
-            name, options = named
-            analyzer = _construct(name, options)
+            name, analyzer = named[0], _construct(*named)
         if not isinstance(analyzer, Analyzer):
             is_class = inspect.isclass(spec) and issubclass(spec, Analyzer)
             remedy = (
@@ -383,10 +372,3 @@ def _construct(name: str, options: dict[str, Any]) -> Analyzer:
         return analyzer
     except TypeError as fault:
         raise UsageError(f"analyzer {name!r}: {fault}. Check the values of its options.") from fault
-
-
-def _add(name: str) -> str:
-    known = registry.analyzers.names()
-    if name in known:
-        return f" Add {name!r} to analyzers in the configuration."
-    return registry.nearest(name, known)

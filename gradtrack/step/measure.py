@@ -72,6 +72,10 @@ _DIVIDED = (
 _OUTSIDE = (
     "{} parameter(s) of the optimizer are in no module of {}: they are measured, clipped and protected with it, as {}."
 )
+_OF_EXCHANGE = (
+    *("check_frequency", "enable_gradient_monitoring", "enable_nan_inf_check", "grad_log_every_n_steps"),
+    *("grad_track_per_weight_matrix", "log_histograms", "nonfinite_action", "per_rank"),
+)
 _MOST_BYTES, _BYTES_OF_GROUP, _BYTES_BESIDE = 128, 48, 184
 """Bytes of a report on one rank: at most for each parameter, for the numbers of a group, and for those of the whole."""
 
@@ -190,17 +194,8 @@ class Measurement:
     def _settings(self) -> dict[str, Any]:
         """Return the settings that decide which numbers the ranks exchange."""
         config = self._config
-        return {
-            "check_frequency": config.check_frequency,
-            "clip_type": config.effective_clip_type if config.enable_gradient_clipping else None,
-            "enable_gradient_monitoring": config.enable_gradient_monitoring,
-            "enable_nan_inf_check": config.enable_nan_inf_check,
-            "grad_log_every_n_steps": config.grad_log_every_n_steps,
-            "grad_track_per_weight_matrix": config.grad_track_per_weight_matrix,
-            "log_histograms": config.log_histograms,
-            "nonfinite_action": config.nonfinite_action,
-            "per_rank": config.per_rank,
-        }
+        clip_type = config.effective_clip_type if config.enable_gradient_clipping else None
+        return {"clip_type": clip_type, **{name: getattr(config, name) for name in _OF_EXCHANGE}}
 
     def read(self, grads: Gradients, data: StepData, loss: Tensor | float | None, *, row_due: bool) -> Moments:
         """Measure the gradients and the loss; if a row is due, count the histograms for it as well."""
@@ -208,11 +203,8 @@ class Measurement:
             self.fit(grads, data)
             grads.prepare(self._measurer)
         moments = grads.measure(self._measurer)
-        # Inlined, since during a training each call costs about a microsecond on every step.
-        data.loss = loss if loss is None or type(loss) is float else float(loss)
-        data.rows, data.group_rows, data.total = moments.rows, moments.group_rows, moments.total
-        if moments.exponent:
-            data.exponent = moments.exponent
+        data.loss = None if loss is None else float(loss)
+        data.set_moments(moments)
         if data.full and (moments.may_hide or not moments.finite):
             data.deviations = find_deviations(grads, moments)
         if row_due and self._config.log_histograms:
@@ -241,7 +233,7 @@ class Measurement:
         moments = grads.measure(
             self._measurer,
             extra=weight_squares(self.table, self._measurer) if with_weights else None,
-            loss=_number(loss),
+            loss=None if loss is None else float(loss),
             ends=data.full,
             ends_if_nonfinite=first_nonfinite and config.enable_gradient_monitoring,
             spread=data.full and config.per_rank,
@@ -297,7 +289,3 @@ class Measurement:
         new = [note for note in found if note not in self._told]
         self._told.update(new)
         return new
-
-
-def _number(loss: Tensor | float | None) -> float | None:
-    return None if loss is None else float(loss)

@@ -51,7 +51,8 @@ class PairOptimizers:
         """Replace the optimizers; each must own at least one parameter of the table."""
         for optimizer in optimizers:
             # Between its passes FSDP2 has whole parameters in the place of the shards that the optimizer owns.
-            if table.has_dtensors or not _owns_shards(optimizer):
+            owned = (param for group in getattr(optimizer, "param_groups", ()) for param in group["params"])
+            if table.has_dtensors or not any(map(is_distributed, owned)):
                 check_optimizer(optimizer, table.params)
         self.restore_steps()
         self._watch.close()
@@ -111,8 +112,9 @@ class PairOptimizers:
             rates = []
             for index, group in enumerate(optimizer.param_groups):
                 rate = group.get("lr", 0.0)
-                if type(rate) is not float:
-                    rate, plain = _rate(rate), False
+                if isinstance(rate, Tensor):  # which a schedule changes in place
+                    rate = rate.detach().clone()
+                plain = plain and type(rate) is float
                 rates.append((group.get("name", index), rate))
             found.append(rates)
         alone = plain and len(found) == 1 and all("lr" in group for group in self.optimizers[0].param_groups)
@@ -280,13 +282,3 @@ def _first_grad(optimizer: Any) -> Callable[[], Tensor | None]:
 
 def _can_be_measured(param: Any) -> bool:
     return isinstance(param, Tensor) and param.requires_grad and not is_distributed(param)
-
-
-def _owns_shards(optimizer: Any) -> bool:
-    groups = getattr(optimizer, "param_groups", ())
-    return any(is_distributed(param) for group in groups for param in group["params"])
-
-
-def _rate(rate: Any) -> Any:
-    """Copy a rate that is a tensor, since a schedule changes it in place."""
-    return rate.detach().clone() if isinstance(rate, Tensor) else rate

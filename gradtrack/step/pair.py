@@ -250,8 +250,9 @@ class Pair:
             self._judge(moments, data)
             if data.event and data.full and data.with_groups:
                 self.measurement.measure_weights(data)
-            measurement, several = self.measurement, self.measurement.table.ranks is not None or self.config.per_rank
-            if several or self.coming_notes or measurement.coming_notes or self.analyzers.chosen:
+            measurement = self.measurement
+            noted = self.coming_notes or measurement.coming_notes or self.analyzers.chosen
+            if noted or measurement.table.ranks is not None or self.config.per_rank:
                 self._note(data)
             if self.analyzers.running:
                 self._run_analyzers(grads, data)
@@ -321,25 +322,24 @@ class Pair:
             data.event = data.event or len(reports) > len(data.late)
         self.analyzers.arm(self.model, step + 1)
 
-    def _unmeasured_snapshot(self, grads: Gradients) -> Snapshot:
-        """Return a snapshot of this rank's shards, before the all-reduce of the sums."""
+    def _unmeasured_snapshot(self, grads: Gradients, **fields: Any) -> Snapshot:
+        """Return a snapshot of the gradients alone: of this rank's shards, before the all-reduce of the sums."""
+        tensors = dict(zip(grads.layout.names, grads.tensors, strict=True)) if grads.tensors else {}
         return Snapshot(
             step=self.step_count,
             model=unwrapped(self.model),
             optimizers=self.optimizers,
-            gradients=dict(zip(grads.layout.names, grads.tensors, strict=True)) if grads.tensors else {},
+            gradients=self._within(tensors),
             elsewhere=self.measurement.left_out,
-            counts_as=self.measurement.counts_as(),
+            counts_as=self.measurement.counts_as() if self.measurement.has_shards else None,
+            **fields,
         )
 
     def _snapshot(self, grads: Gradients, data: StepData) -> Snapshot:
-        return Snapshot(
-            step=self.step_count,
-            model=unwrapped(self.model),
+        return self._unmeasured_snapshot(
+            grads,
             epoch=data.epoch,
             loss=data.loss,
-            optimizers=self.optimizers,
-            gradients=self._within(dict(zip(grads.layout.names, grads.tensors, strict=True)) if grads.tensors else {}),
             norms=self._within(data.norms()),
             groups=self._within(data.groups()),
             lr=data.learning_rates(),
@@ -349,8 +349,6 @@ class Pair:
             series=self.judge.series,
             loss_graph=data.loss_graph,
             call_before_step=self.optimizer_steps.call_before_step,
-            elsewhere=self.measurement.left_out,
-            counts_as=self.measurement.counts_as() if self.measurement.has_shards else None,
         )
 
     def _within(self, by_name: dict[str, Value]) -> dict[str, Value]:

@@ -196,7 +196,10 @@ class Pairs:
         process_group: Any = None,
     ) -> Pair:
         first = not self._pairs
-        analyzers = self.first_analyzers if first else self._analyzers(self._rebuildable())
+        specs = self._config.analyzers
+        if not isinstance(specs, str):  # those that were passed as instances belong to the first pair
+            specs = [spec for spec in specs if isinstance(spec, (str, dict))]
+        analyzers = self.first_analyzers if first else self._analyzers(specs)
         pair = Pair(
             model,
             optimizers,
@@ -269,11 +272,6 @@ class Pairs:
             for param, group in zip(pair.table.params, pair.table.group_of.tolist(), strict=True)
             if id(param) not in taken
         }
-
-    def _rebuildable(self) -> Any:
-        """Leave out analyzers that were passed as instances, which belong to the first pair."""
-        specs = self._config.analyzers
-        return specs if isinstance(specs, str) else [spec for spec in specs if isinstance(spec, (str, dict))]
 
     def _analyzers(self, specs: Any) -> RunningAnalyzers:
         return RunningAnalyzers(build_analyzers(specs), open_to_more=self._config.analyzers == "auto")

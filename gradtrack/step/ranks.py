@@ -47,21 +47,18 @@ def unpack(sums: Sequence[float], num_ranks: int, step: int) -> list[Issue]:
     for kind, number in zip(_TYPES, sums, strict=True):
         severities, count = divmod(round(number), _MOST_RANKS)
         if 2 * count > num_ranks:
-            found.append(_issue(kind, _SEVERITIES[round(severities / count)], count, num_ranks, step))
+            issue = Issue(
+                issue_type=kind,
+                severity=_SEVERITIES[round(severities / count)],
+                message=f"Found on {count} of {num_ranks} ranks, in the parts of the model that they hold.",
+                statistic="ranks that find it",
+                value=count,
+                threshold=num_ranks / 2,
+                step=step,
+                recommendation="Call manager.diagnose() on a rank: it names the layers and tells what to do.",
+            )
+            found.append(issue)
     return found
-
-
-def _issue(kind: IssueType, severity: IssueSeverity, count: int, num_ranks: int, step: int) -> Issue:
-    return Issue(
-        issue_type=kind,
-        severity=severity,
-        message=f"Found on {count} of {num_ranks} ranks, in the parts of the model that they hold.",
-        statistic="ranks that find it",
-        value=float(count),
-        threshold=num_ranks / 2,
-        step=step,
-        recommendation="Call manager.diagnose() on a rank: it names the layers and tells what to do.",
-    )
 
 
 _Take = Callable[[Sequence[float], int], None]
@@ -104,7 +101,7 @@ class RankExchange:
     def _contribute(self, data: StepData, shown: Callable[[], Snapshot]) -> tuple[Sequence[float], _Take]:
         """Return the numbers that the ranks add up for the analyzers, and a function that sets the sums."""
         if data.repeated or not self._measurement.has_shards:
-            return (), _nothing
+            return (), lambda sums, num_ranks: None
         more, take_sums = self._analyzers.contribute(data.step, self._measurement.groups_to_send(), shown)
 
         def take(sums: Sequence[float], num_ranks: int) -> None:
@@ -118,7 +115,3 @@ class RankExchange:
         """Return the state by which a rank decides beside settings and sums; it must be equal on all ranks."""
         memory = digest((self._protection.clipper.state_dict(), self._judge.nonfinite_before))
         return {"step": step, "max_grad_norm": self._protection.clipper.config.max_grad_norm, "memory": memory}
-
-
-def _nothing(sums: Sequence[float], num_ranks: int) -> None:
-    """Ignore the sums; the analyzers have sent no numbers."""

@@ -23,21 +23,18 @@ class Rows:
         self._config, self._sink = config, sink
         self._with_panels: set[str] = set()
 
-    @property
-    def have_destination(self) -> bool:
-        """Whether a backend or a run directory is configured to get rows."""
-        return bool(self._sink.backends) or self._sink.keeps_files
-
     def is_new(self, source: str) -> bool:
         """Whether a pair has had no row yet."""
         return source not in self._with_panels
 
     def send(self, data: StepData, panels: Sequence[Panel] = ()) -> None:
         """Send the records of a step to the sink; the first one of a pair has the panels of its analyzers."""
-        if not self.have_destination:
+        if not (self._sink.backends or self._sink.keeps_files):
             return
-        for record in late_records(data) if data.late else ():
-            self._sink.write(record)
+        tail = tail_of(data.source)
+        for late in data.late:  # reports of earlier steps, which analyzers completed on this one
+            metrics = {f"{name}{tail}": value for name, value in late.metrics().items()}
+            self._sink.write(Record(step=late.step, time=data.time, metrics=metrics, source=data.source))
         if data.event:
             shown: tuple[Panel, ...] = ()
             if self.is_new(data.source):
@@ -47,8 +44,10 @@ class Rows:
 
     def log(self, report: StepReport, data: StepData) -> None:
         """Log lines for a recorded step, as far as the configuration asks for it."""
-        if data.event and (self._config.verbose_logging or self._config.debug_mode):
-            _log(report, data, self._config)
+        if data.event and self._config.verbose_logging:
+            _log_step(report)
+        if data.event and self._config.debug_mode:
+            _log_details(report, data)
 
 
 def to_record(data: StepData, config: GradientConfig, panels: tuple[Panel, ...] = ()) -> Record:
@@ -71,45 +70,22 @@ def to_record(data: StepData, config: GradientConfig, panels: tuple[Panel, ...] 
     )
 
 
-def late_records(data: StepData) -> list[Record]:
-    """Return the records of earlier steps, from reports that analyzers completed on this step."""
-    tail = tail_of(data.source)
-    return [
-        Record(
-            step=late.step,
-            time=data.time,
-            metrics={f"{name}{tail}": value for name, value in late.metrics().items()},
-            source=data.source,
-        )
-        for late in data.late
-    ]
+def _log_step(report: StepReport) -> None:
+    clipping = report.clipping
+    _logger.info(
+        "step %d: loss %s, gradient norm %s -> %s%s, %s",
+        *(report.step, _number(report.loss), _number(clipping.norm_before), _number(clipping.norm_after)),
+        *(" (clipped)" if clipping.clipped else "", report.health),
+    )
 
 
-def _log(report: StepReport, data: StepData, config: GradientConfig) -> None:
-    """Log a line for a recorded step, and every parameter, as far as the configuration asks for it."""
-    if config.verbose_logging:
-        clipping = report.clipping
-        _logger.info(
-            "step %d: loss %s, gradient norm %s -> %s%s, %s",
-            report.step,
-            _number(report.loss),
-            _number(clipping.norm_before),
-            _number(clipping.norm_after),
-            " (clipped)" if clipping.clipped else "",
-            report.health,
-        )
-    if config.debug_mode:
-        for broken in contradictions(report):
-            _logger.error("step %d: %s. This is a fault of gradtrack: please report it.", report.step, broken)
-    if config.debug_mode and data.rows is not None:
-        for name, found in data.parameters().items():
-            _logger.debug(
-                "step %d: %s norm %s mean %s",
-                report.step,
-                name,
-                _number(found["norm"]),
-                _number(found["mean"]),
-            )
+def _log_details(report: StepReport, data: StepData) -> None:
+    """Log what contradicts itself in a report, and a line for every parameter."""
+    for broken in contradictions(report):
+        _logger.error("step %d: %s. This is a fault of gradtrack: please report it.", report.step, broken)
+    for name, found in data.parameters().items() if data.rows is not None else ():
+        norm, mean = _number(found["norm"]), _number(found["mean"])
+        _logger.debug("step %d: %s norm %s mean %s", report.step, name, norm, mean)
 
 
 def contradictions(report: StepReport) -> list[str]:

@@ -75,14 +75,14 @@ class Spread:
     def sums(rows: Rows, exponent: int) -> list[float]:
         """Return this rank's numbers for the sum: its norm, the square of it, and whether an element is not finite."""
         norm = _norm(rows, exponent)
-        return [norm, norm * norm, float(_has_nonfinite(rows))]
+        return [norm, norm * norm, float(rows[:, NAN:].any())]
 
     @staticmethod
     def highs(rows: Rows, exponent: int) -> list[float]:
         """Return this rank's numbers for the maximum: the ends with the rank, and the rank if one is not finite."""
         rank, norm = torch.distributed.get_rank(), _norm(rows, exponent)
         marked = _mark(norm, rank)
-        return [-marked, marked, -float(rank) if _has_nonfinite(rows) else -math.inf]
+        return [-marked, marked, -float(rank) if rows[:, NAN:].any() else -math.inf]
 
     @staticmethod
     def read(sums: NDArray[np.float64], highs: NDArray[np.float64], num_ranks: int) -> dict[str, Any]:
@@ -107,10 +107,6 @@ def _norm(rows: Rows, exponent: int) -> float:
     """Return the norm over the finite elements of this rank."""
     row: Sequence[float] = rows.sum(axis=0).tolist() if len(rows) else [0.0] * rows.shape[1]
     return min(finite_norm(row, exponent), _LARGEST)
-
-
-def _has_nonfinite(rows: Rows) -> bool:
-    return bool(rows[:, NAN:].any())
 
 
 def _mark(norm: float, rank: int) -> float:
@@ -204,12 +200,8 @@ class Ranks:
         self._plain_shards = any(plain)
         self._wide = any(map(is_wide, params))
         self._shards = np.array(shards, dtype=np.float64)
-
-    @property
-    def sharded(self) -> NDArray[np.bool_]:
-        """Say which parameters a rank holds only parts of."""
-        found: NDArray[np.bool_] = self._shards > 1
-        return found
+        self.sharded: NDArray[np.bool_] = self._shards > 1
+        """Which parameters a rank holds only parts of."""
 
     def once(self, counts: Rows, positions: NDArray[np.int64]) -> Rows:
         """Weigh what this rank has counted of the parameters at these positions so that a sum has each element once."""
