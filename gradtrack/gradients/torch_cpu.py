@@ -76,7 +76,8 @@ def _measure_pieces(pieces: Sequence[Tensor], *, careful: bool) -> Rows:
         return table
     norms: list[Rows] = []
     sums: list[Rows] = []
-    starts, marks = [], _Marks()
+    starts, longest = [], max(map(Tensor.numel, pieces))
+    marks = {dtype: torch.empty(longest, dtype=dtype) for dtype in (torch.float32, torch.float64)}  # stays in the cache
     for position, piece in enumerate(pieces):
         values = piece if piece.dtype == torch.float64 else piece.float()
         starts.append(len(norms))
@@ -84,7 +85,9 @@ def _measure_pieces(pieces: Sequence[Tensor], *, careful: bool) -> Rows:
             norms.append(torch.linalg.vector_norm(part, dim=1).numpy())
             sums.append(part.sum(dim=1).numpy())
         low, high = torch.aminmax(values)
-        table[position, MIN : ZEROS + 1] = low, high, marks.count_zeros(values)
+        # To add up marks of the same type is faster than `count_nonzero`.
+        zeros = torch.eq(values, 0, out=marks[values.dtype][: values.numel()]).sum()
+        table[position, MIN : ZEROS + 1] = low, high, zeros
     firsts = np.cumsum([0, *map(len, norms)])[starts]
     table[:, SUM] = np.add.reduceat(np.concatenate(sums, dtype=np.float64), firsts)
     table[:, SQUARES] = np.add.reduceat(np.concatenate(norms, dtype=np.float64) ** 2, firsts)
@@ -98,20 +101,6 @@ def _lines(values: Tensor) -> Iterator[Tensor]:
         yield values[:whole].view(-1, _LINE)
     if whole < values.numel():
         yield values[whole:].view(1, -1)
-
-
-class _Marks:
-    """Scratch memory that is reused for every piece, so that it stays in the cache."""
-
-    def __init__(self) -> None:
-        self._memory: dict[torch.dtype, Tensor] = {}
-
-    def count_zeros(self, values: Tensor) -> float:
-        """Count zeros by adding up marks of the same type, which is faster than `count_nonzero`."""
-        size, memory = values.numel(), self._memory.get(values.dtype)
-        if memory is None or memory.numel() < size:
-            memory = self._memory[values.dtype] = torch.empty(size, dtype=values.dtype)
-        return float(torch.eq(values, 0, out=memory[:size]).sum())
 
 
 def _doubtful(rows: Rows, size: int | NDArray[np.int64]) -> NDArray[np.bool_]:

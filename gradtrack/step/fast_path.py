@@ -225,7 +225,9 @@ class FastPath:
             if pending.held is not self._entry:
                 pending.hold(self._entry)
             if self._is_watched and pair.judge.jumps(log_norm, loss):
-                self._alert_analyzers()
+                self.close()
+                pair.analyzers.alert(step + 1)
+                pair.analyzers.arm(pair.model, step + 1)
             elif self._is_to_close:
                 self.close()
             elif slot + 1 >= self._room:
@@ -306,7 +308,7 @@ class FastPath:
         every = pair.config.grad_log_every_n_steps
         self._is_open, self._until = False, following + (every - following % every) % every
         self._is_watched = bool(pair.analyzers.running)
-        room = min(MOST_TOGETHER, self._plan.num_slots)
+        room = min(MOST_TOGETHER, len(self._plan.results))
         if self._is_watched:  # the hooks of an analyzer are registered at the end of the step before
             self._until = min(self._until, pair.analyzers.quiet_until(following, room + 1) - 1)
         if following >= self._until:
@@ -316,28 +318,15 @@ class FastPath:
         if not isfinite(last):
             return False
         low, high = pair.monitor.health.band(pair.config)
-        self._band = max(low, _LOWEST), min(high, _ceiling(terms, clips=not pair.protection.clips_by_default))
+        if terms.limit is not None:
+            # Above this norm clipping leaves so little, or begins for the first time, that the step is judged at once.
+            share = 1.0 if pair.protection.clips_by_default else LEAST_LEFT
+            highest = terms.limit / share - terms.epsilon
+            high = min(high, math.log(highest) - SLACK if highest > 0 else -math.inf)
+        self._band = max(low, _LOWEST), high
         self._low, self._high = max(self._band[0], last - _STEP), min(self._band[1], last + _STEP)
         if self._low < self._high:
             self._steps = FastSteps(terms, self._plan.results)
             self._entry = _RingEntry(self, self._steps)
             self._room, self._is_to_close, self._is_open = room, False, True
         return self._is_open
-
-    def _alert_analyzers(self) -> None:
-        """Close the path and alert the analyzers, which run on the next step."""
-        pair = self._pair
-        self.close()
-        pair.analyzers.alert(pair.step_count + 1)
-        pair.analyzers.arm(pair.model, pair.step_count + 1)
-
-
-def _ceiling(terms: Terms, *, clips: bool) -> float:
-    """Return ln of the norm above which the step has to be judged at once.
-
-    That is where clipping leaves too little, or where it begins while no clipped step has been noted.
-    """
-    if terms.limit is None:
-        return math.inf
-    highest = terms.limit / (LEAST_LEFT if clips else 1.0) - terms.epsilon
-    return math.log(highest) - SLACK if highest > 0 else -math.inf

@@ -8,7 +8,7 @@ import math
 import os
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -26,11 +26,12 @@ from torch import Tensor, nn
 
 from gradtrack import GradientManager, StepReport
 from gradtrack.delivery.journal.reading import find_journals
+from gradtrack.health.rule_engine import Health
 from gradtrack.step.fast_path import FastPath
 from gradtrack.step.pair import Pair
 from tests.training import small_model
 
-pytest.importorskip("gradtrack.gradients.native.engine", reason="numba is not installed")
+native = pytest.importorskip("gradtrack.gradients.native.engine", reason="numba is not installed")
 
 Loop = tuple[GradientManager, nn.Sequential, torch.optim.Optimizer]
 QUIET = 60
@@ -311,42 +312,25 @@ def test_a_handler_of_a_signal_may_ask_within_a_step() -> None:
     loop = a_loop()
     train(loop, range(QUIET))
     assert_waiting(loop)
-    seen = []
-    plan = pair_of(loop).fast_path._plan
-    look = plan.look
-
-    class Interrupted:
-        """A plan in whose look a handler runs."""
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(plan, name)
-
-        def look(self, *args: Any) -> float:
-            seen.append(len(loop[0].reports))
-            return look(*args)  # type: ignore[no-any-return]
-
-    pair_of(loop).fast_path._plan = Interrupted()
-    train(loop, range(QUIET, QUIET + 3))
+    seen: list[int] = []
+    with handler_in_look(lambda: seen.append(len(loop[0].reports))):
+        train(loop, range(QUIET, QUIET + 3))
     assert seen
     assert [report.step for report in loop[0].reports] == list(range(1, QUIET + 4))
 
 
-def hook_look(loop: Loop, hook: Callable[[], object]) -> None:
-    """Call a function within the next call of `look`, as a signal handler does."""
-    plan = pair_of(loop).fast_path._plan
+@contextmanager
+def handler_in_look(handle: Callable[[], object]) -> Iterator[None]:
+    """Call a function within the next look of a plan, as a signal handler does."""
+    look = native.Plan.look
 
-    class Hooked:
-        """A plan in whose look a handler runs."""
+    def interrupted(*args: Any) -> float:
+        native.Plan.look = look
+        handle()
+        return look(*args)  # type: ignore[no-any-return]
 
-        def __getattr__(self, name: str) -> Any:
-            return getattr(plan, name)
-
-        def look(self, *args: Any) -> float:
-            pair_of(loop).fast_path._plan = plan
-            hook()
-            return plan.look(*args)  # type: ignore[no-any-return]
-
-    pair_of(loop).fast_path._plan = Hooked()
+    with mock.patch.object(native.Plan, "look", interrupted):
+        yield
 
 
 def test_a_handler_of_a_signal_may_close_within_a_step(tmp_path: Path) -> None:
@@ -355,8 +339,8 @@ def test_a_handler_of_a_signal_may_close_within_a_step(tmp_path: Path) -> None:
     train(loop, range(QUIET))
     train(loop, range(QUIET, QUIET + 4))
     assert_waiting(loop)
-    hook_look(loop, loop[0].close)
-    train(loop, range(QUIET + 4, QUIET + 5))
+    with handler_in_look(loop[0].close):
+        train(loop, range(QUIET + 4, QUIET + 5))
     assert loop[0].get_training_summary().total_steps == len(loop[0].reports) == QUIET + 5
     (journal,) = find_journals(tmp_path)
     assert [record.step for _, record in journal.rows()] == [20, 40, 60]
@@ -367,8 +351,8 @@ def test_a_handler_of_a_signal_may_note_something_within_a_step() -> None:
     loop = a_loop()
     train(loop, range(QUIET))
     assert_waiting(loop)
-    hook_look(loop, lambda: loop[0].note("hello"))
-    reports = train(loop, range(QUIET, QUIET + 2))
+    with handler_in_look(lambda: loop[0].note("hello")):
+        reports = train(loop, range(QUIET, QUIET + 2))
     assert reports[-1].notes == ["hello"]
     assert loop[0].get_training_summary().total_steps == len(loop[0].reports) == QUIET + 2
 
@@ -379,7 +363,7 @@ def test_an_interrupt_within_a_step_costs_no_other() -> None:
         loop = a_loop(max_grad_norm=100.0)
         train(loop, range(QUIET))
         assert_waiting(loop)
-        pair = next(iter(loop[0]._pairs))
+        pair = pair_of(loop)
         owner: Any = {"rates": pair.optimizer_steps, "deferred": StepReport, "engage": pair.clipper}[name]
         with mock.patch.object(owner, name, side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
             train(loop, range(QUIET, QUIET + 1))
@@ -432,7 +416,7 @@ def test_where_no_step_is_fast_the_path_is_hardly_tried() -> None:
     def assign(step: int) -> None:
         loop[0].config.max_grad_norm = 1.0 + step
 
-    with mock.patch.object(FastPath, "_go_on", autospec=True, side_effect=FastPath._go_on) as asked:
+    with mock.patch.object(Health, "band", autospec=True, side_effect=Health.band) as asked:
         train(loop, range(QUIET, QUIET + 300), assign)
     assert asked.call_count < 40
     train(loop, range(QUIET, QUIET + 100))

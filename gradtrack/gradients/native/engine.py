@@ -59,15 +59,9 @@ class Plan:
         self._place = self._orders.ctypes.data
         self._orders[[kernels.TABLE, kernels.NUM_COLUMNS]] = self._table.ctypes.data, num_grads + 1
         self._orders[[kernels.HEADS, kernels.NUM_HEADS]] = self._heads.ctypes.data, len(self._heads)
-        self._orders[[kernels.MEASURE, kernels.SCALE]] = kernels.WORK
-        self._orders[kernels.SEATS] = 1
+        self._orders[[kernels.SEATS, kernels.WORK]] = 1, kernels.WORK_IN_TEAM
         self._group_of: Integers | None = None
         self.limit(math.inf, 0.0)
-
-    @property
-    def num_slots(self) -> int:
-        """Return the number of slots for results."""
-        return len(self._results) - 1
 
     @property
     def results(self) -> Floats:
@@ -159,14 +153,13 @@ class Plan:
         """Order torch's own threads for a line that is long, where torch has a team."""
         num_threads = torch.get_num_threads()
         crew = team() if num_threads > 1 else None
-        self._orders[kernels.TEAM : kernels.MEASURE] = (0, 0, 1) if crew is None else (*crew, num_threads)
+        self._orders[kernels.TEAM : kernels.WORK] = (0, 0, 1) if crew is None else (*crew, num_threads)
 
 
 @final
 class NativeEngine:
     """The engine for gradients in the memory of the CPU: says which of them it covers, and plans their measurement."""
 
-    name = "native"
     plan = Plan
 
     @staticmethod

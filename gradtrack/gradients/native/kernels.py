@@ -32,12 +32,12 @@ TABLE, NUM_COLUMNS, RESULTS, NUM_ROWS, NUM_SLOTS, HEADS, NUM_HEADS, COUNTS, LIMI
 """The orders of a plan: addresses and sizes of its arrays, and the bits of the limit of the norm and of what is added
 to the norm. The results have a row per tensor, per group and for all, in each slot; the heads have a row per item, and
 the counts the elements of each group and of all."""
-TEAM, SEAT, SEATS, MEASURE, SCALE = range(10, 15)
+TEAM, SEAT, SEATS, WORK = range(10, 14)
 """Who works: the addresses of what runs a team and of what numbers its threads, their number (one needs no team), and
-the addresses of their work."""
-HIDES, _TAKEN, _ROWS, _FIRST, _SECOND = range(15, 20)
-"""Written by the loops: whether the mean hides a variance, the items taken (of a line that caches may hold a bit each,
-of a longer one tickets), the address of the slot, and the bits of what the elements are multiplied by."""
+the address of their work."""
+HIDES, _SCALES, _TAKEN, _ROWS, _FIRST, _SECOND = range(14, 20)
+"""Written by the loops: whether the mean hides a variance, whether the work is to scale, the items taken (of a line
+that caches may hold a bit each, of a longer one tickets), the address of the slot, and the bits of the factors."""
 NUM_ORDERS = 20
 ITEM_ELEMENTS = 131072
 RUN_ITEMS = 16
@@ -496,43 +496,6 @@ def _hides_any(orders: Value) -> Value:
 
 
 @compiled
-def _measure_items(place: Value, seat: Value) -> Value:
-    """Measure items until none is left to take."""
-    orders = _orders_at(place)
-    table, results, heads = _table_of(orders), _rows_of(orders), _heads_of(orders)
-    first, second = _reinterpret(orders[_FIRST]), _reinterpret(orders[_SECOND])
-    begin, end = _take(table, orders, seat)
-    while begin < end:
-        for item in range(begin, end):
-            _measure_item(table, item, results, heads[item], first, second)
-        begin, end = _take(table, orders, seat)
-
-
-@_compiled_for_a_team
-def _measure_in_team(place: Value) -> None:
-    orders = carray(place, NUM_ORDERS, np.int64)
-    _measure_items(orders.ctypes.data, _call(orders[SEAT]))
-
-
-@compiled
-def _measure(place: Value, exponent: Value) -> Value:
-    """Measure a line, times 2**-exponent in two factors, since one alone may be out of range."""
-    orders = _orders_at(place)
-    table, results = _table_of(orders), _rows_of(orders)
-    orders[_TAKEN] = 0
-    orders[_FIRST] = _reinterpret(math.ldexp(1.0, -(exponent // 2)))
-    orders[_SECOND] = _reinterpret(math.ldexp(1.0, exponent // 2 - exponent))
-    for row in range(results.shape[0]):
-        _clear(results[row])
-    if orders[SEATS] > 1:
-        _run(orders[TEAM], orders[MEASURE], place, orders[SEATS])
-    else:
-        _measure_items(place, 0)
-    _merge_all(table, results, _heads_of(orders))
-    orders[HIDES] = _hides_any(orders)
-
-
-@compiled
 def _round_to_bfloat16(value: Value) -> Value:
     """Round a float32 to the nearest bfloat16, ties to even; return 32 bits of which the upper half are its own.
 
@@ -615,48 +578,54 @@ def _scale_item(table: Value, item: Value, coefficient: Value) -> Value:
 
 
 @compiled
-def _scale_items(place: Value, seat: Value) -> Value:
-    """Scale items until none is left to take."""
+def _work(place: Value, seat: Value) -> Value:
+    """Measure or scale items until none is left to take."""
     orders = _orders_at(place)
-    table, coefficient = _table_of(orders), _reinterpret(orders[_FIRST])
+    table, results, heads = _table_of(orders), _rows_of(orders), _heads_of(orders)
+    first, second = _reinterpret(orders[_FIRST]), _reinterpret(orders[_SECOND])
     begin, end = _take(table, orders, seat)
     while begin < end:
         for item in range(begin, end):
-            _scale_item(table, item, coefficient)
+            if orders[_SCALES]:
+                _scale_item(table, item, first)
+            else:
+                _measure_item(table, item, results, heads[item], first, second)
         begin, end = _take(table, orders, seat)
 
 
 @_compiled_for_a_team
-def _scale_in_team(place: Value) -> None:
+def _work_in_team(place: Value) -> None:
     orders = carray(place, NUM_ORDERS, np.int64)
-    _scale_items(orders.ctypes.data, _call(orders[SEAT]))
+    _work(orders.ctypes.data, _call(orders[SEAT]))
+
+
+WORK_IN_TEAM: int = _work_in_team.address
+"""What the orders have at WORK."""
+
+
+@compiled
+def _work_together(place: Value, scales: Value, first: Value, second: Value) -> Value:
+    """Measure or scale the whole line, times both factors, in a team where there is one."""
+    orders = _orders_at(place)
+    orders[_TAKEN], orders[_SCALES] = 0, scales
+    orders[_FIRST], orders[_SECOND] = _reinterpret(first), _reinterpret(second)
+    if orders[SEATS] > 1:
+        _run(orders[TEAM], orders[WORK], place, orders[SEATS])
+    else:
+        _work(place, 0)
 
 
 @compiled_now("void(int64, float64)")
 def scale(place: int, coefficient: float) -> None:
     """Multiply the gradients in the table of the orders at an address."""
-    orders = _orders_at(place)
-    orders[_TAKEN], orders[_FIRST] = 0, _reinterpret(coefficient)
-    if orders[SEATS] > 1:
-        _run(orders[TEAM], orders[SCALE], place, orders[SEATS])
-    else:
-        _scale_items(place, 0)
-
-
-WORK: tuple[int, int] = (_measure_in_team.address, _scale_in_team.address)
-"""The addresses of the work for a team, which the orders have at MEASURE and SCALE."""
-
-
-@compiled
-def _norm_between(total: Value, low: Value, high: Value) -> Value:
-    """Return the norm that a row has, NaN where an element is not finite or ln of the norm not between two bounds."""
-    norm = np.sqrt(total[1])
-    return norm if total[5] + total[6] + total[7] == 0.0 and low < np.log(norm) < high else np.nan
+    _work_together(place, 1, coefficient, 1.0)
 
 
 @compiled_now("float64(int64, int64, float64, float64, int64)")
 def look(place: int, slot: int, low: float, high: float, exponent: int) -> Value:
     """Measure into a slot as the orders at an address say, and clip where ln of the norm is between two bounds.
+
+    Elements are measured times 2**-exponent, in two factors, since one alone may be out of range.
 
     Return the norm; NaN where it is not, or where what was measured does not tell all, such as the variance: then the
     gradients stay as they are. Return -1 where there is no such slot, and NO_MEMORY where there are no elements. An
@@ -665,12 +634,19 @@ def look(place: int, slot: int, low: float, high: float, exponent: int) -> Value
     orders = _orders_at(place)
     if not 0 <= slot < orders[NUM_SLOTS]:
         return -1.0
-    if _count_freed(_table_of(orders)):
+    table = _table_of(orders)
+    if _count_freed(table):
         return NO_MEMORY
     orders[_ROWS] = orders[RESULTS] + 8 * COLUMNS * orders[NUM_ROWS] * slot
-    _measure(place, exponent)
-    norm = _norm_between(_rows_of(orders)[-1], low, high)
-    if orders[HIDES]:
+    results = _rows_of(orders)
+    for row in range(results.shape[0]):
+        _clear(results[row])
+    _work_together(place, 0, math.ldexp(1.0, -(exponent // 2)), math.ldexp(1.0, exponent // 2 - exponent))
+    _merge_all(table, results, _heads_of(orders))
+    orders[HIDES] = _hides_any(orders)
+    total = results[-1]
+    norm = np.sqrt(total[1])
+    if orders[HIDES] or total[5] + total[6] + total[7] > 0.0 or not low < np.log(norm) < high:
         norm = np.nan
     coefficient = _reinterpret(orders[LIMIT]) / (norm + _reinterpret(orders[EPSILON]))
     if coefficient < 1.0:
