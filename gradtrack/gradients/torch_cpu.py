@@ -51,7 +51,11 @@ def _measure_small(grads: Sequence[Tensor]) -> Rows:
     rows[:, 1] = (norms * norms).numpy()
     rows[:, 2], rows[:, 3] = low.numpy(), high.numpy()
     rows[:, 4] = torch.eq(values, 0, out=torch.empty_like(values)).sum(dim=1).numpy()
-    for index in np.flatnonzero(_doubtful(rows, values.shape[1])):
+    if values.shape[1] == 1:  # the square of a norm would be rounded
+        with np.errstate(over="ignore"):
+            rows[:, 1] = rows[:, 2] ** 2
+    # A single element has no variance that its mean could hide.
+    for index in np.flatnonzero(_doubtful(rows, max(values.shape[1], 2))):
         rows[index] = _carefully(lines[index], 0)
     return rows
 

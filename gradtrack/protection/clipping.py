@@ -220,6 +220,8 @@ class GradientClipper:
         """Return the tensors that may have elements or units beyond the limit."""
         if self.config.effective_clip_type == "agc":
             return range(len(moments.rows))
+        if not moments.exponent and max(moments.total[MAX], -moments.total[MIN]) <= self.config.max_grad_norm:
+            return ()
         ends = np.maximum(moments.rows[:, MAX], -moments.rows[:, MIN])
         with np.errstate(over="ignore"):
             beyond = np.flatnonzero(np.ldexp(ends, moments.exponent) > self.config.max_grad_norm)
