@@ -8,7 +8,7 @@ ARGS ?=
 INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-rest test-slow test-exhaustive fuzz check bench docs clean
+.PHONY: help demo test test-fast test-rest test-slow test-exhaustive fuzz torture check bench docs clean
 
 help: ## Show the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' Makefile
@@ -42,6 +42,11 @@ test-exhaustive: $(VENV)/.all-installed ## Run for every run of the diagnosis wh
 EXAMPLES ?= 20000
 fuzz: $(VENV)/.all-installed ## Read run directories with mutated files; EXAMPLES=... is their number for each file
 	@GRADTRACK_FUZZ_EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest -m '' -n $(WORKERS) tests/faults/test_fuzz_readers.py $(ARGS)
+
+SECONDS ?= 60
+SEED ?= 0
+torture: $(VENV)/.all-installed ## Kill and interrupt trainings and fail their disks, for SECONDS=...; SEED=... SECONDS=0 repeats one round
+	@$(BIN)/python -m benchmarks.faults --seconds $(SECONDS) --seed $(SEED) $(ARGS)
 
 check: $(VENV)/.all-installed ## Check format, lint, types, the direction of imports and the words
 	@$(BIN)/ruff format --check
