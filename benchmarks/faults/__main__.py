@@ -307,7 +307,7 @@ def main() -> int:
     )
     parser.add_argument("--keep", action="store_true", help="keep the files of failing rounds")
     options = parser.parse_args()
-    console, found = Console(width=max(Console().width, 120)), {kind: Outcome() for kind in KINDS}
+    console, found = Console(width=max(Console().width, 140)), {kind: Outcome() for kind in KINDS}
     end, failing = time.monotonic() + options.seconds, 0
     with contextlib.ExitStack() as stack:
         home = Path(tempfile.mkdtemp(prefix="gradtrack-torture-"))

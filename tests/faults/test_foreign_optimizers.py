@@ -17,6 +17,8 @@ PINNED = (
     "schedulefree==1.4.1",
     "prodigyopt==1.1.2",
     "dadaptation==3.2",
+    "timm==1.0.31",
+    "heavyball==3.2.1",
 )
 
 
@@ -28,7 +30,9 @@ def test_no_foreign_optimizer_moves_on_a_skipped_step(tmp_path: Path) -> None:
     subprocess.run(install, check=True, timeout=300)
     found = os.pathsep.join((str(packages), *sys.path))
     command = [sys.executable, "-m", "tests.faults.foreign_optimizers", str(answer)]
-    subprocess.run(command, check=True, timeout=900, env={**os.environ, "PYTHONPATH": found})
+    environment = {**os.environ, "PYTHONPATH": found, "TORCHDYNAMO_DISABLE": "1"}  # heavyball would compile for minutes
+    subprocess.run(command, check=True, timeout=1800, env=environment)
     result = json.loads(answer.read_text())
     assert result["moved"] == []
-    assert len(result["rested"]) >= 140, result["left_out"]
+    assert len({name.partition("(")[0] for name in result["rested"]}) >= 300, result["left_out"]
+    assert len(result["rested"]) >= 900, result["left_out"]
