@@ -43,6 +43,7 @@ PROCESS: Final = (
     "tests/gradients/triton/test_interpreter.py",
     "tests/gradients/native/test_threads.py::test_a_forked_child_that_imports_us_first_has_no_team",
     "tests/integrations/test_lightning_loggers.py::test_one_run_holds_the_users_metrics_and_ours_and_goes_on",
+    "tests/integrations/test_stable_baselines3.py::test_ars_learns",
     "tests/integrations/test_transformers.py::test_case_04_wandb_has_one_run_and_one_norm",
     "tests/integrations/test_transformers.py::test_mlflow_has_one_run",
     "tests/pages/test_pictures.py::test_pictures_leave_the_global_state_alone",

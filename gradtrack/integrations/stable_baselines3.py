@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from statistics import fmean
@@ -24,6 +25,7 @@ try:
 except ImportError as fault:
     raise MissingExtraError("the callback for Stable-Baselines3", "stable-baselines3", "sb3") from fault
 
+_logger = logging.getLogger("gradtrack")
 _POLICY = "rl_policy"
 # What `learn` calls; an exception out of one ends the training without a word to the callbacks.
 _PARTS: Final = ("collect_rollouts", "train", "dump_logs")
@@ -49,6 +51,12 @@ class GradtrackCallback(ManagedTraining, BaseCallback):  # type: ignore[misc]
 
     def _on_training_start(self) -> None:
         self._stop()
+        if not _pairs(self.model):
+            self._manager = None
+            _logger.warning(
+                "%s has no optimizer, and so no gradients: gradtrack does nothing.", type(self.model).__name__
+            )
+            return
         before = None if self._manager is None else self._manager.state_dict()
         clips = ""
         if hasattr(self.model, "max_grad_norm"):
@@ -165,7 +173,8 @@ def _pairs(model: Any) -> list[tuple[str, nn.Module, Any]]:
     ]
     if parts:
         return [(name, part, part.optimizer) for name, part in parts]
-    return [("", getattr(policy, "q_net", policy), policy.optimizer)]
+    optimizer = getattr(policy, "optimizer", None)  # an evolution strategy, such as ARS, has none
+    return [] if optimizer is None else [("", getattr(policy, "q_net", policy), optimizer)]
 
 
 def _watched_call(policy: Any) -> tuple[Any, str] | None:

@@ -1,5 +1,8 @@
 """The callback for Stable-Baselines3, in real trainings."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -315,3 +318,55 @@ def test_the_manager_begins_with_the_training() -> None:
     assert callback.reports == []
     with pytest.raises(UsageError, match=r"expected a training that has begun\. Read it during or after"):
         _ = callback.manager
+
+
+class WithoutOptimizer(stable_baselines3.A2C):  # type: ignore[misc]
+    """An algorithm that moves its weights by itself, as evolution strategies do."""
+
+    def _setup_model(self) -> None:
+        super()._setup_model()
+        del self.policy.optimizer
+
+    def train(self) -> None:
+        """Move the weights."""
+        with torch.no_grad():
+            for param in self.policy.parameters():
+                param.mul_(0.99)
+
+
+def test_an_algorithm_without_an_optimizer_learns(caplog: pytest.LogCaptureFixture) -> None:
+    """The callback does nothing, and says so."""
+    callback = GradtrackCallback()
+    WithoutOptimizer("MlpPolicy", "CartPole-v1", device="cpu").learn(64, callback=callback)
+    assert "WithoutOptimizer has no optimizer, and so no gradients: gradtrack does nothing." in caplog.text
+    assert callback.reports == []
+
+
+ARS = """
+from sb3_contrib import ARS
+from gradtrack.integrations.stable_baselines3 import GradtrackCallback
+callback = GradtrackCallback()
+ARS("LinearPolicy", "Pendulum-v1", n_delta=2, seed=0, device="cpu").learn(1000, callback=callback)
+assert callback.reports == []
+"""
+
+
+@pytest.mark.slow
+def test_ars_learns(tmp_path: Path) -> None:
+    """So it does with the one of SB3's own algorithms that has none."""
+    install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(tmp_path)]
+    subprocess.run([*install, "sb3_contrib==2.9.2"], check=True, timeout=300)
+    found = os.pathsep.join((str(tmp_path), *sys.path))
+    command, environment = [sys.executable, "-c", ARS], {**os.environ, "PYTHONPATH": found}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "ARS has no optimizer, and so no gradients: gradtrack does nothing." in done.stderr
+
+
+def test_a_callback_is_pickled_after_its_training() -> None:
+    """A copy has no manager, and begins a training of its own."""
+    callback = GradtrackCallback()
+    algorithm("A2C").learn(32, callback=callback)
+    kept = {name: value for name, value in callback.__getstate__().items() if name.startswith("_")}
+    assert kept["_manager"] is None
+    assert kept["_undo"] == []
