@@ -29,6 +29,10 @@ class ManagedTraining:
         self._undo: list[Callable[[], object]] = []
         self._awake = True
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the manager out of a copy, with its files and threads: a copy has a training of its own to begin."""
+        return {**vars(self), "_manager": None, "_undo": [], "_awake": True}
+
     @property
     def manager(self) -> GradientManager:
         """Return the manager of the training; it exists from the moment the training begins."""

@@ -6,6 +6,8 @@ import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 from torch import Tensor, nn
 
@@ -16,6 +18,7 @@ from gradtrack.integrations.clipping_owner import clipping_if_asked, joined
 from gradtrack.integrations.patching import stand_in
 from gradtrack.manager import GradientManager
 from gradtrack.step.pair import IssueCallback
+from gradtrack.support.redact import redact
 
 try:
     from lightning.pytorch.callbacks import Callback
@@ -62,7 +65,12 @@ class GradientStatisticsCallback(ManagedTraining, Callback):  # type: ignore[mis
         self._seen: dict[int, object] = {}
         self._loss: Tensor | None = None
         self._last_step = 0
-        self._waits = False
+        self._waits = self._trains = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy needs to go on where this training is."""
+        nothing: dict[str, Any] = {"_modules": {}, "_seen": {}, "_loss": None, "_waits": False, "_trains": False}
+        return {**super().__getstate__(), **nothing, "_restored": self.state_dict() or None}
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Join the trainer's loggers, and take back the checkpoint's state."""
@@ -77,6 +85,7 @@ class GradientStatisticsCallback(ManagedTraining, Callback):  # type: ignore[mis
             self._look_before_clipping(trainer, pl_module)
         elif config.enable_gradient_clipping or checks:
             self._look_after_the_hooks(trainer, pl_module)
+        self._trains = True
         for _, name in self._modules.values() if clips else ():
             manager.note(
                 f"{clips}; gradtrack only measures, before it clips. "
@@ -86,7 +95,8 @@ class GradientStatisticsCallback(ManagedTraining, Callback):  # type: ignore[mis
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
         """Add up the loss of the coming optimizer step."""
-        self._loss = loss.detach() if self._loss is None else self._loss + loss.detach()
+        if self._trains:
+            self._loss = loss.detach() if self._loss is None else self._loss + loss.detach()
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         """Measure and report; clipping waits until the other callbacks and the module have seen the gradients."""
@@ -94,8 +104,11 @@ class GradientStatisticsCallback(ManagedTraining, Callback):  # type: ignore[mis
             self._look_once(trainer, pl_module, optimizer)
 
     def _look_once(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        """Measure, unless there is no optimizer or the step was measured before the module's own clipping."""
-        if _steps_nothing(optimizer):
+        """Measure, unless there is no optimizer or the step was measured before the module's own clipping.
+
+        A module may step after its training as well, when the manager is closed.
+        """
+        if _steps_nothing(optimizer) or not self._trains:
             return
         if self._seen.pop(id(optimizer), None) != _grads_of(optimizer):
             self._look(trainer, pl_module, optimizer)
@@ -114,6 +127,10 @@ class GradientStatisticsCallback(ManagedTraining, Callback):  # type: ignore[mis
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Deliver the remaining rows, and draw the picture."""
         self._stop()
+
+    def _stop(self, *, failed: bool = False) -> None:
+        self._trains = False
+        super()._stop(failed=failed)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Close the manager as failed."""
@@ -193,7 +210,15 @@ def _in_its_place(config: GradientConfig, trainer: Any) -> GradientConfig:
     # Every process has to ask, because the answer of the first one is sent to all.
     directory = trainer.log_dir or trainer.default_root_dir
     if config.run_dir is None:
-        config = GradientConfig.load(config, run_dir=Path(directory))
+        local = local_path(str(directory))
+        if local is not None:
+            config = GradientConfig.load(config, run_dir=local)
+        elif trainer.is_global_zero:
+            _logger.warning(
+                "the trainer's directory %s is not on this machine: files of ours go to gradtrack_runs in the current "
+                "directory. Set run_dir to choose another one.",
+                redact(str(directory)),
+            )
     found: dict[str, dict[str, Any]] = {}
     for logger in trainer.loggers:
         name = next((name for kind, name in _LOGGERS.items() if isinstance(logger, kind)), None)
@@ -203,6 +228,13 @@ def _in_its_place(config: GradientConfig, trainer: Any) -> GradientConfig:
             _logger.warning("a second %s gets no rows of ours: the first one has them", type(logger).__name__)
         found.setdefault(name, _options_of(name, logger) if trainer.is_global_zero else {})
     return joined(config, ["json", *found], found.get)
+
+
+def local_path(directory: str) -> Path | None:
+    """Return a directory of Lightning's as a path, or None where it is an address of other storage."""
+    if directory.startswith("file:/"):  # of the three slashes Lightning takes two away
+        return Path(url2pathname(urlsplit(directory).path))
+    return None if "://" in directory else Path(directory)
 
 
 def _options_of(name: str, logger: Any) -> dict[str, Any]:

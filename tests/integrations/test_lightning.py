@@ -1,7 +1,9 @@
 """The callback for Lightning, in real trainings."""
 
+import copy
 import json
 import math
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -543,3 +545,52 @@ def test_settings_come_from_the_training_configuration(tmp_path: Path) -> None:
     assert isinstance(callback.manager, GradientManager)
     memory = callback.manager.backend("memory")
     assert [record.step for record in memory.records] == [3, 6]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("address", ["memory://bucket/runs", "s3://bucket/runs"])
+def test_a_directory_elsewhere_becomes_no_local_folder(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The files of a run whose trainer keeps its own in other storage go where gradtrack's go by default."""
+    monkeypatch.chdir(tmp_path)
+    callback = GradientStatisticsCallback(1)
+    fit(callback, tmp_path, default_root_dir=address)
+    assert [path.name for path in tmp_path.iterdir()] == ["gradtrack_runs"]
+    assert len(callback.reports) == 6
+    assert f"the trainer's directory {address} is not on this machine" in caplog.text
+
+
+def test_an_address_of_this_machine_is_a_directory(tmp_path: Path) -> None:
+    """A `file://` address is the directory that it names."""
+    fit(GradientStatisticsCallback(1), tmp_path, default_root_dir=(tmp_path / "root").as_uri())
+    assert (tmp_path / "root" / "gradient_statistics.json").is_file()
+
+
+def test_a_trainer_is_pickled_and_copied_after_its_training(tmp_path: Path) -> None:
+    """A copy has no manager of its own, and its training goes on where that of the first one ended."""
+    callback = GradientStatisticsCallback(1)
+    _, trainer = fit(callback, tmp_path, max_steps=3)
+    pickle.dumps(trainer)
+    for copied in (copy.deepcopy(trainer), pickle.loads(pickle.dumps(trainer))):
+        (ours,) = (one for one in copied.callbacks if isinstance(one, GradientStatisticsCallback))
+        assert ours.reports == []
+        copied.fit_loop.epoch_loop.max_steps = 6
+        copied.fit(copied.lightning_module, loader())
+        assert [report.step for report in ours.reports][-1] == 6
+    assert len(callback.reports) == 3
+
+
+@pytest.mark.parametrize("automatic", [True, False])
+def test_a_module_steps_on_after_its_training(automatic: bool, tmp_path: Path) -> None:
+    """A step of Lightning's optimizer after `fit` reaches callbacks too, whose manager is closed by then."""
+    callback = GradientStatisticsCallback(1)
+    module, _ = fit(callback, tmp_path, module=Tagger() if automatic else Game())
+    before, num_reports = [param.detach().clone() for param in module.parameters()], len(callback.reports)
+    if automatic:
+        x, _ = next(iter(loader()))
+        module.readout(module.rnn(x)[0]).sum().backward()
+        module.optimizers().step()
+    else:
+        module.training_step(next(iter(loader())), 0)
+    assert not all(map(torch.equal, before, module.parameters()))
+    assert len(callback.reports) == num_reports
