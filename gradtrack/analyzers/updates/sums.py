@@ -239,8 +239,11 @@ def _moments_of(
 
 def _found(state: Mapping[str, Any], names: Sequence[str], param: nn.Parameter) -> Tensor | None:
     value = next((state[name] for name in names if name in state), None)
-    fits = isinstance(value, Tensor) and value.shape == param.shape and value.dtype.is_floating_point
-    return value if fits else None
+    if (
+        not isinstance(value, Tensor) or value.layout is not torch.strided
+    ):  # SGD's momentum of sparse gradients is sparse
+        return None
+    return value if value.shape == param.shape and value.dtype.is_floating_point else None
 
 
 def _biases(group: Mapping[str, Any], step: object) -> tuple[float, float]:

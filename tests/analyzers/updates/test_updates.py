@@ -166,6 +166,24 @@ def test_elements_without_a_gradient_do_not_count_as_unmoved(every_step: None) -
         assert report.health.healthy
 
 
+def test_sparse_gradients_with_momentum(every_step: None) -> None:
+    """The momentum of sparse gradients is sparse itself, and is not compared; the length of the step is known."""
+    torch.manual_seed(0)
+    model = nn.Embedding(50, 4, sparse=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    manager = GradientManager(analyzers=["updates"], enable_gradient_clipping=False)
+    for step in range(4):
+        optimizer.zero_grad()
+        report = manager.step(model, optimizer, model(torch.arange(step, step + 5)).square().mean())
+        before = model.weight.detach().clone()
+        optimizer.step()
+        if step == 2:
+            moved = float((model.weight.detach() - before).norm() / before.norm())
+    found = report.analyzers["updates"]
+    assert found["ratio"] == pytest.approx(moved, rel=1e-5)
+    assert found["momentum_cosine"] is None
+
+
 @given(st.integers(0, 50))
 def test_a_sample_estimates_the_whole(seed: int) -> None:
     """With fewer elements than there are the ratio is that of the whole, to the error of the sample."""
