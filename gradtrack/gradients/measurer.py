@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gradtrack.errors import MissingExtraError
-from gradtrack.gradients import torch_cpu, torch_device
-from gradtrack.gradients.moments import MAX, MIN, SMALLEST_FACTOR, SQUARES, WIDTH, Moments, Rows, merge
+from gradtrack.gradients import torch_cpu
+from gradtrack.gradients.moments import MAX, MIN, SMALLEST_FACTOR, WIDTH, Moments, Rows, merge
+from gradtrack.gradients.torch_device import Plans, TorchPlan, halves_of
 
 EngineName = Literal["auto", "torch", "native", "triton"]
 _logger = logging.getLogger("gradtrack")
@@ -117,6 +118,12 @@ class Accelerators:
         self._engine = engine
         self._triton: Any = _load_triton(required=True) if engine == "triton" else None
         self._works: dict[torch.device, bool] = {}
+        self.torch_plans = Plans(TorchPlan)
+
+    def plan(self, grads: Sequence[Tensor]) -> Any:
+        """Return the plan for gradients of one device: Triton's where it covers all of them, else that of torch."""
+        triton, covered = self.triton_for(grads)
+        return triton.plans.of(grads) if len(covered) == len(grads) else self.torch_plans.of(grads)
 
     def triton_for(self, grads: Sequence[Tensor]) -> tuple[Any, list[int]]:
         """Return the Triton engine and the indices of the gradients that it measures, all on one device."""
@@ -174,21 +181,14 @@ class TorchEngine:
                 rows[here[covered]] = triton.measure([there[index] for index in covered], exponent)
             if len(covered) < len(there):
                 rest = np.setdiff1d(np.arange(len(there)), covered)
-                measure = torch_cpu.measure if device.type == "cpu" else self._read
-                rows[here[rest]] = measure([there[index] for index in rest], exponent)
+                remaining = [there[index] for index in rest]
+                if device.type == "cpu":
+                    rows[here[rest]] = torch_cpu.measure(remaining, exponent)
+                else:
+                    rows[here[rest]] = self._accelerators.torch_plans.of(remaining).rows(remaining, halves_of(exponent))
         return rows, *merge(rows, group_of, num_groups)
 
     def scale(self, grads: Sequence[Tensor], coefficient: float | Tensor) -> None:
         """Multiply every tensor in place."""
         if grads:
             torch._foreach_mul_(list(grads), coefficient)
-
-    def _read(self, grads: Sequence[Tensor], exponent: int) -> Rows:
-        """Measure tensors of one device, and those with non-finite elements a second time."""
-        if exponent:
-            grads = [grad * 2.0 ** (-exponent // 2) * 2.0 ** (-exponent - -exponent // 2) for grad in grads]
-        rows: Rows = torch_device.measure(grads, exact=False).cpu().double().numpy()
-        bad = [int(index) for index in np.flatnonzero(~np.isfinite(rows[:, : SQUARES + 1]).all(axis=1))]
-        if bad:
-            rows[bad] = torch_device.measure([grads[index] for index in bad], exact=True).cpu().double().numpy()
-        return rows

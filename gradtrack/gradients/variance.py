@@ -96,24 +96,33 @@ def take_back(rows: Rows, centres: Floats, counts: Floats) -> Centred:
     return Centred(centres, shifts, squares, counts)
 
 
-def deviations_around(
-    rows: Rows,
-    positions: Sequence[int],
-    around: Floats,
-    sizes: NDArray[np.int64],
-    groups: tuple[NDArray[np.int64], int],
-) -> Deviations | None:
-    """Return the deviations if tensors at some positions were read about centres, None if no centre is set.
+class Parts(NamedTuple):
+    """Sums of parts of tensors, each about a centre among its elements: of the deviations and of their squares."""
 
-    `around` has the centre of each of them, the sum about it and that of the squares.
-    """
-    if not around[:, 0].any():
-        return None
+    centres: Floats
+    sums: Floats
+    squares: Floats
+    counts: Floats
+    tensor_of: NDArray[np.int64]
+
+
+def deviations_of_parts(
+    parts: Parts, rows: Rows, sizes: NDArray[np.int64], group_of: NDArray[np.int64], num_groups: int
+) -> Deviations | None:
+    """Return the deviations if the mean of any tensor hides its variance; tensors without parts have that of a row."""
     counts = sizes - rows[:, NAN:].sum(axis=1)
-    shifted, centres = rows.copy(), np.zeros(len(rows))
-    centres[positions] = around[:, 0]
-    shifted[positions, SUM], shifted[positions, SQUARES] = around[:, 1], around[:, 2]
-    return merge_deviations(take_back(shifted, centres, counts), *groups)
+    if not hides(rows, counts).any():
+        return None
+    rest = np.setdiff1d(np.arange(len(rows)), parts.tensor_of)
+    centres = np.concatenate([parts.centres, np.zeros(len(rest))])
+    sums = np.concatenate([parts.sums, rows[rest, SUM]])
+    squares = np.concatenate([parts.squares, rows[rest, SQUARES]])
+    counts = np.concatenate([parts.counts, counts[rest]])
+    of = np.concatenate([parts.tensor_of, rest])
+    shifts = sums / np.maximum(counts, 1.0)
+    centred = Centred(centres, shifts, np.maximum(squares - sums * shifts, 0.0), counts)
+    whole = merge_deviations(centred, group_of[of], num_groups)
+    return Deviations(merge_deviations(centred, of, len(rows)).groups, whole.groups, whole.total)
 
 
 def merge_deviations(parts: Centred, group_of: NDArray[np.int64], num_groups: int) -> Deviations:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from torch import Tensor, nn
@@ -54,6 +54,11 @@ class GradientClipper:
         self._cut: tuple[Ranks, ClipType, CutUnits] | None = None
 
     @property
+    def measurer(self) -> Measurer:
+        """Return the measurer, which knows the engines of accelerators."""
+        return self._measurer
+
+    @property
     def clip_rate(self) -> float:
         """Return the share of the last hundred steps in which clipping engaged."""
         num_steps, bits = self._engaged
@@ -72,10 +77,8 @@ class GradientClipper:
         """Clip gradients that were measured, and return the fields of a `ClippingReport`."""
         config, norm = self.config, moments.norm
         clip_type: ClipType = "adaptive" if config.adaptive_clipping else config.clip_type
-        if not config.enable_gradient_clipping:
-            return {"enabled": False, "clip_type": clip_type, "norm_before": norm, "norm_after": norm}
-        if not math.isfinite(norm):
-            return self._left_alone(clip_type, norm)
+        if not (config.enable_gradient_clipping and math.isfinite(norm)):
+            return self._left_alone(norm)
         if clip_type in _ELEMENTWISE:
             found = self._clip_elements(grads, moments, norm)
         else:
@@ -83,11 +86,28 @@ class GradientClipper:
             found = coefficient_for(norm, limit, _TORCH_EPSILON if clip_type == "norm" else 0.0)
             if found["clipped"]:
                 grads.scale(self._measurer, found["coefficient"])
-        if remember:
-            self.remember(norm, found)
-        found["clip_type"], found["norm_before"] = clip_type, norm
-        found["clip_rate"] = self.clip_rate
-        return found
+        return self._describe(norm, found, remember=remember)
+
+    def orders(self, grads: Gradients) -> ClippingOrders | None:
+        """Return what a device needs to clip gradients by itself; None where nothing is clipped."""
+        config, clip_type = self.config, self.config.effective_clip_type
+        if not config.enable_gradient_clipping:
+            return None
+        if clip_type not in _ELEMENTWISE:
+            return ClippingOrders("norm", self.limit(), self.epsilon, 0)
+        limit, num_limitable = self._elementwise_limit(grads)
+        return ClippingOrders(clip_type, limit, 0.0, num_limitable)
+
+    def clipped(
+        self, norm: float, orders: ClippingOrders | None, num_limited: float, squares_after: float
+    ) -> dict[str, Any]:
+        """Return the fields of a `ClippingReport` for gradients that a device has clipped, and remember their norm."""
+        if orders is None or not math.isfinite(norm):
+            return self._left_alone(norm)
+        if orders.clip_type == "norm":
+            return self._describe(norm, coefficient_for(norm, orders.limit, orders.epsilon))
+        after = math.sqrt(squares_after) if num_limited else norm
+        return self._describe(norm, _elementwise(norm, after, orders.limit, num_limited, orders.num_limitable))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that later steps depend on, as plain data."""
@@ -102,9 +122,20 @@ class GradientClipper:
         for clipped in state["engaged"]:
             self.engage(clipped)
 
-    def _left_alone(self, clip_type: ClipType, norm: float) -> dict[str, Any]:
-        """Return the report of a norm that is not finite, by which scaling would make every gradient non-finite."""
-        return {"clip_type": clip_type, "norm_before": norm, "norm_after": norm, "clip_rate": self.clip_rate}
+    def _left_alone(self, norm: float) -> dict[str, Any]:
+        """Return the report without clipping: it is off, or a norm that is not finite would spoil every gradient."""
+        found = {"clip_type": self.config.effective_clip_type, "norm_before": norm, "norm_after": norm}
+        if not self.config.enable_gradient_clipping:
+            return {"enabled": False, **found}
+        return {**found, "clip_rate": self.clip_rate}
+
+    def _describe(self, norm: float, found: dict[str, Any], *, remember: bool = True) -> dict[str, Any]:
+        """Return the report of what was found for a finite norm."""
+        if remember:
+            self.remember(norm, found)
+        found["clip_type"], found["norm_before"] = self.config.effective_clip_type, norm
+        found["clip_rate"] = self.clip_rate
+        return found
 
     def limit(self) -> float:
         """Return the limit of the norm for the coming step, for the strategies that have one."""
@@ -182,7 +213,6 @@ class GradientClipper:
 
     def _clip_elements(self, grads: Gradients, moments: Moments, norm: float) -> dict[str, Any]:
         """Limit elements or units, and return the report; over ranks the counts come from `foresee`."""
-        by_value = self.config.effective_clip_type == "value"
         count: float
         if isinstance(grads, SharedGradients):
             count, after = self._clip_together(grads, norm)
@@ -194,13 +224,14 @@ class GradientClipper:
             after = grads.measure(self._measurer).norm if count else norm
         if count:
             grads.install()
-        return {
-            "clipped": count > 0,
-            "threshold": self.config.max_grad_norm if by_value else self.config.agc_clip_factor,
-            "coefficient": after / norm if norm else 1.0,
-            "norm_after": after,
-            "clipped_fraction": count / max(1, grads.layout.total_count if by_value else num_units(grads)),
-        }
+        limit, num_limitable = self._elementwise_limit(grads)
+        return _elementwise(norm, after, limit, count, num_limitable)
+
+    def _elementwise_limit(self, grads: Gradients) -> tuple[float, int]:
+        """Return the limit of each element or unit, and the number of them."""
+        if self.config.effective_clip_type == "value":
+            return self.config.max_grad_norm, grads.layout.total_count
+        return self.config.agc_clip_factor, num_units(grads)
 
     def _clip_together(self, grads: SharedGradients, norm: float) -> tuple[float, float]:
         """Limit this rank's parts; return how much all ranks limit, and the norm after that."""
@@ -240,6 +271,27 @@ def clips_by_default(config: GradientConfig) -> bool:
     return (
         config.enable_gradient_clipping and kind in ("norm", "value") and "max_grad_norm" not in config.model_fields_set
     )
+
+
+class ClippingOrders(NamedTuple):
+    """What a device needs to clip gradients: the limit of the norm, of each element or of each unit."""
+
+    clip_type: str
+    """`norm` where all gradients are scaled by one factor, else `value` or `agc`."""
+    limit: float
+    epsilon: float
+    num_limitable: int
+    """The number of elements or units, of which the report tells the share that was limited."""
+
+
+def _elementwise(norm: float, after: float, limit: float, count: float, num_limitable: int) -> dict[str, Any]:
+    return {
+        "clipped": count > 0,
+        "threshold": limit,
+        "coefficient": after / norm if norm else 1.0,
+        "norm_after": after,
+        "clipped_fraction": count / max(1, num_limitable),
+    }
 
 
 def coefficient_of(norm: float, limit: float, epsilon: float) -> float:

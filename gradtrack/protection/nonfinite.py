@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from gradtrack.config import GradientConfig
 from gradtrack.errors import NonFiniteGradientError
 from gradtrack.gradients.collected import Gradients
+from gradtrack.gradients.groups import Layout
 from gradtrack.gradients.measurer import Measurer
 from gradtrack.gradients.moments import NAN, NEGINF, POSINF, Moments, replaced
 from gradtrack.gradients.parameters import ParameterTable
@@ -70,15 +72,14 @@ class NaNInfHandler:
     def replace(self, tensors: Iterable[Tensor]) -> None:
         """Replace NaN and Inf in place; an infinity keeps its sign and stays within the range of its type."""
         for tensor in tensors:
-            limit = self.limit_of(tensor)
-            torch.nan_to_num_(tensor.detach(), nan=self._nan_of(tensor), posinf=limit, neginf=-limit)
+            nan, limit = self.replacement(tensor.dtype)
+            torch.nan_to_num_(tensor.detach(), nan=nan, posinf=limit, neginf=-limit)
 
-    def replaced(self, grads: Gradients, moments: Moments) -> Moments:
+    def replaced(self, layout: Layout, dtypes: Sequence[torch.dtype], moments: Moments) -> Moments:
         """Return the sums of gradients after `replace`, computed from the counts without measuring again."""
-        pairs = [(self._nan_of(tensor), self.limit_of(tensor)) for tensor in grads.tensors]
-        values = [torch.tensor(pair, dtype=one.dtype) for pair, one in zip(pairs, grads.tensors, strict=True)]
-        nan, infinity = torch.stack([rounded.double() for rounded in values], dim=1).numpy()
-        return replaced(moments, nan, infinity, grads.layout.group_of, len(grads.layout.group_names))
+        pairs = {dtype: self.replacement(dtype) for dtype in set(dtypes)}
+        nan, infinity = np.array([pairs[dtype] for dtype in dtypes]).reshape(-1, 2).T
+        return replaced(moments, nan, infinity, layout.group_of, len(layout.group_names))
 
     @staticmethod
     def error(found: Mapping[str, Any]) -> NonFiniteGradientError:
@@ -93,14 +94,11 @@ class NaNInfHandler:
             "or set nonfinite_action='skip' to leave such steps out."
         )
 
-    def limit_of(self, tensor: Tensor) -> float:
-        """Return the value that replaces an infinity: that of the configuration, within the range of the type."""
-        return min(self.config.replace_inf_with, torch.finfo(tensor.dtype).max)
-
-    def _nan_of(self, tensor: Tensor) -> float:
-        """Return the value that replaces a NaN, within the range of the type."""
-        edge = torch.finfo(tensor.dtype).max
-        return min(max(self.config.replace_nan_with, -edge), edge)
+    def replacement(self, dtype: torch.dtype) -> tuple[float, float]:
+        """Return the values that replace NaN and infinity in tensors of a type: those of the configuration, rounded."""
+        edge = torch.finfo(dtype).max
+        nan = min(max(self.config.replace_nan_with, -edge), edge)
+        return _rounded(nan, dtype), _rounded(min(self.config.replace_inf_with, edge), dtype)
 
     def is_critical(self, moments: Moments, count: int) -> bool:
         """Whether the share of non-finite elements is above `nan_inf_threshold`."""
@@ -127,6 +125,16 @@ def count_nonfinite(names: Sequence[str], moments: Moments) -> dict[str, Any]:
             for index in worst
         ],
     }
+
+
+def _rounded(value: float, dtype: torch.dtype) -> float:
+    """Return a number as a type holds it; without torch, which may be tracing operations that read nothing."""
+    if dtype == torch.bfloat16:  # the upper half of a float32, rounded to even
+        bits = int(np.float32(value).view(np.uint32))
+        return float(np.uint32((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000).view(np.float32))
+    if dtype == torch.float16:
+        return float(np.float16(value))
+    return float(np.float32(value)) if dtype == torch.float32 else value
 
 
 def _holds_reals(param: Tensor) -> bool:

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from gradtrack.config import GradientConfig
-from gradtrack.gradients import torch_device
 from gradtrack.gradients.collected import Gradients
-from gradtrack.gradients.moments import MAX, MIN, NAN, NEGINF, POSINF, SQUARES, Moments, merge
-from gradtrack.gradients.variance import Deviations, deviations_around
-from gradtrack.protection.clipping import GradientClipper, coefficient_for
+from gradtrack.gradients.moments import Moments, merge
+from gradtrack.gradients.torch_device import Orders
+from gradtrack.gradients.variance import Deviations, Parts, deviations_of_parts
+from gradtrack.protection.clipping import GradientClipper
 from gradtrack.protection.nonfinite import NaNInfHandler, count_nonfinite
 from gradtrack.reports import StepReport
 from gradtrack.step.data import StepData
@@ -44,7 +42,7 @@ def takes_found_inf(optimizer: Any) -> bool:
 class DeviceStep:
     """A step that is measured, clipped and protected on its device; `read` waits for the numbers.
 
-    With `variances` a second pass keeps the variances of float64 gradients exact where their means hide them.
+    With `variances` those of float64 gradients are exact where their means hide them.
     """
 
     def __init__(
@@ -56,44 +54,35 @@ class DeviceStep:
         *,
         variances: bool = False,
     ) -> None:
-        self._layout, self._config = grads.layout, clipper.config
-        self._groups = grads.layout.group_of, len(grads.layout.group_names)
-        self._clipper, self._handler = clipper, handler
-        self._rows = torch_device.measure(grads.tensors, exact=True)
-        wide = [index for index, grad in enumerate(grads.tensors) if grad.dtype == torch.float64]
-        self._wide = wide if variances else []
-        self._around = self._rows.new_zeros(0, 3)
-        if self._wide:
-            ends = self._rows[self._wide, MIN : MAX + 1]
-            self._around = torch_device.measure_around([grads.tensors[index] for index in self._wide], ends)
+        self._layout, self._loss = grads.layout, loss
+        self._dtypes = [grad.dtype for grad in grads.tensors]
+        self._clipper, self._handler, self._variances = clipper, handler, variances
         self.deviations: Deviations | None = None
-        self._bad = self._rows.narrow(1, NAN, 3).sum()
-        self._loss = loss
-        self._limit: float | None = None
-        self._limits: Any = [handler.limit_of(grad) for grad in grads.tensors]
-        self._action = "none"
 
     def protect(self, grads: Gradients, optimizers: Sequence[Any], *, scaled: bool) -> None:
-        """Replace non-finite values, skip and clip by operations on the device."""
-        config = self._config
+        """Measure the gradients, replace non-finite values, skip and clip, all on the device."""
+        config = self._clipper.config
         self._action = "off" if not config.enable_nan_inf_check else "scaler" if scaled else config.nonfinite_action
+        self._clipping = clipping = self._clipper.orders(grads)
+        replacements = None
         if self._action == "replace":
+            replacements = {dtype: self._handler.replacement(dtype) for dtype in set(self._dtypes)}
+        self._orders = Orders(replacements=replacements, variances=self._variances)
+        if clipping is not None:
+            self._orders = self._orders._replace(
+                limit=clipping.limit, epsilon=clipping.epsilon, clip_type=clipping.clip_type
+            )
+        changes = clipping is not None or replacements is not None
+        if changes:
             grads.own()
-            self._handler.replace(grads.tensors)
+        self._plan = self._clipper.measurer.accelerators.plan(grads.tensors)
+        numbers = self._plan.start(grads.tensors, self._orders)
+        if changes:
             grads.install()
         if self._action == "skip":
             for optimizer in optimizers:
-                optimizer.found_inf = (self._bad > 0).float()
-        if config.enable_gradient_clipping:
-            grads.own()
-            self._limit = self._clipper.limit()
-            norm = self._norm_to_clip(grads)
-            coefficient = (self._limit / (norm + self._clipper.epsilon)).clamp(max=1.0)
-            if self._action != "replace":
-                coefficient = torch.where(self._bad > 0, 1.0, coefficient)
-            torch._foreach_mul_(list(grads.tensors), coefficient.float())
-            grads.install()
-        self._start_copy()
+                optimizer.found_inf = self._plan.found_inf
+        self._start_copy(numbers)
 
     @property
     def readable(self) -> bool:
@@ -104,65 +93,47 @@ class DeviceStep:
         """Return the sums and the loss of the step, after waiting for the device."""
         if self._done is not None:
             self._done.synchronize()
-        values = self._host.double().numpy()
-        size, end = self._rows.numel(), self._rows.numel() + self._around.numel()
-        rows, around = np.array(values[:size]).reshape(self._rows.shape), values[size:end].reshape(-1, 3)
-        self.deviations = deviations_around(rows, self._wide, around, self._layout.sizes, self._groups)
-        loss = self._loss
-        if isinstance(loss, Tensor):
-            loss = float(values[end]) if len(values) > end else float(loss)
-        return Moments(rows, *merge(rows, self._layout.group_of, len(self._layout.group_names))), loss
+        values, loss = self._host.double().numpy(), self._loss
+        if self._has_loss:
+            values, loss = values[:-1], float(values[-1])
+        layout = self._layout
+        num_groups = len(layout.group_names)
+        self._sums = sums = self._plan.read(values, self._orders)
+        if sums.parts is not None:
+            parts = Parts(*sums.parts)
+            self.deviations = deviations_of_parts(parts, sums.rows, layout.sizes, layout.group_of, num_groups)
+        moments = Moments(sums.rows, *merge(sums.rows, layout.group_of, num_groups))
+        return moments, None if loss is None else float(loss)
 
-    def nan_inf(self, moments: Moments) -> dict[str, Any]:
-        """Return the fields of a `NanInfReport`."""
-        if self._action == "off" or moments.finite:
-            return {"action": "off" if self._action == "off" else "none"}
-        found = {**count_nonfinite(self._layout.names, moments), "action": self._action}
-        return {**found, "replaced_count": moments.nonfinite_count} if self._action == "replace" else found
+    def protection(self, moments: Moments) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the fields of a `NanInfReport` and of a `ClippingReport`; the clipper remembers the step."""
+        action, now = self._action, moments
+        nan_inf: dict[str, Any] = {"action": "off" if action == "off" else "none"}
+        if action != "off" and not moments.finite:
+            nan_inf = {**count_nonfinite(self._layout.names, moments), "action": action}
+            if action == "replace":
+                nan_inf["replaced_count"] = moments.nonfinite_count
+                now = self._handler.replaced(self._layout, self._dtypes, moments)
+        clipping = self._clipper.clipped(now.norm, self._clipping, self._sums.num_limited, self._sums.squares_after)
+        clipping["norm_before"] = moments.norm
+        if nan_inf["action"] == "skip":
+            clipping["norm_after"] = None
+        return nan_inf, clipping
 
-    def clipping(self, moments: Moments) -> dict[str, Any]:
-        """Return the fields of a `ClippingReport`, and update the clipper as a step on the host does."""
-        clipper, norm = self._clipper, moments.norm
-        clip_type = self._config.effective_clip_type
-        if self._limit is None:
-            return {"enabled": False, "clip_type": clip_type, "norm_before": norm, "norm_after": norm}
-        seen = norm
-        if self._action == "replace" and not moments.finite:
-            seen = math.sqrt(moments.total[SQUARES] + self._replaced_squares(moments.rows).sum())
-        if not math.isfinite(seen):
-            after = None if self._action == "skip" else norm
-            return {"clip_type": clip_type, "norm_before": norm, "norm_after": after, "clip_rate": clipper.clip_rate}
-        found = coefficient_for(seen, self._limit, self._clipper.epsilon)
-        clipper.remember(seen, found)
-        return {"clip_type": clip_type, "norm_before": norm, **found, "clip_rate": clipper.clip_rate}
-
-    def _norm_to_clip(self, grads: Gradients) -> Tensor:
-        squares = self._rows.select(1, SQUARES)
-        if self._action == "replace":
-            squares = squares + self._replaced_squares(self._rows)
-        return squares.sum().sqrt()
-
-    def _replaced_squares(self, rows: Any) -> Any:
-        """Return the squares that the replacements add to each tensor."""
-        nan = self._config.replace_nan_with
-        if not isinstance(rows, Tensor):
-            return rows[:, NAN] * nan**2 + (rows[:, POSINF] + rows[:, NEGINF]) * np.array(self._limits) ** 2
-        limits = torch.tensor(self._limits, dtype=rows.dtype).to(rows.device, non_blocking=True)
-        infinities = rows.select(1, POSINF) + rows.select(1, NEGINF)
-        return rows.select(1, NAN) * nan**2 + infinities * limits**2
-
-    def _start_copy(self) -> None:
+    def _start_copy(self, numbers: Tensor) -> None:
         """Start to copy the numbers of the report to the host, in one copy and without waiting."""
-        parts = [self._rows.flatten(), self._around.flatten()]
-        if isinstance(self._loss, Tensor) and self._loss.device == self._rows.device:
-            parts.append(self._loss.detach().to(self._rows.dtype).reshape(1))
-        self._packed = torch.cat(parts)
+        loss = self._loss
+        self._has_loss = isinstance(loss, Tensor) and loss.device == numbers.device
+        if isinstance(loss, Tensor) and self._has_loss:
+            with torch.no_grad():
+                numbers = torch.cat([numbers, loss.reshape(1)])
+        self._packed = numbers
         self._done: Any = None
-        if self._packed.is_meta:
+        if numbers.is_meta:
             return
-        self._host = self._packed.to("cpu", non_blocking=True)
-        if self._packed.is_cuda and self.readable:
-            self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._host = numbers.to("cpu", non_blocking=True)
+        if self.readable and not numbers.is_cpu:
+            self._done = torch.get_device_module(numbers.device).Event()
             self._done.record()
 
 
@@ -211,7 +182,7 @@ class PendingDeviceStep:
             moments, data.loss = step.read()
             data.set_moments(moments)
             data.deviations = step.deviations
-            data.nan_inf, data.clipping = step.nan_inf(moments), step.clipping(moments)
+            data.nan_inf, data.clipping = step.protection(moments)
             data.skipped = data.nan_inf["action"] in ("skip", "scaler")
             self._judge(moments, data)
             self._report.defer_to(data.fields)  # so that a report that is kept keeps no model alive

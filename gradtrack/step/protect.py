@@ -55,7 +55,9 @@ class Protection:
             return
         found = data.nan_inf = self._handle(grads, moments, owned, scaled=data.scale is not None)
         action = found["action"]
-        now = self._handler.replaced(grads, moments) if action == "replace" else moments
+        now = moments
+        if action == "replace":
+            now = self._handler.replaced(grads.layout, [grad.dtype for grad in grads.tensors], moments)
         clipping = _with_true_norm(self.clipper.clip(grads, now, remember=remember), moments)
         if action == "skip":
             clipping["norm_after"] = None

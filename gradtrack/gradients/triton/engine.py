@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from struct import Struct
@@ -15,6 +14,7 @@ from torch.nn import Parameter
 from triton.runtime import JITFunction
 
 from gradtrack.gradients.moments import WIDTH, Rows
+from gradtrack.gradients.torch_device import Plans, halves_of
 from gradtrack.gradients.triton import kernels
 
 CODES: Final = {
@@ -132,10 +132,9 @@ class TritonEngine:
     """A measurement of gradients in the memory of an accelerator: one read of each element, and sums in float64."""
 
     name = "triton"
-    _MOST_PLANS: Final = 4
 
     def __init__(self) -> None:
-        self._plans: list[Plan] = []
+        self.plans = Plans(Plan)
 
     @staticmethod
     def covers(grad: Tensor) -> bool:
@@ -157,23 +156,10 @@ class TritonEngine:
         row: list[float] = self.measure([torch.full((3,), 2.0, device=device)])[0].tolist()
         return row == [6, 12, 2, 2, 0, 0, 0, 0]
 
-    def plan(self, grads: Sequence[Tensor]) -> Plan:
-        """Return the plan for gradients that the engine covers, all on one device; those of the last steps are kept."""
-        for position, plan in enumerate(self._plans):
-            if plan.fits(grads):
-                if position:
-                    self._plans.insert(0, self._plans.pop(position))
-                return plan
-        plan = Plan(grads)
-        self._plans[self._MOST_PLANS - 1 :] = []
-        self._plans.insert(0, plan)
-        return plan
-
     def measure(self, grads: Sequence[Tensor], exponent: int = 0) -> Rows:
         """Return the row of each gradient that the engine covers, all on one device, divided by 2**exponent."""
-        plan = self.plan(grads)
-        half = -exponent // 2
-        plan.measure(grads, (math.ldexp(1.0, half), math.ldexp(1.0, -exponent - half)))
+        plan = self.plans.of(grads)
+        plan.measure(grads, halves_of(exponent))
         rows: Rows = plan.rows.cpu().numpy().reshape(plan.num_tensors, plan.columns)
         return rows[:, :WIDTH].copy()
 

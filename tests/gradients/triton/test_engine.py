@@ -104,15 +104,15 @@ def test_two_launches_measure_any_number_of_tensors(number: int, monkeypatch: py
 
 def test_plans_of_several_models_are_kept() -> None:
     """Gradients of the same types and sizes meet their plan again, and only so many plans are kept."""
-    mine = engine.TritonEngine()
+    mine = engine.TritonEngine().plans
     one, two = [torch.randn(3), torch.randn(4)], [torch.randn(3), torch.randn(4).double()]
-    first, second = mine.plan(one), mine.plan(two)
+    first, second = mine.of(one), mine.of(two)
     assert first is not second
-    assert mine.plan([torch.randn(3), torch.randn(4)]) is first
-    assert mine.plan(two) is second
+    assert mine.of([torch.randn(3), torch.randn(4)]) is first
+    assert mine.of(two) is second
     for size in range(10, 14):
-        mine.plan([torch.randn(size)])
-    assert mine.plan(one) is not first
+        mine.of([torch.randn(size)])
+    assert mine.of(one) is not first
 
 
 def test_elements_beyond_31_bits() -> None:
