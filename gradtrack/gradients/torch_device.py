@@ -33,6 +33,8 @@ class Orders(NamedTuple):
     epsilon: float = 0.0
     clip_type: str = "norm"
     """`norm`, for every strategy that scales all gradients by one factor, `value` or `agc`."""
+    limits: Mapping[torch.dtype, float] | None = None
+    """The limit of each element, as each type holds it."""
     replacements: Mapping[torch.dtype, tuple[float, float]] | None = None
     """What replaces NaN and infinity in gradients of each type; None where they stay."""
     variances: bool = False
@@ -135,13 +137,17 @@ class TorchPlan:
             and all((grad.dtype, grad.shape) == facts for grad, facts in zip(grads, self._facts, strict=True))
         )
 
+    def clips(self, clip_type: str, grads: Sequence[Tensor], weights: Sequence[Tensor]) -> bool:
+        """Say whether a strategy needs no decision of the host: not where elements or units are limited."""
+        return clip_type == "norm"
+
     def rows(self, grads: Sequence[Tensor], factors: tuple[float, float] = (1.0, 1.0)) -> Rows:
         """Return the row of each gradient, multiplied by both factors, after waiting for the device."""
         with torch.no_grad():
             lines, _ = self._measure(grads, Orders(), factors)
             return self._merge(lines.cpu().double().numpy())
 
-    def start(self, grads: Sequence[Tensor], orders: Orders) -> Tensor:
+    def start(self, grads: Sequence[Tensor], orders: Orders, weights: Sequence[Tensor] = ()) -> Tensor:
         """Measure and protect gradients by operations on their device; return the numbers that `read` takes.
 
         `found_inf` is the flag that optimizers skip a step by.

@@ -96,9 +96,7 @@ class NaNInfHandler:
 
     def replacement(self, dtype: torch.dtype) -> tuple[float, float]:
         """Return the values that replace NaN and infinity in tensors of a type: those of the configuration, rounded."""
-        edge = torch.finfo(dtype).max
-        nan = min(max(self.config.replace_nan_with, -edge), edge)
-        return _rounded(nan, dtype), _rounded(min(self.config.replace_inf_with, edge), dtype)
+        return rounded(self.config.replace_nan_with, dtype), rounded(self.config.replace_inf_with, dtype)
 
     def is_critical(self, moments: Moments, count: int) -> bool:
         """Whether the share of non-finite elements is above `nan_inf_threshold`."""
@@ -127,8 +125,10 @@ def count_nonfinite(names: Sequence[str], moments: Moments) -> dict[str, Any]:
     }
 
 
-def _rounded(value: float, dtype: torch.dtype) -> float:
+def rounded(value: float, dtype: torch.dtype) -> float:
     """Return a number as a type holds it; without torch, which may be tracing operations that read nothing."""
+    edge = torch.finfo(dtype).max
+    value = min(max(value, -edge), edge)
     if dtype == torch.bfloat16:  # the upper half of a float32, rounded to even
         bits = int(np.float32(value).view(np.uint32))
         return float(np.uint32((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000).view(np.float32))

@@ -15,20 +15,24 @@ from gradtrack.gradients.moments import Moments, merge
 from gradtrack.gradients.torch_device import Orders
 from gradtrack.gradients.variance import Deviations, Parts, deviations_of_parts
 from gradtrack.protection.clipping import GradientClipper
-from gradtrack.protection.nonfinite import NaNInfHandler, count_nonfinite
+from gradtrack.protection.nonfinite import NaNInfHandler, count_nonfinite, rounded
 from gradtrack.reports import StepReport
 from gradtrack.step.data import StepData
 
-_TOGETHER = ("norm", "adaptive", "zscore")
 
-
-def can_wait(config: GradientConfig, optimizers: Sequence[Any], *, scaled: bool) -> bool:
+def can_wait(
+    config: GradientConfig, optimizers: Sequence[Any], grads: Gradients, clipper: GradientClipper, *, scaled: bool
+) -> bool:
     """Say whether a step can be protected without copying its numbers to the host first.
 
-    A step can be skipped by optimizers that support `found_inf`; for all others the host has to decide.
+    A step can be skipped by optimizers that support `found_inf`; for all others the host has to decide. Elements and
+    units are limited on a device by Triton only.
     """
-    if config.enable_gradient_clipping and config.effective_clip_type not in _TOGETHER:
-        return False
+    if clipper.is_elementwise:
+        weights = [] if grads.stand_ins else grads.layout.params
+        plan = clipper.measurer.accelerators.plan(grads.tensors)
+        if not plan.clips(config.effective_clip_type, grads.tensors, weights):
+            return False
     if scaled or not config.enable_nan_inf_check or config.nonfinite_action in ("replace", "report"):
         return True
     return config.nonfinite_action == "skip" and bool(optimizers) and all(map(takes_found_inf, optimizers))
@@ -69,14 +73,16 @@ class DeviceStep:
             replacements = {dtype: self._handler.replacement(dtype) for dtype in set(self._dtypes)}
         self._orders = Orders(replacements=replacements, variances=self._variances)
         if clipping is not None:
+            limits = {dtype: rounded(clipping.limit, dtype) for dtype in set(self._dtypes)}
             self._orders = self._orders._replace(
-                limit=clipping.limit, epsilon=clipping.epsilon, clip_type=clipping.clip_type
+                limit=clipping.limit, epsilon=clipping.epsilon, clip_type=clipping.clip_type, limits=limits
             )
         changes = clipping is not None or replacements is not None
         if changes:
             grads.own()
         self._plan = self._clipper.measurer.accelerators.plan(grads.tensors)
-        numbers = self._plan.start(grads.tensors, self._orders)
+        weights = grads.layout.params if self._orders.clip_type == "agc" else ()
+        numbers = self._plan.start(grads.tensors, self._orders, weights)
         if changes:
             grads.install()
         if self._action == "skip":

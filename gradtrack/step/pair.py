@@ -182,7 +182,7 @@ class Pair:
             data.fields, step=data.step, epoch=epoch, source=self.name, time=data.time, batch=batch
         )
         loss, self.coming_loss = self.coming_loss, None
-        if on_device(grads.tensors) and self._can_stay_on_device(data):
+        if on_device(grads.tensors) and self._can_stay_on_device(grads, data):
             self._leave_on_device(grads, report, data, loss)
         else:
             self._finish(grads, report, data, loss)
@@ -201,12 +201,12 @@ class Pair:
         data.scale, data.lr = scale, self.optimizer_steps.rates()
         return data
 
-    def _can_stay_on_device(self, data: StepData) -> bool:
+    def _can_stay_on_device(self, grads: Gradients, data: StepData) -> bool:
         """Whether the numbers of this step, which are on a device, are not needed before the next one."""
         return (
             self.table.ranks is None
             and not (data.event or data.repeated or self.analyzers.due(self.step_count))
-            and can_wait(self.config, self.optimizers, scaled=data.scale is not None)
+            and can_wait(self.config, self.optimizers, grads, self.clipper, scaled=data.scale is not None)
         )
 
     def _leave_on_device(

@@ -1,7 +1,8 @@
-"""The Triton engine: measures the gradients of an accelerator with two launches, whatever their number and sizes."""
+"""The Triton engine: measures and protects the gradients of an accelerator with at most five launches."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from struct import Struct
@@ -9,13 +10,14 @@ from typing import Any, Final, final
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import Parameter
 from triton.runtime import JITFunction
 
-from gradtrack.gradients.moments import WIDTH, Rows
-from gradtrack.gradients.torch_device import Plans, halves_of
-from gradtrack.gradients.triton import kernels
+from gradtrack.gradients.moments import NAN, WIDTH, Rows
+from gradtrack.gradients.torch_device import Orders, Plans, Sums, halves_of
+from gradtrack.gradients.triton import changes, kernels
 
 CODES: Final = {
     torch.float32: kernels.FLOAT32.value,
@@ -31,7 +33,10 @@ _PLAIN_TYPES: Final = frozenset({Tensor, Parameter})
 _SHORT, _LONG = 1 << 14, 1 << 16
 """The elements of a chunk, for models below `_LARGE` elements and for larger ones."""
 _LARGE: Final = 1 << 28
+_LONGEST_UNIT: Final = 1 << 20
+"""The elements of a unit that one program limits in bearable time."""
 _FACTORS: Final = (1.0, 1.0)
+_NUM_NUMBERS: Final = int(changes.NUM_NUMBERS.value)
 
 
 def launch(kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:
@@ -66,11 +71,17 @@ class Plan:
         self.firsts = self._put(firsts.astype(np.int32))
         self.tensor_of = self._put(np.repeat(np.arange(self.num_tensors, dtype=np.int32), num_chunks))
         self.partial = self._empty(self.columns * self.num_chunks)
-        self.rows = self._empty(self.num_tensors * self.columns)
-        self._sent: tuple[Sequence[int], Sequence[float]] = (), ()
-        self._pack: Any = Struct(f"{self.num_tensors}q{len(_FACTORS)}d").pack_into
-        self.inputs = torch.zeros(self.num_tensors + len(_FACTORS), dtype=torch.int64, device=self.device)
-        """The addresses of the gradients and, after them, what a step decides by, as bits of float64 numbers."""
+        self.results = self._empty(self.num_tensors * self.columns + 4)
+        size = self.num_tensors * self.columns
+        self.rows, self._outcome = self.results.narrow(0, 0, size), self.results.narrow(0, size, 4)
+        self.found_inf: Tensor
+        """The flag that the optimizers of a step skip it by; each step has its own."""
+        self._sent: Any = None
+        self._pack: Any = Struct(f"{self.num_tensors}q{_NUM_NUMBERS}d{self.num_tensors}q").pack_into
+        self.inputs = torch.zeros(2 * self.num_tensors + _NUM_NUMBERS, dtype=torch.int64, device=self.device)
+        """The addresses of the gradients, what a step decides by, as bits of float64 numbers, and the weights'."""
+        self._units: tuple[Sequence[int], Tensor, Tensor] | None = None
+        self._after: Tensor | None = None
 
     def fits(self, grads: Sequence[Tensor]) -> bool:
         """Tell whether gradients have the types, the sizes and the device that the plan was made for."""
@@ -83,7 +94,111 @@ class Plan:
 
     def measure(self, grads: Sequence[Tensor], factors: tuple[float, float] = _FACTORS) -> None:
         """Write the row of each gradient, multiplied by both factors, into `rows`; the host does not wait."""
-        self._send(grads, factors)
+        self._send(grads, (*factors, *[0.0] * (_NUM_NUMBERS - 2)))
+        self._measure(factors)
+
+    def start(self, grads: Sequence[Tensor], orders: Orders, weights: Sequence[Tensor] = ()) -> Tensor:
+        """Measure, decide and change gradients by at most five launches; return the numbers that `read` takes."""
+        self._send(grads, self._numbers(orders), weights)
+        self._measure(_FACTORS)
+        self.found_inf = torch.empty((), dtype=torch.float32, device=self.device)
+        replaces, elementwise = orders.replacements is not None, orders.clip_type != "norm"
+        clips = orders.limit is not None
+        facts = self.inputs, self.sizes, self.codes
+        common: dict[str, Any] = {"COLUMNS": self.columns, "REPLACES": replaces}
+        with _on(self.device):
+            sums = self.rows, self._outcome
+            launch(
+                changes.decide,
+                1,
+                self.inputs,
+                self.codes,
+                *sums,
+                self.found_inf,
+                self.num_tensors,
+                CLIPS=clips and not elementwise,
+                **common,
+            )
+            common["TYPES"] = self.types
+            if clips and orders.clip_type == "agc":
+                firsts, tensor_of = self._units_of(grads)
+                self._after = self._memory(tensor_of.numel())
+                tables: tuple[Any, ...] = firsts, tensor_of, *sums, self._after
+                launch(
+                    changes.limit_units,
+                    tensor_of.numel(),
+                    *facts,
+                    *tables,
+                    self.num_tensors,
+                    tensor_of.numel(),
+                    **common,
+                )
+                launch(changes.merge_limited, 1, self._after, self._outcome, tensor_of.numel())
+            elif clips or replaces:
+                clamps = clips and elementwise
+                self._after = self._memory(self.num_chunks) if clamps else self.partial
+                tables = self.firsts, self.tensor_of, self.partial, *sums, self._after
+                counts = self.num_tensors, self.num_chunks
+                launch(
+                    changes.change, self.num_chunks, *facts, *tables, *counts, CHUNK=self.chunk, CLAMPS=clamps, **common
+                )
+                if clamps:
+                    launch(changes.merge_limited, 1, self._after, self._outcome, self.num_chunks)
+        return self.results.clone() if self.device.type == "cpu" else self.results
+
+    def read(self, values: NDArray[np.float64], orders: Orders) -> Sums:
+        """Return the sums of a step from the numbers that `start` has returned, on the host now."""
+        rows = values[:-4].reshape(self.num_tensors, self.columns)
+        limited = (float(values[-2]), float(values[-1])) if orders.clip_type != "norm" else (0.0, 0.0)
+        plain = rows[:, :WIDTH].copy()
+        if not (orders.variances and self.is_wide):
+            return Sums(plain, None, *limited)
+        wide = np.array([place for place, dtype in enumerate(self._dtypes) if dtype == torch.float64])
+        counts = np.array(self._sizes, np.float64)[wide] - rows[wide, NAN:WIDTH].sum(axis=1)
+        return Sums(plain, (rows[wide, 10], rows[wide, 8], rows[wide, 9], counts, wide), *limited)
+
+    def clips(self, clip_type: str, grads: Sequence[Tensor], weights: Sequence[Tensor]) -> bool:
+        """Say whether a strategy needs no decision of the host; AGC does where units do not lie in one piece."""
+        if clip_type != "agc":
+            return True
+        return len(weights) == len(grads) and all(
+            grad.shape == weight.shape
+            and grad.dtype == weight.dtype
+            and weight.device == grad.device
+            and type(weight) in _PLAIN_TYPES
+            and grad.is_contiguous()
+            and weight.is_contiguous()
+            and grad.numel() <= _LONGEST_UNIT * (len(grad) if grad.ndim > 1 else 1)
+            for grad, weight in zip(grads, weights, strict=True)
+        )
+
+    def _numbers(self, orders: Orders) -> list[float]:
+        """Return what a step decides by, in the places that the kernels read."""
+        numbers = [*_FACTORS, *[0.0] * (_NUM_NUMBERS - 2)]
+        numbers[changes.LIMIT.value] = math.inf if orders.limit is None else orders.limit
+        numbers[changes.EPSILON.value] = orders.epsilon
+        for dtype, code in CODES.items():
+            nan, infinity = (orders.replacements or {}).get(dtype, (0.0, 0.0))
+            numbers[changes.NAN_VALUES.value + code] = nan
+            numbers[changes.INFINITY_VALUES.value + code] = infinity
+            numbers[changes.LIMITS.value + code] = (orders.limits or {}).get(dtype, math.inf)
+        return numbers
+
+    def _units_of(self, grads: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the first unit of each tensor and the tensor of each unit: a row, or a whole vector."""
+        numbers = [(len(grad) if grad.ndim > 1 else 1) if grad.numel() else 0 for grad in grads]
+        if self._units is None or self._units[0] != numbers:
+            firsts = np.concatenate([[0], np.cumsum(numbers)]).astype(np.int32)
+            tensor_of = np.repeat(np.arange(self.num_tensors, dtype=np.int32), numbers)
+            self._units = numbers, self._put(firsts), self._put(tensor_of)
+        return self._units[1:]
+
+    def _memory(self, number: int) -> Tensor:
+        """Return memory for two numbers of each chunk or unit."""
+        kept = self._after
+        return kept if kept is not None and kept.numel() == 2 * number else self._empty(2 * number)
+
+    def _measure(self, factors: tuple[float, float]) -> None:
         scaled = factors != _FACTORS
         facts = self.inputs, self.sizes, self.codes, self.firsts
         counts = self.num_tensors, self.num_chunks
@@ -110,13 +225,14 @@ class Plan:
                 FACTORS=scaled,
             )
 
-    def _send(self, grads: Sequence[Tensor], numbers: Sequence[float]) -> None:
-        """Copy the addresses of gradients and some numbers to the device, unless it has them."""
-        new = list(map(Tensor.data_ptr, grads)), numbers
+    def _send(self, grads: Sequence[Tensor], numbers: Sequence[float], weights: Sequence[Tensor] = ()) -> None:
+        """Copy the addresses of gradients and weights and some numbers to the device, unless it has them."""
+        of_weights = list(map(Tensor.data_ptr, weights)) or [0] * self.num_tensors
+        new = list(map(Tensor.data_ptr, grads)), list(numbers), of_weights
         if new == self._sent:
             return
         host = torch.empty_like(self.inputs, device="cpu", pin_memory=self.device.type != "cpu")
-        self._pack(host.numpy(), 0, *new[0], *numbers)
+        self._pack(host.numpy(), 0, *new[0], *numbers, *of_weights)
         self.inputs.copy_(host, non_blocking=True)
         self._sent = new
 

@@ -22,7 +22,6 @@ COLUMNS: tl.constexpr = tl.constexpr(8)
 """Sum, squares, minimum, maximum, zeros, NaN, +Inf, -Inf, as in `gradtrack.gradients.moments`."""
 WIDE_COLUMNS: tl.constexpr = tl.constexpr(11)
 """Of float64 gradients also the sum of the deviations from the first element, of their squares, and that element."""
-ROWS_AT_ONCE: tl.constexpr = tl.constexpr(128)
 
 
 @triton.jit
@@ -49,7 +48,7 @@ def _add(x, here, pivot, first, second, total, squares, shifted, spread, low, hi
 
 
 @triton.jit
-def _load(pointer, lanes, mask, TYPE: tl.constexpr):
+def load_tile(pointer, lanes, mask, TYPE: tl.constexpr):
     """Load a tile as float32, or as float64 where it is; a mask of None loads all of it."""
     x = tl.load(pointer + lanes) if mask is None else tl.load(pointer + lanes, mask=mask, other=0)
     if TYPE == tl.bfloat16:  # the upper half of a float32, which keeps denormal numbers
@@ -79,14 +78,14 @@ def _sums(address, left, pivot, first, second, TYPE: tl.constexpr, CHUNK: tl.con
     if (left >= CHUNK) & (address % 16 == 0):
         aligned = tl.multiple_of(pointer, 16)
         for start in range(0, CHUNK, TILE):
-            x = _load(aligned + start, lanes, None, TYPE)
+            x = load_tile(aligned + start, lanes, None, TYPE)
             total, squares, shifted, spread, low, high, counts = _add(
                 x, True, pivot, first, second, total, squares, shifted, spread, low, high, counts, FACTORS
             )
     else:
         for start in range(0, tl.minimum(left, CHUNK).to(tl.int32), TILE):
             here = start + lanes < left
-            x = _load(pointer + start, lanes, here, TYPE)
+            x = load_tile(pointer + start, lanes, here, TYPE)
             total, squares, shifted, spread, low, high, counts = _add(
                 x, here, pivot, first, second, total, squares, shifted, spread, low, high, counts, FACTORS
             )
@@ -104,7 +103,7 @@ def _first_element(address, first, second, FACTORS: tl.constexpr):
 
 
 @triton.jit
-def _factor(inputs, index):
+def number_at(inputs, index):
     """Return a float64 that the host has put among the addresses."""
     return tl.load((inputs + index).to(tl.pointer_type(tl.float64)))
 
@@ -133,8 +132,8 @@ def measure(
     left = tl.load(sizes + index) - start
     code = tl.load(codes + index)
     address = tl.load(inputs + index)
-    first = _factor(inputs, num_tensors)
-    second = _factor(inputs, num_tensors + 1)
+    first = number_at(inputs, num_tensors)
+    second = number_at(inputs, num_tensors + 1)
     pivot = tl.full([], 0.0, tl.float64)
     total = tl.zeros([TILE], tl.float64)
     squares = tl.zeros([TILE], tl.float64)
@@ -180,17 +179,14 @@ def measure(
 
 
 @triton.jit
-def _merge(source, row_stride, column_stride, order, begin, end, COLUMN: tl.constexpr, ORDERED: tl.constexpr):
-    """Return one column of some rows merged: the least, the greatest, or the sum."""
-    rows = tl.arange(0, ROWS_AT_ONCE)
+def merge_column(source, row_stride, column_stride, begin, end, COLUMN: tl.constexpr, WIDTH: tl.constexpr):
+    """Return one column of some rows merged: the least, the greatest, or the sum; WIDTH rows are read at once."""
+    rows = tl.arange(0, WIDTH)
     empty = float("inf") if COLUMN == 2 else -float("inf") if COLUMN == 3 else 0.0
-    merged = tl.full([ROWS_AT_ONCE], empty, tl.float64)
-    for start in range(begin, end, ROWS_AT_ONCE):
+    merged = tl.full([WIDTH], empty, tl.float64)
+    for start in range(begin, end, WIDTH):
         here = start + rows < end
-        position = start + rows
-        if ORDERED:
-            position = tl.load(order + position, mask=here, other=0)
-        values = tl.load(source + position * row_stride + COLUMN * column_stride, mask=here, other=empty)
+        values = tl.load(source + (start + rows) * row_stride + COLUMN * column_stride, mask=here, other=empty)
         if COLUMN == 2:
             merged = tl.minimum(merged, values)
         elif COLUMN == 3:
@@ -217,11 +213,11 @@ def merge_chunks(
     columns: tl.constexpr = WIDE_COLUMNS if WIDE else COLUMNS
     place = rows + index * columns
     for column in tl.static_range(WIDE_COLUMNS - 1 if WIDE else COLUMNS):
-        tl.store(place + column, _merge(partial, 1, num_chunks, partial, begin, end, column, False))
+        tl.store(place + column, merge_column(partial, 1, num_chunks, begin, end, column, 128))
     if WIDE:
         pivot = tl.full([], 0.0, tl.float64)
         if (tl.load(codes + index) == FLOAT64) & (tl.load(sizes + index) > 0):
-            first = _factor(inputs, num_tensors)
-            second = _factor(inputs, num_tensors + 1)
+            first = number_at(inputs, num_tensors)
+            second = number_at(inputs, num_tensors + 1)
             pivot = _first_element(tl.load(inputs + index), first, second, FACTORS)
         tl.store(place + WIDE_COLUMNS - 1, pivot)

@@ -17,7 +17,7 @@ from triton.backends import nvidia  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from gradtrack.gradients.triton import kernels  # noqa: E402
+from gradtrack.gradients.triton import changes, kernels  # noqa: E402
 
 TARGETS: Final = (
     GPUTarget("cuda", 80, 32),
@@ -34,17 +34,30 @@ POINTERS: Final = {
     "tensor_of": "*i32",
     "partial": "*fp64",
     "rows": "*fp64",
+    "outcome": "*fp64",
+    "after": "*fp64",
+    "found_inf": "*fp32",
+    "unit_firsts": "*i32",
+    "tensor_of_unit": "*i32",
 }
 
 
 def variants() -> Iterator[Any]:
     """Yield each kernel with the constants that the engine launches it with."""
     for name, types in TYPES.items():
-        for scaled in (False, True):
+        for scaled in (False, True) if name == "all types" else (False,):
             constants = {"TYPES": types, "CHUNK": 1 << 14, "FACTORS": scaled}
             yield pytest.param(kernels.measure, constants, id=f"measure {name}{' scaled' if scaled else ''}")
+            columns = {"COLUMNS": 11 if types & 2 else 8, "REPLACES": scaled, "TYPES": types}
+            words = f"{name}{' replacing' if scaled else ''}"
+            chunks = {"CHUNK": 1 << 14, **columns}
+            yield pytest.param(changes.change, {"CLAMPS": False, **chunks}, id=f"scale {words}")
+            yield pytest.param(changes.change, {"CLAMPS": True, **chunks}, id=f"clamp {words}")
+            yield pytest.param(changes.limit_units, columns, id=f"limit_units {words}")
     for wide in (False, True):
         yield pytest.param(kernels.merge_chunks, {"WIDE": wide, "FACTORS": True}, id=f"merge_chunks {wide}")
+        yield pytest.param(changes.decide, {"COLUMNS": 8, "CLIPS": True, "REPLACES": wide}, id=f"decide {wide}")
+    yield pytest.param(changes.merge_limited, {}, id="merge_limited")
 
 
 @pytest.fixture(autouse=True)
@@ -61,11 +74,19 @@ def test_a_kernel_compiles_and_spills_no_register(kernel: Any, constants: dict[s
     if target.backend == "cuda":
         assert local_memory(compiled.asm["cubin"]) == 0
         assert ".ftz" not in compiled.asm["ptx"]  # denormal numbers are no zeros
-        if kernel is kernels.measure:
+        if kernel in (kernels.measure, changes.change):
             assert re.search(r"ld\.global\.v(4\.b32|2\.b64)", compiled.asm["ptx"])
     else:
         spilled = re.findall(r"\.[sv]gpr_spill_count:\s*(\d+)", compiled.asm["amdgcn"])
         assert spilled == ["0", "0"]
+
+
+@pytest.mark.parametrize("kernel", [kernels.measure, changes.change, changes.decide, changes.limit_units])
+def test_a_number_of_one_is_a_constant(kernel: Any) -> None:
+    """Triton compiles a kernel anew where a number is 1, as with one tensor of one chunk."""
+    constants = next(one.values[1] for one in variants() if one.values[0] is kernel)
+    ones = {name: 1 for name in kernel.arg_names if name.startswith("num_")}
+    compile_for(TARGETS[1], kernel, {**constants, **ones})
 
 
 def compile_for(target: Any, kernel: Any, constants: dict[str, Any]) -> Any:
