@@ -1,4 +1,4 @@
-"""Run the benchmarks: `python -m benchmarks [names] [--quick] [--write]`."""
+"""Run the benchmarks: `python -m benchmarks [names] [--quick] [--write] [--device cuda]`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,11 @@ NAMES = (
     "emission",
     "dead_server",
     "faults",
+    "accelerator",
 )
+SHORT = {"step": "step_cost"}
+ON_DEVICES = ("step_cost",)
+"""The benchmarks that run on an accelerator, too."""
 
 
 def main() -> int:
@@ -36,16 +40,21 @@ def main() -> int:
         "--write", action="store_true", help="write docs/benchmarks.md, its picture and the README's table"
     )
     parser.add_argument("--threads", type=int, default=2, help="torch threads (default 2)")
+    parser.add_argument("--device", default="cpu", help="where the gradients are, such as cuda (step_cost only)")
     options = parser.parse_args()
-    unknown = set(options.names) - set(NAMES)
+    names = [SHORT.get(name, name) for name in options.names]
+    unknown = set(names) - set(NAMES)
     if unknown:
         parser.error(f"unknown benchmark {', '.join(sorted(unknown))}: expected {', '.join(NAMES)}")
+    if options.device != "cpu" and (not names or set(names) - set(ON_DEVICES)):
+        parser.error(f"--device {options.device}: expected {', '.join(ON_DEVICES)}, which runs there")
+    elsewhere = {} if options.device == "cpu" else {"device": options.device}
     torch.set_num_threads(options.threads)
     console = Console()
     rows: list[Row] = []
-    for name in options.names or NAMES:
+    for name in names or NAMES:
         with console.status(f"{name} ..."):
-            rows += importlib.import_module(f"benchmarks.{name}").run(quick=options.quick)
+            rows += importlib.import_module(f"benchmarks.{name}").run(quick=options.quick, **elsewhere)
         console.print(f"{name}: done", style="dim", highlight=False)
     console.print(tables.terminal(rows))
     if options.write:

@@ -20,6 +20,10 @@ each run is a process of its own; each figure is a ratio of medians. A bar is wh
 in bold.
 
 Figures differ more between machines than between runs, and each section was written when its benchmark last ran.
+
+The section on accelerators is a model and not a measurement, since no GPU was at hand: counted launches and copies at
+5 us each, and the bytes of each kernel at 2 TB/s, with nothing overlapping and no cache. On a GPU of yours,
+`python -m benchmarks step --device cuda` measures; [on a GPU](gpu.md) says what happens there.
 """
 
 

@@ -13,9 +13,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks import accelerator
 from gradtrack import GradientManager, StepReport
 from gradtrack.step import pair
 from gradtrack.step.on_device import PendingDeviceStep
+from tests.processes import ROOT
 from tests.training import batch_loss, optimizer_of, small_model, train, with_gradients
 
 SETTINGS: list[dict[str, Any]] = [
@@ -241,3 +243,11 @@ def test_the_last_step_is_among_the_reports(monkeypatch: pytest.MonkeyPatch) -> 
         assert last.clipping.norm_before == pytest.approx(monitor.history[-1].total_norm)
         assert monitor.history[-1].total_norm > 1e-3 >= (last.clipping.norm_after or 1.0)
         optimizer.step()
+
+
+def test_the_model_of_a_gpu_counts_what_runs() -> None:
+    """Of the launches that the documentation tells, Triton's are as many for any model, copies included."""
+    rows = [row for row in accelerator.run() if "Triton" in row.case]
+    assert {row.note.partition(" launches")[0] for row in rows} == {"6"}
+    text = (ROOT / "docs/benchmarks.md").read_text(encoding="utf-8")
+    assert all(row.note in text for row in rows)

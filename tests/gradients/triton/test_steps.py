@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks import step_cost
 from gradtrack import GradientManager, StepReport
 from gradtrack.gradients.triton import changes, engine, kernels
 from gradtrack.step import pair
@@ -181,3 +182,13 @@ def test_agc_of_odd_memory_is_left_to_the_host() -> None:
     assert not plan.clips("agc", [torch.randn(4, 5)], [nn.Parameter(torch.randn(4, 5).double())])
     assert plan.clips("value", [torch.randn(5, 4).t()], [weight])
     assert kernels.COLUMNS.value == 8
+
+
+def test_the_benchmark_of_a_step_runs_with_this_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What times a step on a GPU times one here: the same comparison, on the memory of the CPU."""
+    monkeypatch.setattr(pair, "on_device", lambda tensors: True)
+    monkeypatch.setitem(step_cost.ROUNDS, "small", 2)
+    found = step_cost._compare(
+        "small", [(4, 4), (4,)], torch.float32, engaged=True, engine="triton", bar=None, quick=False
+    )
+    assert found.ratio > 0
