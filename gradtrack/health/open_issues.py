@@ -35,8 +35,17 @@ def order(issues: Sequence[Issue], most: int = MOST) -> list[Issue]:
     """Return the issues, each once: the causes first, by severity and confidence, then their consequences."""
     merged = _once(issue for issue in issues if issue.severity > IssueSeverity.INFO)
     explained = [_explain(issue, merged) for issue in merged]
-    explained.sort(key=lambda issue: (issue.explained_by is not None, -_weight(issue), issue.step))
+    explained.sort(
+        key=lambda issue: precedence(
+            issue.severity, issue.confidence, issue.step, is_explained=issue.explained_by is not None
+        )
+    )
     return _varied(explained)[:most]
+
+
+def precedence(severity: IssueSeverity, confidence: float, step: int, *, is_explained: bool) -> tuple[Any, ...]:
+    """Return what issues are sorted by, in a diagnosis and wherever a run is shown: a cause before consequences."""
+    return is_explained, -_weight(severity, confidence), step
 
 
 def _varied(issues: Sequence[Issue]) -> list[Issue]:
@@ -54,7 +63,7 @@ def _once(issues: Iterable[Issue]) -> list[Issue]:
     best: dict[str, Issue] = {}
     for issue in issues:
         known = best.get(issue.key)
-        if known is None or _weight(issue) > _weight(known):
+        if known is None or _weight(issue.severity, issue.confidence) > _weight(known.severity, known.confidence):
             best[issue.key] = issue
     return list(best.values())
 
@@ -82,8 +91,8 @@ def _seen_from(cause: Issue) -> int:
     return cause.step - (OFTEN_EVERY if cause.step <= OFTEN_UNTIL else OFTEN_UNTIL)
 
 
-def _weight(issue: Issue) -> float:
-    return list(IssueSeverity).index(issue.severity) + issue.confidence
+def _weight(severity: IssueSeverity, confidence: float) -> float:
+    return list(IssueSeverity).index(severity) + confidence
 
 
 _HARMFUL = (IssueType.NUMERICAL, IssueType.EXPLODING)

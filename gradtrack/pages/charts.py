@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from gradtrack import registry
 from gradtrack.pages.heat_map import HeatMap, heat_of
-from gradtrack.pages.issues import IssueHistory
+from gradtrack.pages.issues import Episode
 from gradtrack.pages.run_data import LOSS, RunData, Track
 from gradtrack.records import Metric
 
@@ -136,22 +136,22 @@ def spans_decades(values: NDArray[np.float64]) -> bool:
     return bool(len(finite)) and bool(finite.min() > 0) and bool(finite.max() > 20 * finite.min())
 
 
-def events_of(issues: Sequence[tuple[IssueHistory, str]], source: str) -> list[tuple[int, str, int]]:
-    """Return where the issues of a pair opened, in the order of the steps, each with its number among all issues.
+def events_of(episodes: Sequence[tuple[Episode, str]], source: str) -> list[tuple[int, str, int]]:
+    """Return where the causes of a pair opened, in the order of the steps, each with the number of its episode.
 
     Each comes with what is told of it.
     """
     found = [
         (start, told, number)
-        for number, (issue, told) in enumerate(issues, 1)
-        for start, _ in issue.spans
-        if issue.source == source
+        for number, (episode, told) in enumerate(episodes, 1)
+        for start, _ in episode.cause.spans
+        if episode.cause.source == source
     ]
     return sorted(found)[:_MARKS]
 
 
 def _charts(track: Track, run: RunData) -> Iterator[Chart | HeatMap]:
-    events = events_of([(issue, issue.key) for issue in run.issues], track.name)
+    events = events_of([(one, one.cause.key) for one in run.episodes], track.name)
     section = f"Training: {track.name}" if track.name else "Training"
 
     line = partial(line_of, track)

@@ -17,8 +17,8 @@ from rich.text import Text
 from gradtrack.delivery.run_files import write_atomically
 from gradtrack.pages.charts import Chart, events_of, line_of, meaning_of, spans_decades
 from gradtrack.pages.heat_map import HeatMap, heat_of, on_one_scale
-from gradtrack.pages.html import fill, issue_cards
-from gradtrack.pages.issues import IssueHistory
+from gradtrack.pages.html import fill
+from gradtrack.pages.issues import Episode, IssueHistory, episodes_of
 from gradtrack.pages.run_data import LOSS, RunData, Track
 from gradtrack.pages.terminal.overview import Fitted, rich_table, short
 from gradtrack.pages.terminal.tables import WIDTH, Table, number, sparkline
@@ -219,9 +219,13 @@ class Comparison:
 
     def _marks(self, source: str, *runs: str) -> list[tuple[int, str, int]]:
         """Return where issues opened that only one of the runs has, numbered as on the page."""
-        told = [(issue, "B") for issue in self.appeared] + [(issue, "A") for issue in self.gone]
-        events = events_of([(issue, f"{issue.key} in {name}") for issue, name in told], source)
+        events = events_of([(one, f"{one.cause.key} in {run[-1]}") for one, run in self._changes()], source)
         return [event for event in events if event[1].endswith(tuple(f" in {name}" for name in runs))]
+
+    def _changes(self) -> list[tuple[Episode, str]]:
+        """Return what appeared and what went as episodes, each with a remark that ends with the name of its run."""
+        appeared, gone = episodes_of(self.appeared), episodes_of(self.gone)
+        return [*((one, "appeared in B") for one in appeared), *((one, "gone from A") for one in gone)]
 
     def to_plain(self) -> dict[str, Any]:
         """Return the comparison as plain data for scripts."""
@@ -262,9 +266,6 @@ class Comparison:
 
     def write_html(self, path: Path) -> Path:
         """Write the comparison as one page."""
-        changes = [(issue, "appeared in B") for issue in self.appeared] + [
-            (issue, "gone from A") for issue in self.gone
-        ]
         tables = self._tables(self.last_values())
         main = [row for row in tables[0].rows if not row[0].startswith(_LESS)]
         names = self.first.directory.name, self.second.directory.name
@@ -277,7 +278,7 @@ class Comparison:
             verdict=f"{len(self.appeared)} appeared, {len(self.gone)} gone",
             warning=self.unmatched,
             summary=[("", [(f"{name[0].upper()}{name[1:]}", f"{a} → {b}", "A → B") for name, a, b in main])],
-            issues=issue_cards(changes),
+            episodes=self._changes(),
             no_issues="No issue appeared or went.",
             tables=[table for table in tables if table.rows],
             details=[],

@@ -18,7 +18,7 @@ from gradtrack._version import __version__
 from gradtrack.delivery.run_files import noted_files, write_atomically
 from gradtrack.pages.charts import Chart, charts_of, to_plain
 from gradtrack.pages.heat_map import HeatMap
-from gradtrack.pages.issues import ADVICE, IssueHistory
+from gradtrack.pages.issues import ADVICE, Episode
 from gradtrack.pages.paths import way_to_open
 from gradtrack.pages.run_data import LOSS, RunData, Track
 from gradtrack.pages.terminal.tables import number, tables_of
@@ -51,6 +51,7 @@ def embedded(paths: Iterable[Path]) -> list[tuple[str, str]]:
 
 REPORT: Final = "report.html"
 _ISSUES: Final = 200
+_SHOWN_CARDS: Final = 3
 _SCRIPTS: Final = ("parts.js", "heat_map.js", "line_chart.js", "page.js")
 _HINT: Final = (
     "Drag across a chart to zoom in on steps; a double click shows all of them. With keys: the arrows read a chart, "
@@ -79,7 +80,7 @@ def render(run: RunData, pictures: Sequence[tuple[str, str]] = ()) -> str:
         verdict=verdict(run),
         warning=run.warning,
         summary=_summary(run),
-        issues=issue_cards([(issue, "") for issue in run.issues[:_ISSUES]]),
+        episodes=[(episode, "") for episode in run.episodes[:_ISSUES]],
         no_issues="No issue opened in this run.",
         tables=[table for table in tables_of(run) if table.rows],
         details=[
@@ -91,8 +92,14 @@ def render(run: RunData, pictures: Sequence[tuple[str, str]] = ()) -> str:
     )
 
 
-def fill(*, charts: Sequence[Chart | HeatMap], **values: Any) -> str:
-    """Fill the page's template; every value is escaped, and no chart can leave its script element."""
+def fill(
+    *, charts: Sequence[Chart | HeatMap], episodes: Sequence[tuple[Episode, str]], no_issues: str, **values: Any
+) -> str:
+    """Fill the page's template; every value is escaped, and no chart can leave its script element.
+
+    Each episode comes with a remark, and has the number of its marks in the charts. The open ones after the first few,
+    and those that are over, are folded, so that the charts are near the top.
+    """
     from jinja2 import Environment, PackageLoader, StrictUndefined
     from markupsafe import Markup
 
@@ -108,9 +115,29 @@ def fill(*, charts: Sequence[Chart | HeatMap], **values: Any) -> str:
         style=Markup(files.joinpath("report.css").read_text(encoding="utf-8")),
         script=Markup("".join(files.joinpath(name).read_text(encoding="utf-8") for name in _SCRIPTS)),
         data=Markup(data),
+        cards=_folded(list(enumerate(episodes, 1)), no_issues),
+        advice=ADVICE,
+        evidence=_evidence,
+        most_effects=_ISSUES,
         charts_hint=_HINT if charts else "",
         **{"pictures": ()} | values,
     )
+
+
+Cards = Sequence[tuple[int, tuple[Episode, str]]]
+
+
+def _folded(cards: Cards, no_issues: str) -> list[tuple[str, Cards]]:
+    """Return the cards that are shown, and those that are folded below a heading."""
+    opened = [card for card in cards if card[1][0].is_open]
+    closed = [card for card in cards if not card[1][0].is_open]
+    rest = opened[_SHOWN_CARDS:]
+    parts = [
+        ("" if opened else no_issues if not cards else "No issue is open.", opened[:_SHOWN_CARDS]),
+        (f"{len(rest)} more that {'are' if len(rest) > 1 else 'is'} open", rest),
+        (f"{len(closed)} closed", closed),
+    ]
+    return [part for part in parts if part[1] or part is parts[0]]
 
 
 def verdict(run: RunData) -> str:
@@ -157,29 +184,13 @@ def _ended(track: Track, metric: str, about: str) -> tuple[str, str]:
     return number(known), about if step is None else f"{about}; of step {step}, not recorded since"
 
 
-def issue_cards(issues: Sequence[tuple[IssueHistory, str]]) -> list[dict[str, Any]]:
-    """Return what the page tells about issues, each of which comes with a remark; causes are called by their number."""
-    numbers = {(issue.source, issue.key): number for number, (issue, _) in enumerate(issues, 1)}
-    return [
-        {
-            "issue": issue,
-            "number": number,
-            "mark": ", ".join(filter(None, (issue.source, remark, "" if issue.is_open else "closed"))),
-            "cause_number": numbers.get((issue.source, issue.cause)),
-            "before_advice": ADVICE[bool(issue.cause)],
-            "evidence": ", ".join(_evidence(issue.latest)),
-        }
-        for number, (issue, remark) in enumerate(issues, 1)
-    ]
-
-
-def _evidence(latest: Mapping[str, Any]) -> Iterator[str]:
-    if latest.get("statistic"):
-        yield f"{latest['statistic']} {number(latest.get('value'))}, limit {number(latest.get('threshold'))}"
-    if latest.get("window", 1) != 1:
-        yield f"over {latest['window']} steps"
-    if latest.get("confidence", 1.0) != 1.0:
-        yield f"confidence {number(latest['confidence'])}"
+def _evidence(issue: Mapping[str, Any]) -> Iterator[str]:
+    if issue.get("statistic"):
+        yield f"{issue['statistic']} {number(issue.get('value'))}, limit {number(issue.get('threshold'))}"
+    if issue.get("window", 1) != 1:
+        yield f"over {issue['window']} steps"
+    if issue.get("confidence", 1.0) != 1.0:
+        yield f"confidence {number(issue['confidence'])}"
 
 
 def _pairs(values: Mapping[str, Any]) -> list[tuple[str, str]]:

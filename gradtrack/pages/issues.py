@@ -1,28 +1,58 @@
-"""The issues of a run over time: when each opened and closed, with its latest text."""
+"""The issues of a run over time, grouped into episodes: one cause with what followed from it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from gradtrack import registry
+from gradtrack.analyzers.base import OFTEN_UNTIL
+from gradtrack.health.open_issues import causes_of, precedence
 from gradtrack.records import Record
-from gradtrack.reports import IssueSeverity
+from gradtrack.reports import IssueSeverity, IssueType
 
 _SPANS: Final = 3
+_APART: Final = OFTEN_UNTIL
+"""So many steps a cause may be found before or after what follows from it: analyzers look at every 64th step."""
 ADVICE: Final = {False: "What to do", True: "If it stays without that"}
 """The text before the advice on an issue; for a consequence it says to fix the cause first."""
 
 
 @dataclass(slots=True, kw_only=True)
 class IssueHistory:
-    """An issue of a run: its latest text and the steps between which it was open; None is an end not reached."""
+    """An issue of a run as it opened, at its worst and as last told, and the steps between which it was open.
+
+    None is an end not reached. What is shown of it is its worst.
+    """
 
     key: str
     source: str
-    latest: Mapping[str, Any]
-    severity: IssueSeverity
+    first: Mapping[str, Any]
+    worst: Mapping[str, Any]
+    last: Mapping[str, Any]
+    worst_step: int
+    cause: str = ""
+    """The key of the issue that was last said to explain this one; empty without one."""
     spans: list[tuple[int, int | None]] = field(default_factory=list)
+
+    def add(self, issue: Mapping[str, Any], step: int) -> None:
+        """Take in how the issue stood at a step."""
+        if (_severity(issue), self._excess(issue)) > (self.severity, self._excess(self.worst)):
+            self.worst, self.worst_step = issue, step
+        self.last, self.cause = issue, str(issue.get("explained_by") or self.cause)
+
+    def _excess(self, issue: Mapping[str, Any]) -> float:
+        """Return how far its value is on that side of the limit on which the issue opened."""
+        value, opening, limit = issue.get("value"), self.first.get("value"), self.first.get("threshold")
+        if not isinstance(value, (int, float)) or not isinstance(opening, (int, float)):
+            return 0.0
+        return -value if isinstance(limit, (int, float)) and opening < limit else value
+
+    @property
+    def severity(self) -> IssueSeverity:
+        """Return the severity of the issue at its worst."""
+        return _severity(self.worst)
 
     @property
     def is_open(self) -> bool:
@@ -30,13 +60,13 @@ class IssueHistory:
         return self.spans[-1][1] is None
 
     def text(self, name: str) -> str:
-        """Return a field of the issue as text; empty where it has none."""
-        return str(self.latest.get(name) or "")
+        """Return a field of the issue at its worst as text; empty where it has none."""
+        return str(self.worst.get(name) or "")
 
     @property
-    def cause(self) -> str:
-        """Return the issue that explains this one; empty without one."""
-        return self.text("explained_by")
+    def place(self) -> str:
+        """Return type and layer of the issue in words."""
+        return " at ".join(filter(None, (self.text("issue_type"), self.text("layer"))))
 
     @property
     def first_step(self) -> int:
@@ -45,14 +75,40 @@ class IssueHistory:
 
     @property
     def when(self) -> str:
-        """Return in words when the issue was open."""
+        """Return in words when the issue was open, and when it was at its worst."""
         spans = [f"{start} to {end}" for start, end in self.spans if end is not None]
         told = [f"steps {', '.join(spans[:_SPANS])}"] if spans else []
         if len(spans) > _SPANS:
             told.append("once more" if len(spans) == _SPANS + 1 else f"{len(spans) - _SPANS} times more")
         if self.is_open:
             told.append(f"from step {self.spans[-1][0]}")
-        return told[0] if len(told) == 1 else f"{', '.join(told[:-1])} and {told[-1]}"
+        when = told[0] if len(told) == 1 else f"{', '.join(told[:-1])} and {told[-1]}"
+        return when if self.worst_step == self.first_step else f"{when}, worst at step {self.worst_step}"
+
+    def was_near(self, step: int) -> bool:
+        """Say whether the issue was open at a step, or within one look of the analyzers from it."""
+        return any(start - _APART <= step and (end is None or step <= end + _APART) for start, end in self.spans)
+
+
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """An issue with what followed from it, directly or through others, from step to step."""
+
+    cause: IssueHistory
+    effects: list[IssueHistory] = field(default_factory=list)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether any of its issues was open at the end."""
+        return self.cause.is_open or any(issue.is_open for issue in self.effects)
+
+    @property
+    def followed(self) -> str:
+        """Return in words what followed, each type of issue once."""
+        places: dict[str, list[str]] = {}
+        for issue in self.effects:
+            places.setdefault(issue.text("issue_type"), []).append(issue.place)
+        return ", ".join(found[0] + (f" and {len(found) - 1} more" * (len(found) > 1)) for found in places.values())
 
 
 class IssueLog:
@@ -66,56 +122,81 @@ class IssueLog:
         """Add a row."""
         if not record.tells_health:
             return
-        before, now = self._open.get(record.source, set()), set[str]()
+        source, step = record.source, record.step
+        before, now = self._open.get(source, set()), set[str]()
         for issue in record.issues:
             kind, layer = str(issue.get("issue_type", "")), str(issue.get("layer", ""))
             key = f"{kind}:{layer}" if layer else kind
             now.add(key)
-            severity = _severity(issue.get("severity"))
             history = self._found.setdefault(
-                (record.source, key), IssueHistory(key=key, source=record.source, latest=issue, severity=severity)
+                (source, key),
+                IssueHistory(key=key, source=source, first=issue, worst=issue, last=issue, worst_step=step),
             )
             if key not in before:
-                history.spans.append((record.step, None))
-            history.latest, history.severity = issue, max(history.severity, severity)
+                history.spans.append((step, None))
+            history.add(issue, step)
         for key in before - now:
-            history = self._found[record.source, key]
-            history.spans[-1] = (history.spans[-1][0], record.step)
-        self._open[record.source] = now
+            history = self._found[source, key]
+            history.spans[-1] = (history.spans[-1][0], step)
+        self._open[source] = now
 
-    def ordered(self) -> list[IssueHistory]:
-        """Return the issues by openness, severity and time, each followed by what it explains."""
-        ranked = sorted(
-            self._found.values(),
-            key=lambda issue: (issue.is_open, not issue.cause, issue.severity, -issue.first_step),
-            reverse=True,
-        )
-        return _with_effects(ranked)
+    def episodes(self) -> list[Episode]:
+        """Return the episodes of the run."""
+        return episodes_of(self._found.values())
 
 
-def _with_effects(ranked: Sequence[IssueHistory]) -> list[IssueHistory]:
-    """Place the consequences of an issue behind it, if both are open or both are closed."""
-    known = {(issue.source, issue.key): issue for issue in ranked}
-    effects: dict[tuple[str, str], list[IssueHistory]] = {}
+def episodes_of(issues: Iterable[IssueHistory]) -> list[Episode]:
+    """Return issues as episodes, those that are open first; their causes are in the order of every diagnosis.
+
+    What explains an issue is the one that it names, or else one that was there at that time and is of a type that may
+    explain it, or is more important and of its own type.
+    """
+    ranked = sorted(issues, key=_precedence)
+    by_kind: dict[tuple[str, str], list[IssueHistory]] = {}
     for issue in ranked:
-        cause = known.get((issue.source, issue.cause))
-        if cause is not None and cause.is_open == issue.is_open:
-            effects.setdefault((cause.source, cause.key), []).append(issue)
-    explained = {id(issue) for found in effects.values() for issue in found}
-    placed: dict[int, IssueHistory] = {}
-    # Issues that explain each other in a circle come after the others.
-    for start in [*(issue for issue in ranked if id(issue) not in explained), *ranked]:
-        waiting = [start]
-        while waiting:
-            issue = waiting.pop()
-            if id(issue) not in placed:
-                placed[id(issue)] = issue
-                waiting += reversed(effects.get((issue.source, issue.key), ()))
-    return sorted(placed.values(), key=lambda issue: not issue.is_open)
+        by_kind.setdefault((issue.source, issue.text("issue_type")), []).append(issue)
+    known = {(issue.source, issue.key): issue for issue in ranked}
+    causes: dict[int, IssueHistory] = {}
+
+    def root(issue: IssueHistory) -> IssueHistory:
+        while id(issue) in causes:
+            issue = causes[id(issue)]
+        return issue
+
+    def candidates(issue: IssueHistory) -> Iterator[IssueHistory]:
+        if (issue.source, issue.cause) in known:
+            yield known[issue.source, issue.cause]
+        for kind in _causes_of(issue.text("issue_type")):
+            yield from (one for one in by_kind.get((issue.source, kind), ()) if one.was_near(issue.first_step))
+        same = by_kind[issue.source, issue.text("issue_type")]
+        yield from (one for one in same[: same.index(issue)] if one.was_near(issue.first_step))
+
+    for issue in ranked:
+        cause = next((one for one in candidates(issue) if root(one) is not issue), None)
+        if cause is not None:
+            causes[id(issue)] = cause
+    found = {id(issue): Episode(issue) for issue in ranked if id(issue) not in causes}
+    for issue in sorted(ranked, key=lambda issue: issue.first_step):
+        if id(issue) in causes:
+            found[id(root(issue))].effects.append(issue)
+    return sorted(found.values(), key=lambda episode: not episode.is_open)
 
 
-def _severity(name: object) -> IssueSeverity:
+def _precedence(issue: IssueHistory) -> tuple[Any, ...]:
+    confidence = issue.worst.get("confidence")
+    known = confidence if isinstance(confidence, (int, float)) else 1.0
+    return precedence(issue.severity, known, issue.first_step, is_explained=bool(issue.cause))
+
+
+def _causes_of(kind: str) -> list[str]:
+    """Return the types of issues that may explain one of a type; none for a type that this version does not know."""
+    for name in registry.analyzers.builtin():
+        registry.analyzers.load(name)
+    return [cause.value for cause in causes_of(IssueType(kind))] if kind in IssueType.__members__ else []
+
+
+def _severity(issue: Mapping[str, Any]) -> IssueSeverity:
     try:
-        return IssueSeverity(name)
+        return IssueSeverity(issue.get("severity"))
     except ValueError:
         return IssueSeverity.MEDIUM

@@ -17,7 +17,7 @@ from gradtrack.delivery.journal.reading import SavedJournal, find_journals
 from gradtrack.delivery.journal.writing import is_being_written
 from gradtrack.delivery.run_files import RUN_END, RunEnd
 from gradtrack.errors import JournalError
-from gradtrack.pages.issues import IssueHistory, IssueLog
+from gradtrack.pages.issues import Episode, IssueHistory, IssueLog
 from gradtrack.records import Panel, Record, RunInfo, tail_of
 from gradtrack.reports import IssueSeverity
 from gradtrack.support.names import plural
@@ -200,7 +200,7 @@ class RunData:
     run: RunInfo
     directory: Path
     tracks: dict[str, Track]
-    issues: list[IssueHistory]
+    episodes: list[Episode]
     end: RunEnd | None = None
     is_running: bool = False
     damaged: list[str] = field(default_factory=list)
@@ -230,6 +230,11 @@ class RunData:
             "The process ended without closing the run: what it recorded is here. "
             "gradtrack replay delivers what its trackers are missing."
         )
+
+    @property
+    def issues(self) -> list[IssueHistory]:
+        """Return the issues, each cause before what followed from it."""
+        return [issue for episode in self.episodes for issue in (episode.cause, *episode.effects)]
 
     @property
     def open_issues(self) -> list[IssueHistory]:
@@ -271,7 +276,7 @@ class RunData:
             run=run,
             directory=directory,
             tracks=tracks,
-            issues=issues.ordered(),
+            episodes=issues.episodes(),
             end=end if end is not None and end.run_id == run.run_id else None,
         )
 

@@ -25,7 +25,7 @@ def pair() -> Comparison:
     metrics = {"train/grad_norm": 4.0, "train/grad_norm/W_in": 0.3, "gain/mean": 2.0}
     second = gather(row(1, metrics={"train/grad_norm": 2.0}), row(3, metrics=metrics, issues=[issue("both")]), seed=3)
     newer = gather(row(4, issues=[issue("new", IssueType.NUMERICAL)]))
-    second.issues += newer.issues
+    second.episodes += newer.episodes
     return Comparison(first, second)
 
 

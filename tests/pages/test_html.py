@@ -10,7 +10,7 @@ from gradtrack import __version__
 from gradtrack.delivery.run_files import RunEnd, note_files
 from gradtrack.pages import html
 from gradtrack.pages.terminal.tables import tables_of
-from gradtrack.reports import NanInfSummary, ParameterStatistics, StepReport, TrainingSummary
+from gradtrack.reports import IssueType, NanInfSummary, ParameterStatistics, StepReport, TrainingSummary
 from tests.pages.pages import Page
 from tests.pages.runs import HOSTILE, gather, issue, row
 
@@ -89,7 +89,8 @@ def test_parameter_table_can_be_searched() -> None:
 
 def test_marks_in_the_charts_are_the_numbers_of_the_cards() -> None:
     """An issue has a number on its card, which its marks in the charts carry."""
-    page = Page(html.render(gather(row(1), row(2, issues=[issue("encoder")]), row(3, issues=[issue("head")]))))
+    later = issue("head", IssueType.DISCONNECTED)
+    page = Page(html.render(gather(row(1), row(2, issues=[issue("encoder")]), row(3, issues=[later]))))
     numbers = [attributes for tag, attributes in page.tags if attributes.get("class") == "number" and tag == "span"]
     assert len(numbers) == 2
     assert [event[2] for event in page.chart("Loss")["events"]] == [2, 1]
@@ -120,20 +121,30 @@ def test_pairs_have_their_numbers_apart() -> None:
     assert page.texts.count("Loss") == 2
 
 
-def test_an_effect_leads_to_its_cause() -> None:
-    """The card of a consequence links to that of its root cause, and says that its advice is for afterwards."""
+def test_an_effect_is_folded_below_its_cause() -> None:
+    """A consequence is on the card of its root cause, and says that its advice is for afterwards."""
     effect = issue("head").model_copy(update={"explained_by": "EXPLODING:encoder"})
-    text = html.render(gather(row(1, issues=[effect, issue("encoder")])))
-    page = Page(text)
+    page = Page(html.render(gather(row(1, issues=[effect, issue("encoder")]))))
     cards = {attributes["id"]: attributes["class"] for tag, attributes in page.tags if tag == "article"}
-    assert cards == {"issue1": "issue high", "issue2": "issue high effect"}
-    assert '<a href="#issue1">1</a> <code>EXPLODING:encoder</code>' in text
+    assert cards == {"issue1": "issue high"}
+    assert "Followed by EXPLODING at head" in page.text
     assert page.text.count("What to do:") == page.text.count("If it stays without that:") == 1
+
+
+def test_charts_come_before_a_long_list_of_issues() -> None:
+    """The first three open episodes are shown, and the others and those that are over are folded."""
+    kinds = [IssueType.DISCONNECTED, IssueType.DEAD, IssueType.STALE_GRAD, IssueType.HEAD_REDUNDANCY]
+    found = [issue(kind.value, kind) for kind in kinds]
+    text = html.render(gather(row(1, issues=[*found, issue("old", IssueType.ROTATION)]), row(2, issues=found)))
+    folded = text[text.index("1 more that is open") :]
+    assert [f'id="issue{number}"' in folded for number in (1, 2, 3, 4, 5)] == [False, False, False, True, True]
+    assert 'id="issue5"' in folded[folded.index("1 closed") :]
 
 
 def test_a_closed_issue_is_told_from_an_open_one() -> None:
     """What is over does not look as urgent as what is not."""
-    page = Page(html.render(gather(row(1, issues=[issue("old"), issue("new")]), row(2, issues=[issue("new")]))))
+    old = issue("old", IssueType.DISCONNECTED)
+    page = Page(html.render(gather(row(1, issues=[old, issue("new")]), row(2, issues=[issue("new")]))))
     looks = [attributes["class"] for tag, attributes in page.tags if tag == "article"]
     assert looks == ["issue high", "issue high closed"]
 

@@ -95,8 +95,18 @@ def to_plain(run: RunData) -> dict[str, Any]:
         "summary": None if run.end is None else run.end.summary.model_dump(mode="json"),
         "last": {name: _last(track) for name, track in run.tracks.items()},
         "issues": [
-            {**spell(dict(issue.latest)), "source": issue.source, "open": issue.is_open, "spans": issue.spans}
-            for issue in run.issues
+            {
+                **spell(dict(issue.worst)),
+                "source": issue.source,
+                "open": issue.is_open,
+                "spans": issue.spans,
+                "worst_step": issue.worst_step,
+                "first": spell(dict(issue.first)),
+                "last": spell(dict(issue.last)),
+                "episode": number,
+            }
+            for number, episode in enumerate(run.episodes, 1)
+            for issue in (episode.cause, *episode.effects)
         ],
         "files": [str(path) for path, _ in ways_to_open(run.directory)],
     }
@@ -193,26 +203,29 @@ def _groups(track: Track, total: int) -> Iterator[RenderableType]:
 
 
 def _issues(run: RunData) -> Iterator[RenderableType]:
-    if not run.issues:
+    if not run.episodes:
         yield Text("No issue opened.", style="green")
         return
     yield Text("Issues", style="bold")
-    for issue in run.issues[:_ISSUES]:
-        yield _issue_head(issue)
-        lines = [issue.text("message")]
-        if issue.cause:
-            lines.append(f"Root cause: {issue.cause}")
-        if advice := issue.text("recommendation"):
-            lines.append(f"{ADVICE[bool(issue.cause)]}: {advice}")
-        yield Padding(Text("\n".join(map(one_line, lines))), (0, 0, 0, 4), expand=False)
-    if len(run.issues) > _ISSUES:
-        yield Text(f"and {len(run.issues) - _ISSUES} more", style="dim")
+    for episode in run.episodes[:_ISSUES]:
+        cause = episode.cause
+        yield _issue_head(cause)
+        lines = [cause.text("message")] if episode.is_open else []
+        if cause.cause:
+            lines.append(f"Root cause: {cause.cause}")
+        if episode.is_open and (advice := cause.text("recommendation")):
+            lines.append(f"{ADVICE[bool(cause.cause)]}: {advice}")
+        if episode.effects:
+            lines.append(f"Followed by {episode.followed}")
+        if lines:
+            yield Padding(Text("\n".join(map(one_line, lines))), (0, 0, 0, 4), expand=False)
+    if len(run.episodes) > _ISSUES:
+        yield Text(f"and {len(run.episodes) - _ISSUES} more", style="dim")
 
 
 def _issue_head(issue: IssueHistory) -> RenderableType:
-    layer = f" at {one_line(layer)}" if (layer := issue.text("layer")) else ""
-    layer += f" of {one_line(issue.source)}" if issue.source else ""
-    head = Text.assemble((issue.severity.value, _COLOURS[issue.severity]), f" {issue.latest.get('issue_type')}{layer}")
+    whose = f" of {one_line(issue.source)}" if issue.source else ""
+    head = Text.assemble((issue.severity.value, _COLOURS[issue.severity]), f" {one_line(issue.place)}{whose}")
     head.append(f"  {issue.when}" + ("" if issue.is_open else ", closed"), style="dim")
     return head
 

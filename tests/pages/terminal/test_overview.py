@@ -11,6 +11,7 @@ from rich.console import Console
 
 from gradtrack.pages.run_data import RunData
 from gradtrack.pages.terminal import overview
+from gradtrack.reports import IssueType
 from tests.pages.runs import HOSTILE, gather, issue, row
 
 
@@ -145,6 +146,19 @@ def test_plain_data_is_json() -> None:
     assert found["last"][""]["train/grad_norm_clipped"] == 1.0
     assert found["issues"][0]["layer"] == "encoder"
     assert found["issues"][0]["spans"] == [[2, None]]
+    assert (found["issues"][0]["episode"], found["issues"][0]["worst_step"]) == (1, 2)
+    assert found["issues"][0]["first"] == found["issues"][0]["last"]
+
+
+def test_consequences_are_a_line_below_their_cause() -> None:
+    """What followed is named and not advised on; an episode that is over is named with its time alone."""
+    after = issue("b").model_copy(update={"explained_by": "EXPLODING:a", "message": "what b did"})
+    old = issue("old", IssueType.DISCONNECTED)
+    text = shown(gather(row(1, issues=[issue("a"), old]), row(2, issues=[issue("a"), after])))
+    assert "Followed by EXPLODING at b" in text
+    assert "what b did" not in text
+    assert text.count("What to do") == 1
+    assert text.index("DISCONNECTED at old  steps 1 to 2, closed") > text.index("Followed by")
 
 
 def test_data_for_scripts_end_as_the_run_ended() -> None:
