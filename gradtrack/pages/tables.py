@@ -85,7 +85,7 @@ def _uniform(column: list[Any]) -> list[Any]:
 
 def _issues(run: RunData) -> Table:
     rows = [
-        {"source": issue.source, "opened": start, "closed": end, **_plain(issue.latest)}
+        {"source": issue.source, "opened": start, "closed": end, **_plain(issue.last)}
         for issue in run.issues
         for start, end in issue.spans
     ]

@@ -119,7 +119,7 @@ def test_analyzers_look_at_the_model_alone() -> None:
     for _ in range(12):
         report = training.step()
         training.optimizer.step()
-    assert set(training.manager.status()) == {"run_id", "run_dir", "closed", "steps", "journal", "backends"}
+    assert set(training.manager.status()) == {"run_id", "run_dir", "closed", "steps", "journal", "backends", "alerts"}
     assert not any("failed" in note for note in report.notes)
     assert training.manager.diagnose() == training.manager.diagnose()
 

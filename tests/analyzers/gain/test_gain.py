@@ -103,7 +103,7 @@ def test_blocks_can_be_chosen() -> None:
 
 def test_a_model_without_a_chain_is_told_so() -> None:
     """Where there is nothing to look at, a note says what to do and training goes on."""
-    reports = steps(GradientManager(analyzers=["gain"]), deep_model(2), 12)
+    reports = steps(GradientManager(analyzers=["gain"], max_grad_norm=1.0), deep_model(2), 12)
     assert not any(report.analyzers for report in reports)
     (note,) = [note for report in reports for note in report.notes]
     assert "no chain of three or more blocks" in note
@@ -179,7 +179,7 @@ class Experts(nn.Module):
 
 def test_blocks_side_by_side_are_no_chain() -> None:
     """Where no block takes the output of another one, no gain is made up and a note says what to name."""
-    reports = steps(GradientManager(analyzers=["gain"]), Experts(), 12)
+    reports = steps(GradientManager(analyzers=["gain"], max_grad_norm=1.0), Experts(), 12)
     assert reports[-1].analyzers["gain"].gains == [None] * 3
     (note,) = [note for report in reports for note in report.notes]
     assert "experts side by side" in note

@@ -482,7 +482,7 @@ def test_a_model_without_a_recurrent_module_is_told_once_what_was_expected() -> 
     """Beside a training nothing is reported, and the first look says how to name a state equation."""
     reports = train_unrolled(Unrolled(), ["recurrent"])
     assert not any(report.analyzers for report in reports)
-    (note,) = [note for report in reports for note in report.notes]
+    (note,) = [note for report in reports for note in report.notes if not note.startswith("clips at")]
     assert note.startswith("recurrent: the step ran no recurrent module: expected nn.RNN")
     assert "step_functions" in note
 

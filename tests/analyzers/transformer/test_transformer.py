@@ -245,7 +245,7 @@ def test_a_compiled_model_is_analyzed_eagerly_offline_and_named_live() -> None:
     assert isinstance(compiled, nn.Module)
     report = TransformerAnalyzer(compiled).analyze(ids, language_loss, steps=1)[1]
     assert len(report.layers) == 2
-    with GradientManager(analyzers=[TransformerAnalyzer()]) as manager:
+    with GradientManager(analyzers=[TransformerAnalyzer()], max_grad_norm=1.0) as manager:
         train(compiled, manager, 8)
         notes = [note for report in manager.reports for note in report.notes]
     assert len(notes) == 1
@@ -256,7 +256,7 @@ def test_a_compiled_model_is_analyzed_eagerly_offline_and_named_live() -> None:
 def test_a_model_whose_attention_cannot_be_heard_is_named_once() -> None:
     """A model chosen for its looks that calls no attention gets one note and no numbers."""
     model = nn.Sequential(nn.Linear(16, 16))
-    with GradientManager(analyzers=[TransformerAnalyzer()]) as manager:
+    with GradientManager(analyzers=[TransformerAnalyzer()], max_grad_norm=1.0) as manager:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         manager.attach(model, optimizer)
         for _ in range(8):
