@@ -100,6 +100,7 @@ LONG: Final = (
     "tests/step/test_fast_path.py::test_whatever_comes_between_fast_steps",
     "tests/step/test_flight_recorder.py::test_a_report_that_is_kept_keeps_no_model_alive",
     "tests/step/test_history.py::test_a_summary_may_be_asked_for_in_other_threads",
+    "tests/step/test_on_device.py::test_operations_do_not_grow_with_the_number_of_tensors",
     "tests/support/test_interrupts.py::test_training_ends_wherever_the_signal_strikes",
     "tests/test_cases.py",
     "tests/test_demo.py::test_training_learns_in_spite_of_a_bad_batch",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -118,7 +119,7 @@ class Accelerators:
         self._engine = engine
         self._triton: Any = _load_triton(required=True) if engine == "triton" else None
         self._works: dict[torch.device, bool] = {}
-        self.torch_plans = Plans(TorchPlan)
+        self.torch_plans = Plans(partial(TorchPlan, memory={}))
 
     def plan(self, grads: Sequence[Tensor]) -> Any:
         """Return the plan for gradients of one device: Triton's where it covers all of them, else that of torch."""

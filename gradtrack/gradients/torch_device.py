@@ -108,7 +108,7 @@ class TorchPlan:
     Between reports the host does not wait: `start` queues a step, and `read` takes what was copied from the device.
     """
 
-    def __init__(self, grads: Sequence[Tensor]) -> None:
+    def __init__(self, grads: Sequence[Tensor], memory: dict[torch.device, list[Tensor]] | None = None) -> None:
         self.device = grads[0].device
         self._facts = [(grad.dtype, grad.shape) for grad in grads]
         self._num_tensors = len(grads)
@@ -119,7 +119,7 @@ class TorchPlan:
         """The tensor of each line, and the number of its elements."""
         parts = [self._divide(grads, dtype) for dtype in dict.fromkeys(grad.dtype for grad in grads)]
         most = max((self._length(one) for several in parts for one in several), default=0)
-        halves = [torch.empty(most, dtype=self._wide, device=self.device) for _ in range(2)]
+        halves = self._share(memory if memory is not None else {}, most)
         self._windows: list[_Window] = []
         first = 0
         for one in (one for several in parts for one in several):
@@ -128,6 +128,13 @@ class TorchPlan:
             first += lines
         self._num_gaps = int((self._line - self._filled).sum())
         self.found_inf: Tensor
+
+    def _share(self, memory: dict[torch.device, list[Tensor]], length: int) -> list[Tensor]:
+        """Return the memory of the windows, which plans share, since a step uses it by itself."""
+        if self.device not in memory or memory[self.device][0].numel() < length:
+            size = length if 4 * length <= _MOST_ELEMENTS else _MOST_ELEMENTS
+            memory[self.device] = [torch.empty(size, dtype=self._wide, device=self.device) for _ in range(2)]
+        return memory[self.device]
 
     def fits(self, grads: Sequence[Tensor]) -> bool:
         """Tell whether gradients have the types, the shapes and the device that the plan was made for."""

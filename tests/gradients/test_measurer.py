@@ -1,6 +1,7 @@
 """Both engines against exact arithmetic, alone and together."""
 
 import math
+import sys
 from collections.abc import Callable
 
 import numpy as np
@@ -10,8 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from gradtrack.errors import MissingExtraError
+from gradtrack.gradients import measurer as module
 from gradtrack.gradients.measurer import EngineName, Measurer
 from gradtrack.gradients.moments import Moments, describe, replaced
+from gradtrack.gradients.torch_device import TorchPlan
 from tests.gradients.gradients import flat, gradients, oracle, same
 from tests.training import ENGINES
 
@@ -177,3 +181,37 @@ def test_what_replacing_makes_of_the_sums(engine: EngineName, grads: list[Tensor
     ]
     found = describe(foreseen.total, sum(grad.numel() for grad in grads), foreseen.exponent)
     assert same(found, oracle(flat(after)))
+
+
+class Broken:
+    """An engine of Triton on a machine without a compiler."""
+
+    def covers(self, grad: Tensor) -> bool:
+        """Cover everything."""
+        return True
+
+    def works_on(self, device: torch.device) -> bool:
+        """Fail as Triton does."""
+        raise RuntimeError("Failed to find C compiler")
+
+
+def test_torch_measures_where_triton_cannot_be_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`auto` tries once on each device and says why torch measures there; `triton` fails at its first launch."""
+    monkeypatch.setattr(module, "_load_triton", lambda required: Broken())
+    grads = [torch.empty(3, device="meta")]
+    auto = module.Accelerators("auto")
+    assert [auto.triton_for(grads) for _ in range(2)] == [(None, [])] * 2
+    assert caplog.text.count("Failed to find C compiler") == 1
+    assert isinstance(auto.plan(grads), TorchPlan)
+    assert module.Accelerators("triton").triton_for(grads)[1] == [0]
+    assert module.Accelerators("native").triton_for(grads) == (None, [])
+
+
+def test_a_missing_triton_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the package `triton` is refused with the command that installs it, and `auto` is not."""
+    monkeypatch.setitem(sys.modules, "gradtrack.gradients.triton.engine", None)
+    with pytest.raises(MissingExtraError, match=r"gradtrack\[triton\]"):
+        Measurer("triton")
+    assert module.Accelerators("auto").triton_for([torch.empty(3, device="meta")]) == (None, [])

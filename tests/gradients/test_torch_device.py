@@ -64,6 +64,20 @@ def test_two_windows_are_below_64_megabytes() -> None:
     assert 2.5 * 8 * torch_device._MOST_ELEMENTS <= 64e6
 
 
+def test_plans_share_their_memory() -> None:
+    """Several models, as in a game, take no more than the largest of them."""
+    memory: dict[torch.device, list[Tensor]] = {}
+    one, two = [torch.randn(1000, 1000)], [torch.randn(900, 1000), torch.randn(5)]
+    plans = [TorchPlan(grads, memory) for grads in (one, two)]
+    (halves,) = memory.values()
+    assert sum(half.nbytes for half in halves) <= 64e6
+    for plan, grads in ((plans[0], one), (plans[1], two), (plans[0], one)):
+        expected = [float(grad.double().sum()) for grad in grads]
+        assert plan.rows(grads)[:, 0] == pytest.approx(expected)
+    TorchPlan([torch.randn(5)], memory)
+    assert list(memory.values()) == [halves]
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_half_precision_is_scaled_by_an_exact_factor(dtype: torch.dtype) -> None:
     """The product is rounded and not the factor, which bfloat16 would hold with three digits."""

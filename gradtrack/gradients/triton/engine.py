@@ -269,8 +269,9 @@ class TritonEngine:
         """Tell whether the kernels run on a device, by running them; it must have float64 numbers."""
         if device.type == "xpu" and not torch.xpu.get_device_properties(device).has_fp64:
             return False
-        row: list[float] = self.measure([torch.full((3,), 2.0, device=device)])[0].tolist()
-        return row == [6, 12, 2, 2, 0, 0, 0, 0]
+        grads = [torch.full((4,), 2.0, device=device)]
+        row = Plan(grads).start(grads, Orders(limit=2.0))[:WIDTH].tolist()
+        return row == [8, 16, 2, 2, 0, 0, 0, 0] and grads[0].tolist() == [1.0] * 4
 
     def measure(self, grads: Sequence[Tensor], exponent: int = 0) -> Rows:
         """Return the row of each gradient that the engine covers, all on one device, divided by 2**exponent."""

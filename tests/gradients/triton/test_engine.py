@@ -102,6 +102,11 @@ def test_two_launches_measure_any_number_of_tensors(number: int, monkeypatch: py
     assert plan.inputs[0] == other.data_ptr()
 
 
+def test_the_engine_tries_itself() -> None:
+    """It runs its kernels once before `auto` takes it for a device."""
+    assert engine.TritonEngine().works_on(torch.device("cpu"))
+
+
 def test_plans_of_several_models_are_kept() -> None:
     """Gradients of the same types and sizes meet their plan again, and only so many plans are kept."""
     mine = engine.TritonEngine().plans
