@@ -71,7 +71,9 @@ def thin_out(steps: NDArray[Any], values: NDArray[np.float64], *, buckets: int) 
 
 
 _NUMBERS_PER_PAGE: Final = 60_000
-_LINES_PER_CHART: Final = 12
+_LINES_PER_CHART: Final = 24
+_SHOWN_LINES: Final = 8
+"""The lines of a chart that are drawn at first, the same number as in `line_chart.js`; the others on request."""
 _CHARTS_PER_SECTION: Final = 12
 _MARKS: Final = 200
 _LOST: Final = 60
@@ -106,14 +108,15 @@ class Chart:
         return self.always or any(np.isfinite(line.values).any() for line in self.lines)
 
     def to_plain(self, *, buckets: int) -> dict[str, Any]:
-        """Return the chart as plain data, each line with at most so many points."""
+        """Return the chart as plain data, each line with at most so many points; a line without data is left out."""
+        lines = [_plain_line(line, buckets) for line in self.lines]
         return {
             "title": self.title,
             "section": self.section,
             "log": self.log_scale,
             "about": self.about,
             "events": [list(event) for event in self.events],
-            "lines": [_plain_line(line, buckets) for line in self.lines],
+            "lines": [plain for plain in lines if plain["x"] or plain["bad"] or "lost" in plain] or lines[:1],
         }
 
 
@@ -189,8 +192,8 @@ def _charts(track: Track, run: RunData) -> Iterator[Chart | HeatMap]:
     yield chart("Range", line("train/grad_max", "max"), smallest, log_scale=True)
     groups = _strongest(track, track.groups)
     lines = [line(f"train/grad_norm/{group}", group) for group in groups]
-    left = len(track.groups) - len(groups)
-    about = f"The strongest {len(groups)}; {left} more are below and in the table." if left else ""
+    left = len(track.groups) - _SHOWN_LINES
+    about = f"The strongest {_SHOWN_LINES}; {left} more are below and in the table." if left > 0 else ""
     if len(track.groups) > 1:
         yield chart("Gradient norm of each group", *lines, log_scale=True, about=about)
     heat = heat_of(track, section=section, events=events)
@@ -261,10 +264,12 @@ def _by_stem(names: Sequence[str]) -> dict[tuple[str, str], list[str]]:
 
 
 def _strongest(track: Track, groups: Sequence[str]) -> list[str]:
+    """Return the groups of one chart, those that are shown at first before the others."""
     medians = {group: track.median(f"train/grad_norm/{group}") for group in groups}
     known = {group: -math.inf if median is None else median for group, median in medians.items()}
     kept = sorted(groups, key=known.__getitem__, reverse=True)[:_LINES_PER_CHART]
-    return [group for group in groups if group in kept]
+    shown = kept[:_SHOWN_LINES]
+    return sorted(kept, key=lambda group: (group not in shown, groups.index(group)))
 
 
 def line_of(track: Track, metric: str, name: str, *, style: str = "solid") -> Line:

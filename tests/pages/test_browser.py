@@ -201,6 +201,20 @@ def test_a_run_of_one_step_is_drawn_in_the_middle(tmp_path: Path) -> None:
     assert seen["legends"] == [0, 1, 1]
 
 
+def test_a_chart_draws_eight_lines_and_the_others_on_request(tmp_path: Path) -> None:
+    """The legend ends with how many more there are; a click on that draws them."""
+    script = """<script>setTimeout(() => {
+      const chart = [...document.querySelectorAll(".chart")].find((one) => one.querySelector(".more"));
+      const seen = () => [chart.querySelectorAll(".legend button").length, chart.querySelectorAll("g path").length];
+      const before = seen(), more = chart.querySelector(".more"), text = more.textContent;
+      more.click();
+      document.title = JSON.stringify({ before, text, after: seen() });
+    }, 500);</script></body>"""
+    rows = [row(step, metrics={f"train/grad_norm/g{index}": 1.0 + index for index in range(30)}) for step in (1, 2)]
+    seen = asked(write_html_report(gather(*rows), tmp_path / "many.html"), tmp_path / "p", script)
+    assert seen == {"before": [9, 8], "text": "16 more", "after": [24, 24]}
+
+
 def test_the_axis_of_a_long_run_ends_with_the_run(tmp_path: Path) -> None:
     """Lines that are thinned out to buckets of steps do not shorten the axis."""
     script = """<script>setTimeout(() => {

@@ -28,7 +28,7 @@ def test_a_step_that_was_left_out_has_no_clip_coefficient() -> None:
     """The coefficient of a skipped step says nothing about the gradients."""
     rows = [{"train/grad_clip_coef": 0.5, "train/grad_skipped": skipped} for skipped in (0.0, 1.0, 0.0)]
     charts = plain(*(row(1 + step, metrics=found) for step, found in enumerate(rows)))
-    assert charts["Clipping"]["lines"][1]["x"] == [1, 3]
+    assert charts["Clipping"]["lines"][0]["x"] == [1, 3]
 
 
 def test_charts_say_what_their_metrics_mean() -> None:
@@ -131,11 +131,18 @@ def test_one_group_is_not_drawn_beside_the_whole() -> None:
 
 
 def test_only_the_strongest_groups_are_drawn() -> None:
-    """Many groups would hide each other, so the strongest are drawn, in the order of the model."""
+    """Many groups would hide each other: the strongest eight come first, then others, in the order of the model."""
     metrics = {f"train/grad_norm/layer{index}": float(index) for index in range(30)}
     (chart,) = plain(row(1, metrics=metrics, loss=None)).values()
-    assert [line["name"] for line in chart["lines"]] == [f"layer{index}" for index in range(18, 30)]
-    assert "18 more" in chart["about"]
+    places = [*range(22, 30), *range(6, 22)]
+    assert [line["name"] for line in chart["lines"]] == [f"layer{index}" for index in places]
+    assert "22 more" in chart["about"]
+
+
+def test_a_line_without_data_is_not_in_the_legend() -> None:
+    """A run without clipping has no curve after it and no threshold."""
+    chart = plain(row(1, metrics={"train/grad_norm": 2.0}))["Gradient norm"]
+    assert [line["name"] for line in chart["lines"]] == ["before clipping"]
 
 
 def test_long_runs_become_coarser_and_not_larger() -> None:

@@ -1,8 +1,10 @@
+const SHOWN_LINES = 8;
+
 class Chart {
   constructor(data, parent) {
     this.data = data;
     this.log = data.log;
-    this.hidden = new Set();
+    this.hidden = new Set([...data.lines.keys()].slice(SHOWN_LINES));
     this.digits = digitsOf(data.lines.flatMap((line) => line.y));
     this.box = make("div", { class: "chart" }, parent);
     const top = make("div", { class: "top" }, this.box);
@@ -40,7 +42,7 @@ class Chart {
     const [only, ...others] = this.data.lines;
     if (!others.length && only.name.replaceAll("_", " ") === this.data.title.toLowerCase()) return;
     const legend = make("div", { class: "legend" }, this.box);
-    this.data.lines.forEach((line, index) => {
+    const add = (line, index) => {
       const button = make("button", { type: "button", "aria-pressed": "true", title: line.name }, legend);
       this.key(line, index, button);
       button.append(clipped(line.name));
@@ -49,6 +51,15 @@ class Chart {
         button.setAttribute("aria-pressed", String(!this.hidden.has(index)));
         this.draw();
       });
+    };
+    this.data.lines.slice(0, SHOWN_LINES).forEach(add);
+    const rest = this.data.lines.slice(SHOWN_LINES);
+    if (!rest.length) return;
+    const more = make("button", { type: "button", class: "more" }, legend, `${rest.length} more`);
+    more.addEventListener("click", () => {
+      more.remove();
+      rest.forEach((line, index) => { this.hidden.delete(index + SHOWN_LINES); add(line, index + SHOWN_LINES); });
+      this.draw();
     });
   }
 
