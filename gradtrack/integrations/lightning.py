@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from gradtrack.config import GradientConfig
 from gradtrack.errors import MissingExtraError
-from gradtrack.integrations.callback import ManagedTraining
-from gradtrack.integrations.clipping_owner import clipping_if_asked, joined
+from gradtrack.integrations.callback import ManagedTraining, clipping_if_asked, joined
 from gradtrack.integrations.patching import stand_in
 from gradtrack.manager import GradientManager
 from gradtrack.step.pair import IssueCallback

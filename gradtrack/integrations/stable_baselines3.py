@@ -14,8 +14,7 @@ from torch import nn
 from gradtrack.backends.base import Backend
 from gradtrack.config import GradientConfig
 from gradtrack.errors import MissingExtraError, UsageError
-from gradtrack.integrations.callback import ManagedTraining
-from gradtrack.integrations.clipping_owner import Source, clipping_if_asked
+from gradtrack.integrations.callback import ManagedTraining, Source, clipping_if_asked
 from gradtrack.integrations.patching import AfterBackward, embrace, stand_in
 from gradtrack.records import Record, tail_of
 from gradtrack.step.pair import IssueCallback

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from gradtrack.config import GradientConfig
 from gradtrack.errors import MissingExtraError
-from gradtrack.integrations.callback import ManagedTraining
-from gradtrack.integrations.clipping_owner import Source, clipping_if_asked, joined
+from gradtrack.integrations.callback import ManagedTraining, Source, clipping_if_asked, joined
 from gradtrack.integrations.patching import AfterBackward, embrace, stand_in
 from gradtrack.step.pair import IssueCallback
 

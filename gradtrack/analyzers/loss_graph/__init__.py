@@ -9,8 +9,7 @@ from pydantic import Field
 from torch import nn
 
 from gradtrack.analyzers.base import Analyzer, Schedule, Snapshot, rarely
-from gradtrack.analyzers.loss_graph.graph import operations
-from gradtrack.analyzers.loss_graph.verdict import judge
+from gradtrack.analyzers.loss_graph.verdict import judge, operations
 from gradtrack.reports import Issue, Report
 from gradtrack.reports.base import measured
 

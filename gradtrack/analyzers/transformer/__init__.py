@@ -14,9 +14,9 @@ from gradtrack.analyzers.tools.modules import is_compiled
 from gradtrack.analyzers.tools.offline import offline_steps, untouched
 from gradtrack.analyzers.tools.spectra import GradientCoherence
 from gradtrack.analyzers.transformer import picture
-from gradtrack.analyzers.transformer.logits import Limits
 from gradtrack.analyzers.transformer.recorder import AttentionRecorder, ForwardPass
 from gradtrack.analyzers.transformer.report import AttentionReport, report_attention
+from gradtrack.analyzers.transformer.statistics import Limits
 from gradtrack.analyzers.transformer.verdict import EXPLAINED_BY, judge
 from gradtrack.errors import UsageError
 from gradtrack.records import Panel

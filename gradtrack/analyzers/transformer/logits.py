@@ -3,30 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gradtrack.analyzers.transformer.statistics import AttentionRows
+from gradtrack.analyzers.transformer.statistics import AttentionRows, Limits
 
 _MASKED: float = -5000.0
 """An additive mask below this hides a key: the usual -1e4, -1e9 and -inf do, biases for position do not."""
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """How much of a call is looked at: the first sequences, and query rows spread evenly over the others."""
-
-    sequences: int = 2
-    rows: int = 64
-
-    def chosen_rows(self, length: int) -> Tensor:
-        """Return the chosen rows of a sequence, always with the last, which sees the most."""
-        count = min(self.rows, length)
-        steps = torch.arange(count) * (length - 1) // max(count - 1, 1)
-        return (length - 1 - steps).flip(0)
 
 
 def rows_of_attention(

@@ -18,17 +18,19 @@ from gradtrack.analyzers.tools.hooks import is_unheard
 from gradtrack.analyzers.tools.modules import tensors
 from gradtrack.analyzers.transformer.interception import Interception, SharedChange
 from gradtrack.analyzers.transformer.logits import (
-    Limits,
     is_attention_softmax,
     rows_of_attention,
     rows_of_packed,
     rows_of_softmax,
 )
-from gradtrack.analyzers.transformer.statistics import AttentionRows, HeadStatistics, measure_heads
-from gradtrack.analyzers.transformer.tokens import (
+from gradtrack.analyzers.transformer.statistics import (
+    AttentionRows,
+    HeadStatistics,
+    Limits,
     TokenStatistics,
     are_alike,
     call_sizes,
+    measure_heads,
     sequences_of,
     token_statistics,
 )

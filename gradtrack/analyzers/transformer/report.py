@@ -11,8 +11,7 @@ import torch
 from pydantic import Field
 
 from gradtrack.analyzers.transformer.recorder import ForwardPass
-from gradtrack.analyzers.transformer.statistics import HeadStatistics
-from gradtrack.analyzers.transformer.tokens import TokenStatistics
+from gradtrack.analyzers.transformer.statistics import HeadStatistics, TokenStatistics
 from gradtrack.records import Metric
 from gradtrack.reports import Issue, Report
 from gradtrack.reports.base import measured

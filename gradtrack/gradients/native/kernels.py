@@ -12,14 +12,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 import numpy as np
 from llvmlite import ir
-from numba import carray, cfunc, types
+from numba import carray, cfunc, config, njit, types
 from numba.extending import intrinsic, overload
 
-from gradtrack.gradients.native.compiling import Value, compiled, compiled_freely, compiled_now
+if config.DISABLE_JIT:
+    raise ImportError("NUMBA_DISABLE_JIT is set: expected a compiler. Unset it to use the native engine.")
+
+Value: TypeAlias = Any
+"""A number or an array whose type only the compiler knows."""
+_Function = TypeVar("_Function", bound=Callable[..., Value])
 
 FLOAT32, FLOAT64, BFLOAT16, FLOAT16 = range(4)
 ADDRESS, SIZE, CODE, GROUP, START = range(5)
@@ -60,12 +65,35 @@ _MAGNITUDE_64 = 0x7FFFFFFFFFFFFFFF
 _HALF_BITS = 0x3F000000
 
 
+def compiled(function: _Function) -> _Function:
+    """Compile a function into those that call it."""
+    return cast("_Function", njit(nogil=True)(function))
+
+
+def compiled_freely(function: _Function) -> _Function:
+    """Compile a function whose sums may be taken in any order, so that they run on vectors."""
+    return cast("_Function", njit(nogil=True, fastmath={"reassoc", "contract", "nsz"})(function))
+
+
+def compiled_now(signature: str) -> Callable[[_Function], _Function]:
+    """Compile a function at import, or load it from the cache on disk."""
+
+    def compile_or_load(function: _Function) -> _Function:
+        return cast("_Function", _cached(njit, function, signature, nogil=True))
+
+    return compile_or_load
+
+
 def _compiled_for_a_team(function: Callable[..., Value]) -> Any:
     """Compile a function that a team of OpenMP runs: it is given the address of the orders."""
+    return _cached(cfunc, function, types.void(types.voidptr))
+
+
+def _cached(compiler: Callable[..., Any], function: Callable[..., Value], signature: Any, **options: Any) -> Any:
     try:
-        return cfunc(types.void(types.voidptr), cache=True)(function)
+        return compiler(signature, cache=True, **options)(function)
     except Exception:  # no directory can be written, or what is in it is damaged
-        return cfunc(types.void(types.voidptr))(function)
+        return compiler(signature, **options)(function)
 
 
 def _emitted(function: Callable[..., Value]) -> Callable[..., Value]:

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradtrack.analyzers.transformer.logits import Limits, rows_of_attention, rows_of_softmax
-from gradtrack.analyzers.transformer.statistics import HeadStatistics, measure_heads
+from gradtrack.analyzers.transformer.logits import rows_of_attention, rows_of_softmax
+from gradtrack.analyzers.transformer.statistics import HeadStatistics, Limits, measure_heads
 
 HEADS, KEYS, TOKENS = 4, 2, 6
 PRECISION = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 1e-4, torch.float16: 1e-4}

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from gradtrack.analyzers.transformer import recorder as attention_recorder
-from gradtrack.analyzers.transformer.logits import Limits, rows_of_attention
+from gradtrack.analyzers.transformer.logits import rows_of_attention
 from gradtrack.analyzers.transformer.recorder import AttentionRecorder
-from gradtrack.analyzers.transformer.statistics import AttentionRows, measure_heads, weights_of
+from gradtrack.analyzers.transformer.statistics import AttentionRows, Limits, measure_heads, weights_of
 from tests.analyzers.transformer.attention_models import Bare, HandWrittenAttention, ImportedAttention, SmallGPT, ids
 
 SDPA, SOFTMAX = nn.functional.scaled_dot_product_attention, nn.functional.softmax

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gradtrack.config import GradientConfig
-from gradtrack.integrations.clipping_owner import clipping_if_asked
+from gradtrack.integrations.callback import clipping_if_asked
 
 
 @pytest.mark.parametrize("rank", [0, 1])
