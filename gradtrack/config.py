@@ -226,9 +226,7 @@ class GradientConfig(BaseModel):
         for spec in [] if isinstance(specs, str) else specs:
             if spec == "auto" and info.field_name == "analyzers":
                 raise ValueError("expected 'auto' alone or a list of names. Write analyzers='auto'.")
-            known = {"backends": registry.backends, "analyzers": registry.analyzers, "alerts": registry.alerts}[
-                info.field_name
-            ]
+            known: registry.Registry = getattr(registry, info.field_name)
             named = registry.split_spec(spec, known.singular)
             if named is not None:
                 known.check(named[0])

@@ -84,7 +84,13 @@ class Registry:
         return found
 
     def name_of(self, plugin: object) -> str:
-        """Return the name of a plugin instance: its file's name, its entry point's name, or its `name`."""
+        """Return the name of a plugin as a configuration has it.
+
+        An instance has its `name`, or that of its file or its class.
+        """
+        named = split_spec(plugin, self.singular)
+        if named is not None:
+            return named[0]
         explicit = getattr(plugin, "name", None)
         if isinstance(explicit, str) and explicit:
             return explicit

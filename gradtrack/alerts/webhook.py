@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import http.client
 import json
 import os
@@ -43,7 +44,8 @@ class WebhookAlert(Alert):
         self._opener = urllib.request.build_opener(_NoRedirects)
 
     def send(self, message: Message) -> None:
-        plain = message.to_plain() if self._body == "json" else {"text": _escape(message.text)[:_MOST_CHARACTERS]}
+        text = html.escape(message.text, quote=False)  # or Slack reads names of layers as links and mentions
+        plain = message.to_plain() if self._body == "json" else {"text": text[:_MOST_CHARACTERS]}
         request = urllib.request.Request(
             self._url,
             data=json.dumps(plain, default=str).encode(),
@@ -97,8 +99,3 @@ def _resolve(url: str) -> str:
     if not usable or any(letter.isspace() for letter in url):
         raise UsageError(f"alert 'webhook': url {HIDDEN}: expected an address that begins with https:// or http://.")
     return url
-
-
-def _escape(text: str) -> str:
-    """Keep names of layers and messages from being read as Slack's links and mentions."""
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from enum import StrEnum
@@ -16,7 +16,7 @@ from rich.console import Console, RenderableType
 from rich.progress import Progress, TaskID
 
 from gradtrack._version import __version__
-from gradtrack.cli.runs import HERE, find_run, survive_poor_encodings
+from gradtrack.cli.runs import FAIL_ON, HERE, FailOn, exit_code, find_run, survive_poor_encodings
 from gradtrack.errors import GradtrackError, UsageError
 from gradtrack.support.names import Printable, one_line, printable
 
@@ -27,11 +27,6 @@ _EPILOG: Final = (
     "130 interrupted; 141 the reader of the output has gone."
     "\n\n[bold]gradtrack COMMAND --help[/bold] has examples; "
     "[bold]gradtrack --install-completion[/bold] completes commands and options in your shell."
-)
-
-_FAIL_ON: Final = (
-    "failed: the training raised an error, was killed or never ended; critical: that, or a critical issue at any time; "
-    "open: that, or an issue of MEDIUM or above that was open at the end; any: that, or any issue at any time."
 )
 
 
@@ -57,30 +52,8 @@ Run = Annotated[
 ]
 
 
-class FailOn(StrEnum):
-    """What `show --check` refuses, the worst first; each includes those before it."""
-
-    failed = "failed"
-    critical = "critical"
-    open = "open"
-    any = "any"
-
-
-class ExportFormat(StrEnum):
-    """How `export` writes a table."""
-
-    csv = "csv"
-    parquet = "parquet"
-    jsonl = "jsonl"
-
-
-class ExportTable(StrEnum):
-    """What `export` writes."""
-
-    steps = "steps"
-    issues = "issues"
-
-
+ExportFormat = StrEnum("ExportFormat", ["csv", "parquet", "jsonl"])
+ExportTable = StrEnum("ExportTable", ["steps", "issues"])
 AsJson = Annotated[bool, typer.Option("--json", help="Print data for scripts instead of text.")]
 
 
@@ -152,7 +125,7 @@ def show(
         bool, typer.Option("--check", help="Exit with 1 or 3 if the run is not as it should be: see --fail-on.")
     ] = False,
     fail_on: Annotated[
-        FailOn | None, typer.Option("--fail-on", help=f"What --check refuses: {_FAIL_ON} Default: open.")
+        FailOn | None, typer.Option("--fail-on", help=f"What --check refuses: {FAIL_ON} Default: open.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -169,18 +142,7 @@ def show(
     else:
         found = load_run(find_run(run), watched=True)
         _print(lambda: overview.to_plain(found), lambda: overview.show(found), as_json=as_json)
-    raise typer.Exit(_verdict(found.faults(), fail_on or FailOn.open) if check or fail_on is not None else 0)
-
-
-def _verdict(faults: Mapping[str, str], level: FailOn) -> int:
-    """Return the exit code of a run with these faults, and say on stderr why it is not 0."""
-    for one in FailOn:
-        if one.value in faults:
-            print(one_line(f"gradtrack: {faults[one.value]}."), file=sys.stderr)
-            return 3 if one is FailOn.failed else 1
-        if one is level:
-            break
-    return 0
+    raise typer.Exit(exit_code(found.faults(), fail_on or FailOn.open) if check or fail_on is not None else 0)
 
 
 @app.command(epilog=_epilog("gradtrack report", "gradtrack report gradtrack_runs/exp1 --out exp1.html"))

@@ -64,9 +64,7 @@ def examine(
     resolved = GradientConfig.load(config)
     specs: dict[str, list[object]] = {}
     for spec in resolved.backends:
-        named = registry.split_spec(spec, "backend")
-        name = registry.backends.name_of(spec) if named is None else named[0]
-        specs.setdefault(name, []).append(spec)
+        specs.setdefault(registry.backends.name_of(spec), []).append(spec)
     names = [*specs, *(name for name in registry.backends.names() if name not in specs)]
     return Diagnosis(
         versions={"gradtrack": __version__, "torch": torch.__version__, "python": platform.python_version()},

@@ -60,7 +60,7 @@ def _chosen(config: GradientConfig) -> dict[str, Any]:
         known.kind: specs if isinstance(specs, str) else [_named(spec, known) for spec in specs]
         for known in (registry.backends, registry.analyzers)
         if known.kind in config.model_fields_set and (specs := getattr(config, known.kind))
-    } | ({"alerts": [name_of_alert(spec) for spec in config.alerts]} if config.alerts else {})
+    } | ({"alerts": [registry.alerts.name_of(spec) for spec in config.alerts]} if config.alerts else {})
 
 
 def _named(spec: object, known: registry.Registry) -> str | dict[str, Any]:
@@ -255,7 +255,7 @@ def build_alerts(specs: list[Any]) -> dict[str, AlertWorker]:
     built: dict[str, AlertWorker] = {}
     for spec in specs:
         named = registry.split_spec(spec, "alert")
-        kind, alert, least = name_of_alert(spec), spec, IssueSeverity.MEDIUM
+        kind, alert, least = registry.alerts.name_of(spec), spec, IssueSeverity.MEDIUM
         if named is not None:
             least = _severity(kind, named[1].pop("min_severity", least))
             alert = registry.alerts.load_for(*named)(**named[1])
@@ -267,12 +267,6 @@ def build_alerts(specs: list[Any]) -> dict[str, AlertWorker]:
         name = f"{kind}_{count + 1}" if kind in built else kind
         built[name] = AlertWorker(name, alert, least)
     return built
-
-
-def name_of_alert(spec: object) -> str:
-    """Return the name of an alert alone, since any of its options may be a secret."""
-    named = registry.split_spec(spec, "alert")
-    return registry.alerts.name_of(spec) if named is None else named[0]
 
 
 def _severity(kind: str, given: object) -> IssueSeverity:

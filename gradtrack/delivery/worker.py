@@ -229,9 +229,17 @@ class AlertWorker:
             self.accepted += 1
             if self._end is not None or len(self._messages) >= _MOST_MESSAGES:
                 self._lose(1, "too many wait" if self._end is None else "the run is closed")
-            elif self._thread is not None or self._start():
-                self._messages.append(message)
-                self._changed.notify_all()
+                return
+            if self._thread is None:
+                thread = threading.Thread(target=self._work, name=f"gradtrack-alert-{self.name}", daemon=True)
+                try:
+                    start(thread)
+                except RuntimeError as fault:  # no thread can start while the interpreter exits
+                    self._lose(1, describe(fault))
+                    return
+                self._thread = thread
+            self._messages.append(message)
+            self._changed.notify_all()
 
     def ask_close(self, end: float) -> None:
         """Post what waits, and begin no attempt after `end` (of the monotonic clock)."""
@@ -248,23 +256,11 @@ class AlertWorker:
         if self.pending:
             self._lose(self.pending, self.faults.last or "it has not answered in time")
 
-    def _start(self) -> bool:
-        thread = threading.Thread(target=self._work, name=f"gradtrack-alert-{self.name}", daemon=True)
-        try:
-            start(thread)
-        except RuntimeError as fault:  # no thread can start while the interpreter exits
-            self._lose(1, describe(fault))
-            return False
-        self._thread = thread
-        return True
-
     def _work(self) -> None:
         while True:
             with self._changed:
-                while not self._messages and self._end is None:
-                    self._changed.wait()
-                message = self._messages[0] if self._messages else None
-            if message is None or not self._deliver(message):
+                self._changed.wait_for(lambda: self._messages or self._end is not None)
+            if not self._messages or not self._deliver(self._messages[0]):
                 break
         self._close()
 

@@ -49,7 +49,7 @@ class Measurer:
 
     def use(self, engine: EngineName) -> None:
         """Measure with another engine from now on."""
-        self.native: Any = _native(required=engine == "native") if engine in ("auto", "native") else None
+        self.native: Any = _load("native", required=engine == "native") if engine in ("auto", "native") else None
         """The native engine, whose plans may be used; None without it."""
         self.accelerators = Accelerators(engine)
         self._torch = TorchEngine(self.accelerators)
@@ -102,22 +102,12 @@ class Measurer:
         return Moments(rows, *merge(rows, group_of, num_groups), exponent)
 
 
-def _native(*, required: bool) -> object:
-    try:
-        from gradtrack.gradients.native.engine import NativeEngine
-    except ImportError as fault:
-        if required:
-            raise MissingExtraError("engine 'native'", "numba", "native") from fault
-        return None
-    return NativeEngine()
-
-
 class Accelerators:
     """Finds the engine for gradients that are not for the CPU's loops: Triton where it works, or where it is set."""
 
     def __init__(self, engine: EngineName) -> None:
         self._engine = engine
-        self._triton: Any = _load_triton(required=True) if engine == "triton" else None
+        self._triton: Any = _load("triton", required=True) if engine == "triton" else None
         self._works: dict[torch.device, bool] = {}
         self.torch_plans = Plans(partial(TorchPlan, memory={}))
 
@@ -131,7 +121,7 @@ class Accelerators:
         if self._engine not in ("auto", "triton") or (self._engine == "auto" and grads[0].is_cpu):
             return None, []
         if self._triton is None:
-            self._triton = _load_triton(required=False) or False
+            self._triton = _load("triton", required=False) or False
         if not self._triton:
             return None, []
         covered = [index for index, grad in enumerate(grads) if self._triton.covers(grad)]
@@ -148,14 +138,20 @@ class Accelerators:
         return self._works.get(device, True)
 
 
-def _load_triton(*, required: bool) -> Any:
+def _load(name: Literal["native", "triton"], *, required: bool) -> Any:
+    """Make a compiled engine; None without its compiler, unless it is required."""
     try:
+        if name == "native":
+            from gradtrack.gradients.native.engine import NativeEngine
+
+            return NativeEngine()
         from gradtrack.gradients.triton.engine import TritonEngine
+
+        return TritonEngine()
     except ImportError as fault:
         if required:
-            raise MissingExtraError("engine 'triton'", "triton", "triton") from fault
+            raise MissingExtraError(f"engine {name!r}", "numba" if name == "native" else name, name) from fault
         return None
-    return TritonEngine()
 
 
 class TorchEngine:

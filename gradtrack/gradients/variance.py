@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from gradtrack.gradients.moments import MAX, MIN, NAN, SQUARES, SUM, Rows
 from gradtrack.gradients.torch_cpu import flat
-from gradtrack.gradients.torch_device import WITHOUT_FLOAT64
+from gradtrack.gradients.torch_device import WITHOUT_FLOAT64, halves_of
 
 _HIDDEN: Final = 1e-6
 """A variance below this share of the mean square has lost more than six of its sixteen digits."""
@@ -148,9 +147,8 @@ def deviations_from(grad: Tensor, center: float, exponent: int) -> tuple[float, 
     first, second = 0.0, 0.0
     for piece in torch.split(flat(grad.detach()), _PIECE):
         values = piece.to(wide)
-        if exponent:  # in two halves, since 2**-exponent itself may be out of range
-            half = -exponent // 2
-            values = values * math.ldexp(1.0, half) * math.ldexp(1.0, -exponent - half)
+        for factor in halves_of(exponent) if exponent else ():
+            values = values * factor
         values = torch.where(values.isfinite(), values - center, 0.0)
         first += float(values.sum())
         second += float(torch.dot(values, values))

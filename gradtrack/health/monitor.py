@@ -16,7 +16,7 @@ from gradtrack.gradients.collected import Gradients, find_deviations
 from gradtrack.gradients.distributed.shards import local_numbers
 from gradtrack.gradients.groups import Layout
 from gradtrack.gradients.measurer import Measurer
-from gradtrack.gradients.moments import Moments, describe
+from gradtrack.gradients.moments import Moments, describe_whole
 from gradtrack.health.rule import Evidence
 from gradtrack.health.rule_engine import Health
 from gradtrack.reports import GradientStatistics, HealthReport, Issue, StepReport, html
@@ -52,9 +52,8 @@ class GradientMonitor(Stateful):
         self.judge(self._evidence(moments, grads.layout))
         known, count = find_deviations(grads, moments), grads.layout.total_count
         deviations = None if known is None else known.total
-        found = describe(moments.total, count, moments.exponent, squared_deviations=deviations)
-        norm, variance = found.pop("norm"), found["variance"]
-        statistics = GradientStatistics(total_norm=norm, std=variance**0.5, **found)
+        fields = describe_whole(moments.total, count, (), moments.exponent, squared_deviations=deviations)
+        statistics = GradientStatistics(**fields)
         self._kept.append(statistics)
         self._step += 1
         return statistics

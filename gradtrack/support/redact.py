@@ -31,8 +31,9 @@ def redact(text: str) -> str:
 
     Its time is linear in the text, which may be a whole page that a server has answered with.
     """
-    for secret in _environment_secrets():
-        text = text.replace(secret, HIDDEN)
+    for name, value in os.environ.items():
+        if len(value) >= _SHORTEST_SECRET and _SECRET_NAME.search(name):
+            text = text.replace(value, HIDDEN)
     if "://" in text:
         text = _BLANKS.sub(rf"\1{HIDDEN}@", text)
     if "/" in text:
@@ -88,7 +89,3 @@ def redact_values(value: Any) -> Any:
 def is_hidden(value: object) -> bool:
     """Whether a secret was hidden in a value."""
     return isinstance(value, str) and HIDDEN in value
-
-
-def _environment_secrets() -> list[str]:
-    return [value for name, value in os.environ.items() if len(value) >= _SHORTEST_SECRET and _SECRET_NAME.search(name)]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate
-from operator import mul
 from typing import Any, Final
 
 import torch
@@ -172,10 +170,10 @@ def _add_up_along(mesh: Any, axis: int, params: list[nn.Parameter]) -> None:
         placements = list(grad.placements)
         placements[axis] = Replicate()
         param.grad = DTensor.from_local(
-            piece.view(part.shape), mesh, placements, run_check=False, shape=grad.shape, stride=_strides(grad.shape)
+            piece.view(part.shape),
+            mesh,
+            placements,
+            run_check=False,
+            shape=grad.shape,
+            stride=torch.empty(grad.shape, device="meta").stride(),
         )
-
-
-def _strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the strides of a contiguous tensor."""
-    return tuple(accumulate(reversed(shape[1:]), mul, initial=1))[::-1] if shape else ()
