@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, final
 
-from torch import Tensor, nn
+from torch import nn
 
 from gradtrack import registry
-from gradtrack.analyzers.base import Analyzer, Schedule, Snapshot, model_of, often
+from gradtrack.analyzers.base import Analyzer, Schedule, Snapshot, model_of, often, panel
 from gradtrack.analyzers.flow.sampler import FlowSampler, sample_offline
 from gradtrack.analyzers.flow.samples import Case, Sample, median
 from gradtrack.analyzers.flow.verdict import EXPLAINED_BY, Thresholds, diagnose, judge_absolutely
-from gradtrack.analyzers.tools.offline import untouched
+from gradtrack.analyzers.tools.offline import InputFunction, LossFunction, untouched
 from gradtrack.errors import UsageError
 from gradtrack.records import Panel
 from gradtrack.reports import Issue, IssueType, Report
@@ -81,15 +81,9 @@ class GradientFlowAnalyzer(Analyzer):
     schedule: ClassVar[Schedule] = staticmethod(often)
     foresees: ClassVar[bool] = True
     panels: ClassVar[tuple[Panel, ...]] = (
-        Panel(
-            title="Gradient gain",
-            section="flow",
-            metrics=("flow/gain_min", "flow/gain_max"),
-            kind="multi-line",
-            log_scale=True,
-        ),
-        Panel(title="Update ratio", section="flow", metrics=("flow/update_ratio",), log_scale=True),
-        Panel(title="Cosine of successive gradients", section="flow", metrics=("flow/gradient_cosine",)),
+        panel("Gradient gain", "flow/gain_min", "flow/gain_max", log_scale=True),
+        panel("Update ratio", "flow/update_ratio", log_scale=True),
+        panel("Cosine of successive gradients", "flow/gradient_cosine"),
     )
 
     def __init__(
@@ -150,11 +144,7 @@ class GradientFlowAnalyzer(Analyzer):
         self._sampler.load_state_dict(state)
 
     def analyze(
-        self,
-        input_fn: Callable[[], Any],
-        loss_fn: Callable[[Any], Tensor],
-        steps: int = 20,
-        optimizer: Any = None,
+        self, input_fn: InputFunction, loss_fn: LossFunction, steps: int = 20, optimizer: Any = None
     ) -> list[Issue]:
         """Run forward and backward passes and return what is wrong; the model trains only where an optimizer is passed.
 
@@ -180,7 +170,7 @@ class GradientFlowAnalyzer(Analyzer):
         title = f"Gradient flow over {self.case.series.num_steps} steps: {found}"
         print("\n".join([title, *(f"  {issue}" for issue in issues)]))  # noqa: T201
 
-    def _others(self, input_fn: Any, loss_fn: Any, steps: int) -> list[Issue]:
+    def _others(self, input_fn: InputFunction, loss_fn: LossFunction, steps: int) -> list[Issue]:
         """Run the analyzers that were switched on; their reports are kept in `details`."""
         wanted = {
             "jacobian": self.enable_jacobian,

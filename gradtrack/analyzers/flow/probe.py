@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from gradtrack.analyzers.flow.call import Node, axis_of, take_gradient, take_output
-from gradtrack.analyzers.tools.hooks import Faults, ModuleHook
+from gradtrack.analyzers.tools.hooks import Faults, ModuleHook, remove_all
 from gradtrack.analyzers.tools.modules import floating, has_parts, kind_of, layers, owns_parameters, unnested
 from gradtrack.gradients.native.threads import threads_for
 
@@ -43,9 +43,7 @@ class Probe:
     def close(self) -> None:
         """Remove the hooks and let go of the graph; a hook that an interrupt kept from being known does nothing."""
         self._closed = True
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        remove_all(self._handles)
         self._functions = {}
 
     def _seeing(self, name: str, module: nn.Module) -> Callable[..., None]:

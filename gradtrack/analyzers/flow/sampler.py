@@ -18,7 +18,8 @@ from gradtrack.analyzers.flow.probe import Probe
 from gradtrack.analyzers.flow.sampled_weights import Elements
 from gradtrack.analyzers.flow.samples import Case, ParameterSample, Sample, pack, unpack
 from gradtrack.analyzers.flow.verdict import Standing
-from gradtrack.analyzers.tools.offline import offline_steps
+from gradtrack.analyzers.tools.hooks import remove_all
+from gradtrack.analyzers.tools.offline import InputFunction, LossFunction, offline_steps
 from gradtrack.analyzers.tools.optimizer_hooks import StepWatch
 from gradtrack.gradients.distributed.shards import local_numbers, local_part, unwrapped
 from gradtrack.gradients.measurer import Measurer
@@ -54,9 +55,7 @@ class StaleWatch:
     def close(self) -> None:
         """Remove the hooks."""
         self._closed = True
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        remove_all(self._handles)
 
     def _hook(self, name: str, param: nn.Parameter) -> Callable[[Tensor], None]:
         version = param._version
@@ -247,8 +246,8 @@ def _norms(params: Iterable[Tensor]) -> list[float]:
 def sample_offline(
     sampler: FlowSampler,
     model: nn.Module,
-    input_fn: Callable[[], Any],
-    loss_fn: Callable[[Any], Tensor],
+    input_fn: InputFunction,
+    loss_fn: LossFunction,
     steps: int,
     optimizer: Any = None,
 ) -> None:

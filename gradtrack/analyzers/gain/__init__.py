@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Annotated, Any, ClassVar, final
 
 from torch import nn
 
-from gradtrack.analyzers.base import Analyzer, Schedule, Snapshot, often
-from gradtrack.analyzers.gain import picture
+from gradtrack.analyzers.base import Analyzer, Schedule, Snapshot, often, panel
 from gradtrack.analyzers.gain.monitor import GradientGainMonitor, NormType
+from gradtrack.analyzers.gain.picture import pictures_of
 from gradtrack.analyzers.gain.profile import GainProfile, SampleSpread, summarise
 from gradtrack.analyzers.tools.blocks import Blocks, describe_chain, find_chain, is_compiled_around
 from gradtrack.analyzers.tools.issue_memory import Notes
 from gradtrack.records import Metric, Panel
-from gradtrack.reports import Report, StepReport
+from gradtrack.reports import Report
 from gradtrack.reports.base import measured
 
 _COMPILED = "gain: the model is compiled around its blocks, where no hook can look at them; compile the blocks instead."
@@ -97,13 +95,12 @@ class GainAnalyzer(Analyzer):
     schedule: ClassVar[Schedule] = staticmethod(often)
     panels: ClassVar[tuple[Panel, ...]] = (
         Panel(title="Gain between blocks", section="gain", metrics=("gain/mean", "gain/min", "gain/max"), kind="band"),
-        Panel(title="Gain per block", section="gain", metrics=("gain/per_block",)),
-        Panel(
-            title="Gain from the last to the first block", section="gain", metrics=("gain/cumulative",), log_scale=True
-        ),
-        Panel(title="Largest jump between neighbours (log)", section="gain", metrics=("gain/jump",)),
-        Panel(title="Share of silent samples", section="gain", metrics=("gain/silent_fraction",)),
+        panel("Gain per block", "gain/per_block"),
+        panel("Gain from the last to the first block", "gain/cumulative", log_scale=True),
+        panel("Largest jump between neighbours (log)", "gain/jump"),
+        panel("Share of silent samples", "gain/silent_fraction"),
     )
+    pictures = staticmethod(pictures_of)
 
     def __init__(self, *, blocks: Blocks = None, norm_type: NormType = "l2", eps: float = 1e-30) -> None:
         self._options: dict[str, Any] = {"norm_type": norm_type, "eps": eps}
@@ -127,10 +124,6 @@ class GainAnalyzer(Analyzer):
         else:
             self._names = list(chain)
             self._monitor = GradientGainMonitor(chain.values(), strict_single_backward=False, **self._options)
-
-    @classmethod
-    def pictures(cls, reports: Sequence[StepReport]) -> Mapping[str, Callable[[Path], Path]]:
-        return picture.pictures_of(reports)
 
     def inspect(self, snapshot: Snapshot) -> GainReport | None:
         monitor = self._monitor

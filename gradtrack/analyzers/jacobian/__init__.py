@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, final
 
 import torch
@@ -22,7 +22,7 @@ from gradtrack.analyzers.tools.blocks import Blocks, find_chain, is_compiled_aro
 from gradtrack.analyzers.tools.issue_memory import Notes
 from gradtrack.analyzers.tools.linear_maps import differentiable_twice
 from gradtrack.analyzers.tools.modules import evaluating, first_floating
-from gradtrack.analyzers.tools.offline import call, kept, untouched
+from gradtrack.analyzers.tools.offline import InputFunction, call, kept, untouched
 from gradtrack.errors import UsageError
 from gradtrack.records import Panel
 from gradtrack.reports import Report
@@ -83,7 +83,7 @@ class JacobianAnalyzer(Analyzer):
         self._notes = Notes()
 
     def analyze(
-        self, input_fn: Callable[[], Any], blocks: Blocks | nn.Module | Iterable[nn.Module] = None
+        self, input_fn: InputFunction, blocks: Blocks | nn.Module | Iterable[nn.Module] = None
     ) -> JacobianReport:
         """Measure the Jacobians of blocks at the inputs that they get from one batch of `input_fn`.
 

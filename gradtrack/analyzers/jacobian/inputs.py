@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradtrack.analyzers.tools.hooks import Faults, ModuleHook
+from gradtrack.analyzers.tools.hooks import Faults, ModuleHook, remove_all
 from gradtrack.analyzers.tools.modules import first_floating, replace, tensors, unnested
 from gradtrack.errors import UsageError
 
@@ -93,8 +93,7 @@ class BlockInputs:
 
     def close(self) -> None:
         """Remove the hooks and forget the inputs."""
-        for handle in self._handles:
-            handle.remove()
+        remove_all(self._handles)
         self._calls = {}
 
     def _keep(self, name: str, _: nn.Module, args: Any, kwargs: Any) -> None:

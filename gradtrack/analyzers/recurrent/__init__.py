@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, ClassVar, Final, final
 
 import torch
@@ -12,19 +11,19 @@ from torch import Tensor, nn
 
 from gradtrack import registry
 from gradtrack.analyzers.base import Analyzer, Series, Snapshot, model_of, panel
-from gradtrack.analyzers.recurrent import picture
 from gradtrack.analyzers.recurrent.cells import Step, function_cell
 from gradtrack.analyzers.recurrent.measure import CellLook, LookOptions, look_around, look_at
+from gradtrack.analyzers.recurrent.picture import pictures_of
 from gradtrack.analyzers.recurrent.recorder import RecurrentRecorder, recurrent_modules
 from gradtrack.analyzers.recurrent.report import RecurrentReport, largest, pool, remarks, summarise
 from gradtrack.analyzers.recurrent.trajectories import follow
 from gradtrack.analyzers.recurrent.verdict import EXPLAINED_BY, criticality, judge
 from gradtrack.analyzers.tools.issue_memory import Recurring
 from gradtrack.analyzers.tools.modules import kind_of
-from gradtrack.analyzers.tools.offline import offline_steps, untouched
+from gradtrack.analyzers.tools.offline import InputFunction, LossFunction, offline_steps, untouched
 from gradtrack.errors import UsageError
 from gradtrack.records import Panel
-from gradtrack.reports import Issue, IssueType, Report, StepReport
+from gradtrack.reports import Issue, IssueType, Report
 
 _NOTHING: Final = (
     "expected nn.RNN, nn.LSTM, nn.GRU, one of their cells, or a module (x, h) -> h. "
@@ -75,6 +74,7 @@ class RecurrentAnalyzer(Analyzer):
         panel("Effective rank of the hidden states", "rnn/effective_rank"),
         panel("Gates", "rnn/gates/*"),
     )
+    pictures = staticmethod(pictures_of)
 
     def __init__(
         self,
@@ -117,10 +117,6 @@ class RecurrentAnalyzer(Analyzer):
         self.disarm()
         self._recorder = self._record(model)
 
-    @classmethod
-    def pictures(cls, reports: Sequence[StepReport]) -> Mapping[str, Callable[[Path], Path]]:
-        return picture.pictures_of(reports)
-
     def inspect(self, snapshot: Snapshot) -> RecurrentReport | None:
         if self._recorder is None:
             return None
@@ -160,11 +156,7 @@ class RecurrentAnalyzer(Analyzer):
             self._series.load_state_dict(state["series"])
 
     def analyze(
-        self,
-        input_fn: Callable[[], Any],
-        loss_fn: Callable[[Any], Tensor],
-        steps: int = 20,
-        optimizer: Any = None,
+        self, input_fn: InputFunction, loss_fn: LossFunction, steps: int = 20, optimizer: Any = None
     ) -> tuple[list[Issue], RecurrentReport]:
         """Look at the model on several batches; return the issues and the dynamics.
 
@@ -177,11 +169,7 @@ class RecurrentAnalyzer(Analyzer):
         return [*report.issues, *(issue for issue in flow if issue.key not in known)], report
 
     def analyze_dynamics(
-        self,
-        input_fn: Callable[[], Any],
-        loss_fn: Callable[[Any], Tensor],
-        steps: int = 20,
-        optimizer: Any = None,
+        self, input_fn: InputFunction, loss_fn: LossFunction, steps: int = 20, optimizer: Any = None
     ) -> RecurrentReport:
         """Return what `analyze` finds of the dynamics, without its look at the gradient flow."""
         model = model_of(self, self.model)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from gradtrack.analyzers.recurrent.capture import SINGLE_CELLS, Capture, CellCapture, FunctionCapture, FusedCapture
 from gradtrack.analyzers.recurrent.cells import Step, TorchCell
 from gradtrack.analyzers.recurrent.trajectories import Trajectory
-from gradtrack.analyzers.tools.hooks import ModuleHook
+from gradtrack.analyzers.tools.hooks import ModuleHook, remove_all
 from gradtrack.errors import UsageError
 
 _CELL_NAME: Final = re.compile(r"(cell|rnn|lstm|gru|recurrent|reservoir)\d*$", re.IGNORECASE)
@@ -84,9 +84,7 @@ class RecurrentRecorder:
 
     def close(self) -> None:
         """Remove every hook and let go of what was kept; a second call does nothing."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        remove_all(self._handles)
         self._captures = {}
 
     def _describe(self, name: str, trajectory: Trajectory) -> Recorded:

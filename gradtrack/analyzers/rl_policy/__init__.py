@@ -5,17 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any, ClassVar, Final, final
 
 import torch
 from torch import Tensor, nn
 
-from gradtrack.analyzers.base import Analyzer, Snapshot, Suggested, model_of
-from gradtrack.analyzers.rl_policy import picture
+from gradtrack.analyzers.base import Analyzer, Snapshot, Suggested, model_of, panel
 from gradtrack.analyzers.rl_policy.distributions import read_actions
 from gradtrack.analyzers.rl_policy.history import PolicyHistory
 from gradtrack.analyzers.rl_policy.observation import measure_policy
+from gradtrack.analyzers.rl_policy.picture import pictures_of
 from gradtrack.analyzers.rl_policy.report import PolicyReport
 from gradtrack.analyzers.rl_policy.update_metrics import (
     DormantUnits,
@@ -27,12 +26,12 @@ from gradtrack.analyzers.rl_policy.update_metrics import (
     kl_estimates,
 )
 from gradtrack.analyzers.rl_policy.verdict import EXPLAINED_BY, PolicyVerdict, sum_up
-from gradtrack.analyzers.tools.offline import offline_steps, untouched
+from gradtrack.analyzers.tools.offline import InputFunction, LossFunction, offline_steps, untouched
 from gradtrack.analyzers.tools.spectra import GradientCoherence
 from gradtrack.errors import UsageError
 from gradtrack.gradients.distributed.shards import local_part
 from gradtrack.records import Panel
-from gradtrack.reports import Issue, IssueSeverity, IssueType, Report, StepReport
+from gradtrack.reports import Issue, IssueSeverity, IssueType, Report
 from gradtrack.support.state import Stateful
 from gradtrack.support.statistics import mean
 
@@ -85,34 +84,20 @@ class RLPolicyAnalyzer(Stateful, Analyzer):
     explained_by: ClassVar[Mapping[IssueType, tuple[IssueType, ...]]] = EXPLAINED_BY
     kept_in_checkpoints = ("_history", "_looks", "_last_look")
     panels: ClassVar[tuple[Panel, ...]] = (
-        Panel(
-            title="Policy entropy (share of the largest)",
-            section="rl",
-            metrics=("rl/discrete_entropy_normalized", "rl/continuous_entropy_normalized", "rl/discrete_entropy_min"),
-            kind="multi-line",
+        panel(
+            "Policy entropy (share of the largest)",
+            *("rl/discrete_entropy_normalized", "rl/continuous_entropy_normalized", "rl/discrete_entropy_min"),
         ),
-        Panel(
-            title="Action given state, and over all states",
-            section="rl",
-            metrics=("rl/conditional_entropy", "rl/marginal_entropy", "rl/state_information"),
-            kind="multi-line",
+        panel(
+            "Action given state, and over all states",
+            *("rl/conditional_entropy", "rl/marginal_entropy", "rl/state_information"),
         ),
-        Panel(
-            title="Action standard deviation",
-            section="rl",
-            metrics=("rl/continuous_std_mean", "rl/continuous_std_min"),
-            kind="multi-line",
-            log_scale=True,
-        ),
-        Panel(title="Episode return", section="rl", metrics=("rl/episode_return",)),
-        Panel(title="Risk of collapse (0 to 2)", section="rl", metrics=("rl/entropy_collapse_risk",)),
-        Panel(
-            title="Divergence from the old policy",
-            section="rl",
-            metrics=("rl/kl_k3", "rl/clip_fraction"),
-            kind="multi-line",
-        ),
+        panel("Action standard deviation", "rl/continuous_std_mean", "rl/continuous_std_min", log_scale=True),
+        panel("Episode return", "rl/episode_return"),
+        panel("Risk of collapse (0 to 2)", "rl/entropy_collapse_risk"),
+        panel("Divergence from the old policy", "rl/kl_k3", "rl/clip_fraction"),
     )
+    pictures = staticmethod(pictures_of)
 
     def __init__(
         self,
@@ -183,8 +168,8 @@ class RLPolicyAnalyzer(Stateful, Analyzer):
 
     def analyze(
         self,
-        input_fn: Callable[[], Any],
-        loss_fn: Callable[[Any], Tensor],
+        input_fn: InputFunction,
+        loss_fn: LossFunction,
         steps: int = 20,
         action_extractor: ActionExtractor | None = None,
         optimizer: Any = None,
@@ -236,10 +221,6 @@ class RLPolicyAnalyzer(Stateful, Analyzer):
         if self.looks_every is not None:
             return bool(self._pending) and self.scheduled(step)
         return bool(self._pending) and (self._looks < _EAGER_LOOKS or step - self._last_look >= _PATIENCE)
-
-    @classmethod
-    def pictures(cls, reports: Sequence[StepReport]) -> Mapping[str, Callable[[Path], Path]]:
-        return picture.pictures_of(reports)
 
     def inspect(self, snapshot: Snapshot) -> Report | None:
         if not self._pending:

@@ -83,11 +83,9 @@ class PolicyHistory(Stateful):
         Returns that rise again, but only to where they began, are those of a policy that has lost something.
         """
         rising = self.rising
-        return None if rising is None else (rising and self._is_above_start) or self.solved
-
-    @property
-    def _is_above_start(self) -> bool:
-        return _average(list(self.returns)[-_ENOUGH:]) > self._start
+        if rising is None:
+            return None
+        return (rising and _average(list(self.returns)[-_ENOUGH:]) > self._start) or self.solved
 
     @property
     def _start(self) -> float:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from gradtrack.analyzers.tools.hooks import ModuleHook
+from gradtrack.analyzers.tools.hooks import ModuleHook, remove_all
 from gradtrack.analyzers.tools.modules import layers, own_parameters
 
 _ACTOR: Final = re.compile(r"actor|policy|action|(^|[._])pi([._]|$)|logits|log_std|mu([._]|$)")
@@ -143,8 +143,7 @@ class DormantUnits:
         try:
             yield
         finally:
-            for handle in handles:
-                handle.remove()
+            remove_all(handles)
 
     @property
     def shares(self) -> dict[str, float]:

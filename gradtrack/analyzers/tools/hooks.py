@@ -31,6 +31,13 @@ def is_unheard() -> bool:
     return found
 
 
+def remove_all(handles: list[Any]) -> None:
+    """Remove hooks by their handles, and forget these: a second call does nothing."""
+    for handle in handles:
+        handle.remove()
+    handles.clear()
+
+
 class Faults:
     """The first exception of several hooks, kept out of the user's forward and backward passes.
 

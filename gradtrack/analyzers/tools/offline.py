@@ -17,6 +17,11 @@ from torch.nn.parameter import is_lazy
 from gradtrack.errors import InputTypeError, UsageError
 from gradtrack.support.progress import counted
 
+InputFunction = Callable[[], Any]
+"""Gives a batch: a tensor, a tuple of positional arguments or a mapping of keyword arguments."""
+LossFunction = Callable[[Any], Tensor]
+"""Gives the loss of a model's output."""
+
 
 @contextmanager
 def untouched(model: nn.Module, optimizer: Any = None) -> Iterator[None]:
@@ -72,16 +77,11 @@ def kept(model: nn.Module | None, *, weights: bool = False) -> Iterator[None]:
 
 
 def offline_steps(
-    model: nn.Module,
-    input_fn: Callable[[], Any],
-    loss_fn: Callable[[Any], Tensor],
-    steps: int,
-    optimizer: Any = None,
+    model: nn.Module, input_fn: InputFunction, loss_fn: LossFunction, steps: int, optimizer: Any = None
 ) -> Iterator[tuple[int, Any, Any, Tensor]]:
     """Run forward and backward passes, each with a fresh batch, and yield (step, inputs, output, loss) after each.
 
-    `input_fn()` gives a batch: a tensor, a tuple of positional arguments or a mapping of keyword arguments. The model
-    trains on it only where an optimizer is passed. Use it inside `untouched`.
+    The model trains on them only where an optimizer is passed. Use it inside `untouched`.
     """
     if steps < 1:
         raise UsageError(f"steps {steps}: expected at least 1.")

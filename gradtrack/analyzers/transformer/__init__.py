@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Final, final
 
-from torch import Tensor, nn
+from torch import nn
 
 from gradtrack.analyzers.base import Analyzer, Schedule, Series, Snapshot, Suggested, model_of, often, panel
 from gradtrack.analyzers.tools.issue_memory import Lasting, Notes
 from gradtrack.analyzers.tools.modules import is_compiled
-from gradtrack.analyzers.tools.offline import offline_steps, untouched
+from gradtrack.analyzers.tools.offline import InputFunction, LossFunction, offline_steps, untouched
 from gradtrack.analyzers.tools.spectra import GradientCoherence
-from gradtrack.analyzers.transformer import picture
+from gradtrack.analyzers.transformer.picture import pictures_of
 from gradtrack.analyzers.transformer.recorder import AttentionRecorder, ForwardPass
 from gradtrack.analyzers.transformer.report import AttentionReport, report_attention
 from gradtrack.analyzers.transformer.statistics import Limits
 from gradtrack.analyzers.transformer.verdict import EXPLAINED_BY, judge
 from gradtrack.errors import UsageError
 from gradtrack.records import Panel
-from gradtrack.reports import Issue, IssueType, Report, StepReport
+from gradtrack.reports import Issue, IssueType, Report
 
 _ATTENTION_NAMES: Final = ("attention", "attn")
 
@@ -91,6 +90,7 @@ class TransformerAnalyzer(Analyzer):
         panel("Sparsity and head diversity", "attention/sparsity", "attention/head_diversity"),
         panel("Difference of tokens after each block", "attention/rank_residual/*", log_scale=True),
     )
+    pictures = staticmethod(pictures_of)
 
     def __init__(
         self,
@@ -129,11 +129,7 @@ class TransformerAnalyzer(Analyzer):
         return None
 
     def analyze(
-        self,
-        input_fn: Callable[[], Any],
-        loss_fn: Callable[[Any], Tensor],
-        steps: int = 20,
-        optimizer: Any = None,
+        self, input_fn: InputFunction, loss_fn: LossFunction, steps: int = 20, optimizer: Any = None
     ) -> tuple[list[Issue], AttentionReport]:
         """Look at forward passes on batches of `input_fn`; return the issues and the report on all of them.
 
@@ -162,10 +158,6 @@ class TransformerAnalyzer(Analyzer):
             return
         self._recorder = self._new_recorder(model)
         self._recorder.arm()
-
-    @classmethod
-    def pictures(cls, reports: Sequence[StepReport]) -> Mapping[str, Callable[[Path], Path]]:
-        return picture.pictures_of(reports)
 
     def inspect(self, snapshot: Snapshot) -> Report | None:
         found = None if self._recorder is None else self._recorder.take()

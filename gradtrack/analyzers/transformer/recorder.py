@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from gradtrack.analyzers.tools.hooks import is_unheard
+from gradtrack.analyzers.tools.hooks import is_unheard, remove_all
 from gradtrack.analyzers.tools.modules import tensors
 from gradtrack.analyzers.transformer.interception import Interception, SharedChange
 from gradtrack.analyzers.transformer.logits import (
@@ -112,9 +112,7 @@ class AttentionRecorder:
         self._stop()
         if self._handles:
             _silence.give_back()
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        remove_all(self._handles)
 
     @contextmanager
     def armed(self) -> Iterator[AttentionRecorder]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, final
 
 from pydantic import Field
 from torch import Tensor, nn
 
-from gradtrack.analyzers.base import Analyzer, Schedule, Snapshot, model_of, often
-from gradtrack.analyzers.tools.offline import offline_steps, untouched
+from gradtrack.analyzers.base import Analyzer, Schedule, Snapshot, model_of, often, panel
+from gradtrack.analyzers.tools.offline import InputFunction, LossFunction, offline_steps, untouched
 from gradtrack.analyzers.updates.sums import NUM_SHORT, NUM_SUMS, UpdateSums, WeightSample
 from gradtrack.errors import UsageError
 from gradtrack.gradients.groups import assign_groups
@@ -101,22 +101,11 @@ class UpdatesAnalyzer(Analyzer):
     schedule: ClassVar[Schedule] = staticmethod(often)
     foresees: ClassVar[bool] = True
     panels: ClassVar[tuple[Panel, ...]] = (
-        Panel(title="Update to weight", section="updates", metrics=("updates/ratio",), log_scale=True),
-        Panel(
-            title="Update to weight, by group",
-            section="updates",
-            metrics=("updates/ratio/*",),
-            kind="multi-line",
-            log_scale=True,
-        ),
-        Panel(title="Share that did not move", section="updates", metrics=("updates/unchanged_fraction",)),
-        Panel(
-            title="Agreement of gradients",
-            section="updates",
-            metrics=("updates/gradient_cosine", "updates/momentum_cosine"),
-            kind="multi-line",
-        ),
-        Panel(title="First moment over the root of the second", section="updates", metrics=("updates/moment_ratio",)),
+        panel("Update to weight", "updates/ratio", log_scale=True),
+        panel("Update to weight, by group", "updates/ratio/*", log_scale=True),
+        panel("Share that did not move", "updates/unchanged_fraction"),
+        panel("Agreement of gradients", "updates/gradient_cosine", "updates/momentum_cosine"),
+        panel("First moment over the root of the second", "updates/moment_ratio"),
     )
 
     def __init__(self, model: nn.Module | None = None, *, max_elements: int | None = None) -> None:
@@ -131,12 +120,7 @@ class UpdatesAnalyzer(Analyzer):
         return "every training has updates"
 
     def analyze(
-        self,
-        input_fn: Callable[[], Any],
-        loss_fn: Callable[[Any], Tensor],
-        steps: int = 20,
-        *,
-        optimizer: Any = None,
+        self, input_fn: InputFunction, loss_fn: LossFunction, steps: int = 20, *, optimizer: Any = None
     ) -> UpdatesReport:
         """Let an optimizer train for some steps and return the medians over them; it changes the model."""
         model, found = model_of(self, self._model), []

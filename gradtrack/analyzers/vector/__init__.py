@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from gradtrack.analyzers.base import Analyzer, Schedule, Snapshot, model_of, panel, rarely
 from gradtrack.analyzers.tools.linear_maps import differentiable_twice
-from gradtrack.analyzers.tools.offline import call, check_functions, kept, untouched
+from gradtrack.analyzers.tools.offline import InputFunction, LossFunction, call, check_functions, kept, untouched
 from gradtrack.analyzers.tools.samples import weighed_sample
 from gradtrack.analyzers.tools.spectra import gradient_cosine
 from gradtrack.analyzers.vector.field import FieldLook, Loss, Player, players_of
@@ -118,12 +118,7 @@ class VectorAnalyzer(Analyzer):
         self._found: list[Issue] = []
 
     def analyze(
-        self,
-        input_fn: Callable[[], Any],
-        loss_fn: Callable[[Any], Tensor],
-        steps: int = 20,
-        *,
-        optimizer: Any = None,
+        self, input_fn: InputFunction, loss_fn: LossFunction, steps: int = 20, *, optimizer: Any = None
     ) -> VectorReport:
         """Measure the gradient field of one loss over several batches.
 
@@ -181,7 +176,7 @@ class VectorAnalyzer(Analyzer):
         gradients = {
             name: weighed_sample(gradient, _LIVE_SAMPLE)
             for name, gradient in snapshot.gradients.items()
-            if _plain(gradient)
+            if type(gradient) is Tensor and gradient.layout is torch.strided
         }
         before, self._before = self._before, (snapshot.step, gradients)
         if not self.scheduled(snapshot.step):
@@ -224,12 +219,8 @@ class VectorAnalyzer(Analyzer):
         return FieldLook(torch.Generator().manual_seed(self._seed), self._num_probes)
 
 
-def _loss(model: nn.Module, inputs: Any, loss_fn: Callable[[Any], Tensor]) -> Tensor:
+def _loss(model: nn.Module, inputs: Any, loss_fn: LossFunction) -> Tensor:
     return loss_fn(call(model, inputs))
-
-
-def _plain(gradient: Tensor) -> bool:
-    return type(gradient) is Tensor and gradient.layout is torch.strided
 
 
 def judge(rotation: float | None, log_norms: Sequence[float] = (), step: int = 0) -> list[Issue]:

@@ -11,7 +11,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from gradtrack.analyzers.tools.hooks import Faults
+from gradtrack.analyzers.tools.hooks import Faults, remove_all
 from gradtrack.analyzers.tools.samples import weighed_sample
 from gradtrack.support.statistics import cosine, mean
 
@@ -101,6 +101,5 @@ class MicroBatches:
 
     def close(self) -> None:
         """Remove the hooks and forget the samples."""
-        for handle in self._handles:
-            handle.remove()
+        remove_all(self._handles)
         self._sums = {}
