@@ -11,13 +11,12 @@ from gradtrack.analyzers.base import Analyzer, Schedule, Snapshot, often, panel
 from gradtrack.analyzers.gain.monitor import GradientGainMonitor, NormType
 from gradtrack.analyzers.gain.picture import pictures_of
 from gradtrack.analyzers.gain.profile import GainProfile, SampleSpread, summarise
-from gradtrack.analyzers.tools.blocks import Blocks, describe_chain, find_chain, is_compiled_around
+from gradtrack.analyzers.tools.blocks import Blocks, describe_chain, find_chain
 from gradtrack.analyzers.tools.issue_memory import Notes
 from gradtrack.records import Metric, Panel
 from gradtrack.reports import Report
 from gradtrack.reports.base import measured
 
-_COMPILED = "gain: the model is compiled around its blocks, where no hook can look at them; compile the blocks instead."
 _APART = (
     "gain: no block with a gradient takes the output of the one before it, as experts side by side do not; "
     "name those of one path with blocks=."
@@ -119,8 +118,6 @@ class GainAnalyzer(Analyzer):
         chain = find_chain(model, self._blocks)
         if not chain:
             self._notes.add("gain: the model has no chain of three or more blocks of one type; name them with blocks=.")
-        elif any(is_compiled_around(model, name) for name in chain):
-            self._notes.add(_COMPILED)
         else:
             self._names = list(chain)
             self._monitor = GradientGainMonitor(chain.values(), strict_single_backward=False, **self._options)

@@ -18,7 +18,7 @@ from gradtrack.analyzers.jacobian.report import (
     middle,
     sum_up,
 )
-from gradtrack.analyzers.tools.blocks import Blocks, find_chain, is_compiled_around
+from gradtrack.analyzers.tools.blocks import Blocks, find_chain
 from gradtrack.analyzers.tools.issue_memory import Notes
 from gradtrack.analyzers.tools.linear_maps import differentiable_twice
 from gradtrack.analyzers.tools.modules import evaluating, first_floating
@@ -29,7 +29,6 @@ from gradtrack.reports import Report
 from gradtrack.support.progress import counted
 
 _NO_CHAIN = "jacobian: the model has no chain of three or more blocks of one type; name them with blocks=."
-_COMPILED = "jacobian: the model is compiled around its blocks, where no hook can look at them."
 
 
 @final
@@ -103,8 +102,8 @@ class JacobianAnalyzer(Analyzer):
     def arm(self, model: nn.Module) -> None:
         self.disarm()
         chain = find_chain(model, self._blocks)
-        if not chain or any(is_compiled_around(model, name) for name in chain):
-            self._notes.add(_COMPILED if chain else _NO_CHAIN)
+        if not chain:
+            self._notes.add(_NO_CHAIN)
             return
         self._chain = chain
         self._inputs = BlockInputs(chain, self._num_samples)

@@ -10,7 +10,7 @@ from typing import Final
 import torch
 from torch import nn
 
-from gradtrack.analyzers.tools.modules import has_parts, is_compiled, kind_of, layers
+from gradtrack.analyzers.tools.modules import has_parts, kind_of, layers
 from gradtrack.errors import UsageError
 
 _FEWEST: Final = 3
@@ -36,13 +36,6 @@ def describe_chain(chain: dict[str, nn.Module]) -> str:
     """Say what a chain consists of."""
     names = list(chain)
     return f"a chain of {len(chain)} {kind_of(chain[names[0]]).__name__} blocks, {names[0]} to {names[-1]}"
-
-
-def is_compiled_around(model: nn.Module, name: str) -> bool:
-    """Say whether a module lies inside of another one that is compiled as a whole, where no hook can look at it."""
-    path = name.split(".")
-    owners = [model.get_submodule(".".join(path[:depth])) for depth in range(len(path))]
-    return any(map(is_compiled, owners))
 
 
 def _candidates(model: nn.Module) -> dict[tuple[str, type[nn.Module]], dict[str, nn.Module]]:

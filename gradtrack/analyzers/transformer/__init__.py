@@ -9,7 +9,6 @@ from torch import nn
 
 from gradtrack.analyzers.base import Analyzer, Schedule, Series, Snapshot, Suggested, model_of, often, panel
 from gradtrack.analyzers.tools.issue_memory import Lasting, Notes
-from gradtrack.analyzers.tools.modules import is_compiled
 from gradtrack.analyzers.tools.offline import InputFunction, LossFunction, offline_steps, untouched
 from gradtrack.analyzers.tools.spectra import GradientCoherence
 from gradtrack.analyzers.transformer.picture import pictures_of
@@ -153,9 +152,6 @@ class TransformerAnalyzer(Analyzer):
         print(summary(issues, stats))  # noqa: T201
 
     def arm(self, model: nn.Module) -> None:
-        if any(map(is_compiled, model.modules())):
-            self._notes.add("attention was not looked at: the model is compiled. Analyze the uncompiled model offline.")
-            return
         self._recorder = self._new_recorder(model)
         self._recorder.arm()
 

@@ -109,13 +109,24 @@ def test_a_model_without_a_chain_is_told_so() -> None:
     assert "no chain of three or more blocks" in note
 
 
-def test_a_compiled_model_is_left_alone() -> None:
-    """No hook is placed inside of what is compiled as a whole, and a note says why there is no report."""
-    analyzer = GainAnalyzer()
-    model: Any = torch.compile(deep_model(), backend="eager")
-    analyzer.arm(model)
-    assert not any(module._forward_hooks for module in model.modules())
-    assert "compiled" in analyzer.notes()[0]
+@pytest.mark.parametrize("place", ["wrapped", "in place"])
+def test_a_compiled_model_has_the_gains_of_the_plain_one(place: str) -> None:
+    """The steps at which the analyzer looks run eagerly, also where a whole model is compiled."""
+    model: Any = deep_model()
+    compiled = torch.compile(model, backend="eager") if place == "wrapped" else model
+    if place == "in place":
+        model.compile(backend="eager")
+    found = []
+    for one in (compiled, deep_model()):
+        manager = GradientManager(analyzers=["gain"], max_grad_norm=1.0)
+        optimizer = torch.optim.SGD(one.parameters(), lr=0.0)
+        manager.attach(one, optimizer)
+        reports = [manager.step(one, optimizer, one(torch.ones(3, 8, dtype=torch.float64)).sum()) for _ in range(8)]
+        found.append([{k: v for k, v in report.metrics().items() if "gain" in k} for report in reports])
+        manager.close()
+    assert any(found[0])
+    assert found[0] == found[1]
+    torch._dynamo.reset()
 
 
 def test_evaluation_is_no_evidence() -> None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor, nn
 
-from gradtrack.analyzers.tools.blocks import describe_chain, find_chain, is_compiled_around
+from gradtrack.analyzers.tools.blocks import describe_chain, find_chain
 from gradtrack.errors import UsageError
 
 
@@ -67,14 +66,3 @@ def test_blocks_can_be_named() -> None:
         find_chain(model, "block.")
     with pytest.raises(UsageError, match=r"block 'tail'.*Among them are layers"):
         find_chain(model, ["tail"])
-
-
-def test_what_is_compiled_around_a_block_is_noticed() -> None:
-    """A block that is compiled itself can be looked at from outside; one inside of a compiled model cannot."""
-    model = nn.Sequential(Block(), Block(), Block())
-    assert not is_compiled_around(model, "0")
-    model[0].compile(backend="eager")
-    assert not is_compiled_around(model, "0")
-    assert is_compiled_around(model, "0.linear")
-    compiled: Any = torch.compile(model, backend="eager")
-    assert is_compiled_around(compiled, "_orig_mod.1")
