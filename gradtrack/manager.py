@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -328,6 +329,8 @@ class GradientManager:
             run_id=self._sink.run_id,
             summary=self.get_training_summary(),
             failed=failed,
+            # Where the training ends for it, or as the interpreter exits after it has been printed.
+            interrupted=failed and KeyboardInterrupt in (sys.exc_info()[0], getattr(sys, "last_type", None)),
             last=last,
             flight_recorder=self._history.first_fault,
         )

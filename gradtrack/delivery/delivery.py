@@ -127,6 +127,11 @@ class Delivery:
                 allowed = [] if self._journal is None else consent(self._journal.backends, self._journal.directory)
                 log_summary(self._run.run_id, self.status(), self.journal_status(), directory, consent=allowed)
 
+    def terminate(self) -> None:
+        """Close from another thread than the training's, which waits with its next row from here on."""
+        if self._writing.acquire(timeout=self._timeout):
+            self.close(failed=True)  # the lock is kept: the process ends
+
     def _let_go(self, left: list[Worker], end: float, *, failed: bool) -> None:
         """Let every backend and the journal end within the time; the workers that did are taken out of the list."""
         for worker in left:

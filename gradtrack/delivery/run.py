@@ -21,6 +21,7 @@ from gradtrack._version import __version__
 from gradtrack.alerts.base import Alert, Message
 from gradtrack.backends.base import Backend, address_of
 from gradtrack.config import GradientConfig
+from gradtrack.delivery.at_exit import termination
 from gradtrack.delivery.delivery import Delivery, status_of
 from gradtrack.delivery.journal.writing import Journal
 from gradtrack.delivery.locks import Claim, ForkGuard, claim_or_own
@@ -190,11 +191,17 @@ class Sink:
             if self._delivery is None:
                 self._delivery = self._deliver(self._run_info())
         self._delivery.close(failed=failed)
+        termination.remove(self)
         for worker in self.alerts.values():
             worker.join(end)
         if self._claim is not None:
             self._claim.release()
         self._closed = True
+
+    def terminate(self) -> None:
+        """Deliver what is left while no further row is written, since the process is about to end."""
+        if self._delivery is not None and not self._guard.forked:
+            self._delivery.terminate()
 
     def status(self) -> dict[str, dict[str, Any]]:
         """Tell what each backend has taken, and what it has not."""
@@ -209,6 +216,8 @@ class Sink:
     def _open(self) -> Delivery:
         """Begin to deliver, on the first record."""
         self.on_open()
+        if self.rank == 0:
+            termination.add(self)
         if self.rank != 0 and self.backends:
             _logger.info("rank %d leaves the trackers to rank 0", self.rank)
         directory, run = self.claim(), self._run_info()

@@ -78,6 +78,7 @@ class RunEnd(BaseModel, frozen=True):
     run_id: str
     summary: TrainingSummary
     failed: bool = False
+    interrupted: bool = False
     last: Sequence[StepReport] = ()
     flight_recorder: Sequence[StepReport] = ()
 
@@ -87,6 +88,7 @@ class RunEnd(BaseModel, frozen=True):
             "format": _FORMAT,
             "run_id": self.run_id,
             "failed": self.failed,
+            "interrupted": self.interrupted,
             "summary": self.summary.model_dump(),
             "last": [_plain(report) for report in self.last],
             "flight_recorder": [_plain(report) for report in self.flight_recorder],

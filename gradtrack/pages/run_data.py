@@ -216,13 +216,15 @@ class RunData:
     def state(self) -> str:
         """Return in a word or two whether the run goes on or how it ended."""
         if self.end is not None:
-            return "failed" if self.end.failed else "ended"
+            return "interrupted" if self.end.interrupted else "failed" if self.end.failed else "ended"
         return "running" if self.is_running else "stopped without an end"
 
     @property
     def warning(self) -> str:
         """Return what happened to a run that did not end properly, and what to do; empty for any other."""
         if self.end is not None:
+            if self.end.interrupted:
+                return "The training was interrupted from the keyboard."
             return "The training raised an error." if self.end.failed else ""
         if self.is_running:
             return ""

@@ -14,6 +14,7 @@ import gradtrack
 from gradtrack import GradientManager, safe_backward
 from gradtrack.delivery import at_exit
 from gradtrack.delivery.run_files import RUN_END
+from gradtrack.pages.run_data import load_run
 from tests.delivery.training import run_script
 from tests.training import batch_loss, optimizer_of, small_model
 
@@ -137,3 +138,14 @@ while len(steps) < 5:
     assert done.returncode == 0, done.stderr
     assert done.stdout.split("\n")[:-1] == ["went on True"], done.stdout + done.stderr
     assert "ClosedError" not in done.stderr
+
+
+@pytest.mark.parametrize("way", ["with", "exit"])
+def test_a_training_that_the_user_interrupts_is_said_to_be_interrupted(way: str, tmp_path: Path) -> None:
+    """Ctrl-C is no error of the training, whether the manager is closed by `with` or by the end of the interpreter."""
+    code = "loop = Loop(Path(sys.argv[1], 'run'), [])\n"
+    code += "with loop.manager:\n " if way == "with" else ""
+    code += "loop.run(2); raise KeyboardInterrupt"
+    assert "KeyboardInterrupt" in run_script(code, tmp_path).stderr
+    found = load_run(tmp_path / "run")
+    assert (found.state, found.warning) == ("interrupted", "The training was interrupted from the keyboard.")
