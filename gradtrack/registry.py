@@ -52,9 +52,9 @@ class Registry:
         """Raise `UnknownPluginError`, which names the nearest plugin, unless a plugin has this name."""
         if name not in self._loaded and name not in self.builtin() and name not in self.names():
             known = self.names()
-            raise UnknownPluginError(
-                f"unknown {self.singular} {name!r}: expected one of {', '.join(known)}.{nearest(name, known)}"
-            )
+            short = [one for one in known if _abbreviates(name, one) or _abbreviates(one, name)]
+            close = nearest(name, known) or (f" Did you mean {short[0]!r}?" if len(short) == 1 else "")
+            raise UnknownPluginError(f"unknown {self.singular} {name!r}: expected one of {', '.join(known)}.{close}")
 
     def load(self, name: str) -> type[Any]:
         """Return the class of the plugin of this name."""
@@ -149,6 +149,12 @@ def nearest(name: str, names: Iterable[str], *, cutoff: float = 0.5) -> str:
     """Return a sentence with the known name that was probably meant, else an empty text."""
     close = difflib.get_close_matches(name, list(names), n=1, cutoff=cutoff)
     return f" Did you mean {close[0]!r}?" if close else ""
+
+
+def _abbreviates(short: str, long: str) -> bool:
+    """Whether a text is the first letter of another and some of the later ones, in order, as tb is of TensorBoard."""
+    letters, left = [one for one in short.lower() if one.isalnum()], iter(long.lower())
+    return len(letters) > 1 and letters[0] == long[:1].lower() and all(letter in left for letter in letters)
 
 
 def split_spec(spec: object, kind: str) -> tuple[str, dict[str, Any]] | None:

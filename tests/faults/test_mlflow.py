@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import shutil
 import socket
+import threading
 from collections import Counter
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +97,36 @@ def test_case_12_server_that_never_answers(tmp_path: Path) -> None:
         done = run(TRAIN.format(uri=uri, close=2.0, middle=""), tmp_path, "mlflow")
     assert done.returncode == 0, done.stderr
     assert status_of(done.stdout)["acknowledged"] == 0
+    assert f"gradtrack replay {tmp_path}/run" in done.stderr
+    assert journaled(tmp_path) == list(STEPS)
+
+
+class Locked(BaseHTTPRequestHandler):
+    """Wants credentials for everything but its health, as a server with basic authentication does."""
+
+    def _answer(self) -> None:
+        self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        self.send_response(200 if self.path == "/health" else 401)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    do_GET = do_POST = do_PATCH = do_HEAD = _answer
+
+    def log_message(self, *_: object) -> None:
+        """Print nothing."""
+
+
+def test_server_that_wants_credentials_is_not_waited_for(tmp_path: Path) -> None:
+    """The end of the training names the variables for them at once, and the rows wait for a replay."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), Locked) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        done = run(
+            TRAIN.format(uri=f"http://127.0.0.1:{server.server_port}", close=100.0, middle=""), tmp_path, "mlflow"
+        )
+        server.shutdown()
+    status = status_of(done.stdout)
+    assert (status["acknowledged"], status["refused"], status["pending"]) == (0, 120, 0)
+    assert "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD" in done.stderr
     assert f"gradtrack replay {tmp_path}/run" in done.stderr
     assert journaled(tmp_path) == list(STEPS)
 

@@ -187,6 +187,11 @@ def _error_of(fault: Exception, run_id: str | None) -> BackendError:
         return PermanentBackendError(
             f"mlflow: {text} (run {run_id}): expected a run that exists. Check tracking_uri and run_id."
         )
+    if code == "UNAUTHENTICATED" or "error code 401" in text:
+        return PermanentBackendError(
+            f"mlflow: {text}: expected credentials that the server accepts. Set MLFLOW_TRACKING_USERNAME and "
+            "MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN; `gradtrack replay` then delivers the rows."
+        )
     if code in ("INVALID_PARAMETER_VALUE", "BAD_REQUEST"):
         return _RefusedError(f"mlflow: {text}")
     return BackendError(f"mlflow: {text}")
