@@ -44,7 +44,7 @@ class Server:
 
 
 def free_port() -> int:
-    """Find a port of the loopback interface that nobody listens on."""
+    """Find a port of the loopback interface on which no process listens."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

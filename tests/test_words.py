@@ -50,19 +50,10 @@ def test_a_finding_names_its_place_and_the_remedy(tmp_path: Path) -> None:
     """A line says which file and line, which word, and what to write."""
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "page.md").write_text("# Title\n\nNobody knows.\n")
-    (line,) = words.check(tmp_path, ())
+    (line,) = words.check(tmp_path)
     assert line.startswith("docs/page.md:3: 'Nobody': name the actor")
 
 
-def test_a_clean_place_leaves_the_list(tmp_path: Path) -> None:
-    """A place that is still to be done may hold the words; one that is clean has to leave the list."""
-    (tmp_path / "docs").mkdir()
-    (tmp_path / "docs" / "page.md").write_text("Nobody knows.\n")
-    assert words.check(tmp_path, ("docs",)) == []
-    (tmp_path / "docs" / "page.md").write_text("The worker knows.\n")
-    assert "remove it" in words.check(tmp_path, ("docs",))[0]
-
-
 def test_the_repository_is_clean() -> None:
-    """No word stands anywhere but in what is still to be done."""
+    """No word stands anywhere."""
     assert words.check() == []

@@ -20,7 +20,7 @@ _STATE = {"momentum_buffer": 1, "exp_avg": 1, "exp_avg_sq": 2, "square_avg": 2, 
 def diagnose(scenario: Scenario, scale: float = 1.0, seed: int | None = None, *, clipped: bool = False) -> list[Issue]:
     """Return the diagnosis of a run whose loss is multiplied by a scale and whose optimizer makes up for it.
 
-    `clipped` leaves the clipping on that a manager has where nobody sets anything, which changes many a run.
+    `clipped` leaves the clipping on that a manager has by default, which changes many a run.
     """
     torch.manual_seed(scenario.seed if seed is None else seed)
     run = scenario.build()

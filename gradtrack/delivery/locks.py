@@ -30,7 +30,7 @@ def lock(handle: int, *, wait: bool = False) -> None:
 class Claim:
     """A directory kept from other writers of this and every other process, until `release` or the process ends.
 
-    `held` is False where another run has it; claims of one `run_id` share it, since several backends of a run may
+    `held` is False where another run has it; those of one `run_id` share it, since several backends of a run may
     write there. Where the platform or the file system has no locks, everybody has it.
     """
 

@@ -335,7 +335,7 @@ def test_files_are_artifacts_at_close(server: str, tmp_path: Path) -> None:
         backend.write([Record(step=1, time=1.0, metrics={"a": 1.0}, files=files, run=info)])
         (tmp_path / "run").mkdir()
         (tmp_path / "run" / "training_curves.png").write_bytes(b"picture")
-        (tmp_path / "run" / "passport.png").write_bytes(b"somebody's own")
+        (tmp_path / "run" / "passport.png").write_bytes(b"the user's own")
         note_files(tmp_path / "run", "x", [tmp_path / "run" / "training_curves.png"])
         backend.close()
     found = mlflow.MlflowClient().list_artifacts(run.info.run_id, "gradtrack")

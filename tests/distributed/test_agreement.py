@@ -1,4 +1,4 @@
-"""Ranks that were not set up alike are told so, and nobody waits for a collective that another does not enter."""
+"""Ranks that were not set up alike are told so, and none waits for a collective that another does not enter."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_groups_of_some_ranks(ranks: list[Found]) -> None:
 
 
 def test_uneven_batches_under_join(ranks: list[Found]) -> None:
-    """Under DDP nobody waits for a rank that is out of batches, and the norms are torch's own."""
+    """Under DDP no rank waits for a rank that is out of batches, and the norms are torch's own."""
     for rank, found in enumerate(ranks):
         ours, theirs = found["uneven"]
         assert len(ours) == 2 + rank
@@ -78,7 +78,7 @@ def test_uneven_batches_under_join(ranks: list[Found]) -> None:
 
 
 def test_what_is_added_up_needs_every_rank(ranks: list[Found]) -> None:
-    """Where one rank has no analyzer the others rest and say so; where one fails nobody reports, and nobody waits."""
+    """Where one rank has no analyzer the others rest and say so; where one fails no rank reports, and none waits."""
     for rank, found in enumerate(ranks):
         missing, failing = found["updates"]
         assert missing["steps"] == failing["steps"] == []

@@ -38,7 +38,7 @@ def train(num_processes: int, directory: Path, how: str) -> list[int]:
 def test_the_others_end_with_torchs_error_and_the_journal_is_whole(
     num_processes: int, how: str, code: int, tmp_path: Path
 ) -> None:
-    """Nobody hangs; rank 0 has each step before the fault on disk, and a tracker that has nothing gets all of it."""
+    """No rank hangs; rank 0 has each step before the fault on disk, and a tracker that has nothing gets all of it."""
     codes = train(num_processes, tmp_path, how)
     assert codes == [3, code, *[3] * (num_processes - 2)]
     for rank in (rank for rank in range(num_processes) if rank != 1):

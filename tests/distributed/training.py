@@ -44,7 +44,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Two blocks, a head with fewer rows than four ranks, one element alone, and a parameter that nobody uses."""
+    """Two blocks, a head with fewer rows than four ranks, one element alone, and a parameter that no layer uses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ def split(model: Any, mesh: Any) -> Any:
 
 
 def norm_places_apart(model: Any, mesh: Any) -> Any:
-    """Let each process norm some of the places, so that gradients of the norms are sums that nobody has made yet."""
+    """Let each process norm some of the places, so that gradients of the norms are sums that no rank has made yet."""
 
     def part(module: nn.Module, args: tuple[Tensor]) -> DTensor:
         return DTensor.from_local(args[0], mesh, [Replicate()]).redistribute(placements=[Shard(1)])

@@ -1,1 +1,1 @@
-"""Runs of further kinds of models, tasks and optimizers, each written before anybody had looked at its diagnosis."""
+"""Runs of further kinds of models, tasks and optimizers, each written before its diagnosis was looked at."""

@@ -21,7 +21,7 @@ def after(*looks: list[Issue]) -> Recurring:
 
 
 def test_a_fault_of_the_last_look_is_one_of_the_run() -> None:
-    """What is there now counts, however rare it was before."""
+    """An issue of the last look counts, however rare it was before."""
     assert after([], [], [], [FAULT]).issues() == [FAULT]
 
 
