@@ -3,6 +3,7 @@
 import math
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -199,7 +200,7 @@ def test_torch_measures_where_triton_cannot_be_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """`auto` tries once on each device and says why torch measures there; `triton` fails at its first launch."""
-    monkeypatch.setattr(module, "_load_triton", lambda required: Broken())
+    monkeypatch.setitem(sys.modules, "gradtrack.gradients.triton.engine", SimpleNamespace(TritonEngine=Broken))
     grads = [torch.empty(3, device="meta")]
     auto = module.Accelerators("auto")
     assert [auto.triton_for(grads) for _ in range(2)] == [(None, [])] * 2
