@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import Final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from gradtrack.gradients.moments import MIN, SQUARES, SUM, ZEROS, Rows, empty_row, merge
 
@@ -144,3 +144,28 @@ def flat(grad: Tensor) -> Tensor:
     order = sorted(range(grad.ndim), key=grad.stride, reverse=True)
     inner = grad.permute(order)
     return inner.view(-1) if inner.is_contiguous() else grad.reshape(-1)
+
+
+PLAIN_TYPES: Final = frozenset({Tensor, nn.Parameter})
+
+
+def is_plain(grad: Tensor, dtypes: Container[torch.dtype]) -> bool:
+    """Say whether a compiled engine can read a gradient in place: of one of the types, dense and without gaps."""
+    return (
+        type(grad) in PLAIN_TYPES
+        and grad.layout is torch.strided
+        and grad.dtype in dtypes
+        and not grad.is_neg()
+        and not grad._is_zerotensor()
+        and (grad.is_contiguous() or _is_dense(grad))
+    )
+
+
+def _is_dense(grad: Tensor) -> bool:
+    """Say whether the elements fill a stretch of memory once each, in whatever order of dimensions."""
+    step = 1
+    for stride, size in sorted(pair for pair in zip(grad.stride(), grad.shape, strict=True) if pair[1] != 1):
+        if stride != step:
+            return False
+        step *= size
+    return True

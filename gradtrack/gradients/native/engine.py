@@ -10,12 +10,12 @@ from typing import Any, TypeAlias, final
 
 import numpy as np
 import torch
-from torch.nn import Parameter
 
 from gradtrack.errors import UsageError
 from gradtrack.gradients.moments import Moments
 from gradtrack.gradients.native import kernels
 from gradtrack.gradients.native.threads import team
+from gradtrack.gradients.torch_cpu import PLAIN_TYPES, is_plain
 
 _CODES = {
     torch.float32: kernels.FLOAT32,
@@ -23,7 +23,6 @@ _CODES = {
     torch.bfloat16: kernels.BFLOAT16,
     torch.float16: kernels.FLOAT16,
 }
-_PLAIN_TYPES = frozenset({torch.Tensor, Parameter})
 _dtype = attrgetter("dtype")
 _is_cpu = attrgetter("is_cpu")
 _is_contiguous, _numel, _data_ptr = torch.Tensor.is_contiguous, torch.Tensor.numel, torch.Tensor.data_ptr
@@ -74,7 +73,7 @@ class Plan:
             if (
                 list(map(_dtype, grads)) != self._dtypes
                 or list(map(_numel, grads)) != self._sizes  # type: ignore[arg-type]
-                or not _PLAIN_TYPES.issuperset(map(type, grads))
+                or not PLAIN_TYPES.issuperset(map(type, grads))
                 or not all(map(_is_cpu, grads))
                 or not all(map(_is_contiguous, grads))  # type: ignore[arg-type]
             ):
@@ -165,22 +164,4 @@ class NativeEngine:
     @staticmethod
     def covers(grad: torch.Tensor) -> bool:
         """Tell whether the engine can measure a gradient: plain, real, floating, on the CPU, without gaps."""
-        return (
-            type(grad) in _PLAIN_TYPES
-            and grad.is_cpu
-            and grad.layout is torch.strided
-            and grad.dtype in _CODES
-            and not grad.is_neg()
-            and not grad._is_zerotensor()
-            and (grad.is_contiguous() or _is_dense(grad))
-        )
-
-
-def _is_dense(grad: torch.Tensor) -> bool:
-    """Tell whether the elements fill a stretch of memory once each, in whatever order of dimensions."""
-    step = 1
-    for stride, size in sorted(pair for pair in zip(grad.stride(), grad.shape, strict=True) if pair[1] != 1):
-        if stride != step:
-            return False
-        step *= size
-    return True
+        return grad.is_cpu and is_plain(grad, _CODES)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from struct import Struct
 from typing import Any, Final, final
 
@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn import Parameter
 from triton.runtime import JITFunction
 
 from gradtrack.gradients.moments import NAN, WIDTH, Rows
+from gradtrack.gradients.torch_cpu import PLAIN_TYPES, is_plain
 from gradtrack.gradients.torch_device import Orders, Plans, Sums, halves_of
 from gradtrack.gradients.triton import changes, kernels
 
@@ -29,7 +29,6 @@ INTERPRETED: Final = not isinstance(kernels.measure, JITFunction)
 """Whether Triton's interpreter runs the kernels (`TRITON_INTERPRET=1`), which it does on the memory of the CPU."""
 DEVICES: Final = frozenset({"cpu"} if INTERPRETED else {"cuda", "xpu"})
 """The types of the devices whose gradients the engine measures; ROCm's are `cuda` to torch."""
-_PLAIN_TYPES: Final = frozenset({Tensor, Parameter})
 _SHORT, _LONG = 1 << 14, 1 << 16
 """The elements of a chunk, for models below `_LARGE` elements and for larger ones."""
 _LARGE: Final = 1 << 28
@@ -165,7 +164,7 @@ class Plan:
             grad.shape == weight.shape
             and grad.dtype == weight.dtype
             and weight.device == grad.device
-            and type(weight) in _PLAIN_TYPES
+            and type(weight) in PLAIN_TYPES
             and grad.is_contiguous()
             and weight.is_contiguous()
             and grad.numel() <= _LONGEST_UNIT * (len(grad) if grad.ndim > 1 else 1)
@@ -255,15 +254,7 @@ class TritonEngine:
     @staticmethod
     def covers(grad: Tensor) -> bool:
         """Tell whether the engine can measure a gradient: plain, real, floating, without gaps, on an accelerator."""
-        return (
-            grad.device.type in DEVICES
-            and type(grad) in _PLAIN_TYPES
-            and grad.layout is torch.strided
-            and grad.dtype in CODES
-            and not grad.is_neg()
-            and not grad._is_zerotensor()
-            and (grad.is_contiguous() or is_dense(grad))
-        )
+        return grad.device.type in DEVICES and is_plain(grad, CODES)
 
     def works_on(self, device: torch.device) -> bool:
         """Tell whether the kernels run on a device, by running them; it must have float64 numbers."""
@@ -281,25 +272,7 @@ class TritonEngine:
         return rows[:, :WIDTH].copy()
 
 
-@contextmanager
-def _on(device: torch.device) -> Iterator[None]:
+def _on(device: torch.device) -> AbstractContextManager[Any]:
     """Make a device the current one, on which Triton launches."""
-    if device.type == "cpu":
-        yield
-        return
-    module = torch.get_device_module(device)
-    if module.current_device() == device.index:
-        yield
-        return
-    with module.device(device):
-        yield
-
-
-def is_dense(grad: Tensor) -> bool:
-    """Tell whether the elements fill a stretch of memory once each, in whatever order of dimensions."""
-    step = 1
-    for stride, size in sorted(pair for pair in zip(grad.stride(), grad.shape, strict=True) if pair[1] != 1):
-        if stride != step:
-            return False
-        step *= size
-    return True
+    found: AbstractContextManager[Any] = nullcontext()
+    return found if device.type == "cpu" else torch.get_device_module(device).device(device)
