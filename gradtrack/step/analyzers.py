@@ -4,71 +4,23 @@ from __future__ import annotations
 
 import inspect
 import logging
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
-import torch
 from torch import nn
 
 from gradtrack import registry
-from gradtrack.analyzers.base import OFTEN_EVERY, OFTEN_UNTIL, Analyzer, Snapshot, often
-from gradtrack.analyzers.tools.hooks import unheard
+from gradtrack.analyzers.base import OFTEN_EVERY, OFTEN_UNTIL, Analyzer, Snapshot, often, rarely
+from gradtrack.analyzers.tools.hooks import EagerSteps, unheard
+from gradtrack.analyzers.tools.modules import is_compiled
 from gradtrack.errors import InputTypeError, UsageError
 from gradtrack.gradients.distributed.shards import unwrapped
 from gradtrack.records import Panel
-from gradtrack.reports import Issue, Report
-from gradtrack.step import ranks
+from gradtrack.reports import Issue, IssueSeverity, IssueType, Report
 from gradtrack.support.interrupts import pass_on
 
 _logger = logging.getLogger("gradtrack")
-
-
-class EagerSteps:
-    """Runs compiled models eagerly for single steps, without discarding or repeating a compilation.
-
-    A compiled graph does not call hooks that were registered after its compilation.
-    """
-
-    def __init__(self) -> None:
-        self._stance: Any = None
-        self.active = False
-        """Whether steps run eagerly now."""
-
-    def begin(self) -> None:
-        """Run compiled code eagerly from now on."""
-        if self._stance is None:
-            self._stance = torch.compiler.set_stance("force_eager")
-            self.active = True
-
-    def backward(self) -> AbstractContextManager[Any]:
-        """Return the context for a backward pass, which switches off compiled autograd while steps run eagerly.
-
-        Compiled autograd ignores a stance that is set after it has begun; a graph with the hooks of an analyzer would
-        have to be captured once more without them.
-        """
-        capturing = sys.modules.get("torch._dynamo.compiled_autograd")
-        if self._stance is None or capturing is None or not capturing.compiled_autograd_enabled:
-            return nullcontext()
-        found: AbstractContextManager[Any] = capturing._disable()
-        return found
-
-    def end(self) -> None:
-        """Run compiled code as compiled again; a second call does nothing."""
-        if self._stance is not None:
-            self._stance.__exit__(None, None, None)
-            self._stance = None
-            self.active = False
-
-
-def is_compiled(model: nn.Module) -> bool:
-    """Say whether a model or a part of it was compiled."""
-    return any(
-        type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
-        for module in model.modules()
-    )
 
 
 _PATIENCE = 3
@@ -167,16 +119,16 @@ class RunningAnalyzers:
         """Return the numbers that ranks add up at a step, and a function that sets the sums over a number of ranks."""
         sizes = {name: one.num_sums(step, len(groups)) for name, one in self._sharing.items()}
         sizes = {name: size for name, size in sizes.items() if size}
-        judged, found = self._judges and ranks.due(step), list[float]()
+        judged, found = self._judges and exchanges_verdicts(step), list[float]()
         shown = snapshot() if sizes else None
         for name, size in sizes.items():
             found += self._numbers(name, size, shown, groups)
         start = len(found)
-        found += ranks.pack(self.issues()) if judged else []
+        found += pack(self.issues()) if judged else []
 
         def take(sums: Sequence[float], num_ranks: int) -> None:
             self._take(sizes, sums, num_ranks)
-            self.verdicts = ranks.unpack(sums[start:], num_ranks, step) if judged else None
+            self.verdicts = unpack(sums[start:], num_ranks, step) if judged else None
 
         return found, take
 
@@ -224,7 +176,7 @@ class RunningAnalyzers:
             self._armed.add(name)
             self._run_safely(name, lambda analyzer=analyzer: analyzer.arm(inner))
         armed = [one for name, one in self.running.items() if name in self._armed]
-        if any(type(one).arm is not Analyzer.arm for one in armed) and is_compiled(model):
+        if any(type(one).arm is not Analyzer.arm for one in armed) and any(map(is_compiled, model.modules())):
             self.eager.begin()
             if not self._told_eager:
                 self._told_eager = True
@@ -329,6 +281,46 @@ class RunningAnalyzers:
             analyzer = self.running.pop(name, None)
             if analyzer is not None:
                 analyzer.disarm()
+
+
+_AFTER: Final = 2
+_MOST_RANKS: Final = 2**16
+_TYPES: Final = tuple(IssueType)
+_SEVERITIES: Final = tuple(IssueSeverity)
+NUM_VERDICTS: Final = len(_TYPES)
+
+
+def exchanges_verdicts(step: int) -> bool:
+    """Say whether ranks exchange verdicts: two steps after each rare analysis, when they send little else."""
+    return step > _AFTER and rarely(step - _AFTER)
+
+
+def pack(issues: Iterable[Issue]) -> list[float]:
+    """Return a number for each type of issue; its sum tells how many ranks have the issue, and how severe it is."""
+    worst: dict[IssueType, int] = {}
+    for issue in issues:
+        worst[issue.issue_type] = max(worst.get(issue.issue_type, 0), _SEVERITIES.index(issue.severity))
+    return [float(1 + _MOST_RANKS * worst[kind]) if kind in worst else 0.0 for kind in _TYPES]
+
+
+def unpack(sums: Sequence[float], num_ranks: int, step: int) -> list[Issue]:
+    """Return the issues that more than half of the ranks have, each as severe as it is on average."""
+    found = []
+    for kind, number in zip(_TYPES, sums, strict=True):
+        severities, count = divmod(round(number), _MOST_RANKS)
+        if 2 * count > num_ranks:
+            issue = Issue(
+                issue_type=kind,
+                severity=_SEVERITIES[round(severities / count)],
+                message=f"Found on {count} of {num_ranks} ranks, in the parts of the model that they hold.",
+                statistic="ranks that find it",
+                value=count,
+                threshold=num_ranks / 2,
+                step=step,
+                recommendation="Call manager.diagnose() on a rank: it names the layers and tells what to do.",
+            )
+            found.append(issue)
+    return found
 
 
 def _usable(report: Report | None) -> Report | None:

@@ -1,65 +1,22 @@
-"""Exchange between ranks beside the sums of gradients: sums of analyzers, and their issues packed as numbers."""
+"""Exchange between ranks: the sums of gradients, with those of the analyzers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any
 
 from torch import Tensor
 
-from gradtrack.analyzers.base import Snapshot, rarely
+from gradtrack.analyzers.base import Snapshot
 from gradtrack.gradients.collected import SharedGradients
 from gradtrack.gradients.distributed.agreement import digest
 from gradtrack.gradients.moments import Moments
-from gradtrack.reports import Issue, IssueSeverity, IssueType
+from gradtrack.step.analyzers import RunningAnalyzers
 from gradtrack.step.data import StepData
 from gradtrack.step.judge import Judge
 from gradtrack.step.measure import Measurement
 from gradtrack.step.protect import Protection
-
-if TYPE_CHECKING:
-    from gradtrack.step.analyzers import RunningAnalyzers
-
-_AFTER: Final = 2
-_MOST_RANKS: Final = 2**16
-_TYPES: Final = tuple(IssueType)
-_SEVERITIES: Final = tuple(IssueSeverity)
-NUM_VERDICTS: Final = len(_TYPES)
-
-
-def due(step: int) -> bool:
-    """Say whether ranks exchange verdicts: two steps after each rare analysis, when they send little else."""
-    return step > _AFTER and rarely(step - _AFTER)
-
-
-def pack(issues: Iterable[Issue]) -> list[float]:
-    """Return a number for each type of issue; its sum tells how many ranks have the issue, and how severe it is."""
-    worst: dict[IssueType, int] = {}
-    for issue in issues:
-        worst[issue.issue_type] = max(worst.get(issue.issue_type, 0), _SEVERITIES.index(issue.severity))
-    return [float(1 + _MOST_RANKS * worst[kind]) if kind in worst else 0.0 for kind in _TYPES]
-
-
-def unpack(sums: Sequence[float], num_ranks: int, step: int) -> list[Issue]:
-    """Return the issues that more than half of the ranks have, each as severe as it is on average."""
-    found = []
-    for kind, number in zip(_TYPES, sums, strict=True):
-        severities, count = divmod(round(number), _MOST_RANKS)
-        if 2 * count > num_ranks:
-            issue = Issue(
-                issue_type=kind,
-                severity=_SEVERITIES[round(severities / count)],
-                message=f"Found on {count} of {num_ranks} ranks, in the parts of the model that they hold.",
-                statistic="ranks that find it",
-                value=count,
-                threshold=num_ranks / 2,
-                step=step,
-                recommendation="Call manager.diagnose() on a rank: it names the layers and tells what to do.",
-            )
-            found.append(issue)
-    return found
-
 
 _Take = Callable[[Sequence[float], int], None]
 

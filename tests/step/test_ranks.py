@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradtrack import Issue, IssueSeverity, IssueType
-from gradtrack.step.ranks import NUM_VERDICTS, due, pack, unpack
+from gradtrack.step.analyzers import NUM_VERDICTS, exchanges_verdicts, pack, unpack
 
 ISSUES = st.builds(
     Issue,
@@ -42,5 +42,5 @@ def test_a_thousand_ranks_fit_into_one_number() -> None:
 
 def test_when_verdicts_are_exchanged() -> None:
     """Two steps after an analysis that costs much, and not before any."""
-    assert [step for step in range(1, 60) if due(step)] == [4, 10, 34]
+    assert [step for step in range(1, 60) if exchanges_verdicts(step)] == [4, 10, 34]
     assert len(IssueType) == NUM_VERDICTS

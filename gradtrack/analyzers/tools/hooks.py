@@ -1,13 +1,15 @@
-"""Forward hooks of one module that copies of it do not share, and that never raise."""
+"""Forward hooks of one module that copies of it do not share, that never raise, and that compiled models call."""
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import torch
 from torch import nn
 
 from gradtrack.support.interrupts import pass_on
@@ -90,3 +92,40 @@ class ModuleHook(Unshared):
         """Pass a call of the module to the function, unless an analyzer made the call."""
         if module is self._module() and not is_unheard():
             self._call(module, *rest)
+
+
+class EagerSteps:
+    """Runs compiled models eagerly for single steps, without discarding or repeating a compilation.
+
+    A compiled graph does not call hooks that were registered after its compilation.
+    """
+
+    def __init__(self) -> None:
+        self._stance: Any = None
+        self.active = False
+        """Whether steps run eagerly now."""
+
+    def begin(self) -> None:
+        """Run compiled code eagerly from now on."""
+        if self._stance is None:
+            self._stance = torch.compiler.set_stance("force_eager")
+            self.active = True
+
+    def backward(self) -> AbstractContextManager[Any]:
+        """Return the context for a backward pass, which switches off compiled autograd while steps run eagerly.
+
+        Compiled autograd ignores a stance that is set after it has begun; a graph with the hooks of an analyzer would
+        have to be captured once more without them.
+        """
+        capturing = sys.modules.get("torch._dynamo.compiled_autograd")
+        if self._stance is None or capturing is None or not capturing.compiled_autograd_enabled:
+            return nullcontext()
+        found: AbstractContextManager[Any] = capturing._disable()
+        return found
+
+    def end(self) -> None:
+        """Run compiled code as compiled again; a second call does nothing."""
+        if self._stance is not None:
+            self._stance.__exit__(None, None, None)
+            self._stance = None
+            self.active = False
