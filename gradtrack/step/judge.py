@@ -9,10 +9,10 @@ from typing import Any
 from gradtrack.analyzers.base import Series
 from gradtrack.config import GradientConfig
 from gradtrack.gradients.moments import Moments
+from gradtrack.health.change_detector import Jump
 from gradtrack.health.monitor import GradientMonitor
 from gradtrack.health.open_issues import OpenIssues, from_plain, order, to_plain, unmuted
 from gradtrack.health.rule import CalmStep, Evidence
-from gradtrack.health.series import Jump
 from gradtrack.reports import HEALTHY, HealthReport, Issue
 from gradtrack.step.data import StepData
 from gradtrack.support.state import Stateful

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from gradtrack import registry
 from gradtrack.health.open_issues import MOST, causes_of, order
-from gradtrack.health.series import Trend
 from gradtrack.reports import Issue, IssueSeverity, IssueType
 
 
@@ -66,18 +65,6 @@ def test_few_distinct_and_stable(found: list[Issue]) -> None:
     assert len({one.key for one in ordered}) == len(ordered)
     assert all(one.severity > IssueSeverity.INFO for one in ordered)
     assert {one.key for one in order(ordered)} == {one.key for one in ordered}
-
-
-@given(
-    st.lists(st.integers(-1000, 1000), min_size=10, max_size=60),
-    st.integers(-20, 20),
-)
-def test_trend_is_free_of_scale(losses: list[int], power: int) -> None:
-    """A loss times a power of two falls and rises as the loss does."""
-    plain = Trend([float(loss) for loss in losses[:16]], [float(loss) for loss in losses])
-    scaled = Trend([loss * 2.0**power for loss in losses[:16]], [loss * 2.0**power for loss in losses])
-    for name in ("falling", "rising", "learned", "risen", "turning"):
-        assert getattr(plain, name) == getattr(scaled, name)
 
 
 def test_each_analyzer_explains_its_own_types() -> None:

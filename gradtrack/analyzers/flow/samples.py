@@ -1,4 +1,4 @@
-"""Samples of the gradient flow, the case that the rules judge, and samples as plain data."""
+"""Samples of the gradient flow, the case that the rules judge with the trend of its loss, and samples as plain data."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, Final, TypeVar
 
 import numpy as np
@@ -15,7 +16,6 @@ from gradtrack.analyzers.base import Series
 from gradtrack.analyzers.flow.call import Node
 from gradtrack.analyzers.flow.graph import FlowGraph
 from gradtrack.analyzers.flow.sampled_weights import Change
-from gradtrack.health.series import Trend
 from gradtrack.reports import Issue, IssueSeverity, IssueType
 
 Seen = TypeVar("Seen")
@@ -201,6 +201,92 @@ class Case:
     def trend(self) -> Trend:
         """Return which way the loss goes."""
         return Trend(self.series.first_losses, self.series.losses)
+
+
+_SIGNIFICANT: Final = 2.0
+_MIN_STEPS: Final = 8
+
+
+class Trend:
+    """The trend of a series of losses: its end compared with its beginning, whatever their scale and sign."""
+
+    def __init__(self, first: Sequence[float], last: Iterable[float]) -> None:
+        self.losses = list(last)
+        self.first = list(first)
+        finite = [loss for loss in self.losses if math.isfinite(loss)]
+        self.known = len(finite) >= _MIN_STEPS
+        self.diverged = len(finite) < len(self.losses)
+        width = max(4, len(finite) // 4)
+        self._head = [loss for loss in self.first[: max(4, min(len(self.first), width))] if math.isfinite(loss)]
+        self._tail = finite[-width:]
+        self.noise = _noise(finite)
+
+    @property
+    def fall(self) -> float:
+        """Return how far the loss has come down, in standard errors of the difference; negative where it went up."""
+        if not self.known or not self._head or self.diverged:
+            return 0.0 if not self.diverged else -math.inf
+        difference = statistics.fmean(self._head) - statistics.fmean(self._tail)
+        error = self.noise * math.sqrt(1 / len(self._head) + 1 / len(self._tail))
+        if error == 0:
+            return math.copysign(math.inf, difference) if difference else 0.0
+        return difference / error
+
+    @property
+    def falling(self) -> bool:
+        """Whether the loss has come down by more than its noise."""
+        return self.fall > _SIGNIFICANT
+
+    @property
+    def rising(self) -> bool:
+        """Whether the loss has gone up by more than its noise, or is no number any more."""
+        return self.fall < -_SIGNIFICANT
+
+    @property
+    def learned(self) -> bool:
+        """Whether the loss has come down below where it began, whatever it did in between."""
+        if not self.known or not self.first or self.diverged:
+            return False
+        begin, error = self.first[0], 2 * self.noise / math.sqrt(len(self._tail))
+        return statistics.fmean(self._tail) < begin - max(error, 0.02 * abs(begin))
+
+    @property
+    def risen(self) -> bool:
+        """Whether the loss is clearly worse than where it began, or is no number any more."""
+        if self.diverged:
+            return True
+        if not self.known or not self.first or not self.first[0] > 0:
+            return False
+        begin, end = self.first[0], statistics.median(self._tail)
+        return end > 1.5 * begin and sum(loss > begin for loss in self._tail) >= 0.8 * len(self._tail)
+
+    @property
+    def tells(self) -> bool:
+        """Whether the loss keeps its sign, so that its going down is what training is for."""
+        finite = [loss for loss in self.losses if math.isfinite(loss)]
+        return not finite or min(finite) >= 0 or max(finite) <= 0
+
+    @property
+    def turning(self) -> bool:
+        """Whether the loss has been going up lately: the end of its last half above the beginning of it."""
+        half = self.losses[-max(_MIN_STEPS, len(self.losses) // 2) :]
+        return Trend(half, half).rising
+
+    @property
+    def remaining(self) -> float:
+        """Return the loss at the end over that at the beginning; 1 where it is unknown or changes sign."""
+        if not self.known or not self._head:
+            return 1.0
+        head, tail = statistics.median(self._head), statistics.median(self._tail)
+        return tail / head if head > 0 and tail > 0 else 1.0
+
+
+def _noise(losses: Sequence[float]) -> float:
+    """Return the noise of losses: the standard deviation from step to step, robust against a trend."""
+    steps = [after - before for before, after in pairwise(losses)]
+    if not steps:
+        return 0.0
+    return 1.4826 * statistics.median(abs(step) for step in steps) / math.sqrt(2)
 
 
 def median(values: Iterable[float]) -> float:
