@@ -54,7 +54,7 @@ class FixedStrategy(Strategy):
 class AdaptiveStrategy(Strategy):
     """A percentile of the recent norms before clipping, as `numpy.percentile` has it, without the current one.
 
-    The norms are kept sorted only while the clipper asks for the percentile at every step.
+    The norms are kept sorted from the first time on that the clipper asks for the percentile.
     """
 
     kept_in_checkpoints = ("_recent", "_seen")
@@ -62,11 +62,9 @@ class AdaptiveStrategy(Strategy):
     def __init__(self) -> None:
         self._recent: deque[float] = deque()
         self._sorted: list[float] | None = None
-        self._asked = False
         self._seen = 0
 
     def threshold(self, config: GradientConfig) -> float:
-        self._asked = True
         if self._seen < WARMUP:
             return config.max_grad_norm
         self._shrink(config.adaptive_window_size)
@@ -75,12 +73,9 @@ class AdaptiveStrategy(Strategy):
         return percentile(self._sorted, config.adaptive_percentile) or config.max_grad_norm
 
     def observe(self, norms: Sequence[ClippedNorm], memory: Memory) -> None:
-        if not self._asked:
-            self._sorted = None
-        elif self._sorted is not None:
+        if self._sorted is not None:
             for norm, _ in norms:
                 insort(self._sorted, norm)
-        self._asked = False
         self._recent.extend([norm for norm, _ in norms])
         self._seen += len(norms)
         if len(self._recent) > memory.window_size:
