@@ -9,16 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gradtrack.gradients.triton.kernels import (
-    BFLOAT16,
-    FLOAT16,
-    FLOAT32,
-    FLOAT64,
-    TILE,
-    load_tile,
-    merge_column,
-    number_at,
-)
+from gradtrack.gradients.triton.kernels import TILE, load_tile, merge_column, number_at
 
 LIMIT: tl.constexpr = tl.constexpr(2)
 EPSILON: tl.constexpr = tl.constexpr(3)
@@ -119,19 +110,24 @@ def _changed(x, first, second, limit, nan, infinity, CLAMPS: tl.constexpr, REPLA
 @triton.jit
 def _change_chunk(
     address,
+    start,
     left,
     coefficient,
     limit,
     nan,
     infinity,
-    TYPE: tl.constexpr,
+    CODE: tl.constexpr,
     CHUNK: tl.constexpr,
     CLAMPS: tl.constexpr,
     REPLACES: tl.constexpr,
 ):
     """Change a chunk; return the number of its elements that were beyond the limit, and their squares afterwards."""
+    TYPE: tl.constexpr = (
+        tl.float32 if CODE == 0 else tl.float64 if CODE == 1 else tl.bfloat16 if CODE == 2 else tl.float16
+    )
     wide: tl.constexpr = tl.float64 if TYPE == tl.float64 else tl.float32
     stored: tl.constexpr = tl.int16 if TYPE == tl.bfloat16 else TYPE
+    address += start * (4 if CODE == 0 else 8 if CODE == 1 else 2)
     pointer = address.to(tl.pointer_type(stored))
     lanes = tl.arange(0, TILE)
     count = tl.zeros([TILE], tl.int32)
@@ -143,19 +139,19 @@ def _change_chunk(
     bound = limit.to(wide)
     if (left >= CHUNK) & (address % 16 == 0):
         aligned = tl.multiple_of(pointer, 16)
-        for start in range(0, CHUNK, TILE):
-            x = load_tile(aligned + start, lanes, None, TYPE)
+        for place in range(0, CHUNK, TILE):
+            x = load_tile(aligned + place, lanes, None, TYPE)
             x, beyond = _changed(x, first, second, bound, nan, infinity, CLAMPS, REPLACES)
-            x = _store(aligned + start, lanes, x, None, TYPE).to(tl.float64)
+            x = _store(aligned + place, lanes, x, None, TYPE).to(tl.float64)
             if CLAMPS:
                 squares += x * x
                 count += beyond.to(tl.int32)
     else:
-        for start in range(0, tl.minimum(left, CHUNK).to(tl.int32), TILE):
-            here = start + lanes < left
-            x = load_tile(pointer + start, lanes, here, TYPE)
+        for place in range(0, tl.minimum(left, CHUNK).to(tl.int32), TILE):
+            here = place + lanes < left
+            x = load_tile(pointer + place, lanes, here, TYPE)
             x, beyond = _changed(x, first, second, bound, nan, infinity, CLAMPS, REPLACES)
-            x = _store(pointer + start, lanes, x, here, TYPE).to(tl.float64)
+            x = _store(pointer + place, lanes, x, here, TYPE).to(tl.float64)
             if CLAMPS:
                 squares += tl.where(here, x * x, 0.0)
                 count += (beyond & here).to(tl.int32)
@@ -210,26 +206,12 @@ def change(
         start = (chunk - tl.load(firsts + index)).to(tl.int64) * CHUNK
         left = tl.load(sizes + index) - start
         address = tl.load(inputs + index)
-        if TYPES & 1:
-            if code == FLOAT32:
-                count, squares = _change_chunk(
-                    address + start * 4, left, coefficient, limit, nan, infinity, tl.float32, CHUNK, CLAMPS, REPLACES
-                )
-        if TYPES & 2:
-            if code == FLOAT64:
-                count, squares = _change_chunk(
-                    address + start * 8, left, coefficient, limit, nan, infinity, tl.float64, CHUNK, CLAMPS, REPLACES
-                )
-        if TYPES & 4:
-            if code == BFLOAT16:
-                count, squares = _change_chunk(
-                    address + start * 2, left, coefficient, limit, nan, infinity, tl.bfloat16, CHUNK, CLAMPS, REPLACES
-                )
-        if TYPES & 8:
-            if code == FLOAT16:
-                count, squares = _change_chunk(
-                    address + start * 2, left, coefficient, limit, nan, infinity, tl.float16, CHUNK, CLAMPS, REPLACES
-                )
+        for kind in tl.static_range(4):
+            if (TYPES >> kind) & 1:
+                if code == kind:
+                    count, squares = _change_chunk(
+                        address, start, left, coefficient, limit, nan, infinity, kind, CHUNK, CLAMPS, REPLACES
+                    )
     if CLAMPS:
         tl.store(after + chunk, count)
         tl.store(after + num_chunks + chunk, squares)
@@ -237,32 +219,26 @@ def change(
 
 @triton.jit
 def _limit_unit(
-    address,
-    weights,
-    length,
-    factor,
-    nan,
-    infinity,
-    spared,
-    has_bad,
-    TYPE: tl.constexpr,
-    REPLACES: tl.constexpr,
+    address, weights, start, length, factor, nan, infinity, spared, has_bad, CODE: tl.constexpr, REPLACES: tl.constexpr
 ):
     """Scale one unit if its norm is above its limit; return whether it was, and its squares afterwards."""
+    TYPE: tl.constexpr = (
+        tl.float32 if CODE == 0 else tl.float64 if CODE == 1 else tl.bfloat16 if CODE == 2 else tl.float16
+    )
     wide: tl.constexpr = tl.float64 if TYPE == tl.float64 else tl.float32
     stored: tl.constexpr = tl.int16 if TYPE == tl.bfloat16 else TYPE
-    pointer = address.to(tl.pointer_type(stored))
-    weight = weights.to(tl.pointer_type(stored))
+    pointer = address.to(tl.pointer_type(stored)) + start
+    weight = weights.to(tl.pointer_type(stored)) + start
     lanes = tl.arange(0, TILE)
     squares = tl.zeros([TILE], tl.float64)
     weight_squares = tl.zeros([TILE], tl.float64)
-    for start in range(0, length, TILE):
-        here = start + lanes < length
-        x = load_tile(pointer + start, lanes, here, TYPE)
+    for place in range(0, length, TILE):
+        here = place + lanes < length
+        x = load_tile(pointer + place, lanes, here, TYPE)
         finite = tl.abs(x) < float("inf")
         x = tl.where(finite, x, _replaced(x, nan, infinity, REPLACES) if REPLACES else 0.0).to(tl.float64)
         squares += x * x
-        w = load_tile(weight + start, lanes, here, TYPE).to(tl.float64)
+        w = load_tile(weight + place, lanes, here, TYPE).to(tl.float64)
         weight_squares += w * w
     before = tl.sum(squares)
     norm = tl.sqrt(before)
@@ -272,10 +248,10 @@ def _limit_unit(
     if beyond | has_bad:
         scale = tl.where(beyond, limit / tl.where(beyond, norm, 1.0), 1.0).to(wide)
         found = tl.zeros([TILE], tl.float64)
-        for start in range(0, length, TILE):
-            here = start + lanes < length
-            x = _replaced(load_tile(pointer + start, lanes, here, TYPE), nan, infinity, REPLACES) * scale
-            x = _store(pointer + start, lanes, x, here, TYPE).to(tl.float64)
+        for place in range(0, length, TILE):
+            here = place + lanes < length
+            x = _replaced(load_tile(pointer + place, lanes, here, TYPE), nan, infinity, REPLACES) * scale
+            x = _store(pointer + place, lanes, x, here, TYPE).to(tl.float64)
             found += tl.where(here, x * x, 0.0)
         after = tl.sum(found)
     return tl.where(beyond, 1.0, 0.0).to(tl.float64), after
@@ -317,62 +293,12 @@ def limit_units(
         has_bad = tl.load(place + 5) + tl.load(place + 6) + tl.load(place + 7) > 0
     count = tl.full([], 0.0, tl.float64)
     squares = tl.full([], 0.0, tl.float64)
-    if TYPES & 1:
-        if code == FLOAT32:
-            count, squares = _limit_unit(
-                address + start * 4,
-                weights + start * 4,
-                length,
-                factor,
-                nan,
-                infinity,
-                spared,
-                has_bad,
-                tl.float32,
-                REPLACES,
-            )
-    if TYPES & 2:
-        if code == FLOAT64:
-            count, squares = _limit_unit(
-                address + start * 8,
-                weights + start * 8,
-                length,
-                factor,
-                nan,
-                infinity,
-                spared,
-                has_bad,
-                tl.float64,
-                REPLACES,
-            )
-    if TYPES & 4:
-        if code == BFLOAT16:
-            count, squares = _limit_unit(
-                address + start * 2,
-                weights + start * 2,
-                length,
-                factor,
-                nan,
-                infinity,
-                spared,
-                has_bad,
-                tl.bfloat16,
-                REPLACES,
-            )
-    if TYPES & 8:
-        if code == FLOAT16:
-            count, squares = _limit_unit(
-                address + start * 2,
-                weights + start * 2,
-                length,
-                factor,
-                nan,
-                infinity,
-                spared,
-                has_bad,
-                tl.float16,
-                REPLACES,
-            )
+    for kind in tl.static_range(4):
+        if (TYPES >> kind) & 1:
+            if code == kind:
+                count, squares = _limit_unit(
+                    address, weights, start, length, factor, nan, infinity, spared, has_bad, kind, REPLACES
+                )
     tl.store(after + unit, count)
     tl.store(after + num_units + unit, squares)
 

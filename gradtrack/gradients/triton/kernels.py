@@ -59,11 +59,14 @@ def load_tile(pointer, lanes, mask, TYPE: tl.constexpr):
 
 
 @triton.jit
-def _sums(address, left, pivot, first, second, TYPE: tl.constexpr, CHUNK: tl.constexpr, FACTORS: tl.constexpr):
-    """Return the sums over a chunk, lane by lane but for the extremes; `left` is the number of elements from here on.
+def _sums(address, start, left, pivot, first, second, CODE: tl.constexpr, CHUNK: tl.constexpr, FACTORS: tl.constexpr):
+    """Return the sums over a chunk, lane by lane but for the extremes; `left` are left from `start` on.
 
     A lane has the same elements whether they are aligned or not, so that sums do not depend on where a gradient is.
     """
+    TYPE: tl.constexpr = (
+        tl.float32 if CODE == 0 else tl.float64 if CODE == 1 else tl.bfloat16 if CODE == 2 else tl.float16
+    )
     wide: tl.constexpr = tl.float64 if TYPE == tl.float64 else tl.float32
     lanes = tl.arange(0, TILE)
     total = tl.zeros([TILE], tl.float64)
@@ -74,18 +77,19 @@ def _sums(address, left, pivot, first, second, TYPE: tl.constexpr, CHUNK: tl.con
     high = tl.full([TILE], -float("inf"), wide)
     counts = tl.zeros([TILE], tl.int32)
     stored: tl.constexpr = tl.int16 if TYPE == tl.bfloat16 else TYPE
+    address += start * (4 if CODE == 0 else 8 if CODE == 1 else 2)
     pointer = address.to(tl.pointer_type(stored))
     if (left >= CHUNK) & (address % 16 == 0):
         aligned = tl.multiple_of(pointer, 16)
-        for start in range(0, CHUNK, TILE):
-            x = load_tile(aligned + start, lanes, None, TYPE)
+        for place in range(0, CHUNK, TILE):
+            x = load_tile(aligned + place, lanes, None, TYPE)
             total, squares, shifted, spread, low, high, counts = _add(
                 x, True, pivot, first, second, total, squares, shifted, spread, low, high, counts, FACTORS
             )
     else:
-        for start in range(0, tl.minimum(left, CHUNK).to(tl.int32), TILE):
-            here = start + lanes < left
-            x = load_tile(pointer + start, lanes, here, TYPE)
+        for place in range(0, tl.minimum(left, CHUNK).to(tl.int32), TILE):
+            here = place + lanes < left
+            x = load_tile(pointer + place, lanes, here, TYPE)
             total, squares, shifted, spread, low, high, counts = _add(
                 x, here, pivot, first, second, total, squares, shifted, spread, low, high, counts, FACTORS
             )
@@ -142,27 +146,14 @@ def measure(
     low = tl.full([], float("inf"), tl.float64)
     high = tl.full([], -float("inf"), tl.float64)
     counts = tl.zeros([TILE], tl.int32)
-    if TYPES & 1:
-        if code == FLOAT32:
-            total, squares, shifted, spread, low, high, counts = _sums(
-                address + start * 4, left, pivot, first, second, tl.float32, CHUNK, FACTORS
-            )
-    if TYPES & 2:
-        if code == FLOAT64:
-            pivot = _first_element(address, first, second, FACTORS)
-            total, squares, shifted, spread, low, high, counts = _sums(
-                address + start * 8, left, pivot, first, second, tl.float64, CHUNK, FACTORS
-            )
-    if TYPES & 4:
-        if code == BFLOAT16:
-            total, squares, shifted, spread, low, high, counts = _sums(
-                address + start * 2, left, pivot, first, second, tl.bfloat16, CHUNK, FACTORS
-            )
-    if TYPES & 8:
-        if code == FLOAT16:
-            total, squares, shifted, spread, low, high, counts = _sums(
-                address + start * 2, left, pivot, first, second, tl.float16, CHUNK, FACTORS
-            )
+    for kind in tl.static_range(4):
+        if (TYPES >> kind) & 1:
+            if code == kind:
+                if kind == 1:
+                    pivot = _first_element(address, first, second, FACTORS)
+                total, squares, shifted, spread, low, high, counts = _sums(
+                    address, start, left, pivot, first, second, kind, CHUNK, FACTORS
+                )
     if FACTORS:
         low = low * first * second
         high = high * first * second
