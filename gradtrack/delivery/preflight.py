@@ -18,7 +18,7 @@ from gradtrack.delivery.run import named_twice, plain_options
 from gradtrack.delivery.run_files import ensure_writable
 from gradtrack.delivery.status import describe
 from gradtrack.errors import GradtrackError, MissingExtraError, UsageError
-from gradtrack.support.interrupts import process_rank
+from gradtrack.support.rank import process_rank
 from gradtrack.support.redact import redact, redact_values
 
 State = Literal["ready", "not installed", "unreachable", "silent", "broken"]

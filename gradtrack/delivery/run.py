@@ -31,7 +31,7 @@ from gradtrack.delivery.worker import AlertWorker
 from gradtrack.errors import InputTypeError, UsageError
 from gradtrack.records import Record, RunInfo
 from gradtrack.reports import Issue, IssueSeverity, StepReport
-from gradtrack.support.interrupts import process_rank
+from gradtrack.support.rank import process_rank
 from gradtrack.support.redact import is_hidden, redact, redact_values
 
 _logger = logging.getLogger("gradtrack")

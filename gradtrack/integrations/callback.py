@@ -17,7 +17,7 @@ from gradtrack.manager import GradientManager
 from gradtrack.reports import StepReport
 from gradtrack.step.pair import IssueCallback
 from gradtrack.step.unused_settings import CLIPPING, changed_settings
-from gradtrack.support.interrupts import process_rank
+from gradtrack.support.rank import process_rank
 
 Source = GradientConfig | Mapping[str, Any] | str | Path | None
 _logger = logging.getLogger("gradtrack")

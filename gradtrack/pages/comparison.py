@@ -17,13 +17,12 @@ from rich.text import Text
 from gradtrack.delivery.run_files import write_atomically
 from gradtrack.pages.charts import Chart, events_of, line_of, meaning_of, spans_decades
 from gradtrack.pages.heat_map import HeatMap, heat_of, on_one_scale
-from gradtrack.pages.html import fill
+from gradtrack.pages.html import Table, fill
 from gradtrack.pages.issues import Episode, IssueHistory, episodes_of
 from gradtrack.pages.run_data import LOSS, RunData, Track
-from gradtrack.pages.terminal.overview import Fitted, rich_table, short
-from gradtrack.pages.terminal.tables import WIDTH, Table, number, sparkline
+from gradtrack.pages.terminal.overview import WIDTH, Fitted, rich_table, short, sparkline
 from gradtrack.reports.step import spell
-from gradtrack.support.names import one_line, plural
+from gradtrack.support.names import number, one_line, plural
 
 Pair = tuple[str, int | float | None, int | float | None]
 """A name with the number of the first run and of the second; None is unknown."""

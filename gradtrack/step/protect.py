@@ -14,7 +14,7 @@ from gradtrack.gradients.moments import Moments, true_norm
 from gradtrack.protection.clipping import GradientClipper, clips_by_default
 from gradtrack.protection.nonfinite import NaNInfHandler, count_nonfinite
 from gradtrack.step.data import StepData
-from gradtrack.support.interrupts import process_rank
+from gradtrack.support.rank import process_rank
 
 _logger = logging.getLogger("gradtrack")
 Owned = Callable[[], Iterable[Tensor]]

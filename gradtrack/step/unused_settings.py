@@ -14,7 +14,7 @@ from gradtrack import registry
 from gradtrack.config import PREFIX, GradientConfig, explicit
 from gradtrack.gradients.distributed.shards import unwrapped
 from gradtrack.reports import IssueType
-from gradtrack.support.interrupts import process_rank
+from gradtrack.support.rank import process_rank
 
 _LIMITS: Final = ("max_grad_norm", "clip_type", "adaptive_clipping")
 _ADAPTIVE: Final = ("adaptive_window_size", "adaptive_percentile")

@@ -1,14 +1,10 @@
-"""Facts of the process: exceptions that a signal handler raised, and the rank."""
+"""Interrupts: tells exceptions that a signal handler raised from faults of the line that it struck."""
 
 from __future__ import annotations
 
 import inspect
-import os
 import threading
 from types import FrameType, TracebackType
-from typing import Final
-
-import torch
 
 
 def pass_on(fault: BaseException) -> None:
@@ -67,17 +63,3 @@ def _was_given(handler: FrameType, struck: FrameType) -> bool:
     num_given = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)
     values = [variables[name] for name in code.co_varnames[:num_given] if name in variables]
     return any(value is struck or (type(value) is tuple and any(one is struck for one in value)) for value in values)
-
-
-_VARIABLES: Final = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
-
-
-def process_rank() -> int:
-    """Return this process's rank, 0 where there is only one: the initialised group's, else the launcher's."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_rank()
-    for name in _VARIABLES:
-        text = os.environ.get(name, "")
-        if text.isdigit():
-            return int(text)
-    return 0

@@ -1,4 +1,4 @@
-"""Names and texts: what trackers and files accept, the modules of parameters, and text without control characters."""
+"""Names and texts: what trackers and files accept, modules of parameters, numbers, text without control characters."""
 
 from __future__ import annotations
 
@@ -48,6 +48,14 @@ def file_part(source: str) -> str:
 def plural(count: int, noun: str) -> str:
     """Write a number of things, such as 1 step or 1,234 steps."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def number(value: object) -> str:
+    """Format a number with a few digits, a count with all of them; what is no number stays as it is."""
+    if not isinstance(value, (int, float)):
+        return "–" if value is None else str(value)
+    is_whole = abs(value) < 1e6 and (abs(value) >= 1e4 or value == int(value))
+    return f"{value:.0f}" if is_whole else f"{value:.4g}"
 
 
 def module_of(parameter: str) -> str:

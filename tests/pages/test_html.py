@@ -9,7 +9,7 @@ from pathlib import Path
 from gradtrack import __version__
 from gradtrack.delivery.run_files import RunEnd, note_files
 from gradtrack.pages import html
-from gradtrack.pages.terminal.tables import tables_of
+from gradtrack.pages.html import tables_of
 from gradtrack.reports import IssueType, NanInfSummary, ParameterStatistics, StepReport, TrainingSummary
 from tests.pages.pages import Page
 from tests.pages.runs import HOSTILE, gather, issue, row

@@ -1,1 +1,1 @@
-"""Runs as text for a terminal: overview, tables, sparklines, and a view that follows a training."""
+"""Runs as text for a terminal: overview with sparklines, and a view that follows a training."""

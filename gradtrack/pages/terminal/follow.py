@@ -13,8 +13,7 @@ from rich.live import Live
 
 from gradtrack.pages.run_data import RunData, Track, is_running, load_run
 from gradtrack.pages.terminal.overview import show
-from gradtrack.pages.terminal.tables import number
-from gradtrack.support.names import Printable, one_line
+from gradtrack.support.names import Printable, number, one_line
 from gradtrack.support.regular_files import is_regular
 
 Pause = Callable[[float], object]

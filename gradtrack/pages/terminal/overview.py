@@ -1,13 +1,15 @@
-"""Renders a run and the answer of `gradtrack doctor` for a terminal."""
+"""Renders a run, with sparklines, and the answer of `gradtrack doctor` for a terminal."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, Group, JustifyMethod, RenderableType
 from rich.padding import Padding
@@ -20,10 +22,9 @@ from gradtrack.pages.charts import spans_decades
 from gradtrack.pages.issues import ADVICE, IssueHistory
 from gradtrack.pages.paths import listing, ways_to_open
 from gradtrack.pages.run_data import LOSS, RunData, Track
-from gradtrack.pages.terminal.tables import WIDTH, number, sparkline
 from gradtrack.reports import IssueSeverity
 from gradtrack.reports.step import spell
-from gradtrack.support.names import one_line, plural
+from gradtrack.support.names import number, one_line, plural
 
 _STATE_COLOURS: Final = {"ready": "green", "not installed": "dim"}
 
@@ -51,6 +52,50 @@ def rich_table(
     for row in rows:
         table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
     return table
+
+
+_BLOCKS: Final = "▁▂▃▄▅▆▇█"
+_LOST, _INFINITE = "×", "∞"
+WIDTH: Final = 28
+
+
+def sparkline(
+    values: NDArray[np.float64],
+    *,
+    log_scale: bool = False,
+    width: int = WIDTH,
+    scale: NDArray[np.float64] | None = None,
+    lost: NDArray[np.bool_] | None = None,
+) -> str:
+    """Draw a line with block characters, each the highest value of its part, so that no spike is lost.
+
+    The lowest and the highest block are the extremes of the line, or of the values in `scale`. A part that holds a
+    value that is `lost`, as it was recorded and is not a number, is a cross; one without any value is like the last.
+    """
+    shown = _logs(values) if log_scale else values
+    bounds = shown if scale is None else _logs(scale) if log_scale else scale
+    bounds = bounds[np.isfinite(bounds)]
+    if not np.isfinite(shown).any():
+        return ""
+    low, high = float(bounds.min()), float(bounds.max())
+    steps = (len(_BLOCKS) - 1) / (high - low) if high > low else 0.0
+    edges = np.linspace(0, len(shown), min(len(shown), width) + 1).astype(int)
+    drawn = " "
+    for start, end in pairwise(edges.tolist()):
+        known = shown[start:end][~np.isnan(shown[start:end])]
+        if lost is not None and lost[start:end].any():
+            drawn += _LOST
+        elif len(known):
+            top = float(known.max())
+            drawn += _INFINITE if top == math.inf else _BLOCKS[round((max(top, low) - low) * steps)]
+        else:
+            drawn += drawn[-1] if drawn[-1] != _LOST else " "
+    return drawn[1:]
+
+
+def _logs(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.log(values)
 
 
 _GROUPS: Final = 24

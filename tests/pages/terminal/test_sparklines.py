@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from gradtrack.pages.terminal.tables import sparkline
+from gradtrack.pages.terminal.overview import sparkline
 
 
 def test_sparkline_follows_its_values() -> None:
