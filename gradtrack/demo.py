@@ -23,7 +23,6 @@ from gradtrack.support.progress import counted
 
 TIME_CONSTANTS: Final = (2.0, 8.0, 32.0)
 _BACKENDS: Final = ("json", "tensorboard")
-_ANALYZERS: Final = ("flow", "recurrent", "updates")
 
 
 class LeakyCell(nn.Module):
@@ -197,12 +196,12 @@ def _train(settings: TrainingSettings, config: GradientConfig | Mapping[str, Any
 
 
 def demo_config(run_dir: Path) -> dict[str, Any]:
-    """Return the configuration of the demo: every local backend that can run here, and analyzers for the network."""
-    backends, analyzers = registry.backends.names(), registry.analyzers.names()
+    """Return the configuration of the demo: local backends that can run here, and analyzers that suit the network."""
+    backends = registry.backends.names()
     return {
         "run_dir": run_dir,
         "backends": [name for name in _BACKENDS if name in backends and not missing_packages(name)],
-        "analyzers": [name for name in _ANALYZERS if name in analyzers],
+        "analyzers": "auto",
         # The native engine is faster, but compiles itself for half a minute when it is used for the first time.
         "engine": "torch",
         "grad_log_every_n_steps": 1,

@@ -28,10 +28,6 @@ ALLOWED: Final = {
     ("__init__.py", name): PUBLIC
     for name in ("flow", "gain", "jacobian", "recurrent", "rl_policy", "transformer", "updates", "vector")
 } | {
-    ("demo.py", "flow"): "the demo chooses the analyzers for its network",
-    ("demo.py", "recurrent"): "the demo chooses the analyzers for its network",
-    ("demo.py", "updates"): "the demo chooses the analyzers for its network",
-    ("integrations/stable_baselines3.py", "rl_policy"): "an algorithm of this framework has a policy to look at",
     ("analyzers/flow/__init__.py", "jacobian"): "`enable_jacobian` of flow runs it, by its name in the registry",
     ("analyzers/flow/__init__.py", "recurrent"): "`enable_rnn_analyzer` of flow runs it, by its name in the registry",
     ("analyzers/flow/__init__.py", "vector"): "`enable_vector_analysis` of flow runs it, by its name in the registry",

@@ -9,7 +9,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor, nn
 
@@ -203,6 +203,14 @@ def panel(title: str, *metrics: str, log_scale: bool = False) -> Panel:
     return Panel(title=title, section=section, metrics=metrics, kind=kind, log_scale=log_scale)
 
 
+class Picture(NamedTuple):
+    """A picture of an analyzer: its file name without the ending, what it shows, and whether a chart shows the same."""
+
+    name: str
+    about: str
+    is_charted: bool = False
+
+
 class Suggested(float):
     """A threshold that the user left at its default: it shows the usual value, but scale-free rules judge instead."""
 
@@ -217,6 +225,8 @@ class Analyzer(ABC):
 
     report_type: ClassVar[type[Report]] = Report
     panels: ClassVar[tuple[Panel, ...]] = ()
+    picture: ClassVar[Picture | None] = None
+    """What `pictures` draws, if it draws anything."""
     explained_by: ClassVar[Mapping[IssueType, tuple[IssueType, ...]]] = {}
     """What may explain the types of issues that this analyzer alone finds, the likeliest first."""
     schedule: ClassVar[Schedule] = staticmethod(rarely)
@@ -227,6 +237,8 @@ class Analyzer(ABC):
     The schedule alone always does."""
     adds_up: ClassVar[bool] = False
     """Whether what it has to say follows from sums, which ranks that share the parameters then add up for it."""
+    observes_actions: ClassVar[bool] = False
+    """Whether it has a method `observe`, which a loop shows the distribution of a policy's actions."""
     looks_every: int | None = None
     """The number of steps from look to look, where the setting `every` has replaced the schedule."""
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from statistics import fmean
 from typing import Any, ClassVar, Final, final
 
 import torch
 from torch import nn
 
+from gradtrack import registry
 from gradtrack.backends.base import Backend
 from gradtrack.config import GradientConfig
 from gradtrack.errors import MissingExtraError, UsageError
@@ -25,7 +26,6 @@ except ImportError as fault:
     raise MissingExtraError("the callback for Stable-Baselines3", "stable-baselines3", "sb3") from fault
 
 _logger = logging.getLogger("gradtrack")
-_POLICY = "rl_policy"
 # What `learn` calls; an exception out of one ends the training without a word to the callbacks.
 _PARTS: Final = ("collect_rollouts", "train", "dump_logs")
 
@@ -87,7 +87,7 @@ class GradtrackCallback(ManagedTraining, BaseCallback):  # type: ignore[misc]
         if "backends" not in given:
             defaults["backends"] = [_LoggerBackend(self.model.logger)]
         if "analyzers" not in given and _watched_call(self.model.policy) is not None:
-            defaults["analyzers"] = [_POLICY]
+            defaults["analyzers"] = _observers()
         return GradientConfig.load(config, **defaults)
 
     def _watch_algorithm(self, model: Any) -> None:
@@ -123,11 +123,11 @@ class GradtrackCallback(ManagedTraining, BaseCallback):  # type: ignore[misc]
     def _watch_policy(self, policy: Any) -> None:
         """Show the analyzer, where there is one, the distributions that the update itself computes."""
         watched = _watched_call(policy)
-        if watched is None:
-            return
-        try:
-            analyzer: Any = self.manager.analyzer(_POLICY)
-        except UsageError:
+        analyzer: Any = None
+        for observer in _observers() if watched is not None else ():
+            with suppress(UsageError):
+                analyzer = self.manager.analyzer(observer)
+        if watched is None or analyzer is None:
             return
         owner, name = watched
         compute = getattr(owner, name)
@@ -182,3 +182,8 @@ def _watched_call(policy: Any) -> tuple[Any, str] | None:
         if hasattr(owner, name) and hasattr(owner, "action_dist"):
             return owner, name
     return None
+
+
+def _observers() -> list[str]:
+    """Name the analyzers to which the distributions of a policy's actions can be shown."""
+    return [name for name in registry.analyzers.builtin() if registry.analyzers.load(name).observes_actions]

@@ -20,22 +20,22 @@ from gradtrack.delivery.run_files import noted_files, write_atomically
 from gradtrack.pages.charts import Chart, charts_of, to_plain
 from gradtrack.pages.heat_map import HeatMap
 from gradtrack.pages.issues import ADVICE, Episode
-from gradtrack.pages.paths import way_to_open
+from gradtrack.pages.paths import pictures_of_analyzers, way_to_open
 from gradtrack.pages.run_data import LOSS, RunData, Track
 from gradtrack.reports import IssueSeverity, StepReport
 from gradtrack.reports.summary import has_finite
 from gradtrack.support.names import number, plural
 from gradtrack.support.regular_files import read_regular
 
-_SHOWN: Final = ("gradient_gain", "recurrent_spectrum", "attention_entropy")
 _BYTES: Final = 600_000
 
 
 def embedded(paths: Iterable[Path]) -> list[tuple[str, str]]:
     """Return title and data of those files that are pictures without an equal chart, up to the limit of a page."""
     found, left = [], _BYTES
+    shown = {picture.name for picture in pictures_of_analyzers() if not picture.is_charted}
     for path in paths:
-        if path.suffix == ".png" and path.name.partition(".")[0] in _SHOWN:
+        if path.suffix == ".png" and path.name.partition(".")[0] in shown:
             try:
                 content = read_regular(path, most_bytes=left)
             except OSError as fault:

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Final
 
+from gradtrack import registry
+from gradtrack.analyzers.base import Picture
 from gradtrack.delivery.journal.reading import find_journals
 from gradtrack.errors import JournalError
 
-_WAYS: Final = (
+_PAGES: Final = (
     ("report.html", "browser: the whole run on one page"),
     ("training_curves.png", "image: loss, norms, non-finite values, clipping"),
     ("gradient_statistics.png", "image: variance, norm, mean, range"),
     ("gradient_flow.png", "image: the norm of each group over time"),
     ("gradient_stats.png", "image: distributions, correlation"),
-    ("gradient_gain.png", "image: the gain from block to block"),
-    ("recurrent_spectrum.png", "image: eigenvalues on the unit circle, decay back in time"),
-    ("policy_entropy.png", "image: entropy of the policy, and returns"),
-    ("attention_entropy.png", "image: entropy of every head"),
+)
+_DATA: Final = (
     ("gradient_statistics.json", "json.load: the global statistics as lists"),
     ("gradient_statistics_weight_matrices.json", "json.load: each group as lists"),
     ("training_log.json", "json.load: configuration, summary, last steps"),
@@ -27,10 +28,23 @@ _WAYS: Final = (
 _WIDEST: Final = 26
 
 
+def pictures_of_analyzers() -> list[Picture]:
+    """Return the pictures that the built-in analyzers draw."""
+    found = (registry.analyzers.load(name).picture for name in registry.analyzers.builtin())
+    return [picture for picture in found if picture is not None]
+
+
+@cache
+def _ways() -> Mapping[str, str]:
+    """Return how to open each file that a run may leave, by its name."""
+    pictures = ((f"{one.name}.png", f"image: {one.about}") for one in pictures_of_analyzers())
+    return dict((*_PAGES, *pictures, *_DATA))
+
+
 def ways_to_open(directory: Path) -> list[tuple[Path, str]]:
     """Return the files of a run that are meant to be read, each with how to open it."""
     found = []
-    for name, way in _WAYS:
+    for name, way in _ways().items():
         head, _, ending = name.partition(".")
         of_pairs = sorted(directory.glob(f"{head}.*.{ending}"))
         found += [(path, way) for path in (directory / name, *of_pairs) if path.is_file()]
@@ -45,7 +59,7 @@ def ways_to_open(directory: Path) -> list[tuple[Path, str]]:
 def way_to_open(name: str) -> str:
     """Return how to open a file of this name, of any pair, and its content; empty for an unknown name."""
     head, _, ending = name.partition(".")
-    return dict(_WAYS).get(f"{head}.{ending.rpartition('.')[2]}", "")
+    return _ways().get(f"{head}.{ending.rpartition('.')[2]}", "")
 
 
 def quoted(path: Path) -> str:

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from gradtrack import registry
 from gradtrack.delivery.journal.writing import Journal
-from gradtrack.pages.paths import listing, ways_to_open
+from gradtrack.pages.paths import listing, way_to_open, ways_to_open
 from gradtrack.records import RunInfo
 from tests.pages.runs import row
 
@@ -69,3 +70,12 @@ def test_names_in_a_listing_stand_below_each_other(tmp_path: Path) -> None:
         (tmp_path / name).touch()
     first, second = listing(tmp_path)
     assert first.index("browser") == second.index("json.load")
+
+
+def test_the_picture_of_each_analyzer_is_described() -> None:
+    """An analyzer that draws says what its picture shows, which a list of files and the page have from there."""
+    for analyzer in map(registry.analyzers.load, registry.analyzers.builtin()):
+        draws = "pictures" in vars(analyzer)
+        assert draws == (analyzer.picture is not None)
+        if analyzer.picture is not None:
+            assert way_to_open(f"{analyzer.picture.name}.critic.png") == f"image: {analyzer.picture.about}"

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, final
 
 from torch import nn
 
-from gradtrack.analyzers.base import Analyzer, Schedule, Snapshot, often, panel
+from gradtrack.analyzers.base import Analyzer, Picture, Schedule, Snapshot, often, panel
 from gradtrack.analyzers.gain.monitor import GradientGainMonitor, NormType
 from gradtrack.analyzers.gain.picture import pictures_of
 from gradtrack.analyzers.gain.profile import GainProfile, SampleSpread, summarise
@@ -99,6 +99,7 @@ class GainAnalyzer(Analyzer):
         panel("Largest jump between neighbours (log)", "gain/jump"),
         panel("Share of silent samples", "gain/silent_fraction"),
     )
+    picture = Picture("gradient_gain", "the gain from block to block")
     pictures = staticmethod(pictures_of)
 
     def __init__(self, *, blocks: Blocks = None, norm_type: NormType = "l2", eps: float = 1e-30) -> None:

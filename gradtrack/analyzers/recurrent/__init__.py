@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gradtrack import registry
-from gradtrack.analyzers.base import Analyzer, Series, Snapshot, model_of, panel
+from gradtrack.analyzers.base import Analyzer, Picture, Series, Snapshot, model_of, panel
 from gradtrack.analyzers.recurrent.cells import Step, function_cell
 from gradtrack.analyzers.recurrent.measure import CellLook, LookOptions, look_around, look_at
 from gradtrack.analyzers.recurrent.picture import pictures_of
@@ -74,6 +74,7 @@ class RecurrentAnalyzer(Analyzer):
         panel("Effective rank of the hidden states", "rnn/effective_rank"),
         panel("Gates", "rnn/gates/*"),
     )
+    picture = Picture("recurrent_spectrum", "eigenvalues on the unit circle, decay back in time")
     pictures = staticmethod(pictures_of)
 
     def __init__(

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Final, final
 import torch
 from torch import Tensor, nn
 
-from gradtrack.analyzers.base import Analyzer, Snapshot, Suggested, model_of, panel
+from gradtrack.analyzers.base import Analyzer, Picture, Snapshot, Suggested, model_of, panel
 from gradtrack.analyzers.rl_policy.distributions import read_actions
 from gradtrack.analyzers.rl_policy.history import PolicyHistory
 from gradtrack.analyzers.rl_policy.observation import measure_policy
@@ -82,6 +82,7 @@ class RLPolicyAnalyzer(Stateful, Analyzer):
 
     report_type: ClassVar[type[Report]] = PolicyReport
     explained_by: ClassVar[Mapping[IssueType, tuple[IssueType, ...]]] = EXPLAINED_BY
+    observes_actions: ClassVar[bool] = True
     kept_in_checkpoints = ("_history", "_looks", "_last_look")
     panels: ClassVar[tuple[Panel, ...]] = (
         panel(
@@ -97,6 +98,7 @@ class RLPolicyAnalyzer(Stateful, Analyzer):
         panel("Risk of collapse (0 to 2)", "rl/entropy_collapse_risk"),
         panel("Divergence from the old policy", "rl/kl_k3", "rl/clip_fraction"),
     )
+    picture = Picture("policy_entropy", "entropy of the policy, and returns", is_charted=True)
     pictures = staticmethod(pictures_of)
 
     def __init__(

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Final, final
 
 from torch import nn
 
-from gradtrack.analyzers.base import Analyzer, Schedule, Series, Snapshot, Suggested, model_of, often, panel
+from gradtrack.analyzers.base import Analyzer, Picture, Schedule, Series, Snapshot, Suggested, model_of, often, panel
 from gradtrack.analyzers.tools.issue_memory import Lasting, Notes
 from gradtrack.analyzers.tools.offline import InputFunction, LossFunction, offline_steps, untouched
 from gradtrack.analyzers.tools.spectra import GradientCoherence
@@ -89,6 +89,7 @@ class TransformerAnalyzer(Analyzer):
         panel("Sparsity and head diversity", "attention/sparsity", "attention/head_diversity"),
         panel("Difference of tokens after each block", "attention/rank_residual/*", log_scale=True),
     )
+    picture = Picture("attention_entropy", "entropy of every head")
     pictures = staticmethod(pictures_of)
 
     def __init__(
