@@ -8,7 +8,7 @@ import pytest
 
 from gradtrack.analyzers.base import Series
 from gradtrack.analyzers.recurrent import RecurrentAnalyzer
-from gradtrack.analyzers.tools.issue_memory import Lasting, Recurring
+from gradtrack.analyzers.tools.issue_memory import LastingIssues, RecurringIssues
 from gradtrack.analyzers.transformer import TransformerAnalyzer
 from gradtrack.reports import Issue, IssueSeverity, IssueType
 
@@ -26,11 +26,10 @@ def test_a_checkpoint_keeps_why_a_state_is_no_fault(
     for step in range(1, 41):
         series.append(0.0, 1.0 / step if halved else 1.0, (), finite=True)
     issue = Issue(issue_type=issue_type, severity=IssueSeverity.HIGH, layer="a", message="found")
-    lasting, recurring = Lasting(), Recurring()
-    lasting.add([issue], 40)
-    recurring.add([issue])
-    memory = lasting if kind is TransformerAnalyzer else recurring
-    before.load_state_dict({**memory.state_dict(), "series": series.state_dict()})
+    lasting, recurring = LastingIssues(), RecurringIssues()
+    lasting.add([issue], 40, series)
+    recurring.add([issue], series)
+    before.load_state_dict((lasting if kind is TransformerAnalyzer else recurring).state_dict())
     after.load_state_dict(json.loads(json.dumps(before.state_dict())))
     assert [found.issue_type for found in after.issues()] == ([] if halved else [issue_type])
     assert after.issues() == before.issues()

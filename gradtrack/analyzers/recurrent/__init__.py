@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gradtrack import registry
-from gradtrack.analyzers.base import Analyzer, Picture, Series, Snapshot, model_of, panel
+from gradtrack.analyzers.base import Analyzer, Picture, Snapshot, model_of, panel
 from gradtrack.analyzers.recurrent.cells import Step, function_cell
 from gradtrack.analyzers.recurrent.measure import CellLook, LookOptions, look_around, look_at
 from gradtrack.analyzers.recurrent.picture import pictures_of
@@ -18,7 +18,7 @@ from gradtrack.analyzers.recurrent.recorder import RecurrentRecorder, recurrent_
 from gradtrack.analyzers.recurrent.report import RecurrentReport, largest, pool, remarks, summarise
 from gradtrack.analyzers.recurrent.trajectories import follow
 from gradtrack.analyzers.recurrent.verdict import EXPLAINED_BY, criticality, judge
-from gradtrack.analyzers.tools.issue_memory import Recurring
+from gradtrack.analyzers.tools.issue_memory import RecurringIssues
 from gradtrack.analyzers.tools.modules import kind_of
 from gradtrack.analyzers.tools.offline import InputFunction, LossFunction, offline_steps, untouched
 from gradtrack.errors import UsageError
@@ -105,8 +105,7 @@ class RecurrentAnalyzer(Analyzer):
         self._recorder: RecurrentRecorder | None = None
         self._notes: list[str] = []
         self._looked = False
-        self._history = Recurring()
-        self._series: Series | None = None
+        self._history = RecurringIssues(_HARMLESS)
 
     @classmethod
     def suits(cls, model: nn.Module) -> str | None:
@@ -130,8 +129,7 @@ class RecurrentAnalyzer(Analyzer):
             return None
         self._looked = True
         report = self._report([looks], snapshot.horizon or self.horizon, snapshot.step)
-        self._history.add(report.issues)
-        self._series = snapshot.series
+        self._history.add(report.issues, snapshot.series)
         return report
 
     def disarm(self) -> None:
@@ -143,18 +141,13 @@ class RecurrentAnalyzer(Analyzer):
         return list(self._notes)
 
     def issues(self) -> list[Issue]:
-        learned = self._series is not None and self._series.has_halved
-        return [issue for issue in self._history.issues() if not (learned and issue.issue_type in _HARMLESS)]
+        return self._history.issues()
 
     def state_dict(self) -> dict[str, Any]:
-        series = None if self._series is None else self._series.state_dict()
-        return {**self._history.state_dict(), "series": series}
+        return self._history.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._history.load_state_dict(state)
-        if state.get("series") is not None:
-            self._series = Series()
-            self._series.load_state_dict(state["series"])
 
     def analyze(
         self, input_fn: InputFunction, loss_fn: LossFunction, steps: int = 20, optimizer: Any = None

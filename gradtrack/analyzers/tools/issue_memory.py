@@ -12,8 +12,29 @@ from gradtrack.reports import Issue, IssueSeverity, IssueType
 
 _LOOKS: Final = 3
 _SUDDEN: Final = 0.1
-_HARMLESS: Final = (IssueType.RANK_COLLAPSE, IssueType.HEAD_REDUNDANCY)
-"""Types of issues that are no fault where the loss has halved all the same."""
+
+
+class IssueMemory:
+    """The issues of successive looks, and the losses; `harmless` types are no fault where the loss has halved."""
+
+    def __init__(self, harmless: Container[IssueType] = ()) -> None:
+        self._harmless = harmless
+        self._looks = 0
+        self._series: Series | None = None
+
+    def _is_harmless(self, issue: Issue) -> bool:
+        return issue.issue_type in self._harmless and self._series is not None and self._series.has_halved
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything as plain data."""
+        return {"looks": self._looks, "series": None if self._series is None else self._series.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` returned."""
+        self._looks = int(state["looks"])
+        if state.get("series") is not None:
+            self._series = Series()
+            self._series.load_state_dict(state["series"])
 
 
 @dataclass(slots=True)
@@ -26,68 +47,66 @@ class _Seen:
     sudden: bool = False
 
 
-class Lasting:
+class LastingIssues(IssueMemory):
     """The issues of successive looks. One that was absent at first, and came while training went well, is no fault.
 
     Training makes such an issue gradually: one at a tenth of its threshold, a few steps after a look without it, has
     another cause.
     """
 
-    def __init__(self) -> None:
-        self._looks = 0
+    def __init__(self, harmless: Container[IssueType] = ()) -> None:
+        super().__init__(harmless)
         self._step: int | None = None
         self._seen: dict[str, _Seen] = {}
 
-    def add(self, issues: Sequence[Issue], step: int) -> None:
-        """Add the issues of one look."""
+    def add(self, issues: Sequence[Issue], step: int, series: Series | None) -> None:
+        """Add the issues of one look, with the losses up to then."""
         before, self._seen = self._seen, {}
         for issue in issues:
             known = before.get(issue.key) or _Seen(issue, 0, self._step, self._is_sudden(issue, step))
             self._seen[issue.key] = replace(known, issue=issue, looks=known.looks + 1)
         self._looks += 1
-        self._step = step
+        self._step, self._series = step, series
 
     def _is_sudden(self, issue: Issue, step: int) -> bool:
         if self._step is None or step - self._step > OFTEN_EVERY or issue.value is None or issue.threshold is None:
             return False
         return issue.value < _SUDDEN * issue.threshold
 
-    def issues(self, series: Series | None, firm: Container[IssueType] = ()) -> list[Issue]:
+    def issues(self, firm: Container[IssueType] = ()) -> list[Issue]:
         """Return the issues of the run; those of a `firm` type count as soon as they are there, however they came."""
-        return [seen.issue for seen in self._seen.values() if self._counts(seen, series, firm)]
+        return [seen.issue for seen in self._seen.values() if self._counts(seen, firm)]
 
-    def _counts(self, seen: _Seen, series: Series | None, firm: Container[IssueType]) -> bool:
+    def _counts(self, seen: _Seen, firm: Container[IssueType]) -> bool:
         if seen.issue.severity is IssueSeverity.CRITICAL or seen.issue.issue_type in firm:
             return True
-        if seen.looks < min(_LOOKS, self._looks):
+        if seen.looks < min(_LOOKS, self._looks) or self._is_harmless(seen.issue):
             return False
-        if seen.issue.issue_type in _HARMLESS and series is not None and series.has_halved:
-            return False
+        series = self._series
         return seen.sudden or seen.absent is None or series is None or not series.has_learned_since(seen.absent)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything as plain data."""
         seen = [(one.issue.model_dump(mode="json"), one.looks, one.absent, one.sudden) for one in self._seen.values()]
-        return {"looks": self._looks, "step": self._step, "seen": seen}
+        return {**super().state_dict(), "step": self._step, "seen": seen}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` returned."""
-        self._looks, self._step = int(state["looks"]), state["step"]
+        super().load_state_dict(state)
+        self._step = state["step"]
         found = [_Seen(Issue.model_validate(issue), *rest) for issue, *rest in state["seen"]]
         self._seen = {one.issue.key: one for one in found}
 
 
-class Recurring:
+class RecurringIssues(IssueMemory):
     """Counts of issues over looks: the run has those of the last look, and those of at least half of all looks."""
 
-    def __init__(self) -> None:
-        self._looks = 0
+    def __init__(self, harmless: Container[IssueType] = ()) -> None:
+        super().__init__(harmless)
         self._counts: Counter[str] = Counter()
         self._last: dict[str, tuple[int, Issue]] = {}
 
-    def add(self, issues: Sequence[Issue]) -> None:
-        """Add the issues of one look."""
-        self._looks += 1
+    def add(self, issues: Sequence[Issue], series: Series | None) -> None:
+        """Add the issues of one look, with the losses up to then."""
+        self._looks, self._series = self._looks + 1, series
         self._counts.update(issue.key for issue in issues)
         self._last.update({issue.key: (self._looks, issue) for issue in issues})
 
@@ -96,17 +115,16 @@ class Recurring:
         return [
             issue
             for key, (look, issue) in self._last.items()
-            if look == self._looks or 2 * self._counts[key] >= self._looks
+            if (look == self._looks or 2 * self._counts[key] >= self._looks) and not self._is_harmless(issue)
         ]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counts and the issues as plain data."""
         last = {key: [look, issue.model_dump(mode="json")] for key, (look, issue) in self._last.items()}
-        return {"looks": self._looks, "counts": dict(self._counts), "last": last}
+        return {**super().state_dict(), "counts": dict(self._counts), "last": last}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` returned."""
-        self._looks, self._counts = int(state["looks"]), Counter(state["counts"])
+        super().load_state_dict(state)
+        self._counts = Counter(state["counts"])
         self._last = {key: (look, Issue.model_validate(issue)) for key, (look, issue) in state["last"].items()}
 
 

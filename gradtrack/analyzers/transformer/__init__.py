@@ -7,8 +7,8 @@ from typing import Any, ClassVar, Final, final
 
 from torch import nn
 
-from gradtrack.analyzers.base import Analyzer, Picture, Schedule, Series, Snapshot, Suggested, model_of, often, panel
-from gradtrack.analyzers.tools.issue_memory import Lasting, Notes
+from gradtrack.analyzers.base import Analyzer, Picture, Schedule, Snapshot, Suggested, model_of, often, panel
+from gradtrack.analyzers.tools.issue_memory import LastingIssues, Notes
 from gradtrack.analyzers.tools.offline import InputFunction, LossFunction, offline_steps, untouched
 from gradtrack.analyzers.tools.spectra import GradientCoherence
 from gradtrack.analyzers.transformer.picture import pictures_of
@@ -21,6 +21,7 @@ from gradtrack.records import Panel
 from gradtrack.reports import Issue, IssueType, Report
 
 _ATTENTION_NAMES: Final = ("attention", "attn")
+_HARMLESS: Final = (IssueType.RANK_COLLAPSE, IssueType.HEAD_REDUNDANCY)
 
 
 @final
@@ -115,8 +116,7 @@ class TransformerAnalyzer(Analyzer):
         self._recorder: AttentionRecorder | None = None
         self._coherence = GradientCoherence()
         self._notes = Notes()
-        self._history = Lasting()
-        self._series: Series | None = None
+        self._history = LastingIssues(_HARMLESS)
 
     @classmethod
     def suits(cls, model: nn.Module) -> str | None:
@@ -166,8 +166,7 @@ class TransformerAnalyzer(Analyzer):
         if self.enable_vector_analysis:
             self._coherence.add(snapshot.model)
         report = self._report([found], self._coherence, step=snapshot.step)
-        self._history.add(report.issues, snapshot.step)
-        self._series = snapshot.series
+        self._history.add(report.issues, snapshot.step, snapshot.series)
         return report
 
     def disarm(self) -> None:
@@ -184,17 +183,13 @@ class TransformerAnalyzer(Analyzer):
             IssueType.HEAD_REDUNDANCY: self.min_diversity_threshold,
         }
         chosen = {kind for kind, limit in limits.items() if not isinstance(limit, Suggested)}
-        return self._history.issues(self._series, firm=chosen)
+        return self._history.issues(firm=chosen)
 
     def state_dict(self) -> dict[str, Any]:
-        series = None if self._series is None else self._series.state_dict()
-        return {**self._history.state_dict(), "series": series}
+        return self._history.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._history.load_state_dict(state)
-        if state.get("series") is not None:
-            self._series = Series()
-            self._series.load_state_dict(state["series"])
 
     def _new_recorder(self, model: nn.Module) -> AttentionRecorder:
         limits = Limits(self.max_sequences, self.max_rows)

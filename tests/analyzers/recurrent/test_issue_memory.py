@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from gradtrack.analyzers.tools.issue_memory import Recurring
+from gradtrack.analyzers.tools.issue_memory import RecurringIssues
 from gradtrack.reports import Issue, IssueSeverity, IssueType
 
 FAULT = Issue(
@@ -12,11 +12,11 @@ FAULT = Issue(
 )
 
 
-def after(*looks: list[Issue]) -> Recurring:
+def after(*looks: list[Issue]) -> RecurringIssues:
     """Take in several looks."""
-    history = Recurring()
+    history = RecurringIssues()
     for issues in looks:
-        history.add(issues)
+        history.add(issues, None)
     return history
 
 
@@ -33,8 +33,8 @@ def test_a_fault_of_half_of_the_looks_is_one_of_the_run() -> None:
 
 def test_the_state_is_plain_data() -> None:
     """It survives JSON, and counting goes on from it."""
-    history, restored = after([FAULT], []), Recurring()
+    history, restored = after([FAULT], []), RecurringIssues()
     restored.load_state_dict(json.loads(json.dumps(history.state_dict())))
     assert restored.issues() == history.issues() == [FAULT]
-    restored.add([])
+    restored.add([], None)
     assert restored.issues() == []
