@@ -211,7 +211,7 @@ class Picture(NamedTuple):
     is_charted: bool = False
 
 
-class Suggested(float):
+class DefaultThreshold(float):
     """A threshold that the user left at its default: it shows the usual value, but scale-free rules judge instead."""
 
 

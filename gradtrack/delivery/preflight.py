@@ -27,7 +27,7 @@ _TIMEOUT_SECONDS: Final = 20.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Examined:
+class BackendState:
     """One backend: whether the configuration names it, whether it could be used, where to, or why not."""
 
     name: str
@@ -47,7 +47,7 @@ class Diagnosis:
     config: Mapping[str, Any]
     run_dir: str
     run_dir_fault: str
-    backends: tuple[Examined, ...]
+    backends: tuple[BackendState, ...]
 
     @property
     def healthy(self) -> bool:
@@ -76,7 +76,7 @@ def examine(
     )
 
 
-def _examine(name: str, specs: Sequence[object], timeout_seconds: float) -> Examined:
+def _examine(name: str, specs: Sequence[object], timeout_seconds: float) -> BackendState:
     spec = specs[0] if specs else name
     named = registry.split_spec(spec, "backend")
     options = {} if named is None else named[1]
@@ -87,7 +87,7 @@ def _examine(name: str, specs: Sequence[object], timeout_seconds: float) -> Exam
         state, text = "ready", f"the given {type(spec).__name__}"
     else:
         state, text = _probe(name, options, timeout_seconds)
-    return Examined(
+    return BackendState(
         name=name,
         configured=bool(specs),
         state=state,

@@ -33,7 +33,7 @@ _DELAYS_SECONDS: Final = (0.5, 1.0, 2.0, 4.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Replayed:
+class ReplayResult:
     """What a replay did for one backend of one run: how many rows there are, and what became of them.
 
     `destination` says where they went, `fault` why it ended early, `damaged` what in the journal could not be read.
@@ -64,7 +64,7 @@ def replay(
     progress: Progress | None = None,
     tell: Callable[[str], object] | None = None,
     allowed: Sequence[str | Path] = (),
-) -> list[Replayed]:
+) -> list[ReplayResult]:
     """Deliver what the trackers of a run's journals are missing, each row once, however often it is called.
 
     `to` chooses one backend, also one that the run did not have. Its options are those of the run, without secrets,
@@ -150,9 +150,9 @@ def _fitting(name: str, given: Mapping[str, Any], *, strict: bool) -> dict[str, 
 
 def _deliver(
     target: _Target, progress: Progress | None, tell: Callable[[str], object], allowed: Sequence[Path]
-) -> Replayed:
+) -> ReplayResult:
     journal, name = target.journal, target.name
-    result = Replayed(run_id=journal.run.run_id, backend=name)
+    result = ReplayResult(run_id=journal.run.run_id, backend=name)
     try:
         directory = journal.parts[0].parent
         options = settle(name, target.options, target.given, run_dir=directory, allowed=allowed)

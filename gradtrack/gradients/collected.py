@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from gradtrack.gradients.distributed.merge import Merged, Ranks, Share
+from gradtrack.gradients.distributed.merge import MergedSums, Ranks, Share
 from gradtrack.gradients.distributed.shards import add_up, local_gradient
 from gradtrack.gradients.groups import Layout
 from gradtrack.gradients.measurer import Batch, Measurer
@@ -110,7 +110,7 @@ class Gradients:
         return count_elements(self.tensors, self.layout.group_of.tolist(), len(self.layout.group_names))
 
 
-class Foreseen(NamedTuple):
+class ClippingForecast(NamedTuple):
     """The predicted effect of elementwise clipping: how much it limits in each tensor, and the squares after that.
 
     `sums` are numbers that the ranks add up to decide about units which are cut between them.
@@ -120,7 +120,7 @@ class Foreseen(NamedTuple):
     sums: Sequence[float] = ()
 
 
-Foresight = Callable[["SharedGradients", Moments], Foreseen]
+ForecastClipping = Callable[["SharedGradients", Moments], ClippingForecast]
 """Predicts the effect of elementwise clipping from the sums that this rank has measured."""
 
 
@@ -146,7 +146,7 @@ class SharedGradients(Gradients):
         wanted = [only is None or id(param) in only for param in params]
         self._has_gradient = np.array([param.grad is not None for param in params]) & wanted
         self.deviations: Deviations | None = None
-        self.merged: Merged
+        self.merged: MergedSums
         """The result of the last measurement over all ranks."""
 
     def measure(
@@ -158,7 +158,7 @@ class SharedGradients(Gradients):
         ends: bool = True,
         ends_if_nonfinite: bool = False,
         spread: bool = False,
-        limited: Foresight | None = None,
+        limited: ForecastClipping | None = None,
         tally: bool = False,
         more: Sequence[float] = (),
     ) -> Moments:

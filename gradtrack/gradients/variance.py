@@ -28,7 +28,7 @@ class Deviations(NamedTuple):
     total: float
 
 
-class Centred(NamedTuple):
+class CentredSums(NamedTuple):
     """Sums of parameters about centres near their means: shifts of the means, squared deviations, element counts."""
 
     centres: Floats
@@ -38,7 +38,7 @@ class Centred(NamedTuple):
 
     def deviations(self, positions: NDArray[np.int64], group_of: NDArray[np.int64], num_groups: int) -> Deviations:
         """Return the deviations of the parameters at these positions and of their groups."""
-        return merge_deviations(Centred(*(values[positions] for values in self)), group_of, num_groups)
+        return merge_deviations(CentredSums(*(values[positions] for values in self)), group_of, num_groups)
 
 
 def is_hidden(total: Any, squares: Any, count: Any) -> Any:
@@ -85,14 +85,14 @@ def sums_around(tensors: Sequence[Tensor], rows: Rows, counts: NDArray[Any], cen
     return found
 
 
-def take_back(rows: Rows, centres: Floats, counts: Floats) -> Centred:
+def take_back(rows: Rows, centres: Floats, counts: Floats) -> CentredSums:
     """Convert sums about centres to plain sums, in place; return the deviations that they contain."""
     number = np.maximum(counts, 1.0)
     shifts = rows[:, SUM] / number
     squares = np.maximum(rows[:, SQUARES] - rows[:, SUM] * shifts, 0.0)
     rows[:, SQUARES] += centres * (2 * rows[:, SUM] + counts * centres)
     rows[:, SUM] += counts * centres
-    return Centred(centres, shifts, squares, counts)
+    return CentredSums(centres, shifts, squares, counts)
 
 
 class Parts(NamedTuple):
@@ -119,12 +119,12 @@ def deviations_of_parts(
     counts = np.concatenate([parts.counts, counts[rest]])
     of = np.concatenate([parts.tensor_of, rest])
     shifts = sums / np.maximum(counts, 1.0)
-    centred = Centred(centres, shifts, np.maximum(squares - sums * shifts, 0.0), counts)
+    centred = CentredSums(centres, shifts, np.maximum(squares - sums * shifts, 0.0), counts)
     whole = merge_deviations(centred, group_of[of], num_groups)
     return Deviations(merge_deviations(centred, of, len(rows)).groups, whole.groups, whole.total)
 
 
-def merge_deviations(parts: Centred, group_of: NDArray[np.int64], num_groups: int) -> Deviations:
+def merge_deviations(parts: CentredSums, group_of: NDArray[np.int64], num_groups: int) -> Deviations:
     """Merge the deviations of tensors and of their means, each mean as a difference to a common one."""
     middle = float(parts.centres[np.argmax(parts.counts)]) if len(parts.counts) else 0.0
     apart = (parts.centres - middle) + parts.shifts
@@ -132,7 +132,7 @@ def merge_deviations(parts: Centred, group_of: NDArray[np.int64], num_groups: in
     return Deviations(parts.squares, groups, float(_together(parts, apart, np.zeros_like(group_of), 1)[0]))
 
 
-def _together(parts: Centred, means: Floats, group_of: NDArray[np.int64], num_groups: int) -> Floats:
+def _together(parts: CentredSums, means: Floats, group_of: NDArray[np.int64], num_groups: int) -> Floats:
     """Return the squared deviations of groups, merged from those of their tensors."""
     counts = parts.counts
     sizes: Floats = np.maximum(np.bincount(group_of, counts, num_groups), 1.0)

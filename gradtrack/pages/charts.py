@@ -45,7 +45,7 @@ def _described() -> tuple[Metric, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Thinned:
+class LineBuckets:
     """A line in buckets: the step in the middle of each, its median, and its smallest and largest value."""
 
     steps: NDArray[Any]
@@ -54,15 +54,15 @@ class Thinned:
     high: NDArray[np.float64]
 
 
-def thin_out(steps: NDArray[Any], values: NDArray[np.float64], *, buckets: int) -> Thinned:
+def thin_out(steps: NDArray[Any], values: NDArray[np.float64], *, buckets: int) -> LineBuckets:
     """Cut the finite values of a line into buckets of equal count; a short line stays as it is."""
     finite = np.isfinite(values)
     steps, values = steps[finite], values[finite]
     if len(values) <= buckets:
-        return Thinned(steps, values, values, values)
+        return LineBuckets(steps, values, values, values)
     edges = np.linspace(0, len(values), buckets + 1).astype(int)
     parts = np.split(values, edges[1:-1])
-    return Thinned(
+    return LineBuckets(
         steps[(edges[:-1] + edges[1:]) // 2],
         np.array([np.median(part) for part in parts]),
         np.array([part.min() for part in parts]),

@@ -20,7 +20,7 @@ from gradtrack.pages.heat_map import HeatMap, heat_of, on_one_scale
 from gradtrack.pages.html import Table, fill
 from gradtrack.pages.issues import Episode, IssueHistory, episodes_of
 from gradtrack.pages.run_data import LOSS, RunData, Track
-from gradtrack.pages.terminal.overview import WIDTH, Fitted, rich_table, short, sparkline
+from gradtrack.pages.terminal.overview import WIDTH, SizedParts, rich_table, short, sparkline
 from gradtrack.reports.step import spell
 from gradtrack.support.names import number, one_line, plural
 
@@ -240,7 +240,7 @@ class Comparison:
 
     def show(self) -> RenderableType:
         """Return the comparison as a rich renderable."""
-        return Fitted(self._parts)
+        return SizedParts(self._parts)
 
     def _parts(self, width: int) -> list[RenderableType]:
         names = Text("\n".join(one_line(f"{name} {_identity(run)}") for name, run in self._runs()))

@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from gradtrack.config import ClipType, GradientConfig
-from gradtrack.gradients.collected import Foreseen, Gradients, SharedGradients
+from gradtrack.gradients.collected import ClippingForecast, Gradients, SharedGradients
 from gradtrack.gradients.distributed.merge import Ranks
 from gradtrack.gradients.measurer import Measurer
 from gradtrack.gradients.moments import MAX, MIN, SQUARES, Moments
@@ -174,7 +174,7 @@ class GradientClipper:
 
     def foresee(
         self, grads: SharedGradients, here: Moments, replace: Callable[[Iterable[Tensor]], None] | None
-    ) -> Foreseen:
+    ) -> ClippingForecast:
         """Predict elementwise clipping: for each tensor how much it would limit, and the sum of squares after that.
 
         The gradients do not change, but for NaN and Inf, which `replace` replaces in place. For units that are cut
@@ -183,7 +183,7 @@ class GradientClipper:
         found = np.zeros((len(here.rows), 2))
         cut = self._cut_units(grads)
         if not grads.tensors:  # optimizers inside the backward pass have used them: too late to clip
-            return Foreseen(found, cut.sums({}).tolist())
+            return ClippingForecast(found, cut.sums({}).tolist())
         with np.errstate(over="ignore"):  # what is beyond the range is beyond the limit
             found[:, 1] = np.ldexp(here.rows[:, SQUARES], 2 * here.exponent)
         bad = set(here.nonfinite_rows()) if replace is not None else set()
@@ -201,7 +201,7 @@ class GradientClipper:
                 count = self._limit(copy, param, grads.stand_ins.get(index))
                 norm = self._measurer.measure([copy], np.zeros(1, dtype=np.int64), 1).norm
                 found[index] = count, norm * norm
-        return Foreseen(found, cut.sums(parts).tolist())
+        return ClippingForecast(found, cut.sums(parts).tolist())
 
     def _cut_units(self, grads: SharedGradients) -> CutUnits:
         """Return the units that are cut between ranks; none if each element is limited by itself."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from gradtrack.config import GradientConfig
 from gradtrack.errors import UsageError
-from gradtrack.gradients.collected import Foresight, Gradients, SharedGradients, find_deviations
+from gradtrack.gradients.collected import ForecastClipping, Gradients, SharedGradients, find_deviations
 from gradtrack.gradients.distributed.agreement import agree, digest
 from gradtrack.gradients.distributed.shards import local_part
 from gradtrack.gradients.in_backward import GradientsInBackward, may_step_in_backward, step_in_backward
@@ -219,7 +219,7 @@ class Measurement:
         *,
         row_due: bool,
         first_nonfinite: bool,
-        limited: Foresight | None,
+        limited: ForecastClipping | None,
         more: Sequence[float],
     ) -> Moments:
         """Measure gradients of all ranks and the loss; where the step is reported the weights too; and `more` numbers.

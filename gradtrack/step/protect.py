@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from torch import Tensor
 
-from gradtrack.gradients.collected import Foresight, Gradients
+from gradtrack.gradients.collected import ForecastClipping, Gradients
 from gradtrack.gradients.moments import Moments, true_norm
 from gradtrack.protection.clipping import GradientClipper, clips_by_default
 from gradtrack.protection.nonfinite import NaNInfHandler, count_nonfinite
@@ -30,7 +30,7 @@ class Protection:
         self.clips_by_default = clips_by_default(clipper.config)
         """Whether no step has been noted yet that was clipped at a limit which the user has not set."""
 
-    def foresight(self, *, scaled: bool) -> Foresight | None:
+    def foresight(self, *, scaled: bool) -> ForecastClipping | None:
         """Return a function that predicts elementwise clipping of this rank's gradients; None if the norm suffices."""
         if not self.clipper.is_elementwise:
             return None

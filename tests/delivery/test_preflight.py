@@ -11,7 +11,7 @@ import pytest
 
 from gradtrack import registry
 from gradtrack.backends.base import Backend
-from gradtrack.delivery.preflight import Examined, examine
+from gradtrack.delivery.preflight import BackendState, examine
 from gradtrack.errors import BackendError, MissingExtraError
 from gradtrack.records import Record
 from tests.plugins import install
@@ -36,7 +36,7 @@ class Probed(Backend):
         return str(cls.outcome() if callable(cls.outcome) else cls.outcome)
 
 
-def probed(monkeypatch: pytest.MonkeyPatch, outcome: Any, **options: Any) -> Examined:
+def probed(monkeypatch: pytest.MonkeyPatch, outcome: Any, **options: Any) -> BackendState:
     """Examine a configuration with one backend whose probe ends like this."""
     monkeypatch.setattr(Probed, "outcome", outcome)
     install(monkeypatch, probed=f"{__name__}:Probed")

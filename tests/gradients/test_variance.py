@@ -11,14 +11,14 @@ from torch import Tensor
 
 from gradtrack.gradients.measurer import Measurer
 from gradtrack.gradients.moments import MAX, MIN, SQUARES, SUM, Rows
-from gradtrack.gradients.variance import Centred, centres_between, sums_around, take_back
+from gradtrack.gradients.variance import CentredSums, centres_between, sums_around, take_back
 from tests.gradients.test_deviations import exact_variance
 
 parts_of = st.lists(st.lists(st.floats(-1.0, 1.0).map(lambda x: round(x, 6)), max_size=8), min_size=1, max_size=5)
 offsets = st.sampled_from([0.0, 1.0, -3.0, 1e6, -1e9, 1e12])
 
 
-def together(parts: list[list[Tensor]]) -> tuple[Rows, Centred]:
+def together(parts: list[list[Tensor]]) -> tuple[Rows, CentredSums]:
     """Merge what ranks have of some parameters, by what they would send."""
     group_of = np.arange(len(parts[0]))
     rows = [Measurer("torch").measure(part, group_of, len(part)).rows for part in parts]

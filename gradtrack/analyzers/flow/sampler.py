@@ -17,7 +17,7 @@ from gradtrack.analyzers.base import Series, Snapshot
 from gradtrack.analyzers.flow.probe import Probe
 from gradtrack.analyzers.flow.sampled_weights import Elements
 from gradtrack.analyzers.flow.samples import Case, ParameterSample, Sample, pack, unpack
-from gradtrack.analyzers.flow.verdict import Standing
+from gradtrack.analyzers.flow.verdict import UnitVerdicts
 from gradtrack.analyzers.tools.hooks import remove_all
 from gradtrack.analyzers.tools.offline import InputFunction, LossFunction, offline_steps
 from gradtrack.analyzers.tools.optimizer_hooks import StepWatch
@@ -93,7 +93,7 @@ class FlowSampler:
         self.samples: list[Sample] = []
         self.series = Series()
         self._with_zeros = with_zeros
-        self._standing = Standing()
+        self._unit_verdicts = UnitVerdicts()
         self._past: deque[Elements] = deque(maxlen=_PAST)
         self._probe: Probe | None = None
         self._stale: StaleWatch | None = None
@@ -107,7 +107,7 @@ class FlowSampler:
     @property
     def case(self) -> Case:
         """Return the evidence gathered so far."""
-        return Case(self.series, self.samples, self._standing.issues(self.series), self._standing.from_start)
+        return Case(self.series, self.samples, self._unit_verdicts.issues(self.series), self._unit_verdicts.from_start)
 
     def arm(self, model: nn.Module, *, stale: bool = True) -> None:
         """Hook a model for the coming step."""
@@ -150,14 +150,14 @@ class FlowSampler:
         return {
             "samples": [pack(sample) for sample in self.samples],
             "series": self.series.state_dict(),
-            "standing": self._standing.state_dict(),
+            "standing": self._unit_verdicts.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` returned."""
         self.samples = [unpack(sample) for sample in state["samples"]]
         self.series.load_state_dict(state["series"])
-        self._standing.load_state_dict(state["standing"])
+        self._unit_verdicts.load_state_dict(state["standing"])
         self._elements = None
 
     def _keep(self, sample: Sample) -> None:
@@ -165,7 +165,7 @@ class FlowSampler:
         self.samples.append(sample)
         if len(self.samples) > _KEPT:
             del self.samples[1]
-        self._standing.add(Case(self.series, self.samples))
+        self._unit_verdicts.add(Case(self.series, self.samples))
 
     def _follow(self, snapshot: Snapshot) -> None:
         """Complete the last sample with what the optimizer step made of it."""

@@ -95,7 +95,7 @@ def _judge(case: Case, judges: _Judges) -> list[Issue]:
     return [issue for judge in judges for issue in judge(case)]
 
 
-class Standing:
+class UnitVerdicts:
     """The verdicts of the rules about units on the last windows, so that the numbers of units can be dropped."""
 
     def __init__(self) -> None:

@@ -22,7 +22,7 @@ _STATES: Final = ("h", "state", "prev", "carry", "mem", "last")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recorded:
+class CellRecord:
     """One cell of one module, followed, and the gradient of its recurrent weight, where it has one."""
 
     module: str
@@ -62,9 +62,9 @@ class RecurrentRecorder:
                 hook = ModuleHook(module, capture.faults.guarded(capture))
                 self._handles.append(module.register_forward_hook(hook, with_kwargs=True))
 
-    def recorded(self) -> list[Recorded]:
+    def recorded(self) -> list[CellRecord]:
         """Replay what was seen, the parts of a custom cell left out where the whole of it was followed."""
-        found: list[Recorded] = []
+        found: list[CellRecord] = []
         outer: list[str] = []
         for name, capture in self._captures.items():
             if any(not ancestor or name.startswith(f"{ancestor}.") for ancestor in outer):
@@ -87,13 +87,13 @@ class RecurrentRecorder:
         remove_all(self._handles)
         self._captures = {}
 
-    def _describe(self, name: str, trajectory: Trajectory) -> Recorded:
+    def _describe(self, name: str, trajectory: Trajectory) -> CellRecord:
         module = self._modules[name]
         suffix = f"_{trajectory.cell.name.rpartition('.')[2]}" if isinstance(module, nn.RNNBase) else ""
         weight = module._parameters.get(f"weight_hh{suffix}") if isinstance(trajectory.cell, TorchCell) else None
         dropout = module.dropout if isinstance(module, nn.RNNBase) and module.training else 0.0
         gradient = None if weight is None else weight.grad
-        return Recorded(module=name, gradient=gradient, dropout=dropout, trajectory=trajectory)
+        return CellRecord(module=name, gradient=gradient, dropout=dropout, trajectory=trajectory)
 
 
 def recurrent_modules(model: nn.Module) -> list[str]:

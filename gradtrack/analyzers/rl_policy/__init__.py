@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Final, final
 import torch
 from torch import Tensor, nn
 
-from gradtrack.analyzers.base import Analyzer, Picture, Snapshot, Suggested, model_of, panel
+from gradtrack.analyzers.base import Analyzer, DefaultThreshold, Picture, Snapshot, model_of, panel
 from gradtrack.analyzers.rl_policy.distributions import read_actions
 from gradtrack.analyzers.rl_policy.history import PolicyHistory
 from gradtrack.analyzers.rl_policy.observation import measure_policy
@@ -107,9 +107,9 @@ class RLPolicyAnalyzer(Stateful, Analyzer):
         *,
         enable_jacobian: bool = False,
         enable_vector_analysis: bool = False,
-        min_entropy_threshold: float = Suggested(0.5),
-        min_std_threshold: float = Suggested(0.1),
-        max_std_threshold: float = Suggested(2.0),
+        min_entropy_threshold: float = DefaultThreshold(0.5),
+        min_std_threshold: float = DefaultThreshold(0.1),
+        max_std_threshold: float = DefaultThreshold(2.0),
         track_distributions: bool = True,
     ) -> None:
         self.model = model

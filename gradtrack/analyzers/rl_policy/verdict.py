@@ -10,7 +10,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from gradtrack.analyzers.base import Suggested
+from gradtrack.analyzers.base import DefaultThreshold
 from gradtrack.analyzers.rl_policy.history import FLOOR, PolicyHistory
 from gradtrack.analyzers.rl_policy.report import Adequacy, PolicyReport
 from gradtrack.reports import Issue, IssueSeverity, IssueType
@@ -44,7 +44,7 @@ class PolicyVerdict:
     def _adequacy(self, report: PolicyReport, history: PolicyHistory) -> Adequacy | None:
         if self._is_wide(report) and not history.pays:
             return "TOO_HIGH"
-        chosen = not isinstance(self.min_entropy, Suggested) or history.pays is False
+        chosen = not isinstance(self.min_entropy, DefaultThreshold) or history.pays is False
         return history.adequacy(report.entropy_level, float(self.min_entropy) if chosen else FLOOR)
 
     def _exploration(self, report: PolicyReport, history: PolicyHistory, adequacy: Adequacy | None) -> Iterator[Issue]:
@@ -122,7 +122,7 @@ def _relative_std(report: PolicyReport) -> float | None:
 
 def _by_returns(threshold: float, history: PolicyHistory) -> IssueSeverity:
     """Return LOW for a threshold that the user did not choose, unless returns say that something is wrong."""
-    sure = not isinstance(threshold, Suggested) or history.pays is False
+    sure = not isinstance(threshold, DefaultThreshold) or history.pays is False
     return IssueSeverity.MEDIUM if sure else IssueSeverity.LOW
 
 

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Final, final
 
 from torch import nn
 
-from gradtrack.analyzers.base import Analyzer, Picture, Schedule, Snapshot, Suggested, model_of, often, panel
+from gradtrack.analyzers.base import Analyzer, DefaultThreshold, Picture, Schedule, Snapshot, model_of, often, panel
 from gradtrack.analyzers.tools.issue_memory import LastingIssues, Notes
 from gradtrack.analyzers.tools.offline import InputFunction, LossFunction, offline_steps, untouched
 from gradtrack.analyzers.tools.spectra import GradientCoherence
@@ -99,8 +99,8 @@ class TransformerAnalyzer(Analyzer):
         *,
         enable_jacobian: bool = False,
         enable_vector_analysis: bool = False,
-        min_entropy_threshold: float = Suggested(0.5),
-        min_diversity_threshold: float = Suggested(0.3),
+        min_entropy_threshold: float = DefaultThreshold(0.5),
+        min_diversity_threshold: float = DefaultThreshold(0.3),
         track_attention_weights: bool = True,
         max_sequences: int = 2,
         max_rows: int = 64,
@@ -182,7 +182,7 @@ class TransformerAnalyzer(Analyzer):
             IssueType.ATTN_ENTROPY_COLLAPSE: self.min_entropy_threshold,
             IssueType.HEAD_REDUNDANCY: self.min_diversity_threshold,
         }
-        chosen = {kind for kind, limit in limits.items() if not isinstance(limit, Suggested)}
+        chosen = {kind for kind, limit in limits.items() if not isinstance(limit, DefaultThreshold)}
         return self._history.issues(firm=chosen)
 
     def state_dict(self) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Final
 
-from gradtrack.analyzers.base import Suggested
+from gradtrack.analyzers.base import DefaultThreshold
 from gradtrack.analyzers.transformer.report import AttentionReport, LayerReport
 from gradtrack.reports import Issue, IssueSeverity, IssueType
 
@@ -43,7 +43,7 @@ def _nonfinite(layer: LayerReport) -> Issue:
 
 
 def _entropy(layer: LayerReport, least: float) -> Iterator[Issue]:
-    limit = _COLLAPSED if isinstance(least, Suggested) else float(least)
+    limit = _COLLAPSED if isinstance(least, DefaultThreshold) else float(least)
     if layer.entropy_mean < limit:
         yield Issue(
             issue_type=IssueType.ATTN_ENTROPY_COLLAPSE,
@@ -62,7 +62,7 @@ def _entropy(layer: LayerReport, least: float) -> Iterator[Issue]:
 
 def _redundancy(layer: LayerReport, least: float) -> Iterator[Issue]:
     """Judge heads only while they look somewhere in particular: uniform heads are equal by necessity."""
-    limit = _REDUNDANT if isinstance(least, Suggested) else float(least)
+    limit = _REDUNDANT if isinstance(least, DefaultThreshold) else float(least)
     if layer.head_diversity is not None and layer.entropy_mean <= _UNIFORM and layer.head_diversity < limit:
         yield Issue(
             issue_type=IssueType.HEAD_REDUNDANCY,

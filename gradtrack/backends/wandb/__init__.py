@@ -13,7 +13,7 @@ from gradtrack.backends.base import Backend, package_of
 from gradtrack.backends.wandb.charts import Show
 from gradtrack.backends.wandb.columns import Columns
 from gradtrack.backends.wandb.history import Index, check_attached, check_own, files_of
-from gradtrack.backends.wandb.own_run import Ending, open_run, place_of, project_of
+from gradtrack.backends.wandb.own_run import RunEnding, open_run, place_of, project_of
 from gradtrack.backends.wandb.rows import Rows, StepMode, rows_of
 from gradtrack.errors import BackendError, ClosedError, PermanentBackendError, UsageError
 from gradtrack.records import Identity, Record, RunInfo
@@ -73,7 +73,7 @@ class WandbBackend(Backend):
         self._show = Show(self._wandb, self._tell)
         self._info: RunInfo | None = None
         self._rows: Rows | None = None
-        self._ending: Ending | None = None
+        self._ending: RunEnding | None = None
         self._index = Index()
         if run is not None:
             self._attach(run)
@@ -178,7 +178,7 @@ class WandbBackend(Backend):
     def _attach(self, run: Any) -> None:
         if getattr(run, "disabled", False):  # it keeps nothing
             return
-        self._ending = None if self._owned else Ending(run)
+        self._ending = None if self._owned else RunEnding(run)
         self._rows = rows_of(run, self._mode, self._ending, self._tell)
         if self._ending is not None:
             self._ending.before(self._put_show)

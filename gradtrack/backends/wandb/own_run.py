@@ -20,7 +20,7 @@ from gradtrack.support.names import digest_of
 from gradtrack.support.redact import redact
 
 
-class Ending:
+class RunEnding:
     """Calls what was asked for, in its order, just before a run ends: by its `finish`, or with the interpreter."""
 
     def __init__(self, run: Any) -> None:

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any, Final, Literal, final
 
 from gradtrack.backends.wandb.columns import STEP
-from gradtrack.backends.wandb.own_run import Ending
+from gradtrack.backends.wandb.own_run import RunEnding
 from gradtrack.errors import PermanentBackendError
 from gradtrack.support.redact import redact
 
@@ -24,7 +24,7 @@ _MANY_HELD: Final = 1000
 class Rows(ABC):
     """A way into a run; rows that wait are written when the run ends, or at the close where it cannot tell its end."""
 
-    def __init__(self, run: Any, ending: Ending | None, tell: Callable[[str], object]) -> None:
+    def __init__(self, run: Any, ending: RunEnding | None, tell: Callable[[str], object]) -> None:
         self._run, self._ending, self._tell = run, ending, tell
         self._held: deque[Mapping[str, Any]] = deque()
         self._ended = False
@@ -45,7 +45,7 @@ class Rows(ABC):
         self._ended = True
 
 
-def rows_of(run: Any, mode: StepMode, ending: Ending | None, tell: Callable[[str], object]) -> Rows:
+def rows_of(run: Any, mode: StepMode, ending: RunEnding | None, tell: Callable[[str], object]) -> Rows:
     """Return the way into a run; one without an ending is ours."""
     shared = getattr(getattr(run, "settings", None), "mode", "") == "shared"
     if ending is None or shared or mode == "row":
@@ -113,7 +113,7 @@ class PoliteRows(Rows):
     the user's can come too late.
     """
 
-    def __init__(self, run: Any, ending: Ending | None, tell: Callable[[str], object]) -> None:
+    def __init__(self, run: Any, ending: RunEnding | None, tell: Callable[[str], object]) -> None:
         super().__init__(run, ending, tell)
         self._open_at: int | None = None
         self._waited_at: int | None = None

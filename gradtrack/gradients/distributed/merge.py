@@ -16,7 +16,7 @@ from torch import nn
 from gradtrack.errors import UsageError
 from gradtrack.gradients.distributed.shards import is_distributed, local_part, num_shards, widest_mesh
 from gradtrack.gradients.moments import MAX, MIN, NAN, POSINF, SQUARES, SUM, WIDTH, ZEROS, Rows, empty_row, finite_norm
-from gradtrack.gradients.variance import Centred, Floats, centres_between, take_back
+from gradtrack.gradients.variance import CentredSums, Floats, centres_between, take_back
 
 _BORDER: Final = 48
 _LOW: Final = 945
@@ -154,7 +154,7 @@ class Share:
     exponent: int = 0
 
 
-class Merged(NamedTuple):
+class MergedSums(NamedTuple):
     """The merged sums of all ranks, for each parameter and for all of them."""
 
     rows: Rows
@@ -169,7 +169,7 @@ class Merged(NamedTuple):
     loss: float | None
     spread: dict[str, Any] | None
     has_ends: bool
-    centred: Centred | None
+    centred: CentredSums | None
     """The sums about centres, if a mean might hide a variance."""
 
 
@@ -218,7 +218,7 @@ class Ranks:
         """Return how many bytes a rank gives to a report for each parameter, whatever the settings."""
         return 80 + 8 * self._wide + 8 * self._plain_shards
 
-    def merge(self, share: Share) -> Merged:
+    def merge(self, share: Share) -> MergedSums:
         """Merge the sums that this rank has measured with those of all others."""
         highs, apart = self._find_ends(share) if share.ends else (None, None)
         centres = np.zeros(len(self._shards)) if highs is None else centres_between(-highs[:, 0], highs[:, 1])
@@ -239,7 +239,7 @@ class Ranks:
         tallies, others = np.rint(tail[: len(tail) - len(share.more)]), tail[len(tail) - len(share.more) :].tolist()
         mean = float(loss[0] / loss[1]) if loss[1] else None
         present, extra = sums[:, _PRESENT] > 0, sums[:, _EXTRA] / copies
-        return Merged(
+        return MergedSums(
             rows, exponent, present, extra, counts, limited, tallies, others, mean, spread, highs is not None, centred
         )
 

@@ -122,8 +122,8 @@ def show(run: RunData, *, live: bool = False) -> RenderableType:
     above: list[RenderableType] = []
     below: list[RenderableType] = []
     for track in run.tracks.values():
-        above += ["", Fitted(partial(_curves, track))]
-        (below if live else above).append(Fitted(partial(_groups, track)))
+        above += ["", SizedParts(partial(_curves, track))]
+        (below if live else above).append(SizedParts(partial(_groups, track)))
     if not live:
         below += _files(run)
     return Group(_head(run), *above, "", *_issues(run), *below)
@@ -172,7 +172,7 @@ def _head(run: RunData) -> RenderableType:
     return text
 
 
-class Fitted:
+class SizedParts:
     """A renderable that is built for the width of the terminal, so that no number is cut off."""
 
     def __init__(self, build: Callable[[int], Iterable[RenderableType]]) -> None:
