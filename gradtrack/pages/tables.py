@@ -6,7 +6,7 @@ import csv
 import importlib
 import io
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -125,14 +125,10 @@ def to_text(table: Table, kind: str) -> str:
         writer.writerow(table)
         writer.writerows(zip(*table.values(), strict=True))
     else:
-        for row in _rows(table):
-            known = {name: spell(value) for name, value in row.items() if value is not None}
+        for row in zip(*table.values(), strict=True):
+            known = {name: spell(value) for name, value in zip(table, row, strict=True) if value is not None}
             stream.write(json.dumps(known, allow_nan=False) + "\n")
     return stream.getvalue()
-
-
-def _rows(table: Table) -> Iterator[dict[str, Any]]:
-    return (dict(zip(table, row, strict=True)) for row in zip(*table.values(), strict=True))
 
 
 def _write_parquet(table: Table, path: Path) -> None:

@@ -134,17 +134,12 @@ class CutUnits:
                 "begins. Use clip_type 'norm', 'adaptive', 'zscore' or 'value'."
             )
         has_rows = param.ndim > 1
-        if has_rows and all(_is_whole_or_rows(kind) for kind in _placements(param)):
+        if has_rows and all(map(_is_whole_or_rows, param.placements)):  # type: ignore[attr-defined]
             return
         size = param.shape[0] if has_rows else 1
         units = _rows_here(param) if has_rows else np.zeros(1, dtype=np.int64)
         self._places[id(param)] = _Place(self._num_units + units, has_rows, share, param)
         self._num_units += size
-
-
-def _placements(param: Any) -> Sequence[Any]:
-    found: Sequence[Any] = param.placements
-    return found
 
 
 def _is_whole_or_rows(kind: Any) -> bool:

@@ -76,14 +76,13 @@ class GradientClipper:
     def clip(self, grads: Gradients, moments: Moments, *, remember: bool = True) -> dict[str, Any]:
         """Clip gradients that were measured, and return the fields of a `ClippingReport`."""
         config, norm = self.config, moments.norm
-        clip_type: ClipType = "adaptive" if config.adaptive_clipping else config.clip_type
+        clip_type = config.effective_clip_type
         if not (config.enable_gradient_clipping and math.isfinite(norm)):
             return self._left_alone(norm)
         if clip_type in _ELEMENTWISE:
             found = self._clip_elements(grads, moments, norm)
         else:
-            limit = config.max_grad_norm if clip_type == "norm" else self._current_limit(clip_type)
-            found = coefficient_for(norm, limit, _TORCH_EPSILON if clip_type == "norm" else 0.0)
+            found = coefficient_for(norm, self.limit(), self.epsilon)
             if found["clipped"]:
                 grads.scale(self._measurer, found["coefficient"])
         return self._describe(norm, found, remember=remember)
@@ -112,7 +111,9 @@ class GradientClipper:
     def state_dict(self) -> dict[str, Any]:
         """Return the state that later steps depend on, as plain data."""
         strategies = {name: strategy.state_dict() for name, strategy in self._strategies.items()}
-        return {"strategies": strategies, "engaged": _booleans(*self._engaged)}
+        num_steps, bits = self._engaged
+        engaged = [bool(bits >> age & 1) for age in reversed(range(num_steps))]  # the oldest step first
+        return {"strategies": strategies, "engaged": engaged}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned."""
@@ -139,7 +140,7 @@ class GradientClipper:
 
     def limit(self) -> float:
         """Return the limit of the norm for the coming step, for the strategies that have one."""
-        return self._current_limit(self.config.effective_clip_type)
+        return self._strategies[self.config.effective_clip_type].threshold(self.config)
 
     @property
     def epsilon(self) -> float:
@@ -163,9 +164,6 @@ class GradientClipper:
         bits = (bits << 1 | (1 if clipped else 0)) & _RATE_BITS
         self._engaged = num_steps, bits  # a single assignment, which an exception cannot split
         return bits.bit_count() / num_steps
-
-    def _current_limit(self, clip_type: ClipType) -> float:
-        return self._strategies[clip_type].threshold(self.config)
 
     @property
     def is_elementwise(self) -> bool:
@@ -306,11 +304,6 @@ def coefficient_for(norm: float, threshold: float, epsilon: float) -> dict[str, 
     if coefficient >= 1.0:
         return {"clipped": False, "threshold": threshold, "coefficient": 1.0, "norm_after": norm}
     return {"clipped": True, "threshold": threshold, "coefficient": coefficient, "norm_after": norm * coefficient}
-
-
-def _booleans(num_steps: int, bits: int) -> list[bool]:
-    """Return the bits of the clip rate's window as booleans, the oldest step first."""
-    return [bool(bits >> age & 1) for age in reversed(range(num_steps))]
 
 
 def clipping_fields(

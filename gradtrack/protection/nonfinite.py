@@ -41,8 +41,9 @@ class NaNInfHandler:
 
     def check_and_fix_parameters(self, model: nn.Module, replace_values: bool = True) -> NanInfReport:
         """Measure the weights, frozen ones too; with `replace_values` replace the non-finite ones."""
-        named = [(name, param) for name, param in model.named_parameters() if _holds_reals(param)]
-        tensors = [_real(param.detach()) for _, param in named]
+        named = [(name, one) for name, one in model.named_parameters() if one.is_floating_point() or one.is_complex()]
+        weights = [param.detach() for _, param in named]
+        tensors = [torch.view_as_real(one) if one.is_complex() else one for one in weights]
         moments = self._measurer.measure(tensors, torch.zeros(len(named), dtype=torch.int64).numpy(), 1)
         if moments.finite:
             return NanInfReport()
@@ -135,11 +136,3 @@ def rounded(value: float, dtype: torch.dtype) -> float:
     if dtype == torch.float16:
         return float(np.float16(value))
     return float(np.float32(value)) if dtype == torch.float32 else value
-
-
-def _holds_reals(param: Tensor) -> bool:
-    return param.is_floating_point() or param.is_complex()
-
-
-def _real(tensor: Tensor) -> Tensor:
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor

@@ -175,8 +175,5 @@ class FlightRecorder:
     def read(self) -> list[StepReport]:
         """Return the last steps with the statistics of every parameter, the newest last."""
         steps = [(report, data(index)) for reports, data, _, _ in self._kept for index, report in enumerate(reports)]
-        return [_in_full(report, found) for report, found in steps[-_STEPS:]]
-
-
-def _in_full(report: StepReport, data: StepData) -> StepReport:
-    return StepReport.model_validate({**dict(report.resolve()), "parameters": data.parameters()})
+        in_full = ({**dict(report.resolve()), "parameters": found.parameters()} for report, found in steps[-_STEPS:])
+        return [StepReport.model_validate(fields) for fields in in_full]

@@ -53,7 +53,11 @@ class Protection:
             data.clipping = clipping if moments.finite else _with_true_norm(clipping, moments)
             data.nan_inf = _NONE if checks else _OFF
             return
-        found = data.nan_inf = self._handle(grads, moments, owned, scaled=data.scale is not None)
+        if data.scale is not None:
+            found = {**count_nonfinite(grads.layout.names, moments), "action": "scaler"}
+        else:
+            found = self._handler.act(grads, moments, owned())
+        data.nan_inf = found
         action = found["action"]
         now = moments
         if action == "replace":
@@ -84,11 +88,6 @@ class Protection:
         norm, clip_type = moments.norm, self.clipper.config.effective_clip_type
         clipping = {"enabled": False, "clip_type": clip_type, "norm_before": norm, "norm_after": norm}
         return {**counts, "action": action} if checks else {"action": action}, clipping
-
-    def _handle(self, grads: Gradients, moments: Moments, owned: Owned, *, scaled: bool) -> dict[str, Any]:
-        if scaled:
-            return {**count_nonfinite(grads.layout.names, moments), "action": "scaler"}
-        return self._handler.act(grads, moments, owned())
 
 
 def _with_true_norm(clipping: Mapping[str, Any], moments: Moments) -> dict[str, Any]:

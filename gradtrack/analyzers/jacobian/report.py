@@ -24,6 +24,7 @@ from gradtrack.reports.base import measured
 
 EXACT_LIMIT: Final = 512
 _CAP: Final = 16.0
+_PROBES, _VALUES = 16, 32
 
 
 class BlockJacobian(Report):
@@ -61,14 +62,12 @@ def measure_jacobian(
     generator: torch.Generator,
     *,
     exact_limit: int = EXACT_LIMIT,
-    num_probes: int = 16,
-    num_values: int = 32,
 ) -> BlockJacobian:
     """Measure the Jacobian of a function: all of it up to a limit on the smaller side, by products beyond."""
     linear = LinearMap.of(function, at)
     if min(linear.num_inputs, linear.num_outputs) <= exact_limit:
         return _from_matrix(linear)
-    return _from_products(linear, generator, num_probes, num_values)
+    return _from_products(linear, generator)
 
 
 def _from_matrix(linear: LinearMap) -> BlockJacobian:
@@ -89,9 +88,9 @@ def _from_matrix(linear: LinearMap) -> BlockJacobian:
     )
 
 
-def _from_products(linear: LinearMap, generator: torch.Generator, num_probes: int, num_values: int) -> BlockJacobian:
-    squares, error = squared_frobenius(linear, generator, num_probes=num_probes)
-    values = leading_singular_values(linear, generator, count=num_values)
+def _from_products(linear: LinearMap, generator: torch.Generator) -> BlockJacobian:
+    squares, error = squared_frobenius(linear, generator, num_probes=_PROBES)
+    values = leading_singular_values(linear, generator, count=_VALUES)
     sigma_max = max(largest_singular_value(linear, generator), float(values.max()))
     start = linear.random(linear.num_outputs, generator)
     return _report(

@@ -75,7 +75,7 @@ def unit_sizes(activations: Tensor, axis: int = -1) -> Tensor:
     return values.reshape(-1, values.shape[-1]).mean(0)
 
 
-def small_share(sizes: Tensor, threshold: float) -> float:
+def small_share(sizes: Tensor, threshold: float = 0.025) -> float:
     """Return the share of units whose size is at most a fraction of the mean over all of them."""
     return float((sizes <= threshold * sizes.mean()).double().mean())
 
@@ -126,8 +126,8 @@ class DormantUnits:
     units at each of its calls, and the mean of their shares.
     """
 
-    def __init__(self, model: nn.Module, threshold: float = 0.025) -> None:
-        self._model, self._threshold = model, threshold
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
         self._axis = -1
         self._calls: Counter[str] = Counter()
         self._sizes: dict[tuple[str, int], list[Tensor]] = {}
@@ -150,7 +150,7 @@ class DormantUnits:
         """Return the share of dormant units by module."""
         found: dict[str, list[float]] = {}
         for (name, _), sizes in self._sizes.items():
-            found.setdefault(name, []).append(small_share(torch.stack(sizes).mean(0), self._threshold))
+            found.setdefault(name, []).append(small_share(torch.stack(sizes).mean(0)))
         return {name: sum(values) / len(values) for name, values in found.items()}
 
     def _begin(self, *_: Any) -> None:

@@ -15,6 +15,7 @@ from gradtrack.analyzers.tools.spectra import norm
 from gradtrack.errors import UsageError
 
 _CHUNK: Final = 64
+_ITERATIONS: Final = 24
 
 
 class LinearMap:
@@ -120,7 +121,7 @@ def differentiable_twice(module: nn.Module | None = None) -> Iterator[None]:
         yield
 
 
-def largest_singular_value(linear: LinearMap, generator: torch.Generator, *, num_iterations: int = 24) -> float:
+def largest_singular_value(linear: LinearMap, generator: torch.Generator) -> float:
     """Return the largest singular value, by Golub-Kahan bidiagonalisation with every vector orthogonalised twice.
 
     Each iteration is one product with J and one with its transpose, as in power iteration, but the largest value of the
@@ -130,7 +131,7 @@ def largest_singular_value(linear: LinearMap, generator: torch.Generator, *, num
     left: list[Tensor] = []
     diagonal: list[float] = []
     above: list[float] = []
-    for step in range(min(num_iterations, linear.num_inputs, linear.num_outputs)):
+    for step in range(min(_ITERATIONS, linear.num_inputs, linear.num_outputs)):
         image = _orthogonal(linear.push(right[step]), left)
         diagonal.append(norm(image))
         if not diagonal[-1] > 0:

@@ -54,12 +54,12 @@ def spectral_radius(matrix: Tensor) -> float:
     return float(torch.linalg.eigvals(matrix).abs().max()) if matrix.numel() else 0.0
 
 
-def arnoldi_radius(matvec: Callable[[Tensor], Tensor], start: Tensor, *, num_vectors: int = KRYLOV) -> float:
+def arnoldi_radius(matvec: Callable[[Tensor], Tensor], start: Tensor) -> float:
     """Return the largest magnitude of an eigenvalue by Arnoldi's method.
 
     Unlike the Rayleigh quotient of power iteration this is right for complex pairs and for matrices far from normal.
     """
-    return float(arnoldi_spectrum(matvec, start, num_vectors=num_vectors)[0].abs())
+    return float(arnoldi_spectrum(matvec, start)[0].abs())
 
 
 def arnoldi_spectrum(matvec: Callable[[Tensor], Tensor], start: Tensor, *, num_vectors: int = KRYLOV) -> Tensor:

@@ -154,7 +154,9 @@ class SampledPart:
         found = [_moments_of(param, *owners.get(id(param), (None, {}))) for param in self.params.values()]
         first_moments, second_moments, all_biases = zip(*found, strict=True)
         (first, has_first), (second, has_second) = self._same(first_moments), self._same(second_moments)
-        before, mine, following, first, second = map(_exact, (self.weights, self.gradients, following, first, second))
+        before, mine, following, first, second = (
+            values.astype(np.float64, copy=False) for values in (self.weights, self.gradients, following, first, second)
+        )
         biases, change = np.array(all_biases), after - before
         live, squares, first_squares = mine != 0, self._sums(mine * mine), self._sums(first * first)
         compared, pushed = has_following & self._has_gradient, has_first & self._has_gradient
@@ -221,10 +223,6 @@ def _joined_from(devices: Iterable[torch.device], parts: Sequence[Tensor]) -> Te
     there = {device: [part for part in parts if part.device == device] for device in devices}
     pieces = {device: iter(torch.split(torch.cat(own).cpu(), [*map(len, own)])) for device, own in there.items()}
     return torch.cat([next(pieces[part.device]) for part in parts])
-
-
-def _exact(values: Values) -> Values:
-    return values.astype(np.float64, copy=False)
 
 
 def _moments_of(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Collection, Mapping, Sequence
 from datetime import timedelta
@@ -12,6 +11,7 @@ import torch
 import torch.distributed
 
 from gradtrack.errors import UsageError
+from gradtrack.support.names import digest_of
 
 PATIENCE_SECONDS = 600.0
 """How long a rank waits for the others: as long as NCCL does, since one of them may have much to compile."""
@@ -42,7 +42,7 @@ def agree(ranks: tuple[int, ...], facts: Mapping[str, Any], offers: Collection[s
 
 def digest(value: object) -> str:
     """Return a short text that differs where the values do."""
-    return hashlib.sha256(repr(value).encode()).hexdigest()[:16]
+    return digest_of(repr(value))
 
 
 def _store() -> Any:
