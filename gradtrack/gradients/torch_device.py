@@ -35,6 +35,8 @@ class Orders(NamedTuple):
     """`norm`, for every strategy that scales all gradients by one factor, `value` or `agc`."""
     limits: Mapping[torch.dtype, float] | None = None
     """The limit of each element, as each type holds it."""
+    num_limitable: int = 0
+    """The number of elements or units, of which the report tells the share that was limited."""
     replacements: Mapping[torch.dtype, tuple[float, float]] | None = None
     """What replaces NaN and infinity in gradients of each type; None where they stay."""
     variances: bool = False

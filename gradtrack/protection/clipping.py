@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 from torch import Tensor, nn
@@ -16,7 +16,9 @@ from gradtrack.gradients.distributed.merge import Ranks
 from gradtrack.gradients.measurer import Measurer
 from gradtrack.gradients.moments import MAX, MIN, SQUARES, Moments
 from gradtrack.gradients.parameters import ParameterTable
+from gradtrack.gradients.torch_device import Orders
 from gradtrack.protection.agc import CutUnits, limit_units, num_units
+from gradtrack.protection.nonfinite import rounded
 from gradtrack.protection.strategies import (
     AdaptiveStrategy,
     ClippedNorm,
@@ -87,21 +89,20 @@ class GradientClipper:
                 grads.scale(self._measurer, found["coefficient"])
         return self._describe(norm, found, remember=remember)
 
-    def orders(self, grads: Gradients) -> ClippingOrders | None:
-        """Return what a device needs to clip gradients by itself; None where nothing is clipped."""
-        config, clip_type = self.config, self.config.effective_clip_type
-        if not config.enable_gradient_clipping:
-            return None
+    def orders(self, grads: Gradients, **others: Any) -> Orders:
+        """Return what a device needs to clip gradients by itself, with `others`; no limit where nothing is clipped."""
+        clip_type = self.config.effective_clip_type
+        if not self.config.enable_gradient_clipping:
+            return Orders(**others)
         if clip_type not in _ELEMENTWISE:
-            return ClippingOrders("norm", self.limit(), self.epsilon, 0)
+            return Orders(self.limit(), self.epsilon, **others)
         limit, num_limitable = self._elementwise_limit(grads)
-        return ClippingOrders(clip_type, limit, 0.0, num_limitable)
+        limits = {dtype: rounded(limit, dtype) for dtype in {grad.dtype for grad in grads.tensors}}
+        return Orders(limit, clip_type=clip_type, limits=limits, num_limitable=num_limitable, **others)
 
-    def clipped(
-        self, norm: float, orders: ClippingOrders | None, num_limited: float, squares_after: float
-    ) -> dict[str, Any]:
+    def clipped(self, norm: float, orders: Orders, num_limited: float, squares_after: float) -> dict[str, Any]:
         """Return the fields of a `ClippingReport` for gradients that a device has clipped, and remember their norm."""
-        if orders is None or not math.isfinite(norm):
+        if orders.limit is None or not math.isfinite(norm):
             return self._left_alone(norm)
         if orders.clip_type == "norm":
             return self._describe(norm, coefficient_for(norm, orders.limit, orders.epsilon))
@@ -269,17 +270,6 @@ def clips_by_default(config: GradientConfig) -> bool:
     return (
         config.enable_gradient_clipping and kind in ("norm", "value") and "max_grad_norm" not in config.model_fields_set
     )
-
-
-class ClippingOrders(NamedTuple):
-    """What a device needs to clip gradients: the limit of the norm, of each element or of each unit."""
-
-    clip_type: str
-    """`norm` where all gradients are scaled by one factor, else `value` or `agc`."""
-    limit: float
-    epsilon: float
-    num_limitable: int
-    """The number of elements or units, of which the report tells the share that was limited."""
 
 
 def _elementwise(norm: float, after: float, limit: float, count: float, num_limitable: int) -> dict[str, Any]:

@@ -12,10 +12,9 @@ from torch import Tensor
 from gradtrack.config import GradientConfig
 from gradtrack.gradients.collected import Gradients
 from gradtrack.gradients.moments import Moments, merge
-from gradtrack.gradients.torch_device import Orders
 from gradtrack.gradients.variance import Deviations, Parts, deviations_of_parts
 from gradtrack.protection.clipping import GradientClipper
-from gradtrack.protection.nonfinite import NaNInfHandler, count_nonfinite, rounded
+from gradtrack.protection.nonfinite import NaNInfHandler, count_nonfinite
 from gradtrack.reports import StepReport
 from gradtrack.step.data import StepData
 
@@ -67,22 +66,16 @@ class DeviceStep:
         """Measure the gradients, replace non-finite values, skip and clip, all on the device."""
         config = self._clipper.config
         self._action = "off" if not config.enable_nan_inf_check else "scaler" if scaled else config.nonfinite_action
-        self._clipping = clipping = self._clipper.orders(grads)
         replacements = None
         if self._action == "replace":
             replacements = {dtype: self._handler.replacement(dtype) for dtype in set(self._dtypes)}
-        self._orders = Orders(replacements=replacements, variances=self._variances)
-        if clipping is not None:
-            limits = {dtype: rounded(clipping.limit, dtype) for dtype in set(self._dtypes)}
-            self._orders = self._orders._replace(
-                limit=clipping.limit, epsilon=clipping.epsilon, clip_type=clipping.clip_type, limits=limits
-            )
-        changes = clipping is not None or replacements is not None
+        self._orders = orders = self._clipper.orders(grads, replacements=replacements, variances=self._variances)
+        changes = orders.limit is not None or replacements is not None
         if changes:
             grads.own()
         self._plan = self._clipper.measurer.accelerators.plan(grads.tensors)
-        weights = grads.layout.params if self._orders.clip_type == "agc" else ()
-        numbers = self._plan.start(grads.tensors, self._orders, weights)
+        weights = grads.layout.params if orders.clip_type == "agc" else ()
+        numbers = self._plan.start(grads.tensors, orders, weights)
         if changes:
             grads.install()
         if self._action == "skip":
@@ -120,7 +113,7 @@ class DeviceStep:
             if action == "replace":
                 nan_inf["replaced_count"] = moments.nonfinite_count
                 now = self._handler.replaced(self._layout, self._dtypes, moments)
-        clipping = self._clipper.clipped(now.norm, self._clipping, self._sums.num_limited, self._sums.squares_after)
+        clipping = self._clipper.clipped(now.norm, self._orders, self._sums.num_limited, self._sums.squares_after)
         clipping["norm_before"] = moments.norm
         if nan_inf["action"] == "skip":
             clipping["norm_after"] = None
