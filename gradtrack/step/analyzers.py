@@ -127,7 +127,12 @@ class RunningAnalyzers:
         found += pack(self.issues()) if judged else []
 
         def take(sums: Sequence[float], num_ranks: int) -> None:
-            self._take(sizes, sums, num_ranks)
+            """Set the sums of the analyzers to which every rank has contributed."""
+            place = 0
+            for name, size in sizes.items():
+                whole = round(sums[place]) == num_ranks
+                self._sums[name] = list(sums[place + 1 : place + 1 + size]) if whole else None
+                place += size + 1
             self.verdicts = unpack(sums[start:], num_ranks, step) if judged else None
 
         return found, take
@@ -137,14 +142,6 @@ class RunningAnalyzers:
         analyzer = self.running.get(name)
         numbers = None if analyzer is None else self._run_safely(name, lambda: list(analyzer.sums(snapshot, groups)))
         return [1.0, *numbers] if numbers and len(numbers) == size else [0.0] * (size + 1)
-
-    def _take(self, sizes: Mapping[str, int], sums: Sequence[float], num_ranks: int) -> None:
-        """Set the sums of the analyzers to which every rank has contributed."""
-        start = 0
-        for name, size in sizes.items():
-            whole = round(sums[start]) == num_ranks
-            self._sums[name] = list(sums[start + 1 : start + 1 + size]) if whole else None
-            start += size + 1
 
     def leave_out_incomplete(self) -> list[str]:
         """Stop running the analyzers that need whole parameters or every rank; return notes on those that stop now.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -17,8 +17,6 @@ from gradtrack.step.data import StepData
 from gradtrack.step.judge import Judge
 from gradtrack.step.measure import Measurement
 from gradtrack.step.protect import Protection
-
-_Take = Callable[[Sequence[float], int], None]
 
 
 class RankExchange:
@@ -42,7 +40,9 @@ class RankExchange:
         common = self._measurement.agree_with_ranks(partial(self._remembered, data.step), self._analyzers.offers)
         if common is not None:
             self._analyzers.share(common)
-        more, take = self._contribute(data, shown)
+        analyzers, contributes = self._analyzers, self._measurement.has_shards and not data.repeated
+        groups = self._measurement.groups_to_send() if contributes else ()
+        more, take = analyzers.contribute(data.step, groups, shown) if contributes else ((), None)
         moments = self._measurement.read_shared(
             grads,
             data,
@@ -52,21 +52,11 @@ class RankExchange:
             limited=self._protection.foresight(scaled=data.scale is not None),
             more=more,
         )
-        take(grads.more, len(grads.ranks.members))
+        if take is not None:
+            take(grads.more, len(grads.ranks.members))
+            if analyzers.verdicts is not None:
+                self._judge.set_analyzer_issues(analyzers.verdicts)
         return moments
-
-    def _contribute(self, data: StepData, shown: Callable[[], Snapshot]) -> tuple[Sequence[float], _Take]:
-        """Return the numbers that the ranks add up for the analyzers, and a function that sets the sums."""
-        if data.repeated or not self._measurement.has_shards:
-            return (), lambda sums, num_ranks: None
-        more, take_sums = self._analyzers.contribute(data.step, self._measurement.groups_to_send(), shown)
-
-        def take(sums: Sequence[float], num_ranks: int) -> None:
-            take_sums(sums, num_ranks)
-            if self._analyzers.verdicts is not None:
-                self._judge.set_analyzer_issues(self._analyzers.verdicts)
-
-        return more, take
 
     def _remembered(self, step: int) -> dict[str, Any]:
         """Return the state by which a rank decides beside settings and sums; it must be equal on all ranks."""
