@@ -247,14 +247,20 @@ class GradientManager:
     def state_dict(self) -> dict[str, Any]:
         """Return the state that later steps depend on, as plain data for a checkpoint."""
         self._pairs.settle()
-        return {"version": 1, "pairs": self._pairs.state_dict(), "history": self._history.state_dict()}
+        state = {"version": 1, "pairs": self._pairs.state_dict(), "history": self._history.state_dict()}
+        return state | ({"run": run} if (run := self._sink.state_dict()) else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned; the state of a pair that is attached later is kept until then."""
+        """Restore what `state_dict` returned; the state of a pair that is attached later is kept until then.
+
+        A manager that has recorded nothing yet goes on with the run of the state, in its directory where that is the
+        same, or was chosen by gradtrack.
+        """
         check_state(state)
         self._pairs.interrupt()
         self._history.load_state_dict(state["history"])
         self._pairs.load_state_dict(state["pairs"])
+        self._sink.resume(state.get("run", {}), {name: int(pair["step"]) for name, pair in state["pairs"].items()})
 
     def follow(self, model: nn.Module, optimizer: Any) -> None:
         """Register hooks that run a step just before the first of the optimizers steps, or after each closure call.
@@ -339,5 +345,5 @@ class GradientManager:
         if config.save_gradient_plots and config.run_dir is not None:
             left += at_close.save_pictures(directory, self.reports, self._pairs.first_components[0].history)
         if config.save_html_report:
-            left += at_close.save_page(directory, left)
+            left += at_close.save_page(directory, self._sink.run_id, left)
         at_close.contained("the list of files", lambda: note_files(directory, self._sink.run_id, left))

@@ -85,13 +85,19 @@ class Panel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunInfo:
-    """The identity of a run, carried by the first record that a backend receives."""
+    """The identity of a run, carried by the first record that a backend receives.
+
+    A training that was resumed from a checkpoint names the run that had saved it in `resumed_from`, and in `resumed_at`
+    the last step of each (model, optimizer) pair in that checkpoint.
+    """
 
     run_id: str
     run_dir: str | None = None
     created: float = 0.0
     config: Mapping[str, Any] = field(default_factory=lambda: _NOTHING)
     environment: Mapping[str, str] = field(default_factory=lambda: _NOTHING)
+    resumed_from: str = ""
+    resumed_at: Mapping[str, int] = field(default_factory=lambda: _NOTHING)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,12 +32,13 @@ class JsonBackend(Backend):
     written as Python's own `json` reads them. The files are replaced as a whole, and at most a twentieth of the time is
     spent on that; `flush` and `close` always bring them up to date. A pair with a name has files of its own. A run that
     is resumed goes on in the files it finds; where it repeats a step, what they hold from there on is left behind. A
-    directory that another run writes to is left to it, with a warning: this one has its files in one of its own inside.
+    directory that has the files of another run is left to it, with a warning: this one has one of its own inside.
     """
 
     def __init__(self, directory: str | Path | None = None) -> None:
         self._given = self._directory = None if directory is None else Path(directory)
         self._claim: Claim | None = None
+        self._replayed = False
         self._series: dict[str, _Series] = {}
         self._closed = False
 
@@ -73,6 +74,9 @@ class JsonBackend(Backend):
             if not _has_statistics(record) or record.step in self._of(record.source).steps
         }
 
+    def confine(self, directory: Path) -> None:
+        self._replayed = True  # the files that it finds are those of the run
+
     def address(self) -> Mapping[str, Any]:
         return {} if self._given is None else {"directory": os.path.abspath(self._directory or self._given)}
 
@@ -88,7 +92,13 @@ class JsonBackend(Backend):
         if self._directory is None and run.run_dir is not None:
             self._directory = Path(run.run_dir)
         elif self._given is not None and self._claim is None and not is_same(self._given, run.run_dir):
-            self._directory, self._claim = claim_or_own(self._given, run.run_id, what="json: directory")
+            goes_on = self._replayed or bool(run.resumed_at)
+            self._directory, self._claim = claim_or_own(
+                self._given,
+                run.run_id,
+                what="json: directory",
+                is_taken=lambda place: not goes_on and any(place.glob("gradient_statistics*.json")),
+            )
 
     def _of(self, source: str) -> _Series:
         if source not in self._series:

@@ -48,7 +48,11 @@ app = typer.Typer(
 )
 Run = Annotated[
     Path | None,
-    typer.Argument(help=f"A run's directory. Default: the newest one in {HERE}.", show_default=False),
+    typer.Argument(
+        help=f"A run: its directory (the newest run in it, or RUN_DIR@2 for the second) or its id. "
+        f"Default: the newest one in {HERE}.",
+        show_default=False,
+    ),
 ]
 
 
@@ -191,19 +195,21 @@ def export(
     """
     from gradtrack.pages.tables import read_run, to_text, write_table
 
-    directory = find_run(run)
-    found = getattr(read_run(directory), table.value)
+    tables = read_run(find_run(run))
+    found = getattr(tables, table.value)
     if out == Path("-"):
         if kind is ExportFormat.parquet or as_json:
             raise UsageError("--out -: expected csv or jsonl without --json. Name a file with --out.")
         text = to_text(found, kind.value)
         typer.echo(printable(text) if sys.stdout.isatty() else text, nl=False)
         return
-    path = directory / f"{table.value}.{kind.value}" if out is None else out
+    path = Path(tables.run.run_dir or "") / f"{table.value}.{kind.value}" if out is None else out
     with _writing(path, "--out"):
         write_table(found, kind.value, path)
     numbers = {"rows": len(found["source"]), "columns": len(found)}
-    typer.echo(json.dumps({"run": str(directory), "file": str(path), **numbers}) if as_json else one_line(str(path)))
+    typer.echo(
+        json.dumps({"run": tables.run.run_dir, "file": str(path), **numbers}) if as_json else one_line(str(path))
+    )
 
 
 @app.command(
@@ -224,7 +230,7 @@ def diff(
     from gradtrack.pages.comparison import Comparison
     from gradtrack.pages.run_data import load_run
 
-    found = Comparison(load_run(first, watched=True), load_run(second, watched=True))
+    found = Comparison(*(load_run(find_run(run), watched=True) for run in (first, second)))
     if html is not None:
         with _writing(html, "--html"):
             found.write_html(html)
@@ -275,7 +281,12 @@ def replay(
             progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
         found = deliver(
-            find_run(run), to=to, tracking_uri=tracking_uri, progress=advance, tell=announce, allowed=allow or ()
+            find_run(run, every=True),
+            to=to,
+            tracking_uri=tracking_uri,
+            progress=advance,
+            tell=announce,
+            allowed=allow or (),
         )
     if as_json:
         typer.echo(json.dumps([{**asdict(one), "complete": one.complete} for one in found], indent=1))

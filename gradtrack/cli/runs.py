@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import codecs
 import sys
+import time
 from collections.abc import Mapping
+from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
 from typing import Final
 
 import typer
 
-from gradtrack.errors import UsageError
-from gradtrack.support.names import one_line
+from gradtrack.errors import JournalError, UsageError
+from gradtrack.support.names import names_run, one_line
 from gradtrack.support.regular_files import is_regular
 
 _PLACES: Final = (".", "gradtrack_runs/*", "lightning_logs/*")
@@ -20,18 +22,59 @@ HERE: Final = "this directory, gradtrack_runs or lightning_logs"
 """Where runs are looked for, in words."""
 
 
-def find_run(run: Path | None) -> Path:
-    """Return the directory of a run: the newest one where none was named."""
-    if run is not None:
+def find_run(run: Path | None, *, every: bool = False) -> Path:
+    """Return a run of those that a command is given: the newest one where none was named.
+
+    Of a directory with several it is the newest as well, and the others are listed on stderr, unless the command takes
+    `every` run of a directory.
+    """
+    from gradtrack.delivery.journal.reading import find_runs, open_run
+
+    if run is not None and not run.exists() and "@" not in str(run):
+        return _by_id(str(run)) or run
+    run = run or _newest_here()
+    runs = [] if every or not run.is_dir() else find_runs(run)
+    if len(runs) < 2:
         return run
-    runs = [path for place in _PLACES for path in Path().glob(f"{place}/journal-*.jsonl") if is_regular(path)]
+    newest = open_run(run)
+    typer.echo(
+        f"{one_line(str(run))} holds {len(runs)} runs. This is {one_line(newest.name)}; there are also", err=True
+    )
+    for other in (other for other in runs if other.run_id != newest.run_id):
+        started = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(other.journals[0].run.created))
+        typer.echo(one_line(f"  {other.name}  {started}  {other.run_id}"), err=True)
+    return Path(newest.name)
+
+
+def _newest_here() -> Path:
+    """Return the directory of the run that recorded last."""
+    runs = _here("journal-*.jsonl")
     if not runs:
-        if any(path for place in _PLACES for path in Path().glob(f"{place}/run_end.json")):
+        if _here("run_end.json"):
             raise UsageError(
                 f"no RUN: those in {HERE} have no row, expected one that was recorded. Lower grad_log_every_n_steps."
             )
         raise UsageError(f"no RUN: expected a run's directory, since there is none in {HERE}. Try: gradtrack demo")
     return max(runs, key=lambda path: path.stat().st_mtime).parent
+
+
+def _here(name: str) -> list[Path]:
+    """Return the files of this name in the directories of runs, also in those that lie in the directory of another."""
+    found = [path for place in _PLACES for path in Path().glob(f"{place}/{name}")]
+    found += [path for place in _PLACES for path in Path().glob(f"{place}/*/{name}") if names_run(path.parent.name)]
+    return list(filter(is_regular, found))
+
+
+def _by_id(run_id: str) -> Path | None:
+    """Return the run of this identity among those in this directory."""
+    from gradtrack.delivery.journal.reading import find_runs
+
+    for directory in {path.parent for path in _here("journal-*.jsonl")}:
+        with suppress(JournalError):
+            for found in find_runs(directory):
+                if any(journal.run.run_id == run_id for journal in found.journals):
+                    return Path(f"{directory}@{run_id}")
+    return None
 
 
 FailOn = StrEnum("FailOn", ["failed", "critical", "open", "any"])

@@ -99,23 +99,34 @@ class _Lock:
 _locks: dict[tuple[str, str], _Lock] = {}
 
 
-def claim_or_own(directory: Path, run_id: str, *, what: str) -> tuple[Path, Claim]:
-    """Claim a directory for a run, or where another run is writing to it, one of its own inside, with a warning.
+def claim_or_own(
+    directory: Path, run_id: str, *, what: str, is_taken: Callable[[Path], bool] = lambda _: False
+) -> tuple[Path, Claim]:
+    """Claim a directory for a run, or where another run writes or has written to it, one of its own inside.
 
-    If a directory cannot be created, the caller's first write raises the error.
+    The user is warned of that. If a directory cannot be created, the caller's first write raises the error.
     """
     own = own_directory(directory, run_id)
     for chosen in (own,) if own.is_dir() else (directory, own):  # where a replay finds what the run has begun
         with contextlib.suppress(OSError):
             chosen.mkdir(parents=True, exist_ok=True)
         claim = Claim(chosen, run_id)
-        if claim.held:
+        busy = (
+            "is being written to by"
+            if not claim.held
+            else "has the files of"
+            if chosen != own and is_taken(chosen)
+            else ""
+        )
+        if not busy:
             break
+        claim.release()
         _logger.warning(
-            "%s %r is being written to by another run: what belongs to run %s goes to %r. "
-            "Close the other manager first, or give each run a directory of its own.",
+            "%s %r %s another run: what belongs to run %s goes to %r. "
+            "To keep runs apart by names of your own, give each a directory of its own.",
             what,
             str(directory),
+            busy,
             run_id,
             str(own),
         )
@@ -128,7 +139,7 @@ def is_same(directory: Path, run_dir: str | None) -> bool:
 
 
 def own_directory(directory: Path, run_id: str) -> Path:
-    """Name the directory of a run inside of one that another run writes to."""
+    """Name the directory of a run inside of one that has another run."""
     return directory / file_part(run_id)
 
 

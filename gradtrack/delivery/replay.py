@@ -18,7 +18,7 @@ from gradtrack import registry
 from gradtrack.backends.base import Backend, address_of
 from gradtrack.delivery.destinations import describe_destination, settle
 from gradtrack.delivery.journal.offsets import Offsets, offsets_path, read_offsets
-from gradtrack.delivery.journal.reading import SavedJournal, find_journals
+from gradtrack.delivery.journal.reading import SavedJournal, journals_below, open_run
 from gradtrack.delivery.journal.writing import alone_with
 from gradtrack.delivery.locks import Claim
 from gradtrack.delivery.run import build, moved_along, without_hidden
@@ -65,8 +65,9 @@ def replay(
     tell: Callable[[str], object] | None = None,
     allowed: Sequence[str | Path] = (),
 ) -> list[ReplayResult]:
-    """Deliver what the trackers of a run's journals are missing, each row once, however often it is called.
+    """Deliver what the trackers of the runs of a directory are missing, each row once, however often it is called.
 
+    `RUN_DIR@2` is its second run alone; one in a directory of its own inside that is still being written is left out.
     `to` chooses one backend, also one that the run did not have. Its options are those of the run, without secrets,
     with `tracking_uri` and `options` over them; credentials come from the environment. A server that only the journal
     names gets rows where it is on this machine or the environment names it as well: it could be any stranger's.
@@ -74,10 +75,11 @@ def replay(
     `tell(text)` is called with where rows go before any is sent, and `progress(backend, done, total)` as rows are
     settled.
     """
-    directory = Path(run_dir)
-    if not os.path.isdir(directory):
+    directory, is_one = Path(run_dir), "@" in str(run_dir) and not os.path.lexists(run_dir)
+    if not is_one and not os.path.isdir(directory):
         raise JournalError(f"{str(run_dir)!r} is not a directory: expected a run's directory. Check the path.")
-    journals = [journal for journal in find_journals(directory) if journal.rank == 0]
+    found = open_run(run_dir).journals if is_one else journals_below(directory)
+    journals = [journal for journal in found if journal.rank == 0]
     if not journals:
         raise JournalError(
             f"{str(run_dir)!r} holds no row for a tracker: expected a journal of rank 0 with its header whole. "
@@ -85,13 +87,16 @@ def replay(
         )
     given = {**(options or {}), **({} if tracking_uri is None else {"tracking_uri": tracking_uri})}
     with contextlib.ExitStack() as stack:
-        claim = Claim(directory)  # some backends keep files there, which a run that begins now would write as well
-        stack.callback(claim.release)
-        if not claim.held:
-            raise _busy(directory)
-        for journal in journals:
-            if not stack.enter_context(alone_with(journal.parts[-1])):
-                raise _busy(journal.parts[-1])
+        for place in dict.fromkeys(journal.parts[0].parent for journal in journals):
+            claim = Claim(place)  # some backends keep files there, which a run that begins now would write as well
+            stack.callback(claim.release)
+            last = [journal.parts[-1] for journal in journals if journal.parts[0].parent == place]
+            busy = [path for path in last if not stack.enter_context(alone_with(path))] if claim.held else [place]
+            if busy and (is_one or place == directory):
+                raise _busy(busy[0])
+            if busy:
+                (tell or _logger.info)(f"left out: {_busy(busy[0])}")
+                journals = [journal for journal in journals if journal.parts[0].parent != place]
         targets = [target for journal in journals for target in _targets(journal, to, given)]
         if not targets:
             raise UsageError(f"{str(run_dir)!r}: no tracker is known for its rows. Name one, as in --to mlflow.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 import logging
@@ -25,12 +26,13 @@ from gradtrack.delivery.at_exit import termination
 from gradtrack.delivery.delivery import Delivery, status_of
 from gradtrack.delivery.journal.writing import Journal
 from gradtrack.delivery.locks import Claim, ForkGuard, claim_or_own
-from gradtrack.delivery.run_files import ensure_writable, new_run_id
+from gradtrack.delivery.run_files import ensure_writable, holds_run, new_run_id, runs_in
 from gradtrack.delivery.subprocess import ProcessBackend, outsourced
 from gradtrack.delivery.worker import AlertWorker
 from gradtrack.errors import InputTypeError, UsageError
 from gradtrack.records import Record, RunInfo
 from gradtrack.reports import Issue, IssueSeverity, StepReport
+from gradtrack.support.names import names_run
 from gradtrack.support.rank import process_rank
 from gradtrack.support.redact import is_hidden, redact, redact_values
 
@@ -87,11 +89,12 @@ class Sink:
     """The way out of a manager: one identity, one run directory, the backends, the journal and the delivery.
 
     Only rank 0 makes and feeds backends; every other rank keeps a journal where the run has files. A directory that
-    another run is writing to is left to it: this run then has one of its own inside of it.
+    another run writes or has written to is left to it: this run then has one of its own inside of it. A training that
+    was resumed goes on in the directory of the run that had saved its checkpoint.
     """
 
     def __init__(self, config: GradientConfig) -> None:
-        self.run_id = new_run_id()
+        self.run_id = new_run_id(config.run_dir)
         self.rank = process_rank()
         self.backends = build_backends(config.backends, absent=self.rank != 0)
         if config.run_dir is not None:
@@ -102,6 +105,8 @@ class Sink:
         self._config = config
         self._directory = None if config.run_dir is None else config.run_dir.absolute()
         self._claim: Claim | None = None
+        self._resumed: dict[str, Any] = {}
+        self._resumed_in_place = False
         self._delivery: Delivery | None = None
         self._opening = threading.RLock()  # two threads may come with their first rows at once
         self._guard = ForkGuard()
@@ -127,10 +132,34 @@ class Sink:
     def claim(self) -> Path | None:
         """Return the run's directory, which from now on no other run writes to."""
         directory = self.directory
-        if directory is None or self._claim is not None or self.rank != 0 or self._guard.forked:
+        if directory is None or self._claim is not None or self._guard.forked:
             return directory
-        self._directory, self._claim = claim_or_own(directory, self.run_id, what="run_dir")
+        if self.rank == 0:
+            is_taken = (lambda _: False) if self._resumed_in_place else holds_run
+            self._directory, self._claim = claim_or_own(directory, self.run_id, what="run_dir", is_taken=is_taken)
         return self._directory
+
+    def state_dict(self) -> dict[str, str]:
+        """Return what a training that is resumed needs to find this run; nothing where nothing is written."""
+        directory = self.directory
+        return {} if directory is None else {"run_id": self.run_id, "directory": directory.name}
+
+    def resume(self, state: Mapping[str, str], steps: Mapping[str, int]) -> None:
+        """Go on with the run of a checkpoint after these steps of its pairs; without effect behind the first row."""
+        run_id, name = state.get("run_id", ""), state.get("directory", "")
+        made = {source: step for source, step in steps.items() if step}
+        if self._claim is not None or self._delivery is not None or run_id == self.run_id or not made:
+            return
+        self._resumed = {"resumed_from": run_id, "resumed_at": made}
+        directory = self.directory
+        if directory is None or not run_id or name != Path(name).name:
+            return
+        places = [directory, directory / name, *([directory.parent / name] if names_run(directory.name) else [])]
+        former = next((place for place in places if run_id in runs_in(place)), None)
+        self._directory, self._resumed_in_place = former or directory, former is not None
+        if former not in (None, directory) and names_run(directory.name):
+            with contextlib.suppress(OSError):  # it was made for this run, and is empty
+                directory.rmdir()
 
     def prepare(self) -> None:
         """Let the backends that work in processes of their own start, since a training has begun."""
@@ -249,6 +278,7 @@ class Sink:
             run_id=self.run_id,
             run_dir=None if directory is None else str(directory),
             created=time.time(),
+            **self._resumed,
             config=redact_values(config | _chosen(self._config)),
             environment={
                 "gradtrack": __version__,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -15,9 +16,11 @@ from typing import Any, Final, Self
 from pydantic import BaseModel
 
 from gradtrack.config import GradientConfig
+from gradtrack.delivery.journal.reading import find_journals
 from gradtrack.errors import JournalError, RunDirectoryError
 from gradtrack.records import RunInfo
 from gradtrack.reports import StepReport, TrainingSummary
+from gradtrack.support.names import names_run
 from gradtrack.support.regular_files import MEBIBYTE, is_regular, read_inside, read_regular
 
 _logger = logging.getLogger("gradtrack")
@@ -49,8 +52,10 @@ def write_json(path: Path, values: Any) -> None:
     write_atomically(path, json.dumps(values, indent=1))
 
 
-def new_run_id() -> str:
-    """Name a run by the time in UTC, the process and four random bytes."""
+def new_run_id(directory: Path | None = None) -> str:
+    """Name a run by the time in UTC, the process and four random bytes; or like its new directory that is named so."""
+    if directory is not None and names_run(directory.name) and not directory.exists():
+        return directory.name
     return f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{os.getpid()}-{secrets.token_hex(4)}"
 
 
@@ -112,6 +117,22 @@ class RunEnd(BaseModel, frozen=True):
                 f"{str(path)!r} cannot be read ({reason}): expected what a run leaves at its end. "
                 "Move it out of the directory."
             ) from None
+
+
+def holds_run(directory: Path) -> bool:
+    """Say whether a run has left its journal or its end in a directory."""
+    return any(directory.glob("journal-[0-9]*.jsonl")) or (directory / RUN_END).exists()
+
+
+def runs_in(directory: Path) -> set[str]:
+    """Return the identities of the runs that have left their journal or their end in a directory."""
+    found = set[str]()
+    with contextlib.suppress(JournalError):
+        found |= {journal.run.run_id for journal in find_journals(directory)}
+    with contextlib.suppress(JournalError):
+        end = RunEnd.load(directory / RUN_END)
+        found |= set() if end is None else {end.run_id}
+    return found
 
 
 def _plain(report: StepReport) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from urllib.request import url2pathname
 from torch import Tensor, nn
 
 from gradtrack.config import GradientConfig
+from gradtrack.delivery.run_files import new_run_id
 from gradtrack.errors import MissingExtraError
 from gradtrack.integrations.callback import ManagedTraining, clipping_if_asked, joined
 from gradtrack.integrations.patching import stand_in
@@ -210,6 +211,8 @@ def _in_its_place(config: GradientConfig, trainer: Any) -> GradientConfig:
     directory = trainer.log_dir or trainer.default_root_dir
     if config.run_dir is None:
         local = local_path(str(directory))
+        if local is not None and local.resolve() == Path.cwd():  # of loggers without a directory for each run
+            local = Path("gradtrack_runs", trainer.strategy.broadcast(new_run_id()))
         if local is not None:
             config = GradientConfig.load(config, run_dir=local)
         elif trainer.is_global_zero:

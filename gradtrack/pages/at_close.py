@@ -31,14 +31,14 @@ def save_pictures(
     return [path for name, draw in pictures.items() for path in contained(name, partial(draw, directory / name))]
 
 
-def save_page(directory: Path, pictures: Sequence[Path] = ()) -> list[Path]:
+def save_page(directory: Path, run_id: str, pictures: Sequence[Path] = ()) -> list[Path]:
     """Write the HTML report of the run, with the pictures that no chart replaces."""
     from gradtrack.pages.html import write_html_report
     from gradtrack.pages.run_data import load_run
 
     if not any(directory.glob("journal-*.jsonl")):
         return []  # no row was recorded; the run has logged that
-    return contained("the report", lambda: write_html_report(load_run(directory), pictures=pictures))
+    return contained("the report", lambda: write_html_report(load_run(f"{directory}@{run_id}"), pictures=pictures))
 
 
 def contained(what: str, write: Callable[[], Path]) -> list[Path]:

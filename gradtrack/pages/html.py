@@ -66,7 +66,7 @@ def write_html_report(run: RunData, path: Path | None = None, *, pictures: Seque
     It holds those `pictures` that show what no chart does, by default of those that the run has left.
     """
     path = path if path is not None else run.directory / REPORT
-    left = noted_files(run.directory, run.run.run_id) if pictures is None else pictures
+    left = noted_files(run.directory, run.parts[-1].run_id) if pictures is None else pictures
     write_atomically(path, render(run, embedded(left)))
     return path
 

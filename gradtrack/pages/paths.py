@@ -12,6 +12,7 @@ from gradtrack import registry
 from gradtrack.analyzers.base import Picture
 from gradtrack.delivery.journal.reading import find_journals
 from gradtrack.errors import JournalError
+from gradtrack.support.names import names_run
 
 _PAGES: Final = (
     ("report.html", "browser: the whole run on one page"),
@@ -49,6 +50,7 @@ def ways_to_open(directory: Path) -> list[tuple[Path, str]]:
         of_pairs = sorted(directory.glob(f"{head}.*.{ending}"))
         found += [(path, way) for path in (directory / name, *of_pairs) if path.is_file()]
     events = {path.parent for path in directory.rglob("events.out.tfevents.*")}
+    events = {path for path in events if not any(map(names_run, path.relative_to(directory).parts))}
     highest = sorted(path for path in events if not events & set(path.parents))
     found += [(path, f"tensorboard --logdir {quoted(path)}") for path in highest]
     offline = [path for path in (directory / "wandb").glob("offline-run-*") if path.is_dir()]

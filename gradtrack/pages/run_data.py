@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from gradtrack.delivery.journal.reading import SavedJournal, find_journals
+from gradtrack.delivery.journal.reading import SavedRun, find_journals, open_run
 from gradtrack.delivery.journal.writing import is_being_written
 from gradtrack.delivery.run_files import RUN_END, RunEnd
 from gradtrack.errors import JournalError
@@ -204,6 +204,12 @@ class RunData:
     end: RunEnd | None = None
     is_running: bool = False
     damaged: list[str] = field(default_factory=list)
+    parts: Sequence[RunInfo] = ()
+    """The trainings of which the run consists: each but the first was resumed from a checkpoint."""
+
+    def resumed_at(self, source: str) -> list[int]:
+        """Return the steps of a pair after which the training was resumed."""
+        return sorted({part.resumed_at[source] for part in self.parts if source in part.resumed_at})
 
     @property
     def total_steps(self) -> int:
@@ -266,16 +272,18 @@ class RunData:
         return {level: text for level, text in found.items() if text}
 
     @classmethod
-    def of(cls, run: RunInfo, directory: Path, records: Iterable[Record]) -> RunData:
-        """Collect the rows of a run and the files that its end wrote."""
+    def of(cls, run: RunInfo, directory: Path, records: Iterable[Record], *, parts: Sequence[RunInfo] = ()) -> RunData:
+        """Collect the rows of a run and the files that its end wrote; of several `parts` the run is the last."""
         tracks: dict[str, Track] = {}
         issues = IssueLog()
         for record in records:
             tracks.setdefault(record.source, Track(record.source)).add(record)
             issues.add(record)
         end = RunEnd.load(directory / RUN_END)
+        first = parts[0] if parts else run
         return cls(
-            run=run,
+            run=replace(run, run_id=first.run_id, created=first.created),
+            parts=parts or (run,),
             directory=directory,
             tracks=tracks,
             episodes=issues.episodes(),
@@ -283,24 +291,20 @@ class RunData:
         )
 
 
-def load_run(directory: Path, *, watched: bool = False) -> RunData:
-    """Read the newest run in a directory; `watched` shows a progress bar if that takes long."""
-    journal = _newest(directory)
-    with Bar(f"Reading {directory.name}", total=journal.size(), unit="bytes") as bar:
-        rows = journal.rows(bar.advance if watched else None)
-        run = RunData.of(journal.run, directory, (record for _, record in rows))
-    run.damaged = list(journal.damaged)
-    run.is_running = is_being_written(journal.parts[-1])
-    return run
+def load_run(run: str | Path, *, watched: bool = False) -> RunData:
+    """Read the newest run of a directory, or the one that `RUN_DIR@2` or `RUN_DIR@RUN_ID` names.
+
+    `watched` shows a progress bar if that takes long.
+    """
+    saved = open_run(run)
+    with Bar(f"Reading {saved.directory.name}", total=saved.size(), unit="bytes") as bar:
+        parts, rows = [journal.run for journal in saved.journals], saved.rows(bar.advance if watched else None)
+        found = RunData.of(parts[-1], saved.directory, rows, parts=parts)
+    found.damaged = [text for journal in saved.journals for text in journal.damaged]
+    found.is_running = is_running(saved)
+    return found
 
 
-def is_running(directory: Path) -> bool:
-    """Whether the newest run in a directory goes on, found without reading it."""
-    return is_being_written(_newest(directory).parts[-1])
-
-
-def _newest(directory: Path) -> SavedJournal:
-    journals = find_journals(directory)
-    if not journals:
-        raise JournalError(f"{str(directory)!r} has an empty journal: expected one that a run has begun. Try it later.")
-    return max(journals, key=lambda found: (found.run.created, -found.rank))
+def is_running(run: SavedRun) -> bool:
+    """Whether a run goes on, found without reading it."""
+    return is_being_written(run.journals[-1].parts[-1])

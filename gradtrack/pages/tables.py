@@ -42,8 +42,8 @@ class RunTables:
 
 
 def read_run(path: str | Path) -> RunTables:
-    """Read the newest run of a directory as tables, while it is running or later."""
-    run = load_run(Path(path))
+    """Read the newest run of a directory as tables, or the one that `RUN_DIR@2` names, while it is running or later."""
+    run = load_run(path)
     return RunTables(run=run.run, state=run.state, steps=_steps(run), issues=_issues(run))
 
 

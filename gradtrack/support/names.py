@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 _MAPPED: Final = re.compile(r"-gt[0-9a-f]{12}$")
 HASH_LENGTH: Final = 12
 _LONGEST_PART: Final = 80
+_RUN_ID: Final = re.compile(r"[\w-]{0,30}\d{8}T\d{6}Z-\d+-[0-9a-f]{8}", re.ASCII)
 
 
 def digest_of(text: str) -> str:
@@ -43,6 +44,11 @@ def file_part(source: str) -> str:
         clean=lambda name: re.sub(r"[^A-Za-z0-9_-]", "_", name),
         longest=_LONGEST_PART,
     )
+
+
+def names_run(name: str) -> bool:
+    """Say whether a name is, or ends with, that of a run: its time, its process and eight hexadecimal digits."""
+    return _RUN_ID.fullmatch(name) is not None
 
 
 def plural(count: int, noun: str) -> str:

@@ -135,6 +135,18 @@ def test_run_that_repeats_steps_replaces_them(tmp_path: Path) -> None:
     assert len(found["gradient_statistics.json"]["grad_max"]) == 4
 
 
+def test_next_run_leaves_the_files_of_the_last(tmp_path: Path) -> None:
+    """A named directory that has files of another run is left to it, but a resumed run goes on in them."""
+    for run_id, at in (("first", 0), ("second", 0), ("resumed", 1)):
+        backend = JsonBackend(tmp_path)
+        resumed = {"resumed_from": "first", "resumed_at": {"": at}} if at else {}
+        backend.write([row(1 + at, run=RunInfo(run_id=run_id, **resumed))])  # type: ignore[arg-type]
+        backend.close()
+        assert backend.address() == {"directory": str(tmp_path / "second" if run_id == "second" else tmp_path)}
+    assert json.loads((tmp_path / "gradient_statistics.json").read_text())["step"] == [1, 2]
+    assert json.loads((tmp_path / "second" / "gradient_statistics.json").read_text())["step"] == [1]
+
+
 @pytest.mark.parametrize("content", ["{", "[1]", '{"step": 3}', "null"])
 def test_file_that_cannot_be_read_is_moved_aside(tmp_path: Path, content: str) -> None:
     """What another program wrote there is not lost."""

@@ -17,7 +17,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from gradtrack import __version__, cli, registry
+from gradtrack import __version__, cli, read_run, registry
 from gradtrack.delivery.journal.writing import Journal
 from gradtrack.delivery.run_files import RUN_END, RunEnd
 from gradtrack.errors import UsageError
@@ -140,6 +140,43 @@ def test_demo_prints_data_for_scripts(tmp_path: Path) -> None:
 def sick(tmp_path: Path) -> Path:
     """Return the directory of a run that ended with an issue."""
     return write_run(tmp_path / "sick", row(1), row(2, norm=4.0, issues=[issue("encoder")]))
+
+
+@pytest.fixture
+def twice(tmp_path: Path) -> Path:
+    """Return a directory that two trainings were given, one after the other, and a third at another place."""
+    write_run(tmp_path / "twice", row(1), run_id="first", created=1.0)
+    write_run(tmp_path / "twice" / "second", row(1), row(2, norm=4.0), run_id="second", created=2.0)
+    write_run(tmp_path / "twice" / "other", row(1), run_id="elsewhere", created=3.0)
+    return tmp_path / "twice"
+
+
+@pytest.mark.parametrize(
+    ("at", "steps"), [("", 2), ("@2", 2), ("@second", 2), ("/second", 2), ("@1", 1), ("@first", 1)]
+)
+def test_every_run_of_a_directory_can_be_shown(twice: Path, at: str, steps: int) -> None:
+    """A run is named by its directory, its number or its identity; without a name the others are listed."""
+    result = CliRunner().invoke(cli.app, ["show", f"{twice}{at}", "--json"])
+    assert json.loads(result.stdout)["steps"] == steps
+    assert (
+        ("holds 2 runs" in result.stderr) == (f"{twice}@1" in result.stderr) == ("first" in result.stderr) == (not at)
+    )
+    report = CliRunner().invoke(cli.app, ["report", f"{twice}{at}"]).stdout.strip()
+    assert Path(report).parent == (twice / "second" if steps == 2 else twice)
+    table = json.loads(CliRunner().invoke(cli.app, ["export", f"{twice}{at}", "--json"]).stdout)
+    assert (table["rows"], Path(table["file"]).parent) == (steps, Path(report).parent)
+    told = json.loads(CliRunner().invoke(cli.app, ["diff", f"{twice}@1", f"{twice}{at}", "--json"]).stdout)
+    assert told["numbers"]["steps"] == [1, steps]
+    assert len(read_run(f"{twice}{at}").steps["step"]) == steps
+
+
+def test_a_run_is_found_by_its_identity_alone(twice: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An identity leads to a run of this directory, and one that no run has is an error."""
+    monkeypatch.chdir(twice)
+    assert json.loads(CliRunner().invoke(cli.app, ["show", "second", "--json"]).stdout)["steps"] == 2
+    assert json.loads(CliRunner().invoke(cli.app, ["show", "first", "--json"]).stdout)["steps"] == 1
+    for wrong in ("third", ".@3", ".@0", ".@elsewhere"):
+        assert CliRunner().invoke(cli.app, ["show", wrong]).exit_code == 1
 
 
 def ended(directory: Path, *, failed: bool = False) -> Path:

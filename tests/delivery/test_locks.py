@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from gradtrack.backends.json import JsonBackend
-from gradtrack.delivery.journal.reading import find_journals
+from gradtrack.delivery.journal.reading import find_journals, find_runs, open_run
 from gradtrack.delivery.locks import Claim, claim_or_own
 from gradtrack.delivery.replay import replay
 from gradtrack.delivery.run_files import RUN_END, RunEnd
-from gradtrack.errors import JournalError
-from tests.delivery.training import Loop, start_script
+from gradtrack.errors import JournalError, UsageError
+from tests.delivery.training import Loop, run_script, start_script
 
 BUSY = "is being written to by another run"
 
@@ -32,10 +32,11 @@ def check(directory: Path, run_id: str, steps: int) -> None:
     assert journal.run.run_id == run_id
     assert [record.step for _, record in journal.rows()] == list(range(1, steps + 1))
     assert steps_in(directory) == list(range(1, steps + 1))
+    assert open_run(f"{directory}@{run_id}").directory == directory
     end = RunEnd.load(directory / RUN_END)
     assert end is not None
     assert (end.run_id, end.summary.total_steps) == (run_id, steps)
-    (done,) = replay(directory)
+    (done,) = replay(f"{directory}@{run_id}")
     assert (done.complete, done.present, done.delivered) == (True, steps, 0)
 
 
@@ -55,18 +56,95 @@ def test_second_manager_has_a_directory_of_its_own(tmp_path: Path, caplog: pytes
     assert ids[1] in told
 
 
-def test_run_that_ended_leaves_its_directory_to_the_next(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A run in the directory of one that was closed, or forgotten, goes on there, without a word."""
-    first = Loop(tmp_path, ["json"])
-    first.run(3)
-    first.manager.close()
-    Loop(tmp_path, ["json"]).run(2)
-    third = Loop(tmp_path, ["json"])
-    third.run(5)
-    third.manager.close()
-    assert third.manager.run_dir == tmp_path
-    assert steps_in(tmp_path) == [1, 2, 3, 4, 5]
-    assert BUSY not in caplog.text
+def test_run_that_ended_keeps_its_files(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Runs after one that was closed, in one process, have directories of their own, named by their identity."""
+    loops = []
+    for steps in (3, 2, 5):
+        loops.append(Loop(tmp_path, ["json"]))
+        loops[-1].run(steps)
+        loops[-1].manager.close()
+    ids = [str(loop.manager.status()["run_id"]) for loop in loops]
+    places = [tmp_path, tmp_path / ids[1], tmp_path / ids[2]]
+    assert [loop.manager.run_dir for loop in loops] == places
+    for place, run_id, steps in zip(places, ids, (3, 2, 5), strict=True):
+        check(place, run_id, steps)
+    assert [run.run_id for run in find_runs(tmp_path)] == ids
+    assert [open_run(f"{tmp_path}@{number}").run_id for number in (1, 2, 3)] == ids
+    assert open_run(tmp_path).run_id == ids[2]
+    assert sum(run_id in caplog.text and "has the files of another run" in caplog.text for run_id in ids[1:]) == 2
+
+
+def test_training_of_a_second_process_keeps_the_files_of_the_first(tmp_path: Path) -> None:
+    """A script that is run again into its directory, with pictures and a page, leaves the files alone."""
+    code = "loop = Loop(sys.argv[1], ['json'], save_gradient_plots=True, save_html_report=True)\nloop.run(3)\n"
+    code += "loop.manager.close()\nprint(loop.manager.run_dir)\n"
+    first = run_script(code, tmp_path / "exp")
+    before = {path: path.read_bytes() for path in (tmp_path / "exp").iterdir()}
+    second = run_script(code, tmp_path / "exp")
+    assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
+    places = [Path(one.stdout.strip()) for one in (first, second)]
+    assert {path: path.read_bytes() for path in places[0].iterdir() if path.is_file()} == before
+    assert {path.name for path in before} == {path.name for path in places[1].iterdir()}
+    assert [run.directory for run in find_runs(tmp_path / "exp")] == places
+    assert first.stderr == ""
+    assert f"goes to {str(places[1])!r}" in second.stderr
+
+
+def test_run_without_a_row_keeps_its_end(tmp_path: Path) -> None:
+    """What a training that was too short for a row left at its end is there after the next one."""
+    loops = [Loop(tmp_path, ["json"], grad_log_every_n_steps=100) for _ in range(2)]
+    for loop in loops:
+        loop.run(2)
+        loop.manager.close()
+    end = RunEnd.load(tmp_path / RUN_END)
+    assert end is not None
+    assert end.run_id == loops[0].manager.status()["run_id"]
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_resumed_training_goes_on_in_the_directory(
+    tmp_path: Path, given: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A state leads to the directory of its run, given or chosen by gradtrack, whatever other runs are there."""
+    monkeypatch.chdir(tmp_path)
+    run_dir: Any = tmp_path / "exp" if given else None
+    other, first = Loop(run_dir, ["json"]), Loop(run_dir, ["json"])
+    for loop, steps in ((other, 9), (first, 4)):
+        loop.run(steps)
+        loop.manager.close()
+    second = Loop(run_dir, ["json"])
+    second.manager.load_state_dict(first.manager.state_dict())
+    assert second.manager.run_dir == first.manager.run_dir != other.manager.run_dir
+    second.run(3)
+    second.manager.close()
+    assert first.manager.run_dir is not None
+    assert second.manager.run_dir == first.manager.run_dir
+    assert steps_in(first.manager.run_dir) == [1, 2, 3, 4, 5, 6, 7]
+    found = open_run(f"{first.manager.run_dir}@{second.manager.status()['run_id']}")
+    assert found.run_id == first.manager.status()["run_id"]
+    assert [row.step for row in found.rows()] == [1, 2, 3, 4, 5, 6, 7]
+    assert [dict(journal.run.resumed_at) for journal in found.journals] == [{}, {"": 4}]
+
+
+def test_rows_that_are_made_again_are_left_out(tmp_path: Path) -> None:
+    """A run shows the newest of two trainings from one checkpoint; the other is opened by its identity."""
+    loop = Loop(tmp_path, ["memory"])
+    loop.run(2)
+    state = loop.manager.state_dict()
+    loop.run(3)
+    loop.manager.close()
+    ids = [str(loop.manager.status()["run_id"])]
+    for steps in (1, 2):
+        again = Loop(tmp_path, ["memory"])
+        again.manager.load_state_dict(state)
+        again.run(steps)
+        again.manager.close()
+        ids.append(str(again.manager.status()["run_id"]))
+    (run,) = find_runs(tmp_path)
+    assert (run.run_id, [row.step for row in run.rows()]) == (ids[0], [1, 2, 3, 4])
+    assert [row.step for row in open_run(f"{tmp_path}@{ids[1]}").rows()] == [1, 2, 3]
+    with pytest.raises(UsageError, match="expected a run of"):
+        open_run(f"{tmp_path}@2")
 
 
 def test_two_processes_keep_apart(tmp_path: Path) -> None:
@@ -110,15 +188,18 @@ def test_run_that_begins_during_a_replay_keeps_apart(tmp_path: Path, caplog: pyt
 
 
 def test_replay_waits_for_the_writer_of_the_directory(tmp_path: Path) -> None:
-    """Where a run holds the directory, a replay of an older one there is refused, and possible when it has ended."""
+    """A replay leaves out the run of a directory that goes on, and is refused where that is all that was asked for."""
     first, second = Loop(tmp_path, ["json"]), Loop(tmp_path, ["json"])
     first.run(4)
     first.manager.close()
     second.run(2)
+    told: list[str] = []
+    assert [done.rows for done in replay(tmp_path, tell=told.append)] == [4]
+    assert "still being written" in told[0]
     with pytest.raises(JournalError, match="still being written"):
-        replay(tmp_path)
+        replay(f"{tmp_path}@2")
     second.manager.close()
-    assert all(done.complete for done in replay(tmp_path))
+    assert [(done.complete, done.rows) for done in replay(tmp_path)] == [(True, 4), (True, 2)]
 
 
 @pytest.mark.parametrize("option", ["directory", "log_dir"])

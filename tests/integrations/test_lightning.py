@@ -495,6 +495,22 @@ def test_the_files_follow_the_csv_logger(tmp_path: Path) -> None:
     assert (Path(logger.log_dir) / "gradient_statistics.json").exists()
 
 
+def test_files_stay_out_of_the_current_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no logger has a directory for the run, it has one of gradtrack's, named by its identity, also when resumed."""
+    monkeypatch.chdir(tmp_path)
+    first, second, third = (GradientStatisticsCallback(1, save_gradient_plots=False) for _ in range(3))
+    _, trainer = fit(first, Path("."), max_steps=3)
+    trainer.save_checkpoint(tmp_path / "at3.ckpt")
+    fit(second, Path("."), max_steps=5, ckpt_path=str(tmp_path / "at3.ckpt"))
+    fit(third, Path("."), max_steps=2)
+    kept = first.manager.run_dir
+    assert kept is not None
+    assert kept == tmp_path / "gradtrack_runs" / str(first.manager.status()["run_id"]) == second.manager.run_dir
+    assert {path.name for path in tmp_path.iterdir()} == {"gradtrack_runs", "at3.ckpt"}
+    assert len(list((tmp_path / "gradtrack_runs").iterdir())) == 2
+    assert json.loads((kept / "gradient_statistics.json").read_text())["step"] == [1, 2, 3, 4, 5]
+
+
 def test_a_training_that_fails_ends_its_backends_as_failed(tmp_path: Path) -> None:
     """An exception in the training goes on its way."""
 

@@ -69,6 +69,7 @@ def encode_run(run: RunInfo) -> dict[str, Any]:
         "created": run.created,
         "config": redact_values(run.config),
         "environment": redact_values(run.environment),
+        **({"resumed_from": run.resumed_from, "resumed_at": dict(run.resumed_at)} if run.resumed_at else {}),
     }
 
 
@@ -80,6 +81,8 @@ def decode_run(values: Mapping[str, Any], directory: Path) -> RunInfo:
         created=_time(values["created"]),
         config=dict(values["config"]),
         environment={str(key): str(value) for key, value in values["environment"].items()},
+        resumed_from=str(values.get("resumed_from", "")),
+        resumed_at={str(key): int(value) for key, value in values.get("resumed_at", {}).items()},
     )
 
 

@@ -1,4 +1,4 @@
-"""Journals read back, whatever the end of the process left of them."""
+"""Journals and runs read back, whatever the end of the process left of them."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from typing import Any, Final
 
 from gradtrack.delivery.journal.codec import decode_row, decode_run
 from gradtrack.delivery.journal.tail import read_tail
-from gradtrack.errors import JournalError
+from gradtrack.errors import JournalError, UsageError
 from gradtrack.records import Record, RunInfo
 from gradtrack.support.checksums import intact_lines, is_intact
+from gradtrack.support.names import file_part
 from gradtrack.support.regular_files import MEBIBYTE, is_regular, open_regular
 
 FORMAT: Final = 1
@@ -115,6 +116,107 @@ def find_journals(run_dir: Path) -> list[SavedJournal]:
     if refused is not None and not found:
         raise refused
     return list(found.values())
+
+
+@dataclass(slots=True, kw_only=True)
+class SavedRun:
+    """A run of a directory: its journals, each but the first of a training that was resumed from the one before.
+
+    `name` is `RUN_DIR@2` for the second run of a directory that has several.
+    """
+
+    name: str
+    journals: list[SavedJournal]
+
+    @property
+    def run_id(self) -> str:
+        """Return the identity of the run, which is that of its first part."""
+        return self.journals[0].run.run_id
+
+    @property
+    def directory(self) -> Path:
+        """Return where the last part lies."""
+        return self.journals[-1].parts[0].parent
+
+    def size(self) -> int:
+        """Return the number of bytes in all journals."""
+        return sum(journal.size() for journal in self.journals)
+
+    def rows(self, read: Callable[[int], object] | None = None) -> Iterator[Record]:
+        """Yield the rows of all parts, without those that a resumed training has made again or left behind."""
+        for number, journal in enumerate(self.journals, 1):
+            later = [following.run.resumed_at for following in self.journals[number:]]
+            for _, row in journal.rows(read):
+                if all(row.step <= ends.get(row.source, row.step) for ends in later):
+                    yield row
+
+
+def find_runs(run_dir: Path) -> list[SavedRun]:
+    """Return the runs of a directory, the oldest first; all but the first lie in directories of their own inside.
+
+    Where several trainings were resumed from one, the newest of them continues its run.
+    """
+    return _runs_of(_parts_in(run_dir), run_dir)
+
+
+def open_run(run: str | Path) -> SavedRun:
+    """Return a run: the newest one of a directory, its second one as `RUN_DIR@2`, or any as `RUN_DIR@RUN_ID`."""
+    head, at, wanted = str(run).rpartition("@")
+    if not at or os.path.lexists(run):
+        head, wanted = str(run), ""
+    parts = _parts_in(Path(head))
+    runs = _runs_of(parts, Path(head))
+    if not runs:
+        raise JournalError(f"{head!r} has an empty journal: expected one that a run has begun. Try it later.")
+    if not wanted:
+        return max(runs, key=lambda found: found.journals[-1].run.created)
+    if wanted.isdecimal() and 0 < int(wanted) <= len(runs):
+        return runs[int(wanted) - 1]
+    if wanted in parts:
+        left_behind = SavedRun(name=str(run), journals=_chain(parts[wanted], parts))
+        return next((found for found in runs if parts[wanted] in found.journals), left_behind)
+    raise UsageError(
+        f"{str(run)!r}: expected a run of {head!r}, @1 to @{len(runs)} or @ and its id. Choose one of them."
+    )
+
+
+def journals_below(run_dir: Path) -> list[SavedJournal]:
+    """Return the journals in a run's directory and in those that later runs have inside of it."""
+    journals, faults = list[SavedJournal](), list[JournalError]()
+    inside = {path.parent for path in run_dir.glob("*/journal-*.jsonl") if not path.parent.is_symlink()}
+    for place in [run_dir, *sorted(inside)]:
+        try:
+            found = find_journals(place)
+        except JournalError as fault:
+            faults.append(fault)
+            continue
+        if place == run_dir or any(file_part(journal.run.run_id) == place.name for journal in found):
+            journals += found
+    if faults and not journals:
+        raise faults[0]
+    return journals
+
+
+def _parts_in(run_dir: Path) -> dict[str, SavedJournal]:
+    """Return the journals of the runs of a directory by their identity, the oldest first, those of one rank only."""
+    journals = sorted(journals_below(run_dir), key=lambda journal: journal.run.created)
+    least = min((journal.rank for journal in journals), default=0)
+    return {journal.run.run_id: journal for journal in journals if journal.rank == least}
+
+
+def _runs_of(parts: Mapping[str, SavedJournal], run_dir: Path) -> list[SavedRun]:
+    chains = {chain[0].run.run_id: chain for chain in (_chain(journal, parts) for journal in parts.values())}
+    runs = sorted(chains.values(), key=lambda chain: chain[0].run.created)
+    names = [f"{run_dir}@{number}" for number in range(1, len(runs) + 1)] if len(runs) > 1 else [str(run_dir)]
+    return [SavedRun(name=name, journals=chain) for name, chain in zip(names, runs, strict=False)]
+
+
+def _chain(journal: SavedJournal, parts: Mapping[str, SavedJournal]) -> list[SavedJournal]:
+    """Return the journals of the trainings from which a training was resumed, the first one first, and its own."""
+    chain = [journal]
+    while (before := parts.get(chain[0].run.resumed_from)) is not None and before not in chain:
+        chain.insert(0, before)
+    return chain
 
 
 def _unreadable(path: Path, fault: OSError) -> JournalError:

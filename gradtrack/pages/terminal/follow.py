@@ -11,10 +11,10 @@ from typing import Final
 from rich.console import Console
 from rich.live import Live
 
+from gradtrack.delivery.journal.reading import open_run
 from gradtrack.pages.run_data import RunData, Track, is_running, load_run
 from gradtrack.pages.terminal.overview import show
 from gradtrack.support.names import Printable, number, one_line
-from gradtrack.support.regular_files import is_regular
 
 Pause = Callable[[float], object]
 Clock = Callable[[], float]
@@ -50,15 +50,15 @@ def _changes(directory: Path, pause: Pause, clock: Clock) -> Iterator[RunData]:
     """Yield the run whenever its journal has grown, and once more at its end."""
     size, rest = -1, _PAUSE_SECONDS
     while True:
-        grown = sum(path.stat().st_size for path in directory.glob("journal-*.jsonl") if is_regular(path))
-        if grown != size:
+        saved = open_run(directory)
+        if (grown := saved.size()) != size:
             begin = clock()
             size, run = grown, load_run(directory)
             rest = max(_PAUSE_SECONDS, _REST * (clock() - begin))
             yield run
             if not run.is_running:
                 return
-        elif not is_running(directory):
+        elif not is_running(saved):
             size = -1
             continue
         pause(rest)
