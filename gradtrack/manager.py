@@ -331,8 +331,9 @@ class GradientManager:
         if directory is None:
             return
         last = [report for pair in self._pairs for report in pair.flight_recorder.read()[-1:]]
+        run_id = self._sink.run_id
         end = RunEnd(
-            run_id=self._sink.run_id,
+            run_id=run_id,
             summary=self.get_training_summary(),
             failed=failed,
             # Where the training ends for it, or as the interpreter exits after it has been printed.
@@ -343,7 +344,7 @@ class GradientManager:
         at_close.contained("how the run ended", lambda: end.save(directory / RUN_END))
         left: list[Path] = []
         if config.save_gradient_plots and config.run_dir is not None:
-            left += at_close.save_pictures(directory, self.reports, self._pairs.first_components[0].history)
+            left += at_close.save_pictures(directory, run_id, self.reports, self._pairs.first_components[0].history)
         if config.save_html_report:
-            left += at_close.save_page(directory, self._sink.run_id, left)
-        at_close.contained("the list of files", lambda: note_files(directory, self._sink.run_id, left))
+            left += at_close.save_page(directory, run_id, left)
+        at_close.contained("the list of files", lambda: note_files(directory, run_id, left))

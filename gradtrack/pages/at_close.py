@@ -15,15 +15,19 @@ _logger = logging.getLogger("gradtrack")
 
 
 def save_pictures(
-    directory: Path, reports: Sequence[StepReport], statistics: Sequence[GradientStatistics]
+    directory: Path, run_id: str, reports: Sequence[StepReport], statistics: Sequence[GradientStatistics]
 ) -> list[Path]:
-    """Draw the pictures of the reports, if matplotlib is installed."""
+    """Draw the pictures of a run, if matplotlib is installed: of its reports, and of what was recorded before them."""
     if not reports or find_spec("matplotlib") is None:
         return []
     from gradtrack.pages.pictures import pictures_of
+    from gradtrack.pages.run_data import recorded_reports
 
     try:
-        pictures = pictures_of(reports, statistics, directory=directory)
+        first = {report.source: report.step for report in reversed(reports)}
+        earlier, resumed = recorded_reports(f"{directory}@{run_id}", first)
+        known = [*(report.statistics for report in earlier if report.statistics is not None), *statistics]
+        pictures = pictures_of([*earlier, *reports], known, resumed=resumed)
     except Exception as fault:
         pass_on(fault)
         _logger.warning("no picture could be drawn; the training is not affected", exc_info=True)

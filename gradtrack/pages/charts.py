@@ -92,7 +92,10 @@ class Line:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
-    """Lines that are drawn into one picture, and the section that it belongs to."""
+    """Lines that are drawn into one picture, and the section that it belongs to.
+
+    An event is a step with a text and the number of its card, 0 where the training was resumed.
+    """
 
     title: str
     lines: Sequence[Line]
@@ -155,6 +158,7 @@ def events_of(episodes: Sequence[tuple[Episode, str]], source: str) -> list[tupl
 
 def _charts(track: Track, run: RunData) -> Iterator[Chart | HeatMap]:
     events = events_of([(one, one.cause.key) for one in run.episodes], track.name)
+    events = sorted([*events, *((step, "resumed", 0) for step in run.resumed.get(track.name, ()))])
     section = f"Training: {track.name}" if track.name else "Training"
 
     line = partial(line_of, track)

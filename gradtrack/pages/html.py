@@ -76,7 +76,7 @@ def render(run: RunData, pictures: Sequence[tuple[str, str]] = ()) -> str:
     created = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(run.run.created))
     return fill(
         title=f"Run {run.run.run_id}",
-        subtitle=" · ".join(filter(None, (f"started {created}", run.state, run.left_out))),
+        subtitle=" · ".join(filter(None, (f"started {created}", run.state, run.resumed_text, run.left_out))),
         healthy=run.healthy,
         verdict=verdict(run),
         warning=run.warning,

@@ -14,7 +14,6 @@ from gradtrack.drawing import figures
 from gradtrack.drawing.figures import BLUE, CYCLE, GREEN, GREY, ORANGE, PURPLE, RED, SKY, panel, plain
 from gradtrack.pages.charts import spans_decades
 from gradtrack.pages.gradient_flow import draw_gradient_flow, flow_of
-from gradtrack.pages.run_data import recorded_statistics
 from gradtrack.reports import GradientStatistics, StepReport
 from gradtrack.reports.summary import has_finite
 from gradtrack.support.names import file_part, plural
@@ -22,34 +21,34 @@ from gradtrack.support.names import file_part, plural
 _STATISTICS: Final = ("total_norm", "mean", "std", "min", "max", "zero_fraction")
 _EMPTY: Final = "No steps were recorded."
 Drawer = Callable[[Path], Path]
+Resumed = Mapping[str, Sequence[int]]
+NEVER: Final[Resumed] = {}
 
 
 def pictures_of(
-    reports: Sequence[StepReport], statistics: Sequence[GradientStatistics], *, directory: Path | None = None
+    reports: Sequence[StepReport], statistics: Sequence[GradientStatistics], *, resumed: Resumed = NEVER
 ) -> dict[str, Drawer]:
     """Return a drawing function for each picture by file name; with several pairs some pictures exist for each pair.
 
-    The journals of `directory` give the statistics of steps that are no longer among the reports.
+    `resumed` are the steps of each pair after which the training was resumed.
     """
-    found: dict[str, Drawer] = {"training_curves.png": lambda path: figures.save(draw_training_curves(reports), path)}
+    found: dict[str, Drawer] = {
+        "training_curves.png": lambda path: figures.save(draw_training_curves(reports, resumed=resumed), path)
+    }
     pairs = by_source(reports)
     for source, own in pairs.items():
         known = statistics if len(pairs) == 1 else [one.statistics for one in own if one.statistics is not None]
         tail = f".{file_part(source)}" if source and len(pairs) > 1 else ""
-        pictures = _pictures_of_pair(own, known, directory, source if tail else "")
+        pictures = _pictures_of_pair(own, known, resumed, source if tail else "")
         found |= {f"{name}{tail}.png": draw for name, draw in pictures.items()}
     return found
 
 
 def _pictures_of_pair(
-    reports: Sequence[StepReport], statistics: Sequence[GradientStatistics], directory: Path | None, title: str
+    reports: Sequence[StepReport], statistics: Sequence[GradientStatistics], resumed: Resumed, title: str
 ) -> dict[str, Drawer]:
     over_time = statistics_over_time(reports)
-    if directory is not None:
-        # A long or resumed training began before the oldest report that is still in memory.
-        earlier = recorded_statistics(directory, source=reports[0].source, before=reports[0].step)
-        over_time = {name: earlier[name] + values for name, values in over_time.items()}
-    events = figures.events_of(reports)
+    events = _marks(reports, resumed)
     lost = [one.step for one in reports if one.statistics is not None and not has_finite(one.statistics)]
     steps, norms, issues = flow_of(reports)
     pictures: dict[str, Drawer] = {
@@ -67,10 +66,17 @@ def _pictures_of_pair(
     return pictures
 
 
-def draw_training_curves(reports: Sequence[StepReport]) -> Any:
+def _marks(reports: Sequence[StepReport], resumed: Resumed) -> list[tuple[float, str]]:
+    """Return where issues opened and the training was resumed."""
+    sources = {report.source for report in reports}
+    steps = {step for source, found in resumed.items() if source in sources for step in found}
+    return sorted([*figures.events_of(reports), *((step, "resumed") for step in steps)])
+
+
+def draw_training_curves(reports: Sequence[StepReport], *, resumed: Resumed = NEVER) -> Any:
     """Draw loss, norms before and after clipping, non-finite counts and clip rate, with events where they happened.
 
-    Several pairs have a colour each.
+    Several pairs have a colour each. `resumed` are the steps of each after which the training was resumed.
     """
     figure = figures.new_figure()
     figure.suptitle("Training curves", fontsize=14)
@@ -79,7 +85,7 @@ def draw_training_curves(reports: Sequence[StepReport]) -> Any:
     _norms(panel(figure, (2, 2, 2), "Gradient norm", "step", "global L2 norm"), pairs)
     _nonfinite(panel(figure, (2, 2, 3), "Non-finite gradient elements", "step", "elements"), reports)
     _clipping(panel(figure, (2, 2, 4), "Clipping", "step", "coefficient and share"), pairs)
-    events = figures.events_of(reports)
+    events = _marks(reports, resumed)
     for index, axes in enumerate(figure.axes):
         figures.across(axes, _steps(reports))
         figures.mark_events(axes, events, texts=index < 2)

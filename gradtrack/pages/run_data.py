@@ -6,6 +6,7 @@ import math
 import re
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
@@ -13,13 +14,13 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from gradtrack.delivery.journal.reading import SavedRun, find_journals, open_run
+from gradtrack.delivery.journal.reading import SavedRun, open_run
 from gradtrack.delivery.journal.writing import is_being_written
 from gradtrack.delivery.run_files import RUN_END, RunEnd
-from gradtrack.errors import JournalError
+from gradtrack.errors import GradtrackError
 from gradtrack.pages.issues import Episode, IssueHistory, IssueLog
 from gradtrack.records import Panel, Record, RunInfo, tail_of
-from gradtrack.reports import IssueSeverity
+from gradtrack.reports import HealthReport, Issue, IssueSeverity, StepReport
 from gradtrack.support.names import plural
 from gradtrack.support.progress import Bar
 
@@ -168,29 +169,75 @@ class Track:
         return f"{head}/{group}" if found else name.removesuffix(f"/{self.name}")
 
 
-_COLUMNS: Final = ("grad_variance", "grad_norm", "grad_mean", "grad_max", "grad_min")
+_MOST_REPORTS: Final = 2000
 
 
-def recorded_statistics(directory: Path, *, source: str = "", before: int) -> dict[str, list[float | None]]:
-    """Return the recorded steps of a pair before one step, in the columns of `gradient_statistics.json`.
+def recorded_reports(run: str | Path, before: Mapping[str, int]) -> tuple[list[StepReport], dict[str, list[int]]]:
+    """Return the recorded steps of each pair before one step as reports, and after which steps the run was resumed.
 
-    Runs that were resumed in one directory are one training: where a run begins, those before it end.
+    Of more than 2,000 steps without a fault evenly spaced ones are returned. A run that cannot be read has none.
     """
     try:
-        journals = [journal for journal in find_journals(directory) if journal.rank == 0]
-    except JournalError:
-        journals = []
-    rows: dict[int, Mapping[str, float]] = {}
-    tail = tail_of(source)
-    for journal in sorted(journals, key=lambda journal: journal.run.created):
-        records = (record for _, record in journal.rows() if record.source == source)
-        run = {one.step: one.metrics for one in records if f"train/grad_variance{tail}" in one.metrics}
-        rows = {step: metrics for step, metrics in rows.items() if step < min(run, default=step)} | run
-    steps = sorted(step for step in rows if step < before)
-    columns: dict[str, list[float | None]] = {"step": list(steps)}
-    for name in _COLUMNS:
-        columns[name] = [rows[step].get(f"train/{name}{tail}") for step in steps]
-    return columns
+        saved = open_run(run)
+        rows = {(row.source, row.step): row for row in saved.rows() if row.step < before.get(row.source, 0)}
+    except (GradtrackError, OSError):
+        return [], {}
+    usual = [key for key, row in rows.items() if not row.issues]
+    kept = set(usual[:: 1 + len(usual) // _MOST_REPORTS])
+    found = [_report_of(row) for key, row in rows.items() if row.issues or key in kept]
+    return [report for report in found if report is not None], resumes_of([journal.run for journal in saved.journals])
+
+
+def resumes_of(parts: Sequence[RunInfo]) -> dict[str, list[int]]:
+    """Return the steps of each pair after which a run of these parts was resumed."""
+    sources = dict.fromkeys(source for part in parts for source in part.resumed_at)
+    return {
+        source: sorted({part.resumed_at[source] for part in parts if source in part.resumed_at}) for source in sources
+    }
+
+
+def _report_of(row: Record) -> StepReport | None:
+    """Return what a row tells of its step; None for one without a norm."""
+    tail, metrics = tail_of(row.source), row.metrics
+
+    def whole(name: str, group: str = "", lacking: float = math.nan) -> float:
+        return metrics.get(f"train/grad_{name}{tail}{group}", lacking)
+
+    def sums(group: str = "", faults: float = 0.0) -> dict[str, float]:
+        found = {name: whole(name, group) for name in ("mean", "variance", "min", "max", "zero_fraction")}
+        return {**found, "element_count": faults + (found["mean"] == found["mean"])}
+
+    if f"train/grad_norm{tail}" not in metrics:
+        return None
+    prefix, faults = (
+        f"train/grad_norm{tail}/",
+        {f"{name}_count": whole(f"{name}_count", "", 0.0) for name in ("nan", "inf")},
+    )
+    clipping = {"enabled": f"train/grad_clip_rate{tail}" in metrics, "norm_before": whole("norm")}
+    names = {
+        "norm_after": "norm_clipped",
+        "threshold": "clip_threshold",
+        "coefficient": "clip_coef",
+        "clip_rate": "clip_rate",
+    }
+    clipping |= {field: value for field, name in names.items() if (value := whole(name)) == value}
+    statistics = {**sums("", sum(faults.values())), **faults, "std": whole("std"), "total_norm": whole("norm")}
+    groups = [name.removeprefix(prefix) for name in metrics if name.startswith(prefix)]
+    issues = []
+    for issue in row.issues:
+        with suppress(ValueError):  # of a type that this version does not know
+            issues.append(Issue.model_validate(issue))
+    return StepReport.model_validate(
+        {
+            **{name: getattr(row, name) for name in ("step", "epoch", "loss", "source", "time")},
+            "skipped": whole("skipped") == 1.0,
+            "health": HealthReport.of(issues),
+            "clipping": clipping,
+            "nan_inf": faults,
+            "statistics": statistics if f"train/grad_variance{tail}" in metrics else None,
+            "groups": {name: {**sums(f"/{name}"), "norm": whole("norm", f"/{name}")} for name in groups},
+        }
+    )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -207,9 +254,16 @@ class RunData:
     parts: Sequence[RunInfo] = ()
     """The trainings of which the run consists: each but the first was resumed from a checkpoint."""
 
-    def resumed_at(self, source: str) -> list[int]:
-        """Return the steps of a pair after which the training was resumed."""
-        return sorted({part.resumed_at[source] for part in self.parts if source in part.resumed_at})
+    @property
+    def resumed(self) -> dict[str, list[int]]:
+        """Return the steps of each pair after which the training was resumed."""
+        return resumes_of(self.parts)
+
+    @property
+    def resumed_text(self) -> str:
+        """Return when the training was resumed, in words; empty where it was not."""
+        told = [f"{', '.join(map(str, steps))}{source and f' of {source}'}" for source, steps in self.resumed.items()]
+        return f"resumed after step {'; '.join(told)}" if told else ""
 
     @property
     def total_steps(self) -> int:

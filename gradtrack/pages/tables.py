@@ -8,7 +8,7 @@ import io
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,7 +28,7 @@ _KEYS: Final = ("source", "step", "time", "epoch", "loss")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunTables:
-    """A recorded run: who it is, and its tables.
+    """A recorded run: who it is, its tables, and the steps of each pair after which it was resumed.
 
     `steps` has a row for each recorded step of each pair of model and optimizer, which is named in `source`: time,
     epoch, loss, and every metric under its name without the pair's. `issues` has a row for each time that an issue was
@@ -39,12 +39,13 @@ class RunTables:
     state: str
     steps: Table
     issues: Table
+    resumed: dict[str, list[int]] = field(default_factory=dict)
 
 
 def read_run(path: str | Path) -> RunTables:
     """Read the newest run of a directory as tables, or the one that `RUN_DIR@2` names, while it is running or later."""
     run = load_run(path)
-    return RunTables(run=run.run, state=run.state, steps=_steps(run), issues=_issues(run))
+    return RunTables(run=run.run, state=run.state, steps=_steps(run), issues=_issues(run), resumed=run.resumed)
 
 
 def _steps(run: RunData) -> Table:

@@ -91,9 +91,13 @@ class RunningAnalyzers:
 
         On the first steps the schedule runs the cheap ones as often in any case.
         """
-        self._alerts = (*self._alerts[-1:], step)  # analyzers with hooks on the step before have yet to run
+        self.look_at(step)
         if step > OFTEN_UNTIL and step not in self.close_steps:
             self.close_steps = range(step, step + _CLOSE, OFTEN_EVERY)
+
+    def look_at(self, step: int) -> None:
+        """Make every analyzer due at a step."""
+        self._alerts = (*self._alerts[-1:], step)  # analyzers with hooks on the step before have yet to run
 
     @property
     def local(self) -> bool:

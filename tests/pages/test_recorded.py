@@ -1,7 +1,8 @@
-"""Statistics from the journals of a directory."""
+"""Recorded steps as reports, and the pictures of a whole run."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,10 @@ import torch
 
 from gradtrack import GradientManager
 from gradtrack.pages import pictures
-from gradtrack.pages.run_data import recorded_statistics
+from gradtrack.pages.run_data import recorded_reports
 from gradtrack.records import Record
-from tests.pages.runs import write_run
+from tests.pages.runs import issue, write_run
+from tests.pages.runs import row as pages_row
 
 
 def row(step: int, size: float, *, source: str = "") -> Record:
@@ -22,31 +24,47 @@ def row(step: int, size: float, *, source: str = "") -> Record:
     return Record(step=step, time=1.0, metrics=metrics, source=source)
 
 
-def test_resumed_runs_are_one_training(tmp_path: Path) -> None:
-    """Where the second run begins, what the first did from there on counts no longer."""
-    write_run(tmp_path, *(row(step, 1.0) for step in (10, 20, 30, 40)), run_id="first", created=1.0)
-    write_run(tmp_path, *(row(step, 2.0) for step in (25, 30, 35)), run_id="second", created=2.0)
-    found = recorded_statistics(tmp_path, before=35)
-    assert found["step"] == [10, 20, 25, 30]
-    assert found["grad_max"] == [1.0, 1.0, 2.0, 2.0]
+def test_recorded_steps_become_reports(tmp_path: Path) -> None:
+    """What the journal has of each pair before a step is a report again, with its issues and its groups."""
+    assert recorded_reports(tmp_path, {"": 9}) == ([], {})
+    rows = [pages_row(1), pages_row(2, norm=math.inf, issues=[issue("W_in")]), pages_row(3, source="critic")]
+    write_run(tmp_path, *rows, pages_row(4), row(5, 1.0))
+    found, resumed = recorded_reports(tmp_path, {"": 4, "critic": 9})
+    assert resumed == {}
+    assert [(one.source, one.step, one.clipping.norm_before) for one in found] == [
+        ("", 1, 2.0),
+        ("", 2, math.inf),
+        ("critic", 3, 2.0),
+    ]
+    assert [one.key for one in found[1].health.issues] == ["EXPLODING:W_in"]
+    assert found[2].groups["W_out"].norm == pytest.approx(1.6)
+    assert (found[0].loss, found[0].clipping.norm_after, found[0].clipping.coefficient) == (1.0, 1.0, 0.5)
 
 
-def test_pairs_are_kept_apart(tmp_path: Path) -> None:
-    """Only the rows of the pair that was asked for are returned, and none where there is no journal."""
-    assert recorded_statistics(tmp_path, before=9)["step"] == []
-    write_run(tmp_path, row(1, 1.0), row(1, 3.0, source="critic"), row(2, 4.0, source="critic"))
-    assert recorded_statistics(tmp_path, source="critic", before=9)["grad_norm"] == [3.0, 4.0]
+def test_many_steps_are_thinned_out(tmp_path: Path) -> None:
+    """Of a long run evenly spaced steps are drawn, and every one with an issue."""
+    rows = [pages_row(step, issues=[issue("W_in")] if step == 4500 else []) for step in range(1, 4501)]
+    found, _ = recorded_reports(write_run(tmp_path, *rows), {"": 9999})
+    assert [one.step for one in found] == [*range(1, 4500, 3), 4500]
 
 
 def test_the_picture_at_the_end_shows_the_whole_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps that are no longer in memory, and those from before a resume, come from the journals."""
     pytest.importorskip("matplotlib")
     drawn: list[Any] = []
-    draw = pictures.draw_gradient_statistics_over_time
+    curves: list[Any] = []
+    draw, draw_curves = pictures.draw_gradient_statistics_over_time, pictures.draw_training_curves
 
-    def spy(rows: Any, **_: Any) -> Any:
+    def spy(rows: Any, **options: Any) -> Any:
         drawn.append(rows)
+        assert ((6, "resumed") in options["events"]) == (len(drawn) > 1)
         return draw(rows)
+
+    def spy_curves(reports: Any, **options: Any) -> Any:
+        curves.append(([report.step for report in reports], options["resumed"]))
+        return draw_curves(reports, **options)
+
+    monkeypatch.setattr(pictures, "draw_training_curves", spy_curves)
 
     monkeypatch.setattr(pictures, "draw_gradient_statistics_over_time", spy)
     model, state = torch.nn.Linear(2, 1), None
@@ -62,3 +80,4 @@ def test_the_picture_at_the_end_shows_the_whole_training(tmp_path: Path, monkeyp
             state = manager.state_dict()
     assert [rows["step"] for rows in drawn] == [[2, 4, 5, 6], [2, 4, 6, 8, 10, 11, 12]]
     assert all(len(values) == 7 for values in drawn[1].values())
+    assert curves == [([2, 4, 5, 6], {}), ([2, 4, 6, 8, 10, 11, 12], {"": [6]})]

@@ -196,8 +196,9 @@ class Chart {
       row.append(`${clipped(line.name)}: ${told(line.y[i])}${range}${at}`);
     });
     const reach = Math.abs(this.step(PAD.left + 8) - this.step(PAD.left));
-    for (const [step, text] of this.data.events) {
-      if (Math.abs(step - near) <= reach) make("div", {}, this.tip, `⚠ ${text} opened at step ${step}`);
+    for (const [step, text, number] of this.data.events) {
+      const told = number ? `⚠ ${text} opened at step ${step}` : `${text} after step ${step}`;
+      if (Math.abs(step - near) <= reach) make("div", {}, this.tip, told);
     }
     showTip(this, x);
   }

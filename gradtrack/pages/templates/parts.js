@@ -73,9 +73,15 @@ const niceNumbers = (low, high, count) => {
 // Issues are lines with the numbers of their cards above; those that stand close share one text.
 const mark = (events, parent, at, down) => {
   const told = [];
-  for (const [step, , number] of events) {
+  for (const [step, text, number] of events) {
     if (step < span[0] || step > span[1]) continue;
     const x = at(step), near = told.at(-1);
+    if (!number) {
+      const left = step > (span[0] + span[1]) / 2, place = { x: left ? x - 4 : x + 4, y: down - 5 };
+      make("line", { class: "resumed", x1: x, x2: x, y1: PAD.top, y2: down }, parent);
+      make("text", { ...place, "text-anchor": left ? "end" : "start" }, parent, text);
+      continue;
+    }
     make("line", { class: "event", x1: x, x2: x, y1: PAD.top, y2: down }, parent);
     if (near && x < near.x + 9 + 7 * near.numbers.join(" ").length) {
       if (!near.numbers.includes(number)) near.numbers.push(number);

@@ -122,7 +122,7 @@ def show(run: RunData, *, live: bool = False) -> RenderableType:
     above: list[RenderableType] = []
     below: list[RenderableType] = []
     for track in run.tracks.values():
-        above += ["", SizedParts(partial(_curves, track))]
+        above += ["", SizedParts(partial(_curves, track, run.resumed.get(track.name, ())))]
         (below if live else above).append(SizedParts(partial(_groups, track)))
     if not live:
         below += _files(run)
@@ -136,6 +136,7 @@ def to_plain(run: RunData) -> dict[str, Any]:
         "run_dir": str(run.directory),
         "state": run.state,
         "steps": run.total_steps,
+        "resumed": run.resumed,
         "healthy": run.healthy,
         "summary": None if run.end is None else run.end.summary.model_dump(mode="json"),
         "last": {name: _last(track) for name, track in run.tracks.items()},
@@ -165,6 +166,8 @@ def _head(run: RunData) -> RenderableType:
     text.append(f"{'healthy' if run.healthy else 'unhealthy'}{told}", style="green" if run.healthy else "bold red")
     if run.end is not None and run.end.summary.nan_inf_summary.skipped_steps:
         text.append(f"  {run.end.summary.nan_inf_summary.skipped_steps} skipped")
+    if run.resumed:
+        text.append(f"  {one_line(run.resumed_text)}")
     if run.damaged:
         text.append(f"  {run.left_out}", style="yellow")
     if run.warning:
@@ -182,7 +185,7 @@ class SizedParts:
         yield from self._build(options.max_width)
 
 
-def _curves(track: Track, width: int) -> Iterator[RenderableType]:
+def _curves(track: Track, resumed: Sequence[int], width: int) -> Iterator[RenderableType]:
     curves = (("loss", LOSS, spans_decades(track.loss)), *_CURVES)
     rows = [(name, key, log_scale, _numbers_of(track, key)) for name, key, log_scale in curves]
     heads, left = _room([(name, *words) for name, *_, words in rows if words], width)
@@ -198,6 +201,10 @@ def _curves(track: Track, width: int) -> Iterator[RenderableType]:
             table.add_row(name, drawn, *words[: len(heads)])
         elif (name == "gradient norm" and len(track.steps)) or (name == "loss" and track.last(LOSS) is not None):
             table.add_row(name, "never finite", *("–" for _ in heads), style="red")
+    if resumed and len(track.steps):
+        letters = min(len(track.steps), max(1, min(left, 2 * WIDTH)))
+        places = {int(np.searchsorted(track.steps, step, "right")) * letters // len(track.steps) for step in resumed}
+        table.add_row("resumed", "".join("│" if at in places else " " for at in range(letters)), style="dim")
     yield table
 
 
