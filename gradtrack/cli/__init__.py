@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -16,7 +17,7 @@ from rich.console import Console, RenderableType
 from rich.progress import Progress, TaskID
 
 from gradtrack._version import __version__
-from gradtrack.cli.runs import FAIL_ON, HERE, FailOn, exit_code, find_run, survive_poor_encodings
+from gradtrack.cli.runs import FAIL_ON, HERE, FailOn, exit_code, find_run, find_several, survive_poor_encodings
 from gradtrack.errors import GradtrackError, UsageError
 from gradtrack.support.names import Printable, one_line, printable
 
@@ -46,14 +47,11 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog=_EPILOG,
 )
-Run = Annotated[
-    Path | None,
-    typer.Argument(
-        help=f"A run: its directory (the newest run in it, or RUN_DIR@2 for the second) or its id. "
-        f"Default: the newest one in {HERE}.",
-        show_default=False,
-    ),
-]
+RUN: Final = (
+    "A run: its directory (the newest run in it, or RUN_DIR@2 for the second) or its id. "
+    f"Default: the newest one in {HERE}."
+)
+Run = Annotated[Path | None, typer.Argument(help=RUN, show_default=False)]
 
 
 ExportFormat = StrEnum("ExportFormat", ["csv", "parquet", "jsonl"])
@@ -117,13 +115,14 @@ def demo(
     epilog=_epilog(
         "gradtrack show",
         "gradtrack show gradtrack_runs/exp1 --follow",
+        "gradtrack show sweep/*",
         "gradtrack show exp1 --check && ./deploy",
         "gradtrack show exp1 --fail-on critical",
         code_1="with --check the run has an issue that --fail-on names; 3 with --check it failed or never ended",
     )
 )
 def show(
-    run: Run = None,
+    runs: Annotated[list[Path] | None, typer.Argument(metavar="[RUN]...", help=RUN, show_default=False)] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Stay until the run ends.")] = False,
     check: Annotated[
         bool, typer.Option("--check", help="Exit with 1 or 3 if the run is not as it should be: see --fail-on.")
@@ -133,20 +132,31 @@ def show(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show a run in the terminal: curves, issues with what to do about them, and the norm of each group."""
+    """Show a run in the terminal: curves, issues with what to do about them, and the norm of each group.
+
+    Several runs are compared, as by gradtrack diff.
+    """
+    from gradtrack.pages.comparison import Comparison
     from gradtrack.pages.run_data import load_run
     from gradtrack.pages.terminal import overview
 
-    if follow and as_json:
-        raise UsageError("--follow with --json: expected one of them. Read the run's journal for rows as they come.")
+    if follow and (as_json or len(runs or ()) > 1):
+        raise UsageError("--follow: expected one run, without --json. Read the run's journal for rows as they come.")
+    paths = list(map(find_run, runs)) if runs else [find_run(None)]
     if follow:
         from gradtrack.pages.terminal.follow import follow as watch
 
-        found = watch(find_run(run), Console(highlight=False))
+        found = [watch(paths[0], Console(highlight=False))]
     else:
-        found = load_run(find_run(run), watched=True)
-        _print(lambda: overview.to_plain(found), lambda: overview.show(found), as_json=as_json)
-    raise typer.Exit(exit_code(found.faults(), fail_on or FailOn.open) if check or fail_on is not None else 0)
+        found = [load_run(path, watched=True) for path in paths]
+        plain = [partial(overview.to_plain, one) for one in found]
+        if len(found) == 1:
+            _print(plain[0], lambda: overview.show(found[0]), as_json=as_json)
+        else:
+            _print(lambda: [one() for one in plain], lambda: Comparison(*found).show(), as_json=as_json)
+    level = fail_on or FailOn.open
+    codes = [exit_code(one.faults(), level) for one in found] if check or fail_on is not None else [0]
+    raise typer.Exit(max(codes))
 
 
 @app.command(epilog=_epilog("gradtrack report", "gradtrack report gradtrack_runs/exp1 --out exp1.html"))
@@ -216,21 +226,23 @@ def export(
     epilog=_epilog(
         "gradtrack diff good_run bad_run",
         "gradtrack diff good_run bad_run --html diff.html --check",
+        "gradtrack diff sweep/* --html sweep.html",
         code_1="with --check an issue appeared",
     )
 )
 def diff(
-    first: Annotated[Path, typer.Argument(help="The directory of the run to compare with.")],
-    second: Annotated[Path, typer.Argument(help="The directory of the other run.")],
+    runs: Annotated[
+        list[Path], typer.Argument(help="The runs, the one to compare with first; or one directory with several.")
+    ],
     html: Annotated[Path | None, typer.Option(help="Write the comparison as an HTML page as well.")] = None,
-    check: Annotated[bool, typer.Option("--check", help="Exit with 1 if the second run has a new issue.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Exit with 1 if the first run lacks an issue.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Lay two runs side by side: numbers, settings, groups, and the issues that appeared or went."""
+    """Lay runs side by side: numbers, settings, groups, curves, and the issues that appeared or went."""
     from gradtrack.pages.comparison import Comparison
     from gradtrack.pages.run_data import load_run
 
-    found = Comparison(*(load_run(find_run(run), watched=True) for run in (first, second)))
+    found = Comparison(*(load_run(run, watched=True) for run in find_several(runs)))
     if html is not None:
         with _writing(html, "--html"):
             found.write_html(html)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
@@ -44,6 +44,17 @@ def find_run(run: Path | None, *, every: bool = False) -> Path:
         started = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(other.journals[0].run.created))
         typer.echo(one_line(f"  {other.name}  {started}  {other.run_id}"), err=True)
     return Path(newest.name)
+
+
+def find_several(runs: Sequence[Path]) -> list[Path]:
+    """Return the runs of those that a command is given that compares them, or all that one directory has."""
+    from gradtrack.delivery.journal.reading import find_runs
+
+    if len(runs) == 1 and runs[0].is_dir():
+        runs = [Path(found.name) for found in find_runs(runs[0])]
+    if len(runs) < 2:
+        raise UsageError("one run: expected two or more, or a directory that has as many. Name another one.")
+    return [find_run(run) for run in runs]
 
 
 def _newest_here() -> Path:

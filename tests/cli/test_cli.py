@@ -179,6 +179,28 @@ def test_a_run_is_found_by_its_identity_alone(twice: Path, monkeypatch: pytest.M
         assert CliRunner().invoke(cli.app, ["show", wrong]).exit_code == 1
 
 
+def test_any_number_of_runs_is_compared(twice: Path, sick: Path, tmp_path: Path) -> None:
+    """`show` and `diff` take as many runs as are given, and `diff` one directory with several."""
+
+    def invoke(*arguments: object) -> tuple[int, str]:
+        result = CliRunner().invoke(cli.app, [*map(str, arguments)], env={"COLUMNS": "120"})
+        return result.exit_code, result.stdout
+
+    ids = ["first", "second", "a-run"]
+    runs = f"{twice}@1", f"{twice}@2", sick
+    code, text = invoke("diff", *runs, "--json", "--html", tmp_path / "page.html", "--check")
+    assert (code, json.loads(text)["runs"]) == (1, ids)
+    assert (tmp_path / "page.html").stat().st_size > 10_000
+    code, text = invoke("show", *runs, "--json")
+    assert (code, [run["run_id"] for run in json.loads(text)]) == (0, ids)
+    assert all(name in invoke("show", *runs)[1] for name in ids)
+    assert json.loads(invoke("diff", twice, "--json")[1])["runs"] == ids[:2]
+    assert invoke("show", ended(tmp_path / "sick"), sick, "--check")[0] == 1
+    assert invoke("show", *runs, "--check")[0] == 3
+    for wrong in (["diff", sick], ["show", *runs, "--follow"]):
+        assert invoke(*wrong)[0] == 1
+
+
 def ended(directory: Path, *, failed: bool = False) -> Path:
     """Leave in a run's directory what a manager leaves there at its close."""
     RunEnd(run_id="a-run", summary=TrainingSummary(), failed=failed).save(directory / RUN_END)

@@ -189,6 +189,46 @@ def test_hostile_names_are_text(tmp_path: Path) -> None:
     assert [tag for tag, _ in page.tags].count("script") == 2
 
 
+def test_a_sweep_is_a_table_and_curves_on_one_page(tmp_path: Path) -> None:
+    """Each of four runs has a line in the tables and in every chart, with the issues that the first has not."""
+    norms = (1.0, 0.5, 4.0, math.nan)
+    runs = [
+        gather(
+            row(1, norm=norm),
+            row(2, norm=norm, issues=[issue("new")] * (norm == 4.0)),
+            directory=tmp_path / f"lr{index}",
+            lr=index,
+        )
+        for index, norm in enumerate(norms)
+    ]
+    found = Comparison(*runs)
+    text = [line.split() for line in shown(found).splitlines()]
+    for index, name in enumerate("ABCD"):
+        assert [name, str(index)] in text
+        assert any(line[:3] == [name, "2", "0.5"] for line in text)
+    assert ["C", "HIGH", "EXPLODING:new", "from", "step", "2"] in text
+    page = Page(found.write_html(tmp_path / "sweep.html").read_text(encoding="utf-8"))
+    lines = page.chart("Gradient norm")["lines"]
+    assert [line["name"] for line in lines] == ["A: lr0", "B: lr1", "C: lr2", "D: lr3"]
+    assert [line["y"] for line in lines] == [[1.0, 1.0], [0.5, 0.5], [4.0, 4.0], []]
+    assert page.chart("Gradient norm")["events"] == [[2, "EXPLODING:new in C", 1]]
+    assert "appeared in C" in page.text
+    assert "0.5 to 4" in page.text
+    told = found.to_plain()
+    assert told["settings"] == {"lr": ["0", "1", "2", "3"]}
+    assert told["numbers"]["gradient norm, median"] == [1.0, 0.5, 4.0, None]
+    assert (len(told["runs"]), told["appeared"]) == (4, ["EXPLODING:new"])
+
+
+def test_many_runs_have_names_like_columns() -> None:
+    """After Z comes AA, and every run has its own name and line."""
+    found = Comparison(*(gather(row(1)) for _ in range(30)))
+    assert list(found.runs)[25:28] == ["Z", "AA", "AB"]
+    chart = found.charts()[0]
+    assert isinstance(chart, Chart)
+    assert len(chart.lines) == 30
+
+
 def test_runs_without_a_common_pair_are_compared_as_far_as_possible() -> None:
     """Runs of different models still have steps, settings and issues."""
     found = Comparison(gather(row(1)), gather(row(1, source="G")))
