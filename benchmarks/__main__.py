@@ -14,6 +14,7 @@ from benchmarks.timing import Row
 
 NAMES = (
     "step_cost",
+    "reading",
     "accuracy",
     "memory",
     "imports",
