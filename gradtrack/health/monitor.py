@@ -44,7 +44,7 @@ class GradientMonitor(Stateful):
         """Judge gradients as those of the coming step, without remembering them."""
         grads, moments = self._measure(gradients)
         issues = copy.deepcopy(self.health).judge(self._evidence(moments, grads.layout), self.config)
-        return HealthReport.of(issues).copied()
+        return HealthReport.model_validate(HealthReport.of(issues))
 
     def update_statistics(self, gradients: Sequence[Tensor | None]) -> GradientStatistics:
         """Judge and remember the gradients of one step; return their statistics, as one vector."""

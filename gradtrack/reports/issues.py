@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from enum import Enum
 from functools import total_ordering
+from typing import ClassVar
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from gradtrack.reports import html
 from gradtrack.reports.base import Report
@@ -103,6 +104,9 @@ class Issue(Report):
 class HealthReport(Report):
     """The open issues; `healthy` means that none of them is MEDIUM or above."""
 
+    model_config: ClassVar[ConfigDict] = ConfigDict(revalidate_instances="always")
+    """A report that it is passed to gets a copy with lists of its own, since steps share the health of their pair."""
+
     healthy: bool = True
     issues: list[Issue] = Field(default_factory=list)
     warnings: list[str] = Field(default_factory=list)
@@ -120,14 +124,6 @@ class HealthReport(Report):
             warnings=[issue.message for issue in issues],
             recommendations=list(advice),
         )
-
-    def copied(self) -> HealthReport:
-        """Return an equal report with lists of its own."""
-        found = self.model_copy()
-        vars(found).update(
-            issues=list(self.issues), warnings=list(self.warnings), recommendations=list(self.recommendations)
-        )
-        return found
 
     @property
     def verdict(self) -> str:

@@ -67,13 +67,13 @@ _EXTREMES: Final = 3
 _NOT_CHECKED: Final = frozenset({"off", "unchecked"})
 
 
-def flat_metrics(report: Fields) -> dict[str, float]:
+def flat_metrics(report: Fields, step: int, source: str) -> dict[str, float]:
     """Return the metrics of a step, `train/grad_*` first and then those of every analyzer.
 
     `report` is a StepReport, or its fields as plain data; what is missing has its default.
     """
     values: dict[str, float] = {}
-    clipping, nan_inf, health = report["clipping"], report["nan_inf"], report["health"]
+    clipping, nan_inf, health = report.get("clipping", {}), report.get("nan_inf", {}), report["health"]
     before, after, clips = clipping.get("norm_before"), clipping.get("norm_after"), clipping.get("enabled", True)
     if before is not None:
         values["train/grad_norm"] = before
@@ -104,7 +104,7 @@ def flat_metrics(report: Fields) -> dict[str, float]:
     for issue in health.issues:
         name = f"train/grad_issues/{issue.issue_type.value.lower()}"
         values[name] = values.get(name, 0.0) + 1.0
-    tail = tail_of(report["source"])
+    tail = tail_of(source)
     if tail:
         values = {f"{name}{tail}": value for name, value in values.items()}
     for group, found in report.get("groups", {}).items():
@@ -116,6 +116,6 @@ def flat_metrics(report: Fields) -> dict[str, float]:
         for name in dict.fromkeys((*by_norm[-_EXTREMES:], *by_norm[:_EXTREMES])):
             values[f"train/grad_extreme{tail}/{name}"] = parameters[name]["norm"]
     for found in report.get("analyzers", {}).values():
-        if isinstance(found, Report) and not (isinstance(found, LateReport) and found.step != report["step"]):
+        if isinstance(found, Report) and not (isinstance(found, LateReport) and found.step != step):
             values |= {f"{name}{tail}": value for name, value in found.metrics().items()}
     return values

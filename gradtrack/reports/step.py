@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Final, Literal, Self
+from functools import cache
+from types import MappingProxyType
+from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     Field,
     SerializationInfo,
     SerializeAsAny,
+    TypeAdapter,
     field_serializer,
-    field_validator,
     model_serializer,
-    model_validator,
 )
 from pydantic import SerializerFunctionWrapHandler as Handler
 
@@ -37,6 +39,8 @@ from gradtrack.reports.summary import (
 )
 
 _NONE_SET: Final[set[str]] = set()
+_NOTHING: Final[Mapping[str, Any]] = MappingProxyType({})
+_set: Final = object.__setattr__
 _VALUES: Final[Any] = BaseModel.__dict__["__dict__"]
 """Where a model keeps its values, without the property of the same name that finds them first."""
 
@@ -45,7 +49,8 @@ class StepReport(Report):
     """The report on the gradients of one training step.
 
     A report can be made before its numbers are known: `deferred` keeps a function that finds them, and the first read
-    of a field calls it. On an accelerator that read is the one synchronisation of the step.
+    of a field calls it. Each field is then made when it is read. On an accelerator that first read is the one
+    synchronisation of the step.
     """
 
     schema_version: Literal[1] = 1
@@ -66,49 +71,52 @@ class StepReport(Report):
     parameters: dict[str, ParameterStatistics] = Field(default_factory=dict)
     ranks: RankStatistics | None = None
     scaler: ScalerReport | None = None
-    analyzers: dict[str, SerializeAsAny[Report] | dict[str, Any]] = Field(default_factory=dict)
+    analyzers: Annotated[
+        dict[str, SerializeAsAny[Report] | dict[str, Any]], BeforeValidator(lambda found: _typed(found))
+    ] = Field(default_factory=dict)
     notes: list[str] = Field(default_factory=list)
 
-    @model_validator(mode="before")
     @classmethod
-    def _type_analyzers(cls, values: object) -> object:
-        """Give plain analyzer reports their own type again, where their analyzer is known."""
-        if isinstance(values, dict) and values.get("analyzers"):
-            typed = {name: _typed(name, report) for name, report in values["analyzers"].items()}
-            return {**values, "analyzers": typed}
-        return values
+    def deferred(
+        cls, resolve: Callable[[], Mapping[str, Any]], shared: Mapping[str, Any] = _NOTHING, **known: object
+    ) -> Self:
+        """Make a report whose other fields are found when they are read.
 
-    @field_validator("health", mode="after")
-    @classmethod
-    def _copy_health(cls, health: HealthReport) -> HealthReport:
-        """Give the report lists of its own, since steps share the health of their pair."""
-        return health.copied()
-
-    @classmethod
-    def deferred(cls, resolve: Callable[[], Mapping[str, Any]], **known: object) -> Self:
-        """Make a report whose fields, but for the known ones, are found at the first read of one of them."""
+        `resolve` is called once, for a mapping that may make each field when it is looked up. It also has those that
+        are `shared` with other reports, which are read without it.
+        """
         report = cls.__new__(cls)
         _VALUES.__set__(report, known)
-        object.__setattr__(report, "__pydantic_fields_set__", _NONE_SET)  # replaced when the fields are found
-        object.__setattr__(report, "__pydantic_extra__", None)
-        object.__setattr__(report, "__pydantic_private__", {"resolve": resolve})
+        _set(report, "__pydantic_fields_set__", _NONE_SET)  # replaced when all fields are found
+        _set(report, "__pydantic_extra__", None)
+        _set(report, "__pydantic_private__", {"resolve": resolve, "shared": shared})
         return report
 
     def defer_to(self, resolve: Callable[[], Mapping[str, Any]]) -> None:
         """Find the fields by another function from now on, unless they are found already."""
         private = self.__pydantic_private__
-        if private and private.get("resolve"):
+        if private:
             private["resolve"] = resolve
 
     def resolve(self) -> Self:
         """Find every field now."""
-        private = self.__pydantic_private__
-        if private and private.get("resolve"):
-            found = type(self).model_validate({**private["resolve"](), **_VALUES.__get__(self)})
-            _VALUES.__set__(self, _VALUES.__get__(found))
-            object.__setattr__(self, "__pydantic_fields_set__", found.__pydantic_fields_set__)
-            object.__setattr__(self, "__pydantic_private__", None)
+        if self.__pydantic_private__:
+            fields, values = self._fields(), _VALUES.__get__(self).copy()
+            found = type(self).model_validate({name: fields[name] for name in fields if name not in values} | values)
+            read = {name: values[name] for name in fields if name in values}  # stays the same object
+            _VALUES.__set__(self, {**_VALUES.__get__(found), **read})
+            _set(self, "__pydantic_fields_set__", found.__pydantic_fields_set__)
+            _set(self, "__pydantic_private__", None)
         return self
+
+    def _fields(self) -> Any:
+        """Return the fields that are not validated yet, or the report if all of them are."""
+        private = self.__pydantic_private__
+        if not private:
+            return self
+        if "fields" not in private:
+            private["fields"] = private["resolve"]()
+        return private["fields"]
 
     @property
     def __dict__(self) -> dict[str, Any]:
@@ -126,9 +134,14 @@ class StepReport(Report):
         return super(StepReport, self.resolve()).model_fields_set
 
     def __getattr__(self, name: str) -> Any:
-        if name in type(self).__pydantic_fields__:
+        if name not in type(self).__pydantic_fields__:
+            raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
+        private = self.__pydantic_private__
+        try:
+            found = (private["shared"] if private and name in private["shared"] else self._fields())[name]
+        except KeyError:  # it keeps its default, which is not to count as set
             return vars(self)[name]
-        raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
+        return _VALUES.__get__(self).setdefault(name, _validator(type(self), name)(found))
 
     @field_serializer("batch", when_used="json")
     def _serialize_batch(self, batch: Any) -> Any:
@@ -181,10 +194,23 @@ class StepReport(Report):
 
     def metrics(self) -> dict[str, float]:
         """Return the flat metrics of the step, `train/grad_*` first and then those of every analyzer."""
-        return flat_metrics(self)
+        return flat_metrics(self._fields(), self.step, self.source)
 
 
-def _typed(name: str, report: object) -> object:
+@cache
+def _validator(report: type[StepReport], name: str) -> Callable[[object], Any]:
+    """Return a function that validates one field as a report validates it."""
+    field = report.__pydantic_fields__[name]
+    adapter: TypeAdapter[Any] = TypeAdapter(Annotated[field.annotation, field])  # type: ignore[arg-type]
+    return adapter.validator.validate_python
+
+
+def _typed(found: object) -> object:
+    """Give plain analyzer reports their own type again, where their analyzer is known."""
+    return {name: _typed_one(name, one) for name, one in found.items()} if isinstance(found, dict) else found
+
+
+def _typed_one(name: str, report: object) -> object:
     if not isinstance(report, dict):
         return report
     try:

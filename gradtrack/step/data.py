@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
+from operator import attrgetter
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Final
 
 from torch import Tensor
 
@@ -86,32 +88,18 @@ class StepData:
         self.rows, self.group_rows = moments.rows, moments.group_rows
         self.total, self.exponent = moments.total, moments.exponent
 
-    def fields(self, *, with_statistics: bool = True) -> dict[str, Any]:
-        """Return the fields of the report, but for those that it has from the start, such as its step."""
-        fields: dict[str, Any] = {
-            "loss": self.loss,
-            "skipped": self.skipped,
-            "measured": self.full,
-            "lr": self.learning_rates(),
-            "health": self.health,
-            "clipping": self.clipping,
-            "nan_inf": self.nan_inf,
-            "ranks": self.ranks,
-            "scaler": self._scaler(),
-            "analyzers": dict(self.analyzers),
-            "notes": list(self.notes),
-        }
-        if self.full and with_statistics:
-            fields["statistics"] = self._statistics()
-            if self.with_groups:
-                fields["groups"] = dict(self._described_groups())
-            if self.with_parameters and self.rows is not None:
-                fields["parameters"] = self.parameters()
-        return fields
+    def fields(self, *, with_statistics: bool = True) -> Mapping[str, Any]:
+        """Return the fields of the report, but for those that it has from the start, such as its step.
+
+        Each is made when it is looked up.
+        """
+        shown = self.full and with_statistics
+        with_parameters = shown and self.with_parameters and self.rows is not None
+        return _Fields(self, _made(statistics=shown, groups=shown and self.with_groups, parameters=with_parameters))
 
     def metrics(self, *, with_statistics: bool = True) -> dict[str, float]:
         """Return what `report.metrics()` does, without the report; without statistics only health and clipping."""
-        return flat_metrics({"step": self.step, "source": self.source, **self.fields(with_statistics=with_statistics)})
+        return flat_metrics(self.fields(with_statistics=with_statistics), self.step, self.source)
 
     def shrink(self) -> None:
         """Drop the histograms, and the rows of the single parameters unless the report has to show them."""
@@ -167,24 +155,67 @@ class StepData:
             }
         return found
 
-    def _scaler(self) -> dict[str, Any] | None:
+    def scaler_fields(self) -> dict[str, Any] | None:
         """Return the fields of a `ScalerReport`; reading the scale may wait for its device."""
         if self.scaler is None:
             return None
         scale = self.scaler["scale"]
         return {**self.scaler, "scale": None if scale is None else float(scale)}
 
-    def _statistics(self) -> dict[str, Any]:
+    def statistics(self) -> dict[str, Any]:
+        """Return the statistics of all gradients."""
         known = None if self.deviations is None else self.deviations.total
         layout = self.layout
         return describe_whole(self.total, layout.total_count, layout.missing, self.exponent, squared_deviations=known)
 
-    def _described_groups(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        layout, known = self.layout, self.deviations
+    def described_groups(self) -> dict[str, dict[str, Any]]:
+        """Return the statistics of every group that has a gradient."""
+        layout, known, found = self.layout, self.deviations, dict[str, dict[str, Any]]()
         for index, row in enumerate(self.group_rows.tolist()):
             count = layout.group_counts[index]
             if count:
                 name = layout.group_names[index]
                 deviations = None if known is None else float(known.groups[index])
-                found = describe(row, count, self.exponent, squared_deviations=deviations)
-                yield name, {**found, "weight_norm": self.weight_norms.get(name)}
+                found[name] = describe(row, count, self.exponent, squared_deviations=deviations)
+                found[name]["weight_norm"] = self.weight_norms.get(name)
+        return found
+
+
+_FIELDS: Final[Mapping[str, Callable[[StepData], Any]]] = {
+    "loss": attrgetter("loss"),
+    "skipped": attrgetter("skipped"),
+    "measured": attrgetter("full"),
+    "lr": StepData.learning_rates,
+    "health": attrgetter("health"),
+    "clipping": attrgetter("clipping"),
+    "nan_inf": attrgetter("nan_inf"),
+    "ranks": attrgetter("ranks"),
+    "scaler": StepData.scaler_fields,
+    "analyzers": attrgetter("analyzers"),
+    "notes": attrgetter("notes"),
+    "statistics": StepData.statistics,
+    "groups": StepData.described_groups,
+    "parameters": StepData.parameters,
+}
+"""The fields of a report that are made from the data of its step."""
+
+
+@cache
+def _made(**shown: bool) -> Mapping[str, Callable[[StepData], Any]]:
+    return {name: make for name, make in _FIELDS.items() if shown.get(name, True)}
+
+
+class _Fields(Mapping[str, Any]):
+    """The fields of a report, each made when it is looked up."""
+
+    def __init__(self, data: StepData, made: Mapping[str, Callable[[StepData], Any]]) -> None:
+        self._data, self._made = data, made
+
+    def __getitem__(self, name: str) -> Any:
+        return self._made[name](self._data)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._made)
+
+    def __len__(self) -> int:
+        return len(self._made)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from math import isfinite, log
 from operator import attrgetter
@@ -62,7 +62,8 @@ class Terms(NamedTuple):
     """The limit of the norm, if the user has set `max_grad_norm`."""
     epsilon: float
     memory: Memory
-    nan_inf: dict[str, Any]
+    shared: dict[str, Any]
+    """Fields of the report that are the same on all of these steps."""
 
     @classmethod
     def of(cls, pair: Pair, layout: Layout) -> Terms:
@@ -79,7 +80,7 @@ class Terms(NamedTuple):
             chosen_limit=limit if has_chosen_limit(config) else None,
             epsilon=pair.clipper.epsilon,
             memory=Memory.of(config),
-            nan_inf={"action": "none" if config.enable_nan_inf_check else "off"},
+            shared={"health": HEALTHY, "nan_inf": {"action": "none" if config.enable_nan_inf_check else "off"}},
         )
 
 
@@ -107,7 +108,7 @@ class FastSteps:
             if not self.terms.with_parameters and self._first:
                 self._results, self._first = self._results[:, self._first :].copy(), 0
 
-    def fields(self, slot: int) -> dict[str, Any]:
+    def fields(self, slot: int) -> Mapping[str, Any]:
         """Return the fields of the report of a step."""
         return self.data(slot).fields()
 
@@ -136,7 +137,7 @@ class FastSteps:
         if first:
             data.rows = results[:first]
         data.group_rows, data.total = results[first:-1], results[-1].tolist()
-        data.loss, data.lr, data.nan_inf, data.health = loss, rates, terms.nan_inf, HEALTHY
+        data.loss, data.lr, data.nan_inf, data.health = loss, rates, terms.shared["nan_inf"], HEALTHY
         data.clipping = clipping_fields(terms.clip_type, terms.limit, terms.epsilon, norm, clip_rate)
         return data
 
@@ -207,10 +208,16 @@ class FastPath:
                 norm = self._plan.look(list(map(_grad, table.params)), slot, self._low, self._high)
                 if not norm > 0:
                     return None
-                report = StepReport.deferred(
-                    partial(steps.fields, slot), step=step, epoch=epoch, source=pair.name, time=now(), batch=batch
-                )
                 terms, log_norm, rate = steps.terms, log(norm), 0.0
+                report = StepReport.deferred(
+                    partial(steps.fields, slot),
+                    terms.shared,
+                    step=step,
+                    epoch=epoch,
+                    source=pair.name,
+                    time=now(),
+                    batch=batch,
+                )
                 if terms.limit is not None:
                     rate = pair.clipper.engage(coefficient_of(norm, terms.limit, terms.epsilon) < 1.0)
                 steps.steps.append((loss, norm, log_norm, rate, pair.optimizer_steps.rates()))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -167,7 +167,7 @@ class PendingDeviceStep:
         if conclude is not None:  # else a callback of the user has raised
             conclude(self._report, self._data)
 
-    def _fields(self) -> dict[str, Any]:
+    def _fields(self) -> Mapping[str, Any]:
         self._read()
         return self._data.fields()
 

@@ -141,7 +141,13 @@ class Pair:
             },
             "nan_inf": {"action": "unchecked"},
         }
-        known = {"step": self.step_count, "epoch": epoch, "source": self.name, "measured": False, "time": time.time()}
+        known: dict[str, Any] = {
+            "step": self.step_count,
+            "epoch": epoch,
+            "source": self.name,
+            "measured": False,
+            "time": time.time(),
+        }
         return StepReport.deferred(lambda: {**fields, "loss": None if loss is None else float(loss)}, **known)
 
     @property

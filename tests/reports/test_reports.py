@@ -4,6 +4,7 @@ import copy
 import json
 import math
 import pickle
+from collections import UserDict
 from typing import Any
 
 import pytest
@@ -129,6 +130,32 @@ class TestDeferred:
         late = StepReport.deferred(lambda: values(2.0), step=3)
         assert late == StepReport.model_validate(values(2.0))
         assert late.model_dump_json() == StepReport.model_validate(values(2.0)).model_dump_json()
+
+    @given(st.lists(st.sampled_from(sorted(StepReport.model_fields))))
+    def test_fields_may_be_read_in_any_order(self, names: list[str]) -> None:
+        """Each read gives what the whole report has, a second read the same object, and the rest stays unchanged."""
+        whole, late = StepReport.model_validate(values(2.0)), StepReport.deferred(lambda: values(2.0), step=3)
+        read = {name: late[name] for name in names}
+        assert read == {name: whole[name] for name in names}
+        assert late.metrics() == whole.metrics()
+        assert (late, late.model_fields_set) == (whole, whole.model_fields_set)
+        assert late.model_dump_json() == whole.model_dump_json()
+        assert all(late[name] is found for name, found in read.items())
+
+    def test_makes_only_what_is_read(self) -> None:
+        """A shared field needs no call, and of the others only the one that is read is looked up."""
+
+        class Fields(UserDict[str, Any]):
+            def __getitem__(self, name: str) -> Any:
+                looked_up.append(name)
+                return super().__getitem__(name)
+
+        looked_up: list[str] = []
+        health = HealthReport()
+        report = StepReport.deferred(lambda: Fields(values(2.0)), {"health": health}, step=3)
+        assert (report.health, looked_up) == (health, [])
+        assert report.health.issues is not health.issues
+        assert (report.loss, report.clipping.norm_after, looked_up) == (2.0, 2.0, ["loss", "clipping"])
 
     def test_knows_which_fields_were_set(self) -> None:
         """The set fields and the dictionary behind a report are those of the whole report before any field is read."""

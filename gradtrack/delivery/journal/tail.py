@@ -74,8 +74,6 @@ def _record(
     if not -_LATEST < time < _LATEST:
         raise ValueError(f"time {time!r}: expected seconds since 1970")
     fields = {
-        "step": step,
-        "source": terms.source,
         "health": HEALTHY,
         "clipping": clipping_fields(terms.clip_type, terms.limit, terms.epsilon, norm, clip_rate),
         "nan_inf": {"action": terms.nan_inf},
@@ -85,7 +83,7 @@ def _record(
     return Record(
         step=step,
         time=time,
-        metrics={name: float(value) for name, value in flat_metrics(fields).items()},
+        metrics={name: float(value) for name, value in flat_metrics(fields, step, terms.source).items()},
         epoch=None if epoch == _NO_EPOCH else epoch,
         loss=None if loss != loss else loss,
         source=terms.source,
