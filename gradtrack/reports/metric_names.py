@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any, Final
 
 from gradtrack.records import Metric, tail_of
@@ -62,7 +63,7 @@ CORE_METRICS: Final = (
 """A sentence on every name that a step can have, but for those of the analyzers."""
 
 Fields = Mapping[str, Any] | Report
-_STATISTICS: Final = ("variance", "mean", "std", "max", "min", "zero_fraction")
+_STATISTICS: Final = {f"train/grad_{name}": name for name in ("variance", "mean", "std", "max", "min", "zero_fraction")}
 _EXTREMES: Final = 3
 _NOT_CHECKED: Final = frozenset({"off", "unchecked"})
 
@@ -81,8 +82,8 @@ def flat_metrics(report: Fields, step: int, source: str) -> dict[str, float]:
         values["train/grad_norm_clipped"] = after
     statistics = report.get("statistics")
     if statistics is not None:
-        for name in _STATISTICS:
-            values[f"train/grad_{name}"] = statistics[name]
+        for name, field in _STATISTICS.items():
+            values[name] = statistics[field]
     if nan_inf.get("action", "none") not in _NOT_CHECKED:
         values["train/grad_nan_count"] = float(nan_inf.get("nan_count", 0))
         values["train/grad_inf_count"] = float(nan_inf.get("inf_count", 0))
@@ -108,9 +109,8 @@ def flat_metrics(report: Fields, step: int, source: str) -> dict[str, float]:
     if tail:
         values = {f"{name}{tail}": value for name, value in values.items()}
     for group, found in report.get("groups", {}).items():
-        values[f"train/grad_norm{tail}/{group}"] = found["norm"]
-        values[f"train/grad_variance{tail}/{group}"] = found["variance"]
-        values[f"train/grad_mean{tail}/{group}"] = found["mean"]
+        norm, variance, mean = _names_of_group(group, tail)
+        values[norm], values[variance], values[mean] = found["norm"], found["variance"], found["mean"]
     if parameters := report.get("parameters"):
         by_norm = sorted(parameters, key=lambda name: parameters[name]["norm"])
         for name in dict.fromkeys((*by_norm[-_EXTREMES:], *by_norm[:_EXTREMES])):
@@ -119,3 +119,8 @@ def flat_metrics(report: Fields, step: int, source: str) -> dict[str, float]:
         if isinstance(found, Report) and not (isinstance(found, LateReport) and found.step != step):
             values |= {f"{name}{tail}": value for name, value in found.metrics().items()}
     return values
+
+
+@lru_cache(4096)
+def _names_of_group(group: str, tail: str) -> tuple[str, str, str]:
+    return f"train/grad_norm{tail}/{group}", f"train/grad_variance{tail}/{group}", f"train/grad_mean{tail}/{group}"

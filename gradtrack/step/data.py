@@ -214,6 +214,9 @@ class _Fields(Mapping[str, Any]):
     def __getitem__(self, name: str) -> Any:
         return self._made[name](self._data)
 
+    def get(self, name: str, default: Any = None) -> Any:
+        return self._made[name](self._data) if name in self._made else default
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._made)
 
