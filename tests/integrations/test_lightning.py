@@ -496,7 +496,7 @@ def test_the_files_follow_the_csv_logger(tmp_path: Path) -> None:
 
 
 def test_files_stay_out_of_the_current_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where no logger has a directory for the run, it has one of gradtrack's, named by its id, also when resumed."""
+    """Where no logger has a directory for the run, it has one of gradtrack's, named by its id."""
     monkeypatch.chdir(tmp_path)
     first, second, third = (GradientStatisticsCallback(1, save_gradient_plots=False) for _ in range(3))
     _, trainer = fit(first, Path("."), max_steps=3)
