@@ -101,7 +101,7 @@ class GradientConfig(BaseModel):
 
     check_frequency: int = Field(1, ge=1, description="Measure fully on every Nth step.")
     max_gradient_history: int = Field(1000, ge=1, description="How many reports are kept in memory.")
-    grad_log_every_n_steps: int = Field(100, ge=1, description="Send a row to the backends on every Nth step.")
+    grad_log_every_n_steps: int = Field(100, ge=1, description="Send a row on every Nth step, on 1, 2, 4 ... before.")
     grad_track_per_weight_matrix: bool = Field(True, description="Measure groups of parameters, not only the whole.")
     log_histograms: bool = Field(False, description="Count the elements of each group by size for every due row.")
     track_parameters: bool = Field(

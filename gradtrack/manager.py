@@ -300,8 +300,10 @@ class GradientManager:
         try:
             for hook in self._hooks:
                 hook.remove()
+            for pair in self._pairs:
+                pair.record_last()
             self._pairs.close()
-            self._sink.tell_if_empty(self._history.num_steps)
+            self._sink.tell_if_unkept(self._history.num_steps)
             self._leave_files(failed=failed)
         finally:  # an interrupt while pictures are drawn loses no row
             self._sink.close(failed=failed)

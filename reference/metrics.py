@@ -19,10 +19,11 @@ without a unit is a number in the units of the gradient, or a ratio.
 configuration. A second (model, optimizer) pair with a name adds it: `train/grad_norm/<pair>`,
 `train/grad_norm/<pair>/<group>`, `gain/mean/<pair>`.
 
-Rows are sent on every step that `grad_log_every_n_steps` divides, when an issue opens, changes or closes, on the first
-step of a streak with NaN or Inf, and on every step that an analyzer reports on. On the trackers' own axis,
-`gradtrack/step` is the step of the row. How trackers change names that they do not take is on their own pages:
-[TensorBoard](../trackers/tensorboard.md), [MLflow](../trackers/mlflow.md) and [W&B](../trackers/wandb.md).
+Rows are sent on every step that `grad_log_every_n_steps` divides, on steps 1, 2, 4, 8 ... before those, when an issue
+opens, changes or closes, on the first step of a streak with NaN or Inf, on every step that an analyzer reports on, and
+on the last step. On the trackers' own axis, `gradtrack/step` is the step of the row. How trackers change names that
+they do not take is on their own pages: [TensorBoard](../trackers/tensorboard.md), [MLflow](../trackers/mlflow.md) and
+[W&B](../trackers/wandb.md).
 """
 
 

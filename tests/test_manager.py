@@ -3,12 +3,16 @@
 import logging
 import math
 import os
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import settings as checked
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import gradtrack
@@ -144,9 +148,9 @@ class TestSwitches:
         """Between full measurements norm, clipping and windows go on, and the rest is None; due rows are full."""
         manager = GradientManager(check_frequency=5, grad_log_every_n_steps=7, backends=["memory"])
         reports = train(manager, 14)
-        assert [report.step for report in reports if report.measured] == [5, 7, 10, 14]
-        assert reports[0].statistics is None
-        assert reports[0].clipping.norm_before is not None
+        assert [report.step for report in reports if report.measured] == [1, 2, 4, 5, 7, 10, 14]
+        assert reports[2].statistics is None
+        assert reports[2].clipping.norm_before is not None
         assert all("train/grad_mean" in row.metrics for row in rows(manager))
 
     def test_statistics_can_stay_out_of_the_records(self) -> None:
@@ -168,18 +172,54 @@ class TestRecording:
     """Which steps become rows."""
 
     def test_every_n_steps(self) -> None:
-        """A healthy run records every hundredth step."""
-        manager = GradientManager(backends=["memory"])
-        train(manager, 250)
-        assert [row.step for row in rows(manager)] == [100, 200]
+        """A healthy run records every hundredth step, the first ones more densely, and its last one."""
+        with GradientManager(backends=["memory"]) as manager:
+            train(manager, 250)
+            assert [row.step for row in rows(manager)] == [1, 2, 4, 8, 16, 32, 64, 100, 200]
+        assert [row.step for row in rows(manager)][-2:] == [200, 250]
+        assert rows(manager)[-1].metrics == manager.reports[-1].metrics()
+
+    @given(every=st.integers(1, 40), steps=st.integers(1, 90))
+    @checked(max_examples=15, deadline=None)
+    def test_rows_of_a_calm_run(self, every: int, steps: int) -> None:
+        """Every Nth step has a row, each power of two before, and the last, also in a failed run."""
+        manager = GradientManager(backends=["memory"], grad_log_every_n_steps=every, analyzers=[])
+        with suppress(ZeroDivisionError), manager:
+            train(manager, steps)
+            raise ZeroDivisionError
+        due = {step for step in range(1, steps + 1) if not step % every or (step < every and step.bit_count() == 1)}
+        assert [row.step for row in rows(manager)] == sorted(due | {steps})
+
+    def test_the_last_step_of_each_pair(self) -> None:
+        """Each pair of a game has its own."""
+        with GradientManager(backends=["memory"]) as manager:
+            for name, steps in (("a", 3), ("b", 5)):
+                model = small_model()
+                optimizer = optimizer_of(model)
+                manager.attach(model, optimizer, name=name)
+                train(manager, steps, model=model, optimizer=optimizer)
+        last = {row.source: row.step for row in rows(manager)}
+        assert last == {"a": 3, "b": 5}
+
+    @pytest.mark.parametrize(("chosen", "steps"), [({}, 0), ({"backends": []}, 3), ({"run_dir": "here"}, 3)])
+    def test_nothing_kept(self, chosen: dict[str, Any], steps: int, caplog: pytest.LogCaptureFixture) -> None:
+        """A training that keeps nothing says so in one line at its end, unless it was asked for or made no step."""
+        with GradientManager(chosen) as manager:
+            train(manager, steps)
+        assert not any("nothing was kept" in text for text in caplog.messages)
+        with GradientManager() as manager:
+            train(manager, 3)
+        (line,) = (text for text in caplog.messages if "nothing was kept" in text)
+        assert "3 step(s)" in line
+        assert "run_dir='runs/exp1'" in line
 
     def test_events(self) -> None:
         """The first step of a non-finite streak and the first healthy one after it are recorded as well."""
         manager = GradientManager(backends=["memory"])
         train(manager, 60, change=lambda step, loss: loss * (math.nan if 30 <= step < 35 else 1.0))
-        assert [row.step for row in rows(manager)] == [30, 35]
-        assert rows(manager)[0].issues[0]["issue_type"] == "NUMERICAL"
-        assert rows(manager)[0].metrics["train/grad_issues/numerical"] == 1.0
+        assert [row.step for row in rows(manager)] == [1, 2, 4, 8, 16, 30, 32, 35]
+        assert rows(manager)[5].issues[0]["issue_type"] == "NUMERICAL"
+        assert rows(manager)[5].metrics["train/grad_issues/numerical"] == 1.0
 
     def test_first_record_carries_the_run(self) -> None:
         """The identity and the settings that were made come with the first row and only there."""
@@ -218,9 +258,9 @@ class TestRecording:
     def test_weight_norms_come_with_recorded_steps(self) -> None:
         """A recorded report has the norm of each group's weights; others leave them out."""
         model = small_model()
-        reports = train(GradientManager(grad_log_every_n_steps=2), 2, model=model)
-        assert reports[0].groups["0"].weight_norm is None
-        weight_norm = reports[1].groups["0"].weight_norm
+        reports = train(GradientManager(), 4, model=model)
+        assert reports[2].groups["0"].weight_norm is None
+        weight_norm = reports[3].groups["0"].weight_norm
         assert weight_norm is not None
         assert weight_norm > 0
 

@@ -342,8 +342,8 @@ class TestSettings:
     def test_first_bad_step_is_recorded_without_monitoring(self) -> None:
         """The row of a non-finite step is there whatever is switched off."""
         manager = GradientManager(enable_gradient_monitoring=False, backends=["memory"])
-        train(manager, 4, change=lambda step, loss: loss * (math.nan if step == 3 else 1.0))
-        assert [record.step for record in manager.backend("memory").records] == [3]  # type: ignore[attr-defined]
+        train(manager, 7, change=lambda step, loss: loss * (math.nan if step == 6 else 1.0))
+        assert [record.step for record in manager.backend("memory").records] == [1, 2, 4, 6]  # type: ignore[attr-defined]
 
     def test_leaving_on_purpose_is_no_failure(self) -> None:
         """`sys.exit(0)` ends a run well."""

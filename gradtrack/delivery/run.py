@@ -193,15 +193,14 @@ class Sink:
                     self._delivery = self._open()
         self._delivery.write(record)
 
-    def tell_if_empty(self, num_steps: int) -> None:
-        """Warn at the end of a training that was too short for a row, since its trackers show nothing of it."""
-        watched = self._config.run_dir is not None or any(name != "memory" for name in self.backends)
-        if num_steps and watched and self.rank == 0 and self._delivery is None and not self._guard.forked:
+    def tell_if_unkept(self, num_steps: int) -> None:
+        """Say at the end of a training of which nothing was configured to be kept how to keep it."""
+        asked = self._config.model_fields_set & {"backends", "run_dir"}
+        if num_steps and not asked and self.rank == 0 and not self._guard.forked:
             _logger.warning(
-                "run %s has no row: it made %d step(s), and every %dth is recorded. Lower grad_log_every_n_steps.",
-                self.run_id,
+                "nothing was kept of these %d step(s): pass run_dir='runs/exp1', which `gradtrack report` reads, or "
+                "backends=['tensorboard'], to GradientManager; backends=[] keeps nothing on purpose.",
                 num_steps,
-                self._config.grad_log_every_n_steps,
             )
 
     def flush(self) -> None:

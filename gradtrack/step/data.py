@@ -20,6 +20,11 @@ from gradtrack.reports.metric_names import flat_metrics
 from gradtrack.step.loss_scale import Scale
 
 
+def next_row(step: int, every: int) -> int:
+    """Return the first step from `step` on that makes a row: every Nth, and 1, 2, 4, 8 ... before these."""
+    return min(1 << (step - 1).bit_length(), every) if step <= every else step + -step % every
+
+
 class StepData:
     """The data of one step, which each stage adds to: sums, clipping, issues, reports of analyzers, and notes.
 

@@ -25,7 +25,7 @@ from gradtrack.health.rule import LEAST_LEFT, MOST_TOGETHER, SLACK, TENFOLD, Ban
 from gradtrack.protection.clipping import clipping_fields, coefficient_of
 from gradtrack.protection.strategies import ClippedNorm, Memory
 from gradtrack.reports import HEALTHY, StepReport
-from gradtrack.step.data import StepData
+from gradtrack.step.data import StepData, next_row
 from gradtrack.step.history import History, StepNumbers
 from gradtrack.step.pending import PendingSteps
 from gradtrack.support.interrupts import pass_on
@@ -312,8 +312,7 @@ class FastPath:
         """Set how many steps the path may take and the bounds of their norms; return whether it is open."""
         pair = self._pair
         following = pair.step_count + 1
-        every = pair.config.grad_log_every_n_steps
-        self._is_open, self._until = False, following + (every - following % every) % every
+        self._is_open, self._until = False, next_row(following, pair.config.grad_log_every_n_steps)
         self._is_watched = bool(pair.analyzers.running)
         room = min(MOST_TOGETHER, len(self._plan.results))
         if self._is_watched:  # the hooks of an analyzer are registered at the end of the step before

@@ -172,8 +172,15 @@ class FlightRecorder:
         while end - kept[0].end >= _STEPS:
             kept.popleft().shrink()
 
+    def steps(self) -> list[tuple[StepReport, StepData]]:
+        """Return the last steps, the newest last."""
+        steps = [(report, data(index)) for reports, data, _, _ in self._kept for index, report in enumerate(reports)]
+        return steps[-_STEPS:]
+
     def read(self) -> list[StepReport]:
         """Return the last steps with the statistics of every parameter, the newest last."""
-        steps = [(report, data(index)) for reports, data, _, _ in self._kept for index, report in enumerate(reports)]
-        in_full = ({**dict(report.resolve()), "parameters": found.parameters()} for report, found in steps[-_STEPS:])
-        return [StepReport.model_validate(fields) for fields in in_full]
+        return [_in_full(report, found) for report, found in self.steps()]
+
+
+def _in_full(report: StepReport, data: StepData) -> StepReport:
+    return StepReport.model_validate({**dict(report.resolve()), "parameters": data.parameters()})

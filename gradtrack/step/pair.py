@@ -22,7 +22,7 @@ from gradtrack.protection.nonfinite import NaNInfHandler
 from gradtrack.reports import Issue, LateReport, StepReport
 from gradtrack.step.analyzers import RunningAnalyzers
 from gradtrack.step.arguments import add_loss
-from gradtrack.step.data import StepData
+from gradtrack.step.data import StepData, next_row
 from gradtrack.step.fast_path import FastPath
 from gradtrack.step.history import FlightRecorder, History, StepNumbers
 from gradtrack.step.judge import Judge
@@ -200,7 +200,7 @@ class Pair:
         data = StepData(grads.layout, grads.touched_rows)
         data.step, data.epoch, data.source, data.time = step, epoch, self.name, time.time()
         data.aliases, data.repeated = self.measurement.table.aliases, repeated
-        data.event = not (repeated or step % config.grad_log_every_n_steps)
+        data.event = not repeated and step == next_row(step, config.grad_log_every_n_steps)
         measured = data.event or not (repeated or step % config.check_frequency)
         data.full = config.enable_gradient_monitoring and measured
         data.with_groups, data.with_parameters = config.grad_track_per_weight_matrix, config.track_parameters
@@ -297,13 +297,25 @@ class Pair:
             self.history.add_issue(issue.issue_type.value)
         if not healthy and not self.history.first_fault:
             self.history.first_fault = self.flight_recorder.read()
-        if self._rows is not None and (data.event or data.late):
-            self._rows.send(data, self.analyzers.panels if self._rows.is_new(self.name) else ())
-            self._rows.log(report, data)
+        if data.event or data.late:
+            self._record(report, data)
         data.release()
         for issue in opened:
             for callback in self._callbacks:
                 callback(issue, report)
+
+    def _record(self, report: StepReport, data: StepData) -> None:
+        if self._rows is not None:
+            self._rows.send(data, self.analyzers.panels if self._rows.is_new(self.name) else ())
+            self._rows.log(report, data)
+
+    def record_last(self) -> None:
+        """Record the last step at the end of a run, unless it has made a row."""
+        for report, data in self.flight_recorder.steps()[-1:]:
+            if not data.event and report.step == self.step_count:  # a signal handler may close within a step
+                data.event, data.step, data.time = True, report.step, report.time
+                data.epoch, data.source = report.epoch, report.source
+                self._record(report, data)
 
     def _note(self, data: StepData) -> None:
         """Add the pending notes to the report."""

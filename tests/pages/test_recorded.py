@@ -78,6 +78,6 @@ def test_the_picture_at_the_end_shows_the_whole_training(tmp_path: Path, monkeyp
                 manager.step(model, optimizer, model(torch.ones(1, 2)).square().sum())
                 optimizer.step()
             state = manager.state_dict()
-    assert [rows["step"] for rows in drawn] == [[2, 4, 5, 6], [2, 4, 6, 8, 10, 11, 12]]
-    assert all(len(values) == 7 for values in drawn[1].values())
-    assert curves == [([2, 4, 5, 6], {}), ([2, 4, 6, 8, 10, 11, 12], {"": [6]})]
+    assert [rows["step"] for rows in drawn] == [[1, 2, 4, 5, 6], [1, 2, 4, 6, 8, 10, 11, 12]]
+    assert all(len(values) == 8 for values in drawn[1].values())
+    assert curves == [([1, 2, 4, 5, 6], {}), ([1, 2, 4, 6, 8, 10, 11, 12], {"": [6]})]

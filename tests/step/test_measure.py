@@ -95,7 +95,7 @@ def test_an_ordinary_step_is_measured_as_planned(monkeypatch: pytest.MonkeyPatch
         return planned[-1]
 
     monkeypatch.setattr(native.Plan, "take", counted)
-    manager, model = GradientManager(), small_model()
+    manager, model = GradientManager(grad_track_per_weight_matrix=False), small_model()  # rows measure no weights
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def steps(count: int) -> list[bool]:

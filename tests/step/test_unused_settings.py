@@ -48,7 +48,7 @@ USEFUL: list[dict[str, Any]] = [
 
 def told(caplog: pytest.LogCaptureFixture, settings: dict[str, Any], model: nn.Module | None = None) -> list[str]:
     """Return the warnings of a short training."""
-    with caplog.at_level(logging.WARNING, logger="gradtrack"), GradientManager(settings) as manager:
+    with caplog.at_level(logging.WARNING, logger="gradtrack"), GradientManager({"backends": [], **settings}) as manager:
         train(manager, 5, model=model)
     return [text for text in caplog.messages if "the default" not in text]
 
@@ -109,7 +109,7 @@ def test_names_may_be_those_of_any_model(caplog: pytest.LogCaptureFixture) -> No
     second.add_module("critic", small_model())
     with (
         caplog.at_level(logging.WARNING, logger="gradtrack"),
-        GradientManager(mute=["DEAD:critic"], max_grad_norm=1.0) as manager,
+        GradientManager(mute=["DEAD:critic"], max_grad_norm=1.0, backends=[]) as manager,
     ):
         pairs = [(model, optimizer_of(model)) for model in (first, second)]
         for name, (model, optimizer) in zip(("a", "b"), pairs, strict=True):

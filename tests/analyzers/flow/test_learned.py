@@ -41,7 +41,7 @@ def diagnosed(
         x, y = batch(step)
         return F.cross_entropy(model(x), y)
 
-    with GradientManager(analyzers=["flow"], enable_gradient_clipping=False) as manager:
+    with GradientManager(backends=[], analyzers=["flow"], enable_gradient_clipping=False) as manager:
         manager.attach(model, optimizer)
         for step in range(steps):
             optimizer.zero_grad()
