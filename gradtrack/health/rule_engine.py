@@ -13,7 +13,7 @@ from gradtrack.config import GradientConfig
 from gradtrack.health.open_issues import unmuted
 from gradtrack.health.rule import ANY, Band, CalmStep, Evidence, Rule
 from gradtrack.health.rules.norm import SpikeRule, UnstableRule, VanishingRule
-from gradtrack.health.rules.values import ClipSaturatedRule, NoGradientsRule, NumericalRule
+from gradtrack.health.rules.values import ClipSaturatedRule, LossJumpRule, NoGradientsRule, NumericalRule
 from gradtrack.reports import Issue
 from gradtrack.support.interrupts import pass_on
 
@@ -25,6 +25,7 @@ _logger = logging.getLogger("gradtrack")
 
 RULES: Final[Mapping[str, type[Rule]]] = {
     "clip_saturated": ClipSaturatedRule,
+    "loss_jump": LossJumpRule,
     "no_gradients": NoGradientsRule,
     "numerical": NumericalRule,
     "spike": SpikeRule,

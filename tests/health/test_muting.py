@@ -69,7 +69,7 @@ def test_a_finding_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     """A callback that logs hears of each finding when it opens, and not again."""
     import logging
 
-    with GradientManager(analyzers=["flow"]) as manager, caplog.at_level(logging.WARNING, "training"):
+    with GradientManager(backends=[], analyzers=["flow"]) as manager, caplog.at_level(logging.WARNING, "training"):
         manager.on_issue(lambda issue, report: logging.getLogger("training").warning(issue.key))
         train(manager, broken())
     assert sorted(caplog.messages) == ["DEAD:layers.1", "DISCONNECTED:spare"]

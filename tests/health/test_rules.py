@@ -94,6 +94,77 @@ class TestExploding:
         assert judged([11.0]) == [set()]
 
 
+@pytest.mark.parametrize(
+    ("squares", "layer", "said"),
+    [
+        ([1.0, 1e8, 0.0, 1.0], "a", "100% of its square is in group a, 100% in a.bias alone"),
+        ([1.0, 0.0, 1e8, 1.2e8], "b", "100% of its square is in group b, 55% in b.bias alone"),
+        ([1e8, 0.0, 1e8, 1e8], "b", "67% of its square is in group b, 33% in a.weight alone"),
+        ([4e7, 4e7, 1e8, 0.0, 1e8], "", "36% of its square is in group b, 36% in b.weight alone"),
+    ],
+)
+def test_a_spike_names_what_holds_it(squares: list[float], layer: str, said: str) -> None:
+    """The layer is that of the parameter with most of the norm, else the group with most; a run of spikes keeps it."""
+    names = ["a.weight", "a.bias", "b.weight", "b.bias", "c"][: len(squares)]
+    layout = Layout(names, [], [4] * len(names), np.array([0, 0, 1, 1, 2][: len(names)]), ["a", "b", "c"], [])
+    health = Health()
+
+    def step(number: int, found: list[float]) -> list[Issue]:
+        rows = np.array([[0.0, square, *empty_row()[2:]] for square in found])
+        moments = Moments(rows, rows, rows.sum(axis=0).tolist())
+        evidence = Evidence(step=number, norm=moments.norm, moments=moments, layout=layout)
+        return health.judge(evidence, GradientConfig())
+
+    assert not any(step(number, [1.0] * len(names)) for number in range(1, 31))
+    (issue,) = step(31, squares)
+    assert issue.layer == layer
+    assert said in issue.message
+    (still,) = step(32, [1e9, *[0.0] * (len(names) - 1)])
+    assert still.key == issue.key
+
+
+def losses_of(*parts: tuple[int, float]) -> list[float]:
+    """Return losses that stay at a level for some steps, with a little noise."""
+    noise = iter(noisy(sum(count for count, _ in parts), spread=0.1))
+    return [level * next(noise) for count, level in parts for _ in range(count)]
+
+
+class TestLossJump:
+    """A loss that is far above all it was."""
+
+    def test_it_stays(self) -> None:
+        """The issue opens when the loss has stayed for twenty steps, and closes when it is back."""
+        found = judged([1.0] * 120, losses_of((30, 1.0), (30, 0.02), (40, 5425.0), (20, 0.02)))
+        opened = [step for step, kinds in enumerate(found, start=1) if "LOSS_JUMP" in kinds]
+        assert opened == list(range(80, 101))
+
+    def test_the_step_is_named(self) -> None:
+        """The message has the first step of the new level, however long it lasts."""
+        health, messages = Health(), []
+        rows = np.array([[0.0, 1.0, *empty_row()[2:]]])
+        for step, loss in enumerate(losses_of((40, 0.02), (30, 5425.0)), start=1):
+            evidence = Evidence(step=step, norm=1.0, moments=Moments(rows, rows, rows[0].tolist()), layout=LAYOUT)
+            evidence.loss = loss
+            messages += [issue.message for issue in health.judge(evidence, GradientConfig())]
+        assert len(messages) == 11
+        assert all(" at step 41 and" in message for message in messages)
+
+    @pytest.mark.parametrize(
+        "losses",
+        [
+            losses_of((60, 1.0), (19, 1e4), (60, 1.0)),
+            losses_of((30, 2.0), (40, 0.01), (60, 2.0)),
+            losses_of((60, 1.0), (60, 5.0)),
+            [*losses_of((60, -0.01)), *losses_of((60, 50.0))],
+            [1.05**step for step in range(200)],
+        ],
+        ids=["comes back", "was so at first", "a small one", "of both signs", "grows"],
+    )
+    def test_what_is_none(self, losses: list[float]) -> None:
+        """Neither is a loss that comes back, that was as large before, or that is no size."""
+        assert not any("LOSS_JUMP" in kinds for kinds in judged([1.0] * len(losses), losses))
+
+
 class TestVanishing:
     """Norms that die away."""
 

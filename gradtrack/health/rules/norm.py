@@ -8,7 +8,10 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Final, final
 
+import numpy as np
+
 from gradtrack.config import GradientConfig
+from gradtrack.gradients.moments import SQUARES
 from gradtrack.health.rule import (
     ANY,
     MOST_TOGETHER,
@@ -24,17 +27,31 @@ from gradtrack.reports import Issue, IssueSeverity, IssueType
 from gradtrack.support.names import module_of
 
 
+def holder(evidence: Evidence) -> tuple[str, str]:
+    """Return the layer that holds most of the norm of a step, empty where none does, and a sentence about it."""
+    layout, squares = evidence.layout, evidence.moments.rows[:, SQUARES]
+    total = float(squares.sum())
+    if len(layout.names) != len(squares) or not 0 < total < math.inf:
+        return "", ""
+    groups = np.bincount(layout.group_of, weights=squares)
+    group, most = layout.group_names[int(groups.argmax())], float(groups.max()) / total
+    name, alone = layout.names[int(squares.argmax())], float(squares.max()) / total
+    layer = module_of(name) if alone >= _MOST else group if most >= _MOST else ""
+    return layer, f" {most:.0%} of its square is in group {group}, {alone:.0%} in {name} alone."
+
+
 def beyond_limit(rule: Rule, evidence: Evidence, limit: float | None) -> list[Issue]:
     """Return the issue of a norm above `exploding_threshold`, or below `vanishing_threshold`."""
     large = rule.kind is IssueType.EXPLODING
     if limit is None or not (evidence.norm > limit if large else evidence.norm < limit):
         return []
     side, name = ("above", "exploding_threshold") if large else ("below", "vanishing_threshold")
+    held = holder(evidence)[1] if large else ""
     remedy = "Reduce the learning rate or clip" if large else "Look for saturated units or raise the learning rate"
     return rule.open(
         evidence,
         severity=IssueSeverity.HIGH,
-        message=f"The gradient norm {evidence.norm:.3g} is {side} {name}={limit:g}.",
+        message=f"The gradient norm {evidence.norm:.3g} is {side} {name}={limit:g}.{held}",
         statistic="norm",
         value=evidence.norm,
         threshold=limit,
@@ -42,6 +59,7 @@ def beyond_limit(rule: Rule, evidence: Evidence, limit: float | None) -> list[Is
     )
 
 
+_MOST: Final = 0.5
 _SPIKE_WINDOW: Final = 50
 _WARMUP: Final = 8
 _DEVIATIONS: Final = 6.0
@@ -66,17 +84,19 @@ class SpikeRule(Rule):
     under half of what it was on the first steps, and the norm not ten times what it was, there is none: once nearly
     all is learned, the norm is that of the few inputs that are not. What has grown over several steps is the
     training's own doing, of which it may recover, and weighs less than the jump of a single batch; so does one of
-    less than thirtyfold, which is over when it is over.
+    less than thirtyfold, which is over when it is over. The issue is at the layer that holds most of the norm on the
+    first of such steps.
     """
 
     kind = IssueType.EXPLODING
-    kept_in_checkpoints = ("window", "streak", "last", "grown", "largest", "first_norms", "first_losses")
+    kept_in_checkpoints = ("window", "streak", "last", "grown", "layer", "largest", "first_norms", "first_losses")
 
     def __init__(self) -> None:
         self.window = RollingMedian(_SPIKE_WINDOW)
         self.streak = 0
         self.last = math.nan
         self.grown = False
+        self.layer = ""
         self.largest = -math.inf
         self.first_norms: list[float] = []
         self.first_losses: list[float] = []
@@ -109,6 +129,7 @@ class SpikeRule(Rule):
         if spike and not self.streak:
             before = self.last - self.window.median
             self.grown = before > max(_TWICE, _BUILT_UP * height)
+            self.layer = holder(evidence)[0]
         self.last = log_norm
         self.streak = self.streak + 1 if spike else 0
         if spike and self.streak <= _SPIKE_WINDOW:
@@ -136,9 +157,10 @@ class SpikeRule(Rule):
         return self.open(
             evidence,
             severity=IssueSeverity.MEDIUM if self.grown or height < _HARMFUL else IssueSeverity.HIGH,
+            layer=self.layer,
             message=(
                 f"The gradient norm {'has grown' if self.grown else 'jumped'} to {evidence.norm:.3g}, {jump:.3g} times "
-                f"the median {median:.3g} of the last {len(self.window)} steps."
+                f"the median {median:.3g} of the last {len(self.window)} steps.{holder(evidence)[1]}"
             ),
             statistic="norm_over_median",
             value=jump,

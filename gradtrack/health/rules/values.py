@@ -1,4 +1,4 @@
-"""Rules about the gradients of a step: none at all, NaN and Inf, and far more than clipping lets through."""
+"""Rules about the values of a step: no gradients, NaN and Inf, more than clipping lets through, a jump of the loss."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Final, final
 
 from gradtrack.config import GradientConfig
-from gradtrack.health.rule import ANY, LEAST_LEFT, Band, CalmStep, Evidence, Rule, has_chosen_limit
+from gradtrack.health.rule import ANY, LEAST_LEFT, MOST_TOGETHER, Band, CalmStep, Evidence, Rule, has_chosen_limit
 from gradtrack.reports import Issue, IssueSeverity, IssueType
 
 _PATIENCE: Final = 3
@@ -175,3 +175,75 @@ class ClipSaturatedRule(Rule):
             window=_WINDOW,
             recommendation=(f"Set max_grad_norm near {math.exp(median) * limit:.2g}, or scale the loss down."),
         )
+
+
+_LOSS_WINDOW: Final = 50
+_LOSS_KNOWN: Final = 8
+_LOSS_JUMP: Final = 10.0
+_FURTHER: Final = 3.0
+_STAYS: Final = MOST_TOGETHER + 4
+"""So many steps open the issue; more than those that are remembered together, none of which can open it then."""
+
+
+@final
+class LossJumpRule(Rule):
+    """Opens when the loss has jumped to ten times its recent median and three times all it ever was, and stays there.
+
+    It closes with the first loss below that. Losses of both signs are no size of anything, and open nothing.
+    """
+
+    kind = IssueType.LOSS_JUMP
+    kept_in_checkpoints = ("losses", "largest", "streak", "since")
+
+    def __init__(self) -> None:
+        self.losses: deque[float] = deque(maxlen=_LOSS_WINDOW)
+        self.largest = 0.0
+        self.streak = self.since = 0
+
+    def calm(self, config: GradientConfig) -> Band | None:
+        return None if self.streak else ANY
+
+    def remember(self, steps: Sequence[CalmStep]) -> None:
+        losses = [step.loss for step in steps if step.loss is not None]
+        if self.streak or max(losses, default=0.0) > _FURTHER * self.largest:
+            for loss in losses:
+                self._follow(loss)
+        elif losses:
+            self.losses.extend(losses)
+            self.largest = max(self.largest, *losses)
+
+    def judge(self, evidence: Evidence, config: GradientConfig) -> list[Issue]:
+        loss = evidence.loss
+        if loss is None or not math.isfinite(loss):
+            return []
+        self._follow(loss)
+        if self.streak < _STAYS:
+            return []
+        if self.streak == _STAYS:
+            self.since = evidence.step - _STAYS + 1
+        median = statistics.median(self.losses)
+        return self.open(
+            evidence,
+            severity=IssueSeverity.HIGH,
+            message=(
+                f"The loss jumped from {median:.3g} at step {self.since} and has stayed above {self._limit():.3g}: "
+                f"it is {loss:.3g} now."
+            ),
+            statistic="loss_over_median",
+            value=loss / median,
+            threshold=self._limit() / median,
+            window=self.streak,
+            recommendation="Go back to a checkpoint from before that step, and look at its batch and learning rate.",
+        )
+
+    def _limit(self) -> float:
+        return max(_LOSS_JUMP * statistics.median(self.losses), _FURTHER * self.largest)
+
+    def _follow(self, loss: float) -> None:
+        known = len(self.losses) >= _LOSS_KNOWN and min(self.losses) > 0
+        if known and loss > _FURTHER * self.largest and loss > self._limit():
+            self.streak += 1
+            return
+        self.streak = 0
+        self.losses.append(loss)
+        self.largest = max(self.largest, loss)
