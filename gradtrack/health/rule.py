@@ -6,7 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final, NamedTuple
 
@@ -43,6 +43,12 @@ class Evidence:
     clip_threshold: float | None = None
     nonfinite_action: str = "none"
     critical: bool = False
+    weights: Mapping[str, float] | None = None
+    """The norm of each group's weights before the update, known where a row is due."""
+    version: int = 0
+    """A count of the changes of the weights in place, known with them."""
+    rate: float = 0.0
+    """The largest learning rate of the coming update, known with the weights; 0 if the step is skipped."""
     log_norm: float = field(init=False)
     """ln of the norm: -inf for a norm of zero, NaN for one that is not finite."""
 

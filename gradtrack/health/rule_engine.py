@@ -13,7 +13,7 @@ from gradtrack.config import GradientConfig
 from gradtrack.health.open_issues import unmuted
 from gradtrack.health.rule import ANY, Band, CalmStep, Evidence, Rule
 from gradtrack.health.rules.norm import SpikeRule, UnstableRule, VanishingRule
-from gradtrack.health.rules.values import ClipSaturatedRule, LossJumpRule, NoGradientsRule, NumericalRule
+from gradtrack.health.rules.values import ClipSaturatedRule, LossJumpRule, NoGradientsRule, NumericalRule, UnchangedRule
 from gradtrack.reports import Issue
 from gradtrack.support.interrupts import pass_on
 
@@ -29,6 +29,7 @@ RULES: Final[Mapping[str, type[Rule]]] = {
     "no_gradients": NoGradientsRule,
     "numerical": NumericalRule,
     "spike": SpikeRule,
+    "unchanged": UnchangedRule,
     "unstable": UnstableRule,
     "vanishing": VanishingRule,
 }

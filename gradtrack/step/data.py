@@ -49,6 +49,8 @@ class StepData:
     loss: float | None = None
     lr: Sequence[Sequence[tuple[Any, Any]]] = ()
     weight_norms: Mapping[str, float] = MappingProxyType({})
+    weight_version = 0
+    """The sum of the version counters of the optimizers' parameters, known with the norms of the weights."""
     histograms: Mapping[str, Histogram] = MappingProxyType({})
     """Histograms by group, that of all gradients under the empty name; for the trackers only."""
     ranks: Mapping[str, Any] | None = None

@@ -137,4 +137,7 @@ def _evidence(moments: Moments, data: StepData, *, critical: bool) -> Evidence:
         clip_threshold=data.clipping.get("threshold"),
         nonfinite_action=data.nan_inf["action"],
         critical=critical,
+        weights=data.weight_norms,
+        version=data.weight_version,
+        rate=max(data.learning_rates().values(), default=0.0) if data.weight_norms and not data.skipped else 0.0,
     )

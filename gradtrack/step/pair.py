@@ -253,9 +253,9 @@ class Pair:
             data.release()
         else:
             scaled = data.scale is not None
+            self._measure_weights(data)
             self._judge(moments, data)
-            if data.event and data.full and data.with_groups:
-                self.measurement.measure_weights(data)
+            self._measure_weights(data)
             measurement = self.measurement
             noted = self.coming_notes or measurement.coming_notes or self.analyzers.chosen
             if noted or measurement.table.ranks is not None or self.config.per_rank:
@@ -268,6 +268,12 @@ class Pair:
             self.fast_path.open(grads, scaled=scaled)
         if error is not None:
             raise error
+
+    def _measure_weights(self, data: StepData) -> None:
+        """Measure the weights where a row is due, or became due by an issue."""
+        if data.event and data.full and data.with_groups and not data.weight_norms:
+            self.measurement.measure_weights(data)
+            data.weight_version = sum(param._version for param in self.owned())
 
     def _judge(self, moments: Moments, data: StepData) -> None:
         scale = data.scale

@@ -3,17 +3,20 @@
 import json
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradtrack import GradientConfig, Issue
+from gradtrack import GradientConfig, GradientManager, Issue
 from gradtrack.gradients.groups import Layout
 from gradtrack.gradients.moments import Moments, empty_row
 from gradtrack.health.rule import Evidence
 from gradtrack.health.rule_engine import RULES, Health
+from tests.training import batch_loss, small_model
 
 LAYOUT = Layout(["a"], [], [4], np.zeros(1, dtype=np.int64), ["all"], [])
 
@@ -163,6 +166,51 @@ class TestLossJump:
     def test_what_is_none(self, losses: list[float]) -> None:
         """Neither is a loss that comes back, that was as large before, or that is no size."""
         assert not any("LOSS_JUMP" in kinds for kinds in judged([1.0] * len(losses), losses))
+
+
+class TestUnchanged:
+    """Weights that no update changes."""
+
+    @staticmethod
+    def types(**settings: Any) -> list[str]:
+        """Return the types of the issues after a short training with such a mistake."""
+        manager, model = GradientManager(**{"backends": [], **settings.pop("config", {})}), small_model()
+        optimizer = settings.pop("make", torch.optim.Adam)(model.parameters(), lr=settings.pop("lr", 1e-2))
+        for step in range(1, 9):
+            optimizer.zero_grad()
+            manager.step(model, optimizer, batch_loss(model, step))
+            if "clear" in settings:
+                optimizer.zero_grad(set_to_none=settings["clear"])
+            if step % settings.get("each", 1) == 0:
+                optimizer.step()
+        return [issue.issue_type.value for issue in manager.reports[-1].health.issues]
+
+    @pytest.mark.parametrize("mistake", [{"each": 99}, {"clear": True}, {"clear": False}])
+    @pytest.mark.parametrize("config", [{}, {"grad_log_every_n_steps": 1}, {"analyzers": "auto"}])
+    def test_mistakes(self, mistake: dict[str, Any], config: dict[str, Any]) -> None:
+        """A step that is never made, or made without gradients, is told with default settings."""
+        assert self.types(**mistake, config=config) == ["UNCHANGED"]
+
+    @pytest.mark.parametrize(
+        "sound",
+        [{}, {"lr": 0.0}, {"each": 2}, {"make": torch.optim.SGD, "lr": 1e-5}, {"make": torch.optim.SGD, "lr": 1e-12}],
+    )
+    def test_sound_ones(self, sound: dict[str, Any]) -> None:
+        """Neither a rate of zero nor a small one is a mistake."""
+        assert self.types(**sound) == []
+
+    def test_it_closes(self) -> None:
+        """Once the optimizer steps, the next row closes it."""
+        manager, model = GradientManager(backends=[]), small_model()
+        optimizer = torch.optim.Adam(model.parameters())
+        opened = []
+        for step in range(1, 18):
+            manager.step(model, optimizer, batch_loss(model, step))
+            opened += [step] * (not manager.reports[-1].health.healthy)
+            if step >= 6:
+                optimizer.step()
+            optimizer.zero_grad()
+        assert opened == [4, 5, 6, 7]
 
 
 class TestVanishing:

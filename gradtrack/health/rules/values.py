@@ -247,3 +247,54 @@ class LossJumpRule(Rule):
         self.streak = 0
         self.losses.append(loss)
         self.largest = max(self.largest, loss)
+
+
+_LOOKS: Final = 2
+_RESOLVED: Final = 1e-6
+
+
+@final
+class UnchangedRule(Rule):
+    """Opens when the weights are exactly those of two rows before, though each row had a gradient and a positive rate.
+
+    Where the optimizer has written them, the update must be larger than what float32 rounds away. It closes with the
+    first row on which they have changed.
+    """
+
+    kind = IssueType.UNCHANGED
+    kept_in_checkpoints = ("weights", "version", "looks", "since")
+
+    def __init__(self) -> None:
+        self.weights: dict[str, float] = {}
+        self.looks = self.since = self.version = 0
+
+    def calm(self, config: GradientConfig) -> Band | None:
+        return ANY if self.looks < _LOOKS else None
+
+    def judge(self, evidence: Evidence, config: GradientConfig) -> list[Issue]:
+        if evidence.weights:
+            update = evidence.rate * evidence.norm if evidence.moments.finite else 0.0
+            resolved = self.version == evidence.version or update > _RESOLVED * math.hypot(*evidence.weights.values())
+            if self.weights == evidence.weights and resolved:
+                self.looks += 1
+            else:
+                self.looks, self.since = 0, evidence.step
+            self.weights, self.version = dict(evidence.weights) if update > 0 else {}, evidence.version
+        if self.looks < _LOOKS:
+            return []
+        return self.open(
+            evidence,
+            severity=IssueSeverity.HIGH,
+            message=(
+                f"The weights are exactly those of step {self.since}: no update since then has changed any, "
+                "though there were gradients and a positive learning rate."
+            ),
+            statistic="steps_without_any_update",
+            value=evidence.step - self.since,
+            threshold=0.0,
+            window=evidence.step - self.since,
+            recommendation=(
+                "Call optimizer.step() after each backward pass, and no zero_grad() between the two; "
+                "pass accumulate=True for micro-batches without a step of their own."
+            ),
+        )

@@ -209,12 +209,16 @@ def _is_down(moved: list[Sample]) -> bool:
 
 
 def _rate_low_issue(case: Case, sample: Sample, largest: float, window: int) -> Issue:
-    better = f"lr {sample.lr * _HEALTHY / largest:.1g}" if largest > 0 else "a learning rate of 1e-3"
+    what, better = f"moved no weight by more than {largest:.1e} of its size per step", "a learning rate of 1e-3"
+    if largest > 0:
+        better = f"lr {sample.lr * _HEALTHY / largest:.1g}"
+    else:
+        what = "has changed no weight at all: it is rounded away, or no step is made with these gradients"
     return case.issue(
         IssueType.LR_TOO_LOW,
         "",
         ("max_update_ratio", largest, _LOW),
-        f"lr {sample.lr:.3g} moved no weight by more than {largest:.1e} of its size per step.",
+        f"lr {sample.lr:.3g} {what}.",
         f"Try {better}: healthy updates are near 1e-3 of the weight.",
         severity=IssueSeverity.MEDIUM,
         window=window,

@@ -147,6 +147,8 @@ def judge_foreign_clip(case: Case) -> Iterator[Issue]:
     if len(found) < _FOREIGN_CLIP_SAMPLES or max(found[-max(_FOREIGN_CLIP_SAMPLES, len(found) // 2) :]) > _COEFFICIENT:
         return
     typical = median(found)
+    if not typical > 0:  # there was nothing left to step by, which is no clipping
+        return
     yield case.issue(
         IssueType.CLIP_SATURATED,
         "",
