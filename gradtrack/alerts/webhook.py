@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import html
 import http.client
 import json
@@ -29,7 +30,8 @@ class WebhookAlert(Alert):
 
     `url` is the address, which is a secret in itself, or `$NAME` for an environment variable that holds it. The body is
     `{"text": ...}`, which Slack, Mattermost and Rocket.Chat take; with `body: json` it also has the run, the step, the
-    pair and every field of the issue. Redirects are not followed.
+    pair and every field of the issue. A user and a password in the address go to the server as a header. Redirects are
+    not followed, and nothing that a server says is repeated.
     """
 
     def __init__(
@@ -40,7 +42,14 @@ class WebhookAlert(Alert):
     ) -> None:
         if body not in ("slack", "json"):
             raise UsageError(f"alert 'webhook': body = {body!r}: expected 'slack' or 'json'.")
-        self._url, self._body, self._timeout = _resolve(url), body, timeout_seconds
+        self._secret, self._body, self._timeout = _resolve(url), body, timeout_seconds
+        parts = urllib.parse.urlsplit(self._secret)
+        user, _, host = parts.netloc.rpartition("@")
+        self._url = urllib.parse.urlunsplit(parts._replace(netloc=host))
+        self._headers = {"Content-Type": "application/json", "User-Agent": "gradtrack"}
+        if user:  # which urllib would take for a part of the host, and show in its faults
+            basic = base64.b64encode(urllib.parse.unquote_to_bytes(user)).decode()
+            self._headers["Authorization"] = f"Basic {basic}"
         self._opener = urllib.request.build_opener(_NoRedirects)
 
     def send(self, message: Message) -> None:
@@ -49,7 +58,7 @@ class WebhookAlert(Alert):
         request = urllib.request.Request(
             self._url,
             data=json.dumps(plain, default=str).encode(),
-            headers={"Content-Type": "application/json", "User-Agent": "gradtrack"},
+            headers=self._headers,
             method="POST",
         )
         try:
@@ -61,13 +70,15 @@ class WebhookAlert(Alert):
             raise kind(
                 f"the server answered {fault.code} {http.client.responses.get(fault.code, '')}".strip()
             ) from None
-        except (OSError, http.client.HTTPException) as fault:
+        except http.client.HTTPException as fault:
+            raise BackendError(f"the server's answer is no HTTP ({type(fault).__name__})") from None
+        except OSError as fault:
             raise BackendError(self.hide(str(getattr(fault, "reason", None) or fault))) from None
 
     def hide(self, text: str) -> str:
         """Hide the address, whose path is the key to the channel."""
-        parts = urllib.parse.urlsplit(self._url)
-        for secret in (self._url, parts.path.strip("/"), parts.query):
+        parts = urllib.parse.urlsplit(self._secret)
+        for secret in (self._secret, self._url, parts.path.strip("/"), parts.query, parts.password, parts.username):
             text = text.replace(secret, HIDDEN) if secret else text
         return redact(text)
 

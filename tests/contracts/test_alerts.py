@@ -25,28 +25,42 @@ WAIT_SECONDS = 20.0
 
 
 class Server:
-    """A server that answers with a list of codes, the last one for ever; None is no answer at all."""
+    """A server that answers with a list of codes, the last one for ever.
+
+    None is no answer at all, 0 one that never ends, and 1 one that is no HTTP and repeats what it was sent.
+    """
 
     def __init__(self) -> None:
         self.codes: list[int | None] = [200]
         self.bodies: list[Any] = []
         self.requests: list[str] = []
+        self.credentials: list[str | None] = []
+        self.location = "/elsewhere"
         self.released = threading.Event()
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 outer.requests.append(f"{self.command} {self.path}")
+                outer.credentials.append(self.headers["Authorization"])
                 body = self.rfile.read(int(self.headers["Content-Length"]))
                 code = outer.codes.pop(0) if len(outer.codes) > 1 else outer.codes[0]
                 if code is None:
                     outer.released.wait(WAIT_SECONDS)
                     return
+                if code == 0:
+                    self.wfile.write(b"HTTP/1.1 200 OK\r\nX: ")
+                    while not outer.released.wait(0.02):
+                        self.wfile.write(b"x")
+                    return
+                if code == 1:
+                    self.wfile.write(f"{self.path} {self.headers}".encode())
+                    return
                 if code == 200:
                     outer.bodies.append(json.loads(body, parse_constant=lambda word: pytest.fail(word)))
                 self.send_response(code)
                 if 300 <= code < 400:
-                    self.send_header("Location", f"http://127.0.0.1:{outer.port}/elsewhere")
+                    self.send_header("Location", outer.location)
                 self.send_header("Content-Length", "0")
                 self.end_headers()
 
@@ -137,9 +151,35 @@ def test_a_refusal_for_good_is_counted(
     assert "SECRET" not in caplog.text + str(status)
 
 
-def test_a_server_that_never_answers_holds_up_nothing(spec: dict[str, Any], server: Server) -> None:
-    """Steps go on, and the close ends at its deadline."""
-    server.codes = [None]
+@pytest.mark.parametrize("place", ["/elsewhere", "http://169.254.169.254/", "file:///etc/passwd", "ftp://host/x"])
+def test_no_redirect_is_followed(place: str, spec: dict[str, Any], server: Server) -> None:
+    """Neither to a file nor to another server, which would get the issue."""
+    server.codes, server.location = [307], place
+    (status,) = run(spec).values()
+    assert (status["sent"], status["lost"], len(server.requests)) == (0, 1, 1)
+
+
+def test_a_password_in_the_address_is_sent_and_shown_nowhere(server: Server, caplog: pytest.LogCaptureFixture) -> None:
+    """It goes to the server as a header, and no fault tells it, whatever the server answers."""
+    host = server.url.partition("//")[2]
+    spec = {"name": "webhook", "url": f"http://me:SECRET%20word@{host}"}
+    assert run(spec)["webhook"]["sent"] == 1
+    assert server.credentials == ["Basic bWU6U0VDUkVUIHdvcmQ="]
+    server.codes = [1]
+    found = [run(spec, close_timeout_seconds=1.0)]
+    server.close()
+    for url in (spec["url"], "http://me:SECRET@127.0.0.1", "http://me:SECRET@[::1]", "http://me:SECRET@host.invalid/"):
+        found.append(run({**spec, "url": url}, close_timeout_seconds=0.5))
+    assert all(one["webhook"]["lost"] == 1 for one in found)
+    assert not any(part in caplog.text + str(found) for part in ("SECRET", "bWU6"))
+
+
+@pytest.mark.parametrize("code", [None, 0])
+def test_a_server_that_never_ends_its_answer_holds_up_nothing(
+    code: int | None, spec: dict[str, Any], server: Server
+) -> None:
+    """Steps go on, and the close ends at its deadline, also where a byte comes again and again."""
+    server.codes = [code]
     begin = time.monotonic()
     (status,) = run(spec, close_timeout_seconds=0.5).values()
     assert time.monotonic() - begin < WAIT_SECONDS / 2
