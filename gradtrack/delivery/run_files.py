@@ -26,7 +26,7 @@ from gradtrack.support.regular_files import MEBIBYTE, is_regular, read_inside, r
 _logger = logging.getLogger("gradtrack")
 
 
-def write_atomically(path: Path, text: str, *, mode: int = 0o644, durable: bool = True) -> None:
+def write_atomically(path: Path, content: str | bytes, *, mode: int = 0o644, durable: bool = True) -> None:
     """Replace a file by a new one in one move, so that no reader and no crash ever meets half of it.
 
     Unless `durable`, the new content may not be there yet after a loss of power.
@@ -34,9 +34,9 @@ def write_atomically(path: Path, text: str, *, mode: int = 0o644, durable: bool 
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
-        # A name that is not Unicode may come from any file of a run directory.
-        with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace") as stream:
-            stream.write(text)
+        with os.fdopen(handle, "wb") as stream:
+            # A name that is not Unicode may come from any file of a run directory.
+            stream.write(content if isinstance(content, bytes) else content.encode(errors="backslashreplace"))
             stream.flush()
             if durable:
                 os.fsync(stream.fileno())

@@ -108,10 +108,7 @@ def _plain(issue: Mapping[str, Any]) -> dict[str, Any]:
 
 def write_table(table: Table, kind: str, path: Path) -> None:
     """Write a table as `csv`, `jsonl` or `parquet`."""
-    if kind == "parquet":
-        _write_parquet(table, path)
-    else:
-        write_atomically(path, to_text(table, kind))
+    write_atomically(path, _to_parquet(table) if kind == "parquet" else to_text(table, kind))
 
 
 def to_text(table: Table, kind: str) -> str:
@@ -132,15 +129,15 @@ def to_text(table: Table, kind: str) -> str:
     return stream.getvalue()
 
 
-def _write_parquet(table: Table, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
+def _to_parquet(table: Table) -> bytes:
+    stream = io.BytesIO()
     with suppress(ImportError):
         arrow = importlib.import_module("pyarrow")
-        importlib.import_module("pyarrow.parquet").write_table(arrow.table(table), str(path))
-        return
+        importlib.import_module("pyarrow.parquet").write_table(arrow.table(table), stream)
+        return stream.getvalue()
     with suppress(ImportError):
-        importlib.import_module("polars").DataFrame(table, strict=False).write_parquet(str(path))
-        return
+        importlib.import_module("polars").DataFrame(table, strict=False).write_parquet(stream)
+        return stream.getvalue()
     raise UsageError(
         "format 'parquet': expected the package pyarrow or polars, and neither is installed. "
         "Run: pip install pyarrow. Or choose csv or jsonl."

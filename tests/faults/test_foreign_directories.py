@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from gradtrack.cli import app
 from gradtrack.config import GradientConfig
 from gradtrack.delivery import replay as module
 from gradtrack.delivery.journal.writing import Journal
@@ -28,6 +30,7 @@ from tests.delivery.doubles import row
 from tests.processes import ROOT
 
 SECRET = b"-----BEGIN OPENSSH PRIVATE KEY-----"
+KINDS = ("csv", "jsonl", "parquet")
 
 
 def foreign_run(directory: Path, options: dict[str, Any], backend: str = "mlflow", run_id: str = "foreign") -> Path:
@@ -144,6 +147,22 @@ def test_refused_server_gets_no_file(
     assert not [body for body in sent if b"artifact" in body or b"picture" in body or SECRET in body]
 
 
+@pytest.mark.parametrize(
+    ("command", "name"), [("report", "report.html"), *((f"export --format {kind}", f"steps.{kind}") for kind in KINDS)]
+)
+def test_no_command_writes_through_a_link(tmp_path: Path, command: str, name: str) -> None:
+    """What is written in the run's directory replaces a link, and leaves alone the file that it leads to."""
+    if name == "steps.parquet":
+        pytest.importorskip("pyarrow")
+    directory, secret = foreign_run(tmp_path / "run", {}, backend="json"), tmp_path / "secret"
+    secret.write_bytes(SECRET)
+    (directory / name).symlink_to(secret)
+    done = CliRunner().invoke(app, [*command.split(), str(directory)])
+    assert done.exit_code == 0, done.output
+    assert secret.read_bytes() == SECRET
+    assert not (directory / name).is_symlink()
+
+
 def lay_pipe(path: Path) -> None:
     """Make a pipe that no process writes to."""
     os.mkfifo(path)
@@ -170,9 +189,10 @@ NAMES = [
     "gradient_statistics.json",
     "gradient_gain.png",
     "report.html",
+    "steps.csv",
     "tensorboard/events.out.tfevents.1.host.1.0",
 ]
-COMMANDS = ["show", "report", "diff", "replay"]
+COMMANDS = ["show", "report", "export", "diff", "replay"]
 CALLS = """
 import os, resource, sys
 resource.setrlimit(resource.RLIMIT_DATA, (4 * 2**30,) * 2)

@@ -27,8 +27,10 @@ from gradtrack.delivery.journal.tail import read_tail
 from gradtrack.delivery.replay import replay
 from gradtrack.delivery.run_files import LISTED_FILES, RUN_END, RunEnd, files_to_show, noted_files
 from gradtrack.errors import GradtrackError
+from gradtrack.pages.comparison import Comparison
 from gradtrack.pages.html import render, write_html_report
 from gradtrack.pages.run_data import load_run
+from gradtrack.pages.tables import read_run, write_table
 from gradtrack.pages.terminal.overview import show, to_plain
 from gradtrack.support.checksums import CHECKSUM, with_checksum
 from tests.delivery.training import Loop
@@ -130,6 +132,15 @@ def read_everything(directory: Path) -> None:
     Console(file=stream, width=120).print(show(run))
     json.dumps(to_plain(run), default=str)
     render(run)
+    run.faults()
+    comparison = Comparison(run, run)
+    json.dumps(comparison.to_plain(), default=str)
+    Console(file=stream, width=120).print(comparison.show())
+    tables = read_run(directory)
+    for table in (tables.steps, tables.issues):
+        assert len({len(column) for column in table.values()}) == 1
+        for kind in ("csv", "jsonl", "parquet"):
+            write_table(table, kind, directory / f"table.{kind}")
     read_offsets(offsets_path(directory / PART))
     files_to_show(run.run, [path.name for path in noted_files(directory, run.run.run_id)])
 
