@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Mapping, Sequence
 from itertools import chain, repeat
 from operator import attrgetter, is_, is_not
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ _requires_grad = attrgetter("requires_grad")
 _layout = attrgetter("layout")
 _values = dict.values
 _DENSE: Final = frozenset({torch.strided})
+Value = TypeVar("Value")
 _LAST: Final = (object(),)
 """Sentinel that ends the comparison in `stale()`, so that added modules are noticed."""
 
@@ -97,6 +98,10 @@ class ParameterTable:
         self._layout: Layout | None = None
         self._present: Sequence[int] = ()
         self._everything = list(range(len(self.params)))
+
+    def within(self, by_name: dict[str, Value]) -> dict[str, Value]:
+        """Leave out parameters that are in no module, since analyzers look at modules only."""
+        return {name: value for name, value in by_name.items() if name not in self.outside} if self.outside else by_name
 
     @property
     def has_dtensors(self) -> bool:

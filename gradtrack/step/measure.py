@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -261,8 +261,14 @@ class Measurement:
             self.table.resize(grads)
             data.layout = grads.layout
 
-    def measure_weights(self, data: StepData) -> None:
-        """Set the norms of the groups' weights, which ranks have sent with the gradients."""
+    def measure_weights(self, data: StepData, owned: Callable[[], Iterable[nn.Parameter]]) -> None:
+        """Set the norms of the groups' weights where a row is due, or became due by an issue.
+
+        Ranks have sent theirs with the gradients. The versions of the weights tell whether the optimizer moves them.
+        """
+        if not (data.event and data.full and data.with_groups) or data.weight_norms:
+            return
+        data.weight_version = sum(param._version for param in owned())
         if self.table.ranks is None:
             data.weight_norms = weight_norms(self.table, self._measurer)
         elif self._weight_squares is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -36,7 +36,6 @@ from gradtrack.step.ranks import RankExchange
 from gradtrack.step.rows import Rows
 
 IssueCallback = Callable[[Issue, StepReport], object]
-Value = TypeVar("Value")
 Components = tuple[GradientMonitor, GradientClipper, NaNInfHandler]
 
 
@@ -132,22 +131,11 @@ class Pair:
 
     def unmeasured(self, epoch: int | None) -> StepReport:
         """Report a micro-batch whose gradients are not complete yet."""
-        loss = self.coming_loss
-        fields = {
-            "health": self.judge.health,
-            "clipping": {
-                "enabled": self.config.enable_gradient_clipping,
-                "clip_type": self.config.effective_clip_type,
-            },
-            "nan_inf": {"action": "unchecked"},
-        }
-        known: dict[str, Any] = {
-            "step": self.step_count,
-            "epoch": epoch,
-            "source": self.name,
-            "measured": False,
-            "time": time.time(),
-        }
+        config, loss = self.config, self.coming_loss
+        clipping = {"enabled": config.enable_gradient_clipping, "clip_type": config.effective_clip_type}
+        fields = {"health": self.judge.health, "clipping": clipping, "nan_inf": {"action": "unchecked"}}
+        known: dict[str, Any] = {"step": self.step_count, "epoch": epoch, "source": self.name, "time": time.time()}
+        known["measured"] = False
         return StepReport.deferred(lambda: {**fields, "loss": None if loss is None else float(loss)}, **known)
 
     @property
@@ -253,9 +241,9 @@ class Pair:
             data.release()
         else:
             scaled = data.scale is not None
-            self._measure_weights(data)
+            self.measurement.measure_weights(data, self.owned)
             self._judge(moments, data)
-            self._measure_weights(data)
+            self.measurement.measure_weights(data, self.owned)
             measurement = self.measurement
             noted = self.coming_notes or measurement.coming_notes or self.analyzers.chosen
             if noted or measurement.table.ranks is not None or self.config.per_rank:
@@ -268,12 +256,6 @@ class Pair:
             self.fast_path.open(grads, scaled=scaled)
         if error is not None:
             raise error
-
-    def _measure_weights(self, data: StepData) -> None:
-        """Measure the weights where a row is due, or became due by an issue."""
-        if data.event and data.full and data.with_groups and not data.weight_norms:
-            self.measurement.measure_weights(data)
-            data.weight_version = sum(param._version for param in self.owned())
 
     def _judge(self, moments: Moments, data: StepData) -> None:
         scale = data.scale
@@ -303,25 +285,21 @@ class Pair:
             self.history.add_issue(issue.issue_type.value)
         if not healthy and not self.history.first_fault:
             self.history.first_fault = self.flight_recorder.read()
-        if data.event or data.late:
-            self._record(report, data)
+        if self._rows is not None and (data.event or data.late):
+            self._rows.record(report, data, lambda: self.analyzers.panels)
         data.release()
         for issue in opened:
             for callback in self._callbacks:
                 callback(issue, report)
 
-    def _record(self, report: StepReport, data: StepData) -> None:
-        if self._rows is not None:
-            self._rows.send(data, self.analyzers.panels if self._rows.is_new(self.name) else ())
-            self._rows.log(report, data)
-
     def record_last(self) -> None:
         """Record the last step at the end of a run, unless it has made a row."""
         for report, data in self.flight_recorder.steps()[-1:]:
-            if not data.event and report.step == self.step_count:  # a signal handler may close within a step
+            # A signal handler may close within a step.
+            if self._rows is not None and not data.event and report.step == self.step_count:
                 data.event, data.step, data.time = True, report.step, report.time
                 data.epoch, data.source = report.epoch, report.source
-                self._record(report, data)
+                self._rows.record(report, data, lambda: self.analyzers.panels)
 
     def _note(self, data: StepData) -> None:
         """Add the pending notes to the report."""
@@ -353,7 +331,7 @@ class Pair:
             step=self.step_count,
             model=unwrapped(self.model),
             optimizers=self.optimizers,
-            gradients=self._within(tensors),
+            gradients=self.table.within(tensors),
             elsewhere=self.measurement.left_out,
             counts_as=self.measurement.counts_as() if self.measurement.has_shards else None,
             **fields,
@@ -364,8 +342,8 @@ class Pair:
             grads,
             epoch=data.epoch,
             loss=data.loss,
-            norms=self._within(data.norms()),
-            groups=self._within(data.groups()),
+            norms=self.table.within(data.norms()),
+            groups=self.table.within(data.groups()),
             lr=data.learning_rates(),
             horizon=self.horizon,
             skipped=data.skipped,
@@ -374,11 +352,6 @@ class Pair:
             loss_graph=data.loss_graph,
             call_before_step=self.optimizer_steps.call_before_step,
         )
-
-    def _within(self, by_name: dict[str, Value]) -> dict[str, Value]:
-        """Leave out parameters that are in no module, since analyzers look at modules only."""
-        outside = self.table.outside
-        return {name: value for name, value in by_name.items() if name not in outside} if outside else by_name
 
     def diagnose(self) -> list[Issue]:
         """Return the issues of the run so far: those of the rules that are open or did harm, and the analyzers'."""

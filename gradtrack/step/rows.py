@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from gradtrack.config import GradientConfig
 from gradtrack.delivery.run import Sink
@@ -23,12 +23,18 @@ class Rows:
         self._config, self._sink = config, sink
         self._with_panels: set[str] = set()
 
-    def is_new(self, source: str) -> bool:
-        """Whether a pair has had no row yet."""
-        return source not in self._with_panels
+    def record(self, report: StepReport, data: StepData, panels: Callable[[], Sequence[Panel]]) -> None:
+        """Send the records of a step to the sink, and log lines for it as far as the configuration asks for them.
 
-    def send(self, data: StepData, panels: Sequence[Panel] = ()) -> None:
-        """Send the records of a step to the sink; the first one of a pair has the panels of its analyzers."""
+        The first record of a pair has the panels of its analyzers.
+        """
+        self._send(data, panels)
+        if data.event and self._config.verbose_logging:
+            _log_step(report)
+        if data.event and self._config.debug_mode:
+            _log_details(report, data)
+
+    def _send(self, data: StepData, panels: Callable[[], Sequence[Panel]]) -> None:
         if not (self._sink.backends or self._sink.keeps_files):
             return
         tail = tail_of(data.source)
@@ -37,17 +43,10 @@ class Rows:
             self._sink.write(Record(step=late.step, time=data.time, metrics=metrics, source=data.source))
         if data.event:
             shown: tuple[Panel, ...] = ()
-            if self.is_new(data.source):
+            if data.source not in self._with_panels:
                 self._with_panels.add(data.source)
-                shown = panels_of((*CORE_PANELS, *panels), data.source)
+                shown = panels_of((*CORE_PANELS, *panels()), data.source)
             self._sink.write(to_record(data, self._config, shown))
-
-    def log(self, report: StepReport, data: StepData) -> None:
-        """Log lines for a recorded step, as far as the configuration asks for it."""
-        if data.event and self._config.verbose_logging:
-            _log_step(report)
-        if data.event and self._config.debug_mode:
-            _log_details(report, data)
 
 
 def to_record(data: StepData, config: GradientConfig, panels: tuple[Panel, ...] = ()) -> Record:
