@@ -16,9 +16,9 @@ from tests.analyzers.watched_trainings import TRAININGS, train
 __all__ = ["every_step"]
 
 LOOKS = {
-    "CNN": {"flow", "gain", "jacobian", "updates", "vector"},
+    "CNN": {"flow", "gain", "jacobian", "loss_graph", "updates", "vector"},
     "LSTM": {"flow", "gain", "jacobian", "recurrent", "updates", "vector"},
-    "GPT": {"flow", "gain", "jacobian", "transformer", "updates", "vector"},
+    "GPT": {"flow", "gain", "jacobian", "loss_graph", "transformer", "updates", "vector"},
     "policy": {"flow", "gain", "jacobian", "rl_policy", "updates", "vector"},
 }
 
