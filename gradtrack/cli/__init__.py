@@ -122,7 +122,7 @@ def demo(
     )
 )
 def show(
-    runs: Annotated[list[Path] | None, typer.Argument(metavar="[RUN]...", help=RUN, show_default=False)] = None,
+    runs: Annotated[list[Path] | None, typer.Argument(metavar="RUN...", help=RUN, show_default=False)] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Stay until the run ends.")] = False,
     check: Annotated[
         bool, typer.Option("--check", help="Exit with 1 or 3 if the run is not as it should be: see --fail-on.")
