@@ -298,10 +298,9 @@ class GradientManager:
         self._pairs.settle()
         self._closed = True
         try:
+            self._pairs.end()
             for hook in self._hooks:
                 hook.remove()
-            for pair in self._pairs:
-                pair.record_last()
             self._pairs.close()
             self._sink.tell_if_unkept(self._history.num_steps)
             self._leave_files(failed=failed)

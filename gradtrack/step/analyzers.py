@@ -46,7 +46,7 @@ class RunningAnalyzers:
         self._armed: set[str] = set()
         self._alerts: Sequence[int] = ()
         self.close_steps: Sequence[int] = ()
-        """The steps after an alert on which the cheap analyzers run, and on which the issues of all are updated."""
+        """The steps after an alert on which the cheap analyzers run."""
         self._idle: set[str] = set()
         self._sharing: dict[str, Analyzer] = {}
         self._sums: dict[str, Sequence[float] | None] = {}
@@ -55,6 +55,8 @@ class RunningAnalyzers:
         """The issues on which all ranks have just agreed; None at most steps."""
         self.eager, self._told_eager = EagerSteps(), False
         self.chosen: list[str] = []
+        self._looked: set[str] = set()
+        self._found: dict[str, list[Issue]] = {}
 
     def __getitem__(self, name: str) -> Analyzer:
         if name not in self.running and self.open and name in registry.analyzers.builtin():
@@ -188,7 +190,9 @@ class RunningAnalyzers:
         self.eager.end()
         reports: dict[str, Report] = {}
         notes: list[str] = []
+        self._looked.clear()
         for name, analyzer in self._due(snapshot.step):
+            self._looked.add(name)
             shown = self._shown_to(name, snapshot)
             with unheard():  # the hooks of other analyzers are still registered
                 report = self._run_safely(name, lambda analyzer=analyzer, shown=shown: _usable(analyzer.inspect(shown)))
@@ -209,10 +213,15 @@ class RunningAnalyzers:
 
     def issues(self) -> list[Issue]:
         """Return the issues found by all running analyzers."""
-        found: list[Issue] = []
+        found = (self._run_safely(name, analyzer.issues) for name, analyzer in list(self.running.items()))
+        return [issue for issues in found for issue in issues or ()]
+
+    def issues_at_looks(self) -> list[Issue]:
+        """Return what each analyzer found at its last look; only those that have just looked are asked."""
         for name, analyzer in list(self.running.items()):
-            found += self._run_safely(name, analyzer.issues) or []
-        return found
+            if name in self._looked or name not in self._found:
+                self._found[name] = self._run_safely(name, analyzer.issues) or []
+        return [issue for name in list(self.running) for issue in self._found.get(name, ())]
 
     def due(self, step: int) -> bool:
         """Say whether any analyzer is due at a step; the answer may change with the steps that it has analyzed."""
@@ -254,6 +263,7 @@ class RunningAnalyzers:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned."""
+        self._found.clear()
         for name, analyzer in list(self.running.items()):
             if state.get(name):
                 self._run_safely(name, lambda analyzer=analyzer, own=state[name]: analyzer.load_state_dict(own))

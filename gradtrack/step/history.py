@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from gradtrack.reports import (
     ClippingSummary,
     GradientSummary,
     HealthSummary,
+    Issue,
     NanInfSummary,
     NormSummary,
     StepReport,
@@ -100,6 +101,16 @@ class History:
         """Count a step on which an issue of this type was open."""
         self._issues[kind] += 1
 
+    def replace(self, report: StepReport, later: StepReport, opened: Iterable[Issue]) -> None:
+        """Replace a report by one with the verdict of the end of the run, and count what has opened with it."""
+        for position, kept in enumerate(self.reports):
+            if kept is report:
+                self.reports[position] = later
+        more = int(report.health.healthy) - int(later.health.healthy)
+        self._sums = self._sums._replace(unhealthy=self._sums.unhealthy + more)
+        for issue in opened:
+            self.add_issue(issue.issue_type.value)
+
     def summary(self) -> TrainingSummary:
         """Sum up the training so far."""
         sums, elements = self._sums, self._elements
@@ -172,15 +183,20 @@ class FlightRecorder:
         while end - kept[0].end >= _STEPS:
             kept.popleft().shrink()
 
-    def steps(self) -> list[tuple[StepReport, StepData]]:
-        """Return the last steps, the newest last."""
-        steps = [(report, data(index)) for reports, data, _, _ in self._kept for index, report in enumerate(reports)]
-        return steps[-_STEPS:]
+    @property
+    def last(self) -> tuple[StepReport, StepData] | None:
+        """Return the last step; None before the first."""
+        if not self._kept:
+            return None
+        steps = self._kept[-1]
+        return steps.reports[-1], steps.data(len(steps.reports) - 1)
+
+    def replace_last(self, report: StepReport) -> None:
+        """Replace the report of the last step."""
+        self._kept[-1] = self._kept[-1]._replace(reports=[*self._kept[-1].reports[:-1], report])
 
     def read(self) -> list[StepReport]:
         """Return the last steps with the statistics of every parameter, the newest last."""
-        return [_in_full(report, found) for report, found in self.steps()]
-
-
-def _in_full(report: StepReport, data: StepData) -> StepReport:
-    return StepReport.model_validate({**dict(report.resolve()), "parameters": data.parameters()})
+        steps = [(report, data(index)) for reports, data, _, _ in self._kept for index, report in enumerate(reports)]
+        in_full = ({**dict(report.resolve()), "parameters": found.parameters()} for report, found in steps[-_STEPS:])
+        return [StepReport.model_validate(fields) for fields in in_full]

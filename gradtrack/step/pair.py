@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gradtrack.analyzers.base import Snapshot, rarely
+from gradtrack.analyzers.base import Snapshot
 from gradtrack.config import GradientConfig
 from gradtrack.gradients.collected import Gradients, SharedGradients, on_device
 from gradtrack.gradients.distributed.shards import unwrapped
@@ -292,15 +292,6 @@ class Pair:
             for callback in self._callbacks:
                 callback(issue, report)
 
-    def record_last(self) -> None:
-        """Record the last step at the end of a run, unless it has made a row."""
-        for report, data in self.flight_recorder.steps()[-1:]:
-            # A signal handler may close within a step.
-            if self._rows is not None and not data.event and report.step == self.step_count:
-                data.event, data.step, data.time = True, report.step, report.time
-                data.epoch, data.source = report.epoch, report.source
-                self._rows.record(report, data, lambda: self.analyzers.panels)
-
     def _note(self, data: StepData) -> None:
         """Add the pending notes to the report."""
         of_measurement = self.measurement.notes(analyzed=self.analyzers.local)
@@ -316,10 +307,8 @@ class Pair:
             reports, notes = self.analyzers.inspect(self._snapshot(grads, data))
             data.analyzers = reports
             data.notes = [*data.notes, *notes]
-            # Judging a window costs more than analyzing a step; with shards the ranks exchange their issues.
-            judges_window = rarely(step) or step in self.analyzers.close_steps
-            if judges_window and not self.measurement.has_shards:
-                self.judge.add_analyzer_issues(self.analyzers.issues(), data)
+            if not self.measurement.has_shards:  # with shards the ranks exchange their issues
+                self.judge.add_analyzer_issues(self.analyzers.issues_at_looks(), data)
             data.late = [one for one in reports.values() if isinstance(one, LateReport) and one.step != step]
             data.event = data.event or len(reports) > len(data.late)
         self.analyzers.arm(self.model, step + 1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -15,12 +17,17 @@ from gradtrack.gradients.measurer import Measurer
 from gradtrack.health.monitor import GradientMonitor
 from gradtrack.protection.clipping import GradientClipper
 from gradtrack.protection.nonfinite import NaNInfHandler
+from gradtrack.reports import StepReport
 from gradtrack.step.analyzers import RunningAnalyzers, build_analyzers
 from gradtrack.step.arguments import as_sequence, check_model
+from gradtrack.step.data import StepData
 from gradtrack.step.history import History
 from gradtrack.step.measure import Measurement
 from gradtrack.step.pair import Components, IssueCallback, Pair
 from gradtrack.step.rows import Rows
+from gradtrack.support.interrupts import pass_on
+
+_logger = logging.getLogger("gradtrack")
 
 
 class Shares:
@@ -161,6 +168,37 @@ class Pairs:
         self._restored = dict(state)
         for pair in self:
             self._restore(pair)
+
+    def end(self) -> None:
+        """Judge every pair once more, and record its last step unless it has made a row and nothing has changed."""
+        for pair in self:
+            if (last := pair.flight_recorder.last) is not None:
+                self._end(pair, *last)
+
+    def _end(self, pair: Pair, report: StepReport, data: StepData) -> None:
+        report.resolve()  # with the health that it had
+        recorded = data.event or report.step != pair.step_count  # a signal handler may close within a step
+        data.step, data.epoch, data.source = report.step, report.epoch, pair.name
+        data.opened, data.event = (), False
+        if pair.analyzers and not pair.measurement.has_shards:
+            pair.judge.add_analyzer_issues(pair.analyzers.issues(), data)
+        later = report
+        if data.event:
+            later = report.model_copy(update={"health": data.health})
+            pair.history.replace(report, later, data.opened)
+            pair.flight_recorder.replace_last(later)
+            if not (data.health.healthy or pair.history.first_fault):
+                pair.history.first_fault = pair.flight_recorder.read()
+        if self._rows is not None and (data.event or not recorded):
+            data.event, data.time = True, time.time() if recorded else report.time
+            self._rows.record(later, data, lambda: pair.analyzers.panels)
+        for issue in data.opened:
+            for callback in self._callbacks:
+                try:  # no training is left that it could stop
+                    callback(issue, later)
+                except Exception as fault:
+                    pass_on(fault)
+                    _logger.exception("a callback failed on %s, found at the end of the training", issue.key)
 
     def close(self) -> None:
         """Remove every hook from models and optimizers."""

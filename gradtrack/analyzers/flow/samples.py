@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -67,7 +67,7 @@ class Sample:
     turned: float = math.nan
     clip: float = math.nan
 
-    def remembered(self, what: str, see: Callable[[Sample], Seen]) -> Seen:
+    def remembered(self, what: Hashable, see: Callable[[Sample], Seen]) -> Seen:
         """Return what a rule computes from this sample, once for all the windows that hold it."""
         if what not in self._remembered:
             self._remembered[what] = see(self)
@@ -75,7 +75,7 @@ class Sample:
         return found
 
     @cached_property
-    def _remembered(self) -> dict[str, Any]:
+    def _remembered(self) -> dict[Hashable, Any]:
         return {}
 
     @cached_property
@@ -97,12 +97,17 @@ class Sample:
                 found[name] = change.ratio
         return {name: ratio for name, ratio in found.items() if not math.isnan(ratio)}
 
+    @cached_property
+    def largest(self) -> float:
+        """Return the largest of the ratios, 0 without any."""
+        return max(self.ratios.values(), default=0.0)
+
     @property
     def sensitivity(self) -> float:
         """Return ‖g‖‖w‖/|loss|: by how much of itself the loss would change if the weights did by all of theirs."""
         return self._slope(param.weight for param in self.params.values())
 
-    @property
+    @cached_property
     def promised(self) -> float:
         """Return ‖g‖‖Δw‖/|loss|: which share of the loss the slope promises a step at the most."""
         moves = self.changes or {}
@@ -218,8 +223,12 @@ class Trend:
         self.diverged = len(finite) < len(self.losses)
         width = max(4, len(finite) // 4)
         self._head = [loss for loss in self.first[: max(4, min(len(self.first), width))] if math.isfinite(loss)]
-        self._tail = finite[-width:]
-        self.noise = _noise(finite)
+        self._finite, self._tail = finite, finite[-width:]
+
+    @cached_property
+    def noise(self) -> float:
+        """Return the standard deviation from step to step."""
+        return _noise(self._finite)
 
     @property
     def fall(self) -> float:
@@ -242,15 +251,15 @@ class Trend:
         """Whether the loss has gone up by more than its noise, or is no number any more."""
         return self.fall < -_SIGNIFICANT
 
-    @property
+    @cached_property
     def learned(self) -> bool:
         """Whether the loss has come down below where it began, whatever it did in between."""
         if not self.known or not self.first or self.diverged:
             return False
-        begin, error = self.first[0], 2 * self.noise / math.sqrt(len(self._tail))
-        return statistics.fmean(self._tail) < begin - max(error, 0.02 * abs(begin))
+        begin, end = self.first[0], statistics.fmean(self._tail)
+        return end < begin - 0.02 * abs(begin) and end < begin - 2 * self.noise / math.sqrt(len(self._tail))
 
-    @property
+    @cached_property
     def risen(self) -> bool:
         """Whether the loss is clearly worse than where it began, or is no number any more."""
         if self.diverged:
@@ -260,11 +269,10 @@ class Trend:
         begin, end = self.first[0], statistics.median(self._tail)
         return end > 1.5 * begin and sum(loss > begin for loss in self._tail) >= 0.8 * len(self._tail)
 
-    @property
+    @cached_property
     def tells(self) -> bool:
         """Whether the loss keeps its sign, so that its going down is what training is for."""
-        finite = [loss for loss in self.losses if math.isfinite(loss)]
-        return not finite or min(finite) >= 0 or max(finite) <= 0
+        return not self._finite or min(self._finite) >= 0 or max(self._finite) <= 0
 
     @property
     def turning(self) -> bool:

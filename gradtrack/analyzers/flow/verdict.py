@@ -50,8 +50,8 @@ _OF_THE_RUN: Final[_Judges] = (
     reach.judge_stale_grad,
     reach.judge_unchanged,
 )
-_OF_STATES: Final[_Judges] = (depth.judge_depth, imbalance.judge_imbalance, learning_rate.judge_rate_high)
-"""The rules about a state of the model, and so about every window of samples."""
+_OF_GRADIENTS: Final[_Judges] = (depth.judge_depth, imbalance.judge_imbalance)
+"""The rules about a state of the model, and so about every window of samples, of which each is judged once."""
 
 _OF_UNITS: Final[_Judges] = (depth.judge_bottleneck, units.judge_dead, units.judge_saturation)
 """The rules that look at the units of the last samples alone, and judge each window when it is there."""
@@ -67,8 +67,9 @@ def diagnose(case: Case, most: int = MOST) -> list[Issue]:
     """
     found: dict[str, Issue] = {issue.key: issue for issue in case.standing}
     there: set[str] = set()
+    may_be_high = learning_rate.may_be_high(case)
     for number, window in enumerate(case.windows):
-        judged = _judge(window, _OF_STATES)
+        judged = [*_of_gradients(window), *(learning_rate.judge_rate_high(window) if may_be_high else ())]
         there = {issue.key for issue in judged}
         for issue in judged:
             known = found.get(issue.key)
@@ -78,6 +79,12 @@ def diagnose(case: Case, most: int = MOST) -> list[Issue]:
                 found[issue.key] = issue
     lasting = [issue for key, issue in found.items() if key in there or not _is_left_behind(issue, case)]
     return order([*lasting, *_judge(case, _OF_THE_RUN)], most)
+
+
+def _of_gradients(window: Case) -> list[Issue]:
+    """Judge the gradients of a window, once for all the looks at which it is among the last."""
+    known = ("gradients", window.trend.learned)
+    return window.samples[-1].remembered(known, lambda _: _judge(window, _OF_GRADIENTS))
 
 
 def _came_well(issue: Issue, window: Case) -> bool:

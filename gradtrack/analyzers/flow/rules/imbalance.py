@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import Final
 
-from gradtrack.analyzers.flow.graph import FlowGraph
 from gradtrack.analyzers.flow.samples import Case, Sample, median
 from gradtrack.reports import Issue, IssueSeverity, IssueType
 
@@ -25,7 +24,7 @@ def judge_imbalance(case: Case) -> list[Issue]:
 
 
 def _weights(case: Case) -> Issue | None:
-    ratios = [_outlier(sample) for sample in case.recent]
+    ratios = [sample.remembered("outlier", _outlier) for sample in case.recent]
     name = ratios[-1][0]
     if any(other != name or not ratio > _RATIO for other, ratio in ratios):
         return None
@@ -50,7 +49,7 @@ def _outlier(sample: Sample) -> tuple[str, float]:
 
 
 def _heads(case: Case) -> Issue | None:
-    found = [_loudest(graph) for graph in case.graphs]
+    found = [sample.remembered("loudest", _loudest) for sample in case.recent]
     name = found[-1][0]
     if not name or any(other != name or not ratio > _HEADS for other, ratio in found):
         return None
@@ -59,8 +58,9 @@ def _heads(case: Case) -> Issue | None:
     return _issue(case, name, ratio, _HEADS, what)
 
 
-def _loudest(graph: FlowGraph) -> tuple[str, float]:
+def _loudest(sample: Sample) -> tuple[str, float]:
     """Return, of the last layers of the model, the one with the largest gradient, over the smallest."""
+    graph = sample.graph
     ends: dict[str, float] = {}
     for index, node in enumerate(graph.nodes):
         if node.parametric and graph.delta[index] > 0 and not graph.children[index]:

@@ -17,8 +17,14 @@ _HARM: Final = 2.0
 _APART: Final = 10.0
 _RATE_HIGH_SAMPLES: Final = 3
 _EARLY: Final = 8
+_TOLD: Final = 24
 _FEWEST: Final = 2
 _FIRST: Final = 4
+
+
+def may_be_high(case: Case) -> bool:
+    """Whether any step could be too large for the rule below, which costs more than this look at all of them."""
+    return case.trend.risen or any(sample.largest > _RISEN for sample in case.moved)
 
 
 def judge_rate_high(case: Case) -> list[Issue]:
@@ -28,9 +34,9 @@ def judge_rate_high(case: Case) -> list[Issue]:
     through zero, as that of a policy or of a game does, and so need not come down for the training to go well. One step
     is enough that, as the very first, leaves little of most of the weights, unless the loss has halved since, or there
     is a single matrix only, of which nothing need be left: after it even large steps are small beside what they have
-    become. A loss that had come down and is three times its best
-    again has not come down either. And where the loss has risen, the middle of the first samples is enough: a rate that
-    is far too high soon leaves units that are dead, and weights without a gradient do not move.
+    become. A loss that had come down and is three times its best again has not come down either. And where the loss has
+    risen, the middle of the first samples is enough: a rate that is far too high soon leaves units that are dead, and
+    weights without a gradient do not move. Of fewer than 24 steps only a loss that rises by more than its noise tells.
     """
     if case.moved and _is_thrown(case.moved[0]) and (case.series.blew_up or not _is_fine(case)):
         ratios = case.moved[0].ratios
@@ -38,6 +44,8 @@ def judge_rate_high(case: Case) -> list[Issue]:
     moved = [sample for sample in case.moved if sample.step > 1][-_RATE_HIGH_SAMPLES:]
     if (part := _thrown_part(case)) is not None:
         return [part]
+    if case.series.num_steps < _TOLD and not case.trend.rising:
+        return []
     grown = [_of_grown(case, sample) for sample in moved]
     if len(moved) == _RATE_HIGH_SAMPLES and all(grown):
         typical = min(median(found.values()) for found in grown)
@@ -182,7 +190,7 @@ def _rate_low_of_a_part(case: Case) -> list[Issue]:
     still: set[str] | None = None
     part = _PART if case.trend.remaining >= _LEARNED else _STILL
     for sample in case.moved:
-        usual, slope = median(sample.ratios.values()), median(param.relative for param in sample.params.values())
+        usual, slope = sample.remembered("usual", _usual)
         if not usual > _MOVING:
             return []
         found = {
@@ -199,6 +207,11 @@ def _rate_low_of_a_part(case: Case) -> list[Issue]:
     what = f"{len(still)} weights, of {name}, move by {largest:.1e} of their size per step, unlike all others."
     how = f"Multiply the rate of their group by {usual / largest:.1g}, which would move them like the median weight."
     return [issue.model_copy(update={"layer": module_of(name), "message": what, "recommendation": how})]
+
+
+def _usual(sample: Sample) -> tuple[float, float]:
+    """Return by how much the median weight moved, and ‖g‖/‖w‖ of the median parameter."""
+    return median(sample.ratios.values()), median(param.relative for param in sample.params.values())
 
 
 def _is_down(moved: list[Sample]) -> bool:

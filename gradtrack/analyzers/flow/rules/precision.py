@@ -20,15 +20,17 @@ def judge_origin(case: Case) -> list[Issue]:
     did so where a later sample is sound.
     """
     for sample in case.samples:
-        for node in sample.nodes:
-            if not node.finite:
-                layer = node.made_in or node.name
-                made = ", from finite inputs" if node.finite_input or node.made_in else ""
-                what = f"{layer} is the first module whose output is NaN or infinite{made}."
-                where = f"the weights and inputs of {layer} at step {sample.step}"
-                how = f"Look at {where}: overflow, division by zero, log(0)."
-                return [_origin_issue(case, sample.step, layer, what, how)]
-    places = [_broken_at(sample.graph) for sample in case.samples]
+        node = sample.remembered(
+            "nonfinite", lambda sample: next((one for one in sample.nodes if not one.finite), None)
+        )
+        if node is not None:
+            layer = node.made_in or node.name
+            made = ", from finite inputs" if node.finite_input or node.made_in else ""
+            what = f"{layer} is the first module whose output is NaN or infinite{made}."
+            where = f"the weights and inputs of {layer} at step {sample.step}"
+            how = f"Look at {where}: overflow, division by zero, log(0)."
+            return [_origin_issue(case, sample.step, layer, what, how)]
+    places = [sample.remembered("broken", lambda sample: _broken_at(sample.graph)) for sample in case.samples]
     sound = max((index for index, place in enumerate(places) if place is None), default=-1)
     for index, (before, after) in enumerate(pairwise(places), start=1):
         was_searching = case.samples[index].scaled and index < sound

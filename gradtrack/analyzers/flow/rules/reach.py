@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Final
 
-from gradtrack.analyzers.flow.graph import FlowGraph
 from gradtrack.analyzers.flow.samples import Case, Sample, median
 from gradtrack.reports import Issue, IssueType
 from gradtrack.support.names import module_of
@@ -90,16 +89,16 @@ def _cut_off(case: Case, ran: set[str]) -> list[str]:
 
 def _starved(case: Case) -> list[str]:
     """Return the weights of modules that the gradient never came through, though zeros were filled in for it."""
-    if len(case.samples) < _STEPS or any(
-        not any(param.norm for param in sample.params.values()) for sample in case.samples
-    ):
+    suspects = [name for name, param in case.samples[-1].params.items() if param.owned and not param.norm]
+    if not suspects or len(case.samples) < _STEPS:
+        return []
+    if any(not any(param.norm for param in sample.params.values()) for sample in case.samples):
         return []
     reached = {node.name for sample in case.samples for node in sample.nodes if node.delta is not None}
     return [
         name
-        for name, param in case.samples[-1].params.items()
-        if param.owned
-        and module_of(name) not in reached
+        for name in suspects
+        if module_of(name) not in reached
         and all(
             name in sample.params and sample.params[name].has_grad and not sample.params[name].norm
             for sample in case.samples
@@ -110,7 +109,7 @@ def _starved(case: Case) -> list[str]:
 def _behind_steps(case: Case) -> list[str]:
     """Return the weights behind a function whose derivative is zero everywhere, as rounding is."""
     seen = [sample for sample in case.samples if sample.nodes]
-    if len(seen) < _STEPS or any(not any(_is_stepped(sample.graph)) for sample in seen):
+    if len(seen) < _STEPS or not all(sample.remembered("stepped", _is_stepped) for sample in seen):
         return []
     reached = {node.name for sample in seen for node in sample.nodes if node.delta}
     return [
@@ -120,11 +119,10 @@ def _behind_steps(case: Case) -> list[str]:
     ]
 
 
-def _is_stepped(graph: FlowGraph) -> Iterator[bool]:
-    """Tell for each edge that a gradient comes to whether a step function lets none of it through."""
-    for node in graph.nodes:
-        for parent, ops in node.parents if node.delta else ():
-            yield graph.nodes[parent].delta == 0 and not _FLAT.isdisjoint(ops)
+def _is_stepped(sample: Sample) -> bool:
+    """Say whether a step function lets nothing through of a gradient that comes to it."""
+    parents = (found for node in sample.nodes if node.delta for found in node.parents)
+    return any(sample.nodes[parent].delta == 0 and not _FLAT.isdisjoint(ops) for parent, ops in parents)
 
 
 def _by_module(names: list[str]) -> dict[str, list[str]]:
@@ -155,7 +153,7 @@ def judge_unchanged(case: Case) -> Iterator[Issue]:
     if len(moved) < _UNCHANGED_SAMPLES:
         return
     moved = moved[-max(_UNCHANGED_SAMPLES, len(moved) // 2) :]
-    still = set.intersection(*(_still(sample) for sample in moved))
+    still = set.intersection(*(sample.remembered("still", _still) for sample in moved))
     last = moved[-1]
     outside = [name for name in still if last.params[name].owned is False]
     inside = [name for name in still if last.params[name].owned and not (_invisible(moved) or _negligible(last, name))]
