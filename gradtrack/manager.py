@@ -23,7 +23,7 @@ from gradtrack.health.monitor import GradientMonitor
 from gradtrack.pages import at_close
 from gradtrack.protection.clipping import GradientClipper
 from gradtrack.protection.nonfinite import NaNInfHandler
-from gradtrack.reports import Issue, StepReport, TrainingSummary
+from gradtrack.reports import Issue, Issues, StepReport, TrainingSummary
 from gradtrack.step.arguments import as_sequence, check_loss, check_state, is_several, run_backward
 from gradtrack.step.history import History
 from gradtrack.step.loss_scale import Scale, unscale
@@ -208,7 +208,7 @@ class GradientManager:
     def diagnose(self) -> list[Issue]:
         """Return the issues of the run so far, in every pair: root causes first, at most five of each pair."""
         self._pairs.settle()
-        return [issue for pair in self._pairs for issue in pair.diagnose()]
+        return Issues(issue for pair in self._pairs for issue in pair.diagnose())
 
     def status(self) -> dict[str, Any]:
         """Return the numbers of steps and rows, and for each backend which rows it has delivered or lost, and why.
@@ -229,6 +229,11 @@ class GradientManager:
         """Return the summary of the training so far."""
         self._pairs.settle()
         return self._history.summary()
+
+    def __repr__(self) -> str:
+        steps = ", ".join(f"{pair.name} {pair.step_count}".strip() for pair in self._pairs) or "0"
+        kept = ", ".join([*self._sink.backends, *([str(self.run_dir)] if self._sink.keeps_files else [])])
+        return f"<GradientManager{' (closed)' if self._closed else ''}: steps {steps}; keeps {kept or 'nothing'}>"
 
     def _repr_html_(self) -> str:
         return self.get_training_summary()._repr_html_()

@@ -45,13 +45,23 @@ def new_figure(width: float = 11.0, height: float = 7.5) -> Any:
     return figure
 
 
+class Picture(type(Path())):  # type: ignore[misc]
+    """The path of a picture, which a notebook shows as the picture."""
+
+    def _repr_png_(self) -> bytes | None:
+        return self.read_bytes() if self.suffix == ".png" and self.is_file() else None
+
+    def _repr_svg_(self) -> str | None:
+        return self.read_text(encoding="utf-8") if self.suffix == ".svg" and self.is_file() else None
+
+
 def save(figure: Any, path: Path) -> Path:
     """Write a figure in the format of the path's suffix, PNG where it has none, and return where it is."""
     path = path if path.suffix else path.with_suffix(".png")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     figure.clear()
-    return path
+    return Picture(path)
 
 
 def panel(figure: Any, position: tuple[int, int, int], title: str, xlabel: str, ylabel: str) -> Any:

@@ -5,6 +5,7 @@ from gradtrack.reports.base import Report as Report
 from gradtrack.reports.issues import HEALTHY as HEALTHY
 from gradtrack.reports.issues import HealthReport as HealthReport
 from gradtrack.reports.issues import Issue as Issue
+from gradtrack.reports.issues import Issues as Issues
 from gradtrack.reports.issues import IssueSeverity as IssueSeverity
 from gradtrack.reports.issues import IssueType as IssueType
 from gradtrack.reports.step import StepReport as StepReport

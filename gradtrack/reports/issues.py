@@ -10,6 +10,7 @@ from pydantic import ConfigDict, Field
 
 from gradtrack.reports import html
 from gradtrack.reports.base import Report
+from gradtrack.support.names import plural
 
 
 @total_ordering
@@ -100,6 +101,16 @@ class Issue(Report):
         cause = f" (explained by {self.explained_by})" if self.explained_by else ""
         advice = f" {self.recommendation}" if self.recommendation else ""
         return f"[{self.severity.value}] {self.issue_type.value}{where}: {self.message}{cause}{advice}"
+
+
+class Issues(list[Issue]):
+    """A list of issues that shows a line for each, in a terminal and in a notebook."""
+
+    def __repr__(self) -> str:
+        return "\n".join(map(str, self)) or "[]"
+
+    def _repr_html_(self) -> str:
+        return html.card(plural(len(self), "issue"), items=self)
 
 
 class HealthReport(Report):

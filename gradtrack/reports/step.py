@@ -174,6 +174,14 @@ class StepReport(Report):
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
         return super(StepReport, self.resolve()).__deepcopy__(memo)
 
+    def __str__(self) -> str:
+        clipping = self.clipping
+        of, clipped = f" of {self.source}" if self.source else "", " (clipped)" if clipping.clipped else ""
+        known = (self.loss, clipping.norm_before, clipping.norm_after)
+        loss, before, after = ("unknown" if value is None else f"{value:.6g}" for value in known)
+        notes = "".join(f"\n  note: {note}" for note in self.notes)
+        return f"step {self.step}{of}: loss {loss}, gradient norm {before} -> {after}{clipped}, {self.health}{notes}"
+
     def _repr_html_(self) -> str:
         clipping = self.clipping
         rows = [

@@ -182,9 +182,9 @@ class TrainingSummary(Report):
     nan_inf_summary: NanInfSummary = NanInfSummary()
     clipping_summary: ClippingSummary = ClippingSummary()
 
-    def _repr_html_(self) -> str:
+    def _rows(self) -> list[tuple[str, str]]:
         norms, bad = self.gradient_statistics.gradient_norms, self.nan_inf_summary
-        rows = [
+        return [
             ("gradient norm", f"{norms.mean:.4g} on average, {norms.min:.4g} to {norms.max:.4g}"),
             (
                 "clipped",
@@ -194,4 +194,9 @@ class TrainingSummary(Report):
             ("unhealthy", plural(self.health_issues.unhealthy_steps, "step")),
             *((kind, f"open on {plural(count, 'step')}") for kind, count in self.health_issues.issues.items()),
         ]
-        return html.card(plural(self.total_steps, "step"), rows)
+
+    def __str__(self) -> str:
+        return "\n".join([plural(self.total_steps, "step"), *(f"  {name}: {value}" for name, value in self._rows())])
+
+    def _repr_html_(self) -> str:
+        return html.card(plural(self.total_steps, "step"), self._rows())

@@ -30,7 +30,7 @@ class Rows:
         """
         self._send(data, panels)
         if data.event and self._config.verbose_logging:
-            _log_step(report)
+            _logger.info("%s", report)
         if data.event and self._config.debug_mode:
             _log_details(report, data)
 
@@ -66,15 +66,6 @@ def to_record(data: StepData, config: GradientConfig, panels: tuple[Panel, ...] 
         panels=panels,
         issues=tuple(issue.model_dump(mode="json") for issue in data.issues) if data.issues else (),
         histograms=histograms,
-    )
-
-
-def _log_step(report: StepReport) -> None:
-    clipping = report.clipping
-    _logger.info(
-        "step %d: loss %s, gradient norm %s -> %s%s, %s",
-        *(report.step, _number(report.loss), _number(clipping.norm_before), _number(clipping.norm_after)),
-        *(" (clipped)" if clipping.clipped else "", report.health),
     )
 
 

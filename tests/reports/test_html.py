@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
+import pytest
 import torch
 from torch import nn
 
 from gradtrack import GradientGainMonitor, GradientManager, GradientMonitor
 from gradtrack.analyzers.updates import GroupUpdates, UpdatesReport
-from gradtrack.reports import GroupStatistics, HealthReport, StepReport, TrainingSummary, html
+from gradtrack.reports import GroupStatistics, HealthReport, Issues, StepReport, TrainingSummary, html
 from tests.pages.pages import Page
 from tests.pages.runs import HOSTILE, issue, report, unhealthy
+from tests.training import train
 
 
 def test_step_shows_numbers_issues_and_groups() -> None:
@@ -93,3 +98,50 @@ def test_what_prints_well_is_shown_as_it_prints() -> None:
     with GradientGainMonitor(blocks) as monitor:
         torch.autograd.backward(blocks(torch.ones(2, 3)).sum())
     assert Page(monitor._repr_html_()).texts == [monitor.report()]
+
+
+def test_a_step_is_printed_in_a_line() -> None:
+    """Its numbers, its health with a line for each issue, and its notes."""
+    found = report(7, health=unhealthy(issue("layer")), notes=["by the way"])
+    first, fault, note = str(found).splitlines()
+    assert first == "step 7: loss 0.142857, gradient norm 2 -> 1, unhealthy"
+    assert "EXPLODING at layer" in fault
+    assert note == "  note: by the way"
+    assert str(StepReport(step=1, source="critic")).startswith("step 1 of critic: loss unknown, ")
+
+
+def test_a_list_of_issues_shows_a_line_for_each() -> None:
+    """In a terminal and in a notebook; an empty one is that of Python."""
+    found = Issues([issue("first"), issue("second")])
+    assert [line.split(":")[0] for line in str(found).splitlines()] == [
+        "[HIGH] EXPLODING at first",
+        "[HIGH] EXPLODING at second",
+    ]
+    assert repr(found) == str(found)
+    assert Page(found._repr_html_()).texts[0] == "2 issues"
+    assert repr(Issues()) == "[]"
+    assert isinstance(GradientManager(backends=[]).diagnose(), Issues)
+
+
+def test_a_manager_says_what_it_is() -> None:
+    """Its steps and what it keeps, open or closed."""
+    with GradientManager(backends=["memory"]) as manager:
+        train(manager, 3)
+        assert repr(manager) == "<GradientManager: steps 3; keeps memory>"
+    assert repr(manager) == "<GradientManager (closed): steps 3; keeps memory>"
+    assert str(manager.get_training_summary()).splitlines()[0] == "3 steps"
+    assert repr(GradientManager(backends=[])) == "<GradientManager: steps 0; keeps nothing>"
+
+
+def test_a_notebook_shows_a_plot(tmp_path: Path) -> None:
+    """What a plot returns is its path, and displays as the picture."""
+    pytest.importorskip("matplotlib")
+    manager = GradientManager(backends=[])
+    train(manager, 3)
+    found: Any = manager.plot_training_curves(tmp_path / "curves.png")
+    assert found == tmp_path / "curves.png"
+    assert found._repr_png_().startswith(b"\x89PNG")
+    drawn: Any = manager.plot_training_curves(tmp_path / "curves.svg")
+    assert "<svg" in drawn._repr_svg_()
+    assert drawn._repr_png_() is None
+    assert found.parent._repr_png_() is None
