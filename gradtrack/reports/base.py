@@ -44,13 +44,16 @@ class Report(BaseModel):
     described: ClassVar[tuple[Metric, ...]] = _Described()  # type: ignore[assignment]
     """A sentence on every name that `metrics` can return: what is declared, unless a class writes both by hand."""
 
+    aliases_of_fields: ClassVar[Mapping[str, str]] = {}
+    """Other names that a key may have, with those of their fields."""
+
     def __getitem__(self, key: str) -> Any:
-        if key in type(self).__pydantic_fields__:
+        if key in self:
             return getattr(self, key)
         raise KeyError(f"{key!r}: expected one of {', '.join(self.keys())}")
 
     def __contains__(self, key: object) -> bool:
-        return key in type(self).__pydantic_fields__
+        return key in type(self).__pydantic_fields__ or key in self.aliases_of_fields
 
     def keys(self) -> KeysView[str]:
         """Name the fields, so that `dict(report)` and `**report` work."""

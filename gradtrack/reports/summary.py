@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -86,7 +87,9 @@ class ScalerReport(Report):
 
 
 class GroupStatistics(Report):
-    """The gradients of one group of parameters, over their finite elements."""
+    """The gradients of one group of parameters, over their finite elements; `total_norm` is the norm as well."""
+
+    aliases_of_fields: ClassVar[Mapping[str, str]] = {"total_norm": "norm"}
 
     norm: float
     mean: float
@@ -98,6 +101,11 @@ class GroupStatistics(Report):
     nan_count: int = 0
     inf_count: int = 0
     weight_norm: float | None = None
+
+    @property
+    def total_norm(self) -> float:
+        """Return the norm, under the name that it has for all gradients."""
+        return self.norm
 
 
 class ParameterStatistics(GroupStatistics):
@@ -111,8 +119,10 @@ class ParameterStatistics(GroupStatistics):
 class GradientStatistics(Report):
     """All gradients as one vector, before clipping and unscaled, over its finite elements.
 
-    `variance` is the unbiased sample variance, and 0 for fewer than two elements.
+    `variance` is the unbiased sample variance, and 0 for fewer than two elements. `norm` is the total norm as well.
     """
+
+    aliases_of_fields: ClassVar[Mapping[str, str]] = {"norm": "total_norm"}
 
     total_norm: float
     mean: float
@@ -125,6 +135,11 @@ class GradientStatistics(Report):
     nan_count: int
     inf_count: int
     missing: list[str] = Field(default_factory=list)
+
+    @property
+    def norm(self) -> float:
+        """Return the total norm, under the name that it has for a group."""
+        return self.total_norm
 
 
 def has_finite(found: GroupStatistics | GradientStatistics) -> bool:

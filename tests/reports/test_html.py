@@ -145,3 +145,15 @@ def test_a_notebook_shows_a_plot(tmp_path: Path) -> None:
     assert "<svg" in drawn._repr_svg_()
     assert drawn._repr_png_() is None
     assert found.parent._repr_png_() is None
+
+
+def test_both_names_of_a_norm() -> None:
+    """All gradients and a group of them have it as `norm` and as `total_norm`, as an attribute and as a key."""
+    manager = GradientManager(backends=[])
+    last = train(manager, 1)[0]
+    assert last.statistics is not None
+    both: list[Any] = [last.statistics, *last.groups.values()]
+    for found in both:
+        assert found.norm == found.total_norm == found["norm"] == found["total_norm"] == found.get("norm")
+        assert "norm" in found
+        assert len({"norm", "total_norm"} & found.keys()) == 1
