@@ -17,7 +17,7 @@ from gradtrack.gradients.measurer import Measurer
 from gradtrack.health.monitor import GradientMonitor
 from gradtrack.protection.clipping import GradientClipper
 from gradtrack.protection.nonfinite import NaNInfHandler
-from gradtrack.reports import StepReport
+from gradtrack.reports import Issue, StepReport
 from gradtrack.step.analyzers import RunningAnalyzers, build_analyzers
 from gradtrack.step.arguments import as_sequence, check_model
 from gradtrack.step.data import StepData
@@ -179,7 +179,8 @@ class Pairs:
         report.resolve()  # with the health that it had
         recorded = data.event or report.step != pair.step_count  # a signal handler may close within a step
         data.step, data.epoch, data.source = report.step, report.epoch, pair.name
-        data.opened, data.event = (), False
+        data.opened = tuple[Issue, ...]()
+        data.event = False
         if pair.analyzers and not pair.measurement.has_shards:
             pair.judge.add_analyzer_issues(pair.analyzers.issues(), data)
         later = report

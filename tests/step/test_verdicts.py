@@ -33,7 +33,7 @@ class Verdict(Analyzer):
 
     def issues(self) -> list[Issue]:
         """Return the fault while it lasts."""
-        return [found(IssueType.DEAD, "0")] if self._first <= self.step <= self._last else []
+        return [issue_of(IssueType.DEAD, "0")] if self._first <= self.step <= self._last else []
 
 
 class AtTheEnd(Verdict):
@@ -43,10 +43,10 @@ class AtTheEnd(Verdict):
 
     def issues(self) -> list[Issue]:
         """Return the fault once the training is over."""
-        return [found(IssueType.DEAD, "0")] if self.over else []
+        return [issue_of(IssueType.DEAD, "0")] if self.over else []
 
 
-def found(kind: IssueType, layer: str) -> Issue:
+def issue_of(kind: IssueType, layer: str) -> Issue:
     """Return an issue that hurts the training."""
     return Issue(issue_type=kind, severity=IssueSeverity.HIGH, layer=layer, message="It.", recommendation="Mend it.")
 
@@ -118,12 +118,13 @@ def test_what_is_over_at_the_end_is_closed_there(tmp_path: Path) -> None:
     assert manager.reports[-1].health.healthy
 
 
-def test_an_end_without_news_makes_no_row(tmp_path: Path) -> None:
-    """What was told at the last look is not told again."""
+@pytest.mark.parametrize(("steps", "rows"), [(30, [1, 2, 4, 8, 16, 30]), (16, [1, 2, 4, 8, 16])])
+def test_an_end_without_news_makes_one_row_of_the_last_step(steps: int, rows: list[int], tmp_path: Path) -> None:
+    """What was told at the last look is not told again, and a last step that has its row gets no second one."""
     with GradientManager(analyzers=[Verdict(every=4)], backends=["memory"], run_dir=tmp_path / "run") as manager:
-        train(manager, 30)
+        train(manager, steps)
         memory: Any = manager.backend("memory")
-    assert [record.step for record in memory.records] == [4]
+    assert [record.step for record in memory.records] == rows
 
 
 def test_a_callback_that_fails_at_the_end_is_logged(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
@@ -176,6 +177,7 @@ def test_the_collapse_of_a_policy_is_heard_when_its_risk_is_high() -> None:
         optimizer.zero_grad()
         report = manager.step(model, optimizer, model(torch.randn(8, 4)).square().mean())
         optimizer.step()
-        risks[step] = report.analyzers["rl_policy"].entropy_collapse_risk  # type: ignore[attr-defined]
+        found: Any = report.analyzers["rl_policy"]
+        risks[step] = found.entropy_collapse_risk
     manager.close()
     assert opened[0] == next(step for step, risk in risks.items() if risk == "HIGH")
