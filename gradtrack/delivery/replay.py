@@ -33,7 +33,7 @@ _DELAYS_SECONDS: Final = (0.5, 1.0, 2.0, 4.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReplayResult:
+class Replayed:
     """What a replay did for one backend of one run: how many rows there are, and what became of them.
 
     `destination` says where they went, `fault` why it ended early, `damaged` what in the journal could not be read.
@@ -64,7 +64,7 @@ def replay(
     progress: Progress | None = None,
     tell: Callable[[str], object] | None = None,
     allowed: Sequence[str | Path] = (),
-) -> list[ReplayResult]:
+) -> list[Replayed]:
     """Deliver what the trackers of the runs of a directory are missing, each row once, however often it is called.
 
     `RUN_DIR@2` is its second run alone; one in a directory of its own inside that is still being written is left out.
@@ -155,9 +155,9 @@ def _fitting(name: str, given: Mapping[str, Any], *, strict: bool) -> dict[str, 
 
 def _deliver(
     target: _Target, progress: Progress | None, tell: Callable[[str], object], allowed: Sequence[Path]
-) -> ReplayResult:
+) -> Replayed:
     journal, name = target.journal, target.name
-    result = ReplayResult(run_id=journal.run.run_id, backend=name)
+    result = Replayed(run_id=journal.run.run_id, backend=name)
     try:
         directory = journal.parts[0].parent
         options = settle(name, target.options, target.given, run_dir=directory, allowed=allowed)

@@ -16,7 +16,7 @@ from gradtrack.delivery import replay as module
 from gradtrack.delivery.delivery import Delivery
 from gradtrack.delivery.journal.offsets import offsets_path, read_offsets
 from gradtrack.delivery.journal.writing import Journal
-from gradtrack.delivery.replay import ReplayResult, replay
+from gradtrack.delivery.replay import Replayed, replay
 from gradtrack.errors import BackendError, JournalError, PermanentBackendError, UnknownPluginError, UsageError
 from gradtrack.records import Panel, Record, RunInfo
 from tests.delivery.doubles import RUN, join_worker, row
@@ -94,7 +94,7 @@ def test_missing_rows_are_delivered(tmp_path: Path) -> None:
     """Everything arrives in order, the run and the panels with the first row."""
     found = replay(journaled(tmp_path, range(1200)))
     assert stored() == list(range(1200))
-    assert found == [ReplayResult(run_id="run-1", backend="store", rows=1200, delivered=1200)]
+    assert found == [Replayed(run_id="run-1", backend="store", rows=1200, delivered=1200)]
     assert found[0].complete
     first = Store.records[0]
     assert first.run is not None
