@@ -19,8 +19,7 @@ BARS = {"mlp": 1.10, "gpt": 1.03}
 def run(quick: bool = False) -> Iterator[Row]:
     """Time steps without and with diagnosis in turn; what the kinds of steps cost is added up for 2,000 of them."""
     for name, bar in BARS.items():
-        settings = {"enable_gradient_clipping": False}
-        with GradientManager(**settings) as plain, GradientManager(**settings, analyzers=["flow"]) as diagnosed:
+        with GradientManager() as plain, GradientManager(analyzers=["flow"]) as diagnosed:
             actions = [_alone(Training(name)), _managed(Training(name), plain), _managed(Training(name), diagnosed)]
             alone, reported, looked = _times(actions, MEASURED[name] // (4 if quick else 1))
         added = _added(reported, looked)

@@ -29,7 +29,7 @@ def _grow(what: str, cases: list[tuple[int, list[tuple[int, ...]]]]) -> Iterator
             ratio = (seconds / previous[1]) / (size / previous[0])
             yield Row(
                 benchmark="growth",
-                case=f"{previous[0]:,} to {size:,} {what}",
+                case=f"{previous[0]:,} to {size:,} {what}, not clipping",
                 what="cost per unit / cost per unit before",
                 ratio=ratio,
                 bar=1.5,

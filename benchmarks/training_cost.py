@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.models import Training
 from benchmarks.timing import Action, Row, interleaved
-from gradtrack import GradientManager
+from gradtrack import GradientConfig, GradientManager
 
 ROUNDS = {"gpt": 40, "mlp": 1500}
 ALONE = "gradtrack, report every step"
@@ -42,7 +42,7 @@ def _candidates(name: str, directory: Path, stack: ExitStack) -> dict[str, Actio
     training = Training(name)  # one for all that hook nothing: copies of a model differ by where they lie in memory
 
     def ours(**settings: Any) -> Action:
-        manager = stack.enter_context(GradientManager(max_grad_norm=1e9, close_timeout_seconds=300.0, **settings))
+        manager = stack.enter_context(GradientManager(close_timeout_seconds=300.0, **settings))
 
         def step() -> None:
             training.optimizer.zero_grad()
@@ -78,7 +78,7 @@ def _clipped(training: Training) -> Action:
     def step() -> None:
         training.optimizer.zero_grad()
         training.forward().backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(training.model.parameters(), 1e9)
+        torch.nn.utils.clip_grad_norm_(training.model.parameters(), GradientConfig().max_grad_norm)
         training.optimizer.step()
 
     return step
