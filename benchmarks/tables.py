@@ -16,8 +16,14 @@ BEGIN, END = "<!-- written by python -m benchmarks --write -->", "<!-- end of wh
 HEAD = """# What it costs
 
 Made by `make bench` on two shared CPU cores: all candidates run interleaved in one process, but for the faults, where
-each run is a process of its own; each figure is a ratio of medians. A bar is what we promise; a figure above its bar is
-in bold.
+each run is a process of its own; each figure is a ratio of medians, but for those of reading. A bar is what we promise;
+a figure above its bar is in bold. Settings are the defaults, unless the name of a case says otherwise.
+
+The section on steps times reports that nobody reads, of gradients that are there already. The one on reading times
+training loops: plain, with `clip_grad_norm_`, and with gradtrack, whose report is left unread, asked for its
+`health.healthy`, or for `metrics()` at every step. A figure is what gradtrack adds to a plain step over what
+`clip_grad_norm_` adds to it. The loops take turns of 100 steps, with the step that makes a row; of each step in a turn
+the processor time of the training's thread at the lower quartile counts, and of these times the mean.
 
 Figures differ more between machines than between runs, and each section was written when its benchmark last ran.
 
@@ -45,21 +51,20 @@ def write(rows: Sequence[Row]) -> list[Path]:
     shown = "".join(sections.values())
     text.write_text(f"{HEAD}\n![The cost of a step](images/step_cost.png)\n{shown}", encoding="utf-8")
     steps = [row for row in rows if row.benchmark == "step (native)"]
-    if not steps:
-        return [text]
-    draw(steps, picture)
-    readme = ROOT / "README.md"
-    before, rest = readme.read_text(encoding="utf-8").split(BEGIN)
-    table = summary({row.case: _shown(row) for row in steps})
-    readme.write_text(f"{before}{BEGIN}\n\n{table}\n{END}{rest.split(END)[1]}", encoding="utf-8")
-    return [text, picture, readme]
+    if steps:
+        draw(steps, picture)
+    readme, loops = ROOT / "README.md", {row.case: _shown(row) for row in rows if row.benchmark == "reading"}
+    if loops:
+        before, rest = readme.read_text(encoding="utf-8").split(BEGIN)
+        readme.write_text(f"{before}{BEGIN}\n\n{summary(loops)}\n{END}{rest.split(END)[1]}", encoding="utf-8")
+    return [text, *([picture] if steps else []), *([readme] if loops else [])]
 
 
 def summary(ratios: Mapping[str, str]) -> str:
-    """Return a table with a row per set of gradients, of cases named `<gradients>, <kind>, <clipping or not>`."""
+    """Return a table with a row per model, of cases named `<model>, <what is done>`."""
     shapes = dict.fromkeys(case.split(", ")[0] for case in ratios)
     columns = list(dict.fromkeys(case.partition(", ")[2] for case in ratios))
-    lines = [["gradients", *columns], ["---", *["---:"] * len(columns)]]
+    lines = [["model", *columns], ["---", *["---:"] * len(columns)]]
     lines += [[shape, *(ratios.get(f"{shape}, {column}", "") for column in columns)] for shape in shapes]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 

@@ -15,20 +15,18 @@ README = ROOT / "README.md"
 
 def test_table_of_costs_is_that_of_the_benchmarks() -> None:
     """Each figure of the README is the one in docs/benchmarks.md, and none of those is left out."""
-    section = (DOCS / "benchmarks.md").read_text(encoding="utf-8").split("## Step (native)\n")[1].split("\n## ")[0]
-    figures = dict(re.findall(r"^\| (.+?) \| report / clip_grad_norm_ \| (\S+) \|", section, flags=re.M))
+    section = (DOCS / "benchmarks.md").read_text(encoding="utf-8").split("## Reading\n")[1].split("\n## ")[0]
+    figures = dict(re.findall(r"^\| (.+?) \| added to a step / by clip_grad_norm_ \| (\S+) \|", section, flags=re.M))
     written = README.read_text(encoding="utf-8").split(tables.BEGIN)[1].split(tables.END)[0]
-    assert len(figures) >= 16
+    assert len(figures) >= 9
     assert written.strip() == tables.summary(figures).strip()
 
 
-def test_summary_has_a_row_per_set_of_gradients() -> None:
-    """Cases are laid out by their gradients and their kind, and a case that was not measured is an empty cell."""
-    table = tables.summary(
-        {"a, float32, clipping": "1x", "a, bfloat16, clipping": "2x", "b, float32, clipping": "**3x**"}
-    )
+def test_summary_has_a_row_per_model() -> None:
+    """Cases are laid out by their model and what is done, and a case that was not measured is an empty cell."""
+    table = tables.summary({"a, unread": "1x", "a, health read": "2x", "b, unread": "**3x**"})
     assert table.splitlines() == [
-        "| gradients | float32, clipping | bfloat16, clipping |",
+        "| model | unread | health read |",
         "| --- | ---: | ---: |",
         "| a | 1x | 2x |",
         "| b | **3x** |  |",
@@ -40,7 +38,7 @@ def test_writing_the_benchmarks_writes_both(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(tables, "ROOT", tmp_path)
     monkeypatch.setattr(tables, "DOCS", tmp_path / "docs")
     (tmp_path / "README.md").write_text(README.read_text(encoding="utf-8"), encoding="utf-8")
-    rows = [Row(benchmark="step (native)", case="a, float32, clipping", what="b", ratio=0.25, bar=0.2)]
+    rows = [Row(benchmark=name, case="a, b", what="c", ratio=0.25, bar=0.2) for name in ("step (native)", "reading")]
     written = [path.relative_to(tmp_path).as_posix() for path in tables.write(rows)]
     assert written == ["docs/benchmarks.md", "docs/images/step_cost.png", "README.md"]
     before, table, after = re.split(
