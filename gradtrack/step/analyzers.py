@@ -47,6 +47,8 @@ class RunningAnalyzers:
         self._alerts: Sequence[int] = ()
         self.close_steps: Sequence[int] = ()
         """The steps after an alert on which the cheap analyzers run."""
+        self.first_step = -1
+        """The first step after a checkpoint: analyzers that look rarely would be silent for a thousand steps."""
         self._idle: set[str] = set()
         self._sharing: dict[str, Analyzer] = {}
         self._sums: dict[str, Sequence[float] | None] = {}
@@ -93,13 +95,9 @@ class RunningAnalyzers:
 
         On the first steps the schedule runs the cheap ones as often in any case.
         """
-        self.look_at(step)
+        self._alerts = (*self._alerts[-1:], step)  # analyzers with hooks on the step before have yet to run
         if step > OFTEN_UNTIL and step not in self.close_steps:
             self.close_steps = range(step, step + _CLOSE, OFTEN_EVERY)
-
-    def look_at(self, step: int) -> None:
-        """Make every analyzer due at a step."""
-        self._alerts = (*self._alerts[-1:], step)  # analyzers with hooks on the step before have yet to run
 
     @property
     def local(self) -> bool:
@@ -242,7 +240,9 @@ class RunningAnalyzers:
             if name in self._idle:
                 continue
             try:
-                if alerted or (close and one.looks_every is None and type(one).schedule is often) or one.due(step):
+                schedule = type(one).schedule if one.looks_every is None else None
+                soon = (close and schedule is often) or (step == self.first_step and schedule is rarely)
+                if alerted or soon or one.due(step):
                     found.append((name, one))
             except Exception as fault:
                 pass_on(fault)

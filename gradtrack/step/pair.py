@@ -382,5 +382,5 @@ class Pair:
         self.analyzers.load_state_dict(state["analyzers"])
         self.analyzers.close_steps = list(state.get("close_steps", ()))
         self.analyzers.close()
-        self.analyzers.look_at(self.step_count + 1)  # those that look rarely would be silent for a thousand steps
+        self.analyzers.first_step = self.step_count + 1
         self.analyzers.arm(self.model, self.step_count + 1)
