@@ -19,7 +19,7 @@ Made by `make bench` on two shared CPU cores: all candidates run interleaved in 
 each run is a process of its own; each figure is a ratio of medians, but for those of reading. A bar is what we promise;
 a figure above its bar is in bold. Settings are the defaults, unless the name of a case says otherwise.
 
-The section on steps times reports that nobody reads, of gradients that are there already. The one on reading times
+The section on steps times reports that stay unread, of gradients that are there already. The one on reading times
 training loops: plain, with `clip_grad_norm_`, and with gradtrack, whose report is left unread, asked for its
 `health.healthy`, or for `metrics()` at every step. A figure is what gradtrack adds to a plain step over what
 `clip_grad_norm_` adds to it. The loops take turns of 100 steps, with the step that makes a row; of each step in a turn
