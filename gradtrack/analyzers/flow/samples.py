@@ -17,6 +17,7 @@ from gradtrack.analyzers.flow.call import Node
 from gradtrack.analyzers.flow.graph import FlowGraph
 from gradtrack.analyzers.flow.sampled_weights import Change
 from gradtrack.reports import Issue, IssueSeverity, IssueType
+from gradtrack.support.names import module_of
 
 Seen = TypeVar("Seen")
 
@@ -186,6 +187,13 @@ class Case:
     def recent(self) -> list[Sample]:
         """Return the last samples, or nothing while there are too few to judge a state by."""
         return list(self.samples[-RECENT:]) if len(self.samples) >= RECENT else []
+
+    @cached_property
+    def began_at_zero(self) -> set[str]:
+        """Return the modules whose weight began at zero, or a gain of their own, as those of adapters do by design."""
+        zero = {name: param for name, param in self.samples[0].params.items() if param.weight == 0}
+        gains = (name for name, param in zero.items() if param.ndim < 2 or name.endswith(".weight"))
+        return {module_of(name) for name in gains if not name.endswith("bias")}
 
     @property
     def before(self) -> int | None:

@@ -95,7 +95,8 @@ def _came_well(issue: Issue, window: Case) -> bool:
 
 
 def _is_left_behind(issue: Issue, case: Case) -> bool:
-    return issue.issue_type in _PLATEAUS and case.series.has_halved_since(issue.step)
+    over = issue.issue_type in _PLATEAUS
+    return over and (case.series.has_halved_since(issue.step) or depth.has_recovered(case, issue.layer))
 
 
 def _judge(case: Case, judges: _Judges) -> list[Issue]:

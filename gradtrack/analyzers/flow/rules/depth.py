@@ -17,14 +17,16 @@ _SMALL: Final = 1e-3
 _LARGE: Final = 100.0
 _GROWN: Final = 1.2
 _SAMPLES: Final = 2
+_RECOVERED: Final = 3.0
 
 
 def judge_depth(case: Case) -> list[Issue]:
     """Open where the first layer's gradient is under 1e-3 of the last one's, or any layer's is over 100 times it.
 
-    Healthy models of all kinds stay between 5e-3 and 50. Silent where a single layer takes all of it that is only
-    growing from zero, as the second factor of a low-rank adapter or a zero-initialised head does, and where a large
-    gain came with a falling loss, as it does when targets are large, or is that of a normalisation right behind.
+    Healthy models of all kinds stay between 5e-3 and 50. What layers and gains take that began at zero does not count,
+    as the second factor of a low-rank adapter or the gain of a residual branch do. Silent where a single layer takes
+    all of it that is only growing from next to zero, as a head may, and where a large gain came with a falling loss, as
+    it does when targets are large, or is that of a normalisation right behind.
     """
     graphs = [sample.graph for sample in case.samples[-_SAMPLES:]]
     entries = set.intersection(*(set(graph.paths) for graph in graphs)) if len(graphs) == _SAMPLES else ()
@@ -41,7 +43,10 @@ def _entry(case: Case, graphs: list[FlowGraph], entry: str) -> Issue | None:
     if any(len(gammas) < 2 for gammas in series):
         return None
     num_layers, turns = len(series[-1]) - 1, graphs[-1].turns(graphs[-1].paths[entry])
-    first = [gammas[entry] * _fewer_rows(graph, entry) for gammas, graph in zip(series, graphs, strict=True)]
+    first = [
+        gammas[entry] * _fewer_rows(graph, entry) / _taken_by(case.began_at_zero, gammas)
+        for gammas, graph in zip(series, graphs, strict=True)
+    ]
     ratio = median(first)
     if ratio > 0 and max(first) < _SMALL and not _begins_at_zero(case, series[-1]):
         return _depth_issue(case, IssueType.VANISHING, entry, ratio, num_layers, turns)
@@ -62,6 +67,25 @@ def _fewer_rows(graph: FlowGraph, entry: str) -> float:
     path = graph.paths[entry]
     first, last = graph.nodes[path[0]].rows, graph.nodes[path[-1]].rows
     return math.sqrt(last / first) if 0 < first < last else 1.0
+
+
+def _taken_by(modules: set[str], gammas: dict[str, float]) -> float:
+    """Return the part of the fall at some modules: at layers of the path, and where the path leaves blocks."""
+    fall = 1.0
+    for before, after in pairwise(gammas) if modules else ():
+        left = any(f"{before}.".startswith(f"{name}.") > f"{after}.".startswith(f"{name}.") for name in modules)
+        if (after in modules or left) and 0 < gammas[before] < gammas[after]:
+            fall *= gammas[before] / gammas[after]
+    return fall
+
+
+def has_recovered(case: Case, entry: str) -> bool:
+    """Whether the gradient at a layer, which had vanished, is clearly above the limit again."""
+    graphs = [sample.graph for sample in case.samples[-_SAMPLES:]]
+    return all(
+        entry in graph.paths and graph.gammas(graph.paths[entry]).get(entry, 0.0) > _RECOVERED * _SMALL
+        for graph in graphs
+    )
 
 
 def _is_learned(case: Case, entry: str) -> bool:

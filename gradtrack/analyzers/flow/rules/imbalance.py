@@ -7,6 +7,7 @@ from typing import Final
 
 from gradtrack.analyzers.flow.samples import Case, Sample, median
 from gradtrack.reports import Issue, IssueSeverity, IssueType
+from gradtrack.support.names import module_of
 
 _RATIO: Final = 1e3
 _HEADS: Final = 5e3
@@ -17,14 +18,15 @@ _SIBLINGS: Final = 3
 def judge_imbalance(case: Case) -> list[Issue]:
     """Open where ‖g‖/‖w‖ of a weight is over 1000 times any other's, or a head's gradient over 5000 times another's.
 
-    Silent on weights that are still growing from zero. A small auxiliary loss, down to a thousandth, is a choice.
+    Silent on weights that are still growing from zero, and beside blocks whose gain began there. A small auxiliary
+    loss, down to a thousandth, is a choice.
     """
     issue = (_weights(case) or _heads(case)) if case.recent else None
     return [] if issue is None else [issue]
 
 
 def _weights(case: Case) -> Issue | None:
-    ratios = [sample.remembered("outlier", _outlier) for sample in case.recent]
+    ratios = [_outlier(sample, case.began_at_zero) for sample in case.recent]
     name = ratios[-1][0]
     if any(other != name or not ratio > _RATIO for other, ratio in ratios):
         return None
@@ -36,12 +38,13 @@ def _weights(case: Case) -> Issue | None:
     return _issue(case, name, ratio, _RATIO, what)
 
 
-def _outlier(sample: Sample) -> tuple[str, float]:
-    """Return the weight with the largest relative gradient, and by how much it leads."""
+def _outlier(sample: Sample, young: set[str]) -> tuple[str, float]:
+    """Return the weight with the largest relative gradient, and by how much it leads those outside of young blocks."""
     found = sorted(
         (param.relative, name)
         for name, param in sample.params.items()
         if param.ndim > 1 and param.has_grad and param.weight > 0 and param.norm > 0
+        if not any(name.startswith(f"{block}.") and module_of(name) != block for block in young)
     )
     if len(found) <= _SIBLINGS:
         return "", math.nan
