@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from gradtrack.config import GradientConfig, explicit
 from gradtrack.errors import InputTypeError, UsageError
 from gradtrack.manager import GradientManager
 from gradtrack.reports import StepReport
-from gradtrack.step.arguments import as_sequence, check_hookable, check_model, hookable
+from gradtrack.step.arguments import WatchSettings, as_sequence, check_hookable, check_model, hookable
 
 _CLIPPING: Final = {"enable_gradient_clipping", "max_grad_norm", "clip_type", "adaptive_clipping"}
 _ACTION: Final = {"nonfinite_action", "replace_nan_with", "replace_inf_with"}
@@ -93,7 +93,7 @@ def watch(
     model: nn.Module,
     optimizer: Any,
     config: GradientConfig | Mapping[str, Any] | str | Path | None = None,
-    **settings: Any,
+    **settings: Unpack[WatchSettings],
 ) -> GradientManager:
     """Measure and report before every step of an optimizer, with no other change to the training loop.
 
@@ -108,8 +108,9 @@ def watch(
         raise UsageError(f"optimizer {optimizer!r}: expected at least one. Pass those that the loop steps.")
     for one in optimizers:
         check_hookable(one)
-    of_manager = {name: settings.pop(name) for name in _OF_MANAGER if name in settings}
-    manager = GradientManager(only_as_asked(GradientConfig.load(config, **settings)), **of_manager)
+    chosen: dict[str, Any] = {**settings}
+    of_manager = {name: chosen.pop(name) for name in _OF_MANAGER if name in chosen}
+    manager = GradientManager(only_as_asked(GradientConfig.load(config, **chosen)), **of_manager)
     manager.attach(model, optimizers)
     manager.follow(model, optimizers)
     return manager

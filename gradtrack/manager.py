@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn, Self, SupportsIndex
+from typing import Any, NoReturn, Self, SupportsIndex, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from gradtrack.pages import at_close
 from gradtrack.protection.clipping import GradientClipper
 from gradtrack.protection.nonfinite import NaNInfHandler
 from gradtrack.reports import Issue, Issues, StepReport, TrainingSummary
-from gradtrack.step.arguments import as_sequence, check_loss, check_state, is_several, run_backward
+from gradtrack.step.arguments import Settings, as_sequence, check_loss, check_state, is_several, run_backward
 from gradtrack.step.history import History
 from gradtrack.step.loss_scale import Scale, unscale
 from gradtrack.step.optimizers import BeforeSteps
@@ -51,12 +51,13 @@ class GradientManager:
         backends: Sequence[Any] | None = None,
         analyzers: Sequence[Any] | str | None = None,
         process_group: Any = None,
-        **overrides: Any,
+        **overrides: Unpack[Settings],
     ) -> None:
+        settings: dict[str, Any] = {**overrides}
         for kind, specs in (("backends", backends), ("analyzers", analyzers)):
             if specs is not None:
-                overrides[kind] = list(specs) if is_several(specs) else specs
-        self.config = GradientConfig.load(config, **overrides)
+                settings[kind] = list(specs) if is_several(specs) else specs
+        self.config = GradientConfig.load(config, **settings)
         self._unused_settings = UnusedSettings(self.config)
         self._sink = Sink(self.config)
         self._rows, self._history = Rows(self.config, self._sink), History(self.config.max_gradient_history)

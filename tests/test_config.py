@@ -1,16 +1,18 @@
 """The configuration: where it comes from, what it refuses and what it says."""
 
+import inspect
 import json
 from collections import UserDict, UserList
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal, get_type_hints
 
 import pytest
 
 from gradtrack import GradientConfig, GradientManager, watch
 from gradtrack.errors import ConfigError, InputTypeError, UnknownPluginError
+from gradtrack.step.arguments import AllSettings, LightningSettings, Settings, WatchSettings
 from tests.training import optimizer_of, small_model, train
 
 SETTINGS = {"max_grad_norm": 2.5, "clip_type": "value", "backends": ["memory"]}
@@ -370,3 +372,42 @@ def test_the_environment_asks_a_watch_to_clip(monkeypatch: pytest.MonkeyPatch) -
     model = small_model()
     with watch(model, optimizer_of(model)) as manager:
         assert (manager.config.enable_gradient_clipping, manager.config.max_grad_norm) == (True, 0.5)
+
+
+_PUT_DOWN: dict[Any, Any] = {
+    list[Any]: Sequence[Any],
+    list[str]: Sequence[str],
+    dict[str, str]: Mapping[str, str],
+    Path | None: str | Path | None,
+    Literal["auto"] | list[Any]: Sequence[Any] | Literal["auto"],
+}
+"""The types of a configuration's settings that their keywords take more freely."""
+
+
+def test_keywords_are_the_settings() -> None:
+    """Every setting is a typed keyword of its type, and no other keyword is."""
+    callback = pytest.importorskip("gradtrack.integrations.lightning").GradientStatisticsCallback
+    settings = {name: field.annotation for name, field in GradientConfig.model_fields.items()}
+    expected = {name: _PUT_DOWN.get(kind, kind) for name, kind in settings.items()}
+    assert get_type_hints(AllSettings) == expected
+    named = {
+        Settings: GradientManager.__init__,
+        LightningSettings: callback.__init__,
+        WatchSettings: watch,
+    }
+    for typed, function in named.items():
+        parameters = inspect.signature(function).parameters.keys() - {"overrides", "settings"}
+        assert not typed.__annotations__.keys() & parameters
+        assert expected.keys() <= typed.__annotations__.keys() | parameters
+
+
+def test_a_typo_fails_before_it_runs() -> None:
+    """A type checker refuses it, or `make check` would call these comments unused; and so does the manager."""
+    model = small_model()
+    optimizer = optimizer_of(model)
+    with pytest.raises(ConfigError, match="Did you mean 'max_grad_norm'"):
+        GradientManager(max_grad_nrom=1.0)  # type: ignore[call-arg]
+    with pytest.raises(ConfigError, match="Did you mean 'max_grad_norm'"):
+        watch(model, optimizer, max_grad_nrom=1.0)  # type: ignore[call-arg]
+    with pytest.raises(ConfigError, match="expected"):
+        GradientManager(clip_type="norms")  # type: ignore[arg-type]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Unpack
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
@@ -17,6 +17,7 @@ from gradtrack.errors import MissingExtraError
 from gradtrack.integrations.callback import ManagedTraining, clipping_if_asked, joined
 from gradtrack.integrations.patching import stand_in
 from gradtrack.manager import GradientManager
+from gradtrack.step.arguments import LightningSettings
 from gradtrack.step.pair import IssueCallback
 from gradtrack.support.redact import redact
 
@@ -37,29 +38,33 @@ class GradientStatisticsCallback(ManagedTraining, Callback):  # type: ignore[mis
     panels follows at the end. The steps are the trainer's `global_step`; of several optimizers each has its own count
     and the name of the module that it steps, numbered where that is taken. While the trainer clips, gradtrack only
     measures; it clips by itself only where a setting asks for that. The state of the manager is in every checkpoint.
-    `config` and more keywords are `GradientConfig`.
+    `config` is a `GradientConfig`, a mapping or a file, and more keywords are settings; a number in its place is
+    `grad_log_every_n_steps`.
     """
 
     _begins_with = "trainer.fit()"
 
     def __init__(
         self,
-        grad_log_every_n_steps: int = 100,
+        config: Any = None,  # LightningCLI would give a GradientConfig every default as if it were chosen
         grad_track_per_weight_matrix: bool = True,
         *,
-        config: dict[str, Any] | str | None = None,
+        grad_log_every_n_steps: int = 100,
         run_dir: str | None = None,
         on_issue: IssueCallback | None = None,
-        **settings: Any,
+        **settings: Unpack[LightningSettings],
     ) -> None:
         super().__init__()
-        known = GradientConfig.load(config)
-        settings["grad_track_per_weight_matrix"] = grad_track_per_weight_matrix and known.grad_track_per_weight_matrix
+        if isinstance(config, int):
+            grad_log_every_n_steps = config
+        known = GradientConfig.load(None if isinstance(config, int) else config)
+        chosen: dict[str, Any] = {**settings}
+        chosen["grad_track_per_weight_matrix"] = grad_track_per_weight_matrix and known.grad_track_per_weight_matrix
         if grad_log_every_n_steps != 100 or "grad_log_every_n_steps" not in known.model_fields_set:
-            settings["grad_log_every_n_steps"] = grad_log_every_n_steps
+            chosen["grad_log_every_n_steps"] = grad_log_every_n_steps
         if run_dir is not None:
-            settings["run_dir"] = run_dir
-        self._prepare(GradientConfig.load(known, **settings), on_issue)
+            chosen["run_dir"] = run_dir
+        self._prepare(GradientConfig.load(known, **chosen), on_issue)
         self._restored: Mapping[str, Any] | None = None
         self._modules: dict[int, tuple[nn.Module, str]] = {}
         self._seen: dict[int, object] = {}

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from statistics import fmean
-from typing import Any, ClassVar, Final, final
+from typing import Any, ClassVar, Final, Unpack, final
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from gradtrack.errors import MissingExtraError, UsageError
 from gradtrack.integrations.callback import ManagedTraining, Source, clipping_if_asked
 from gradtrack.integrations.patching import AfterBackward, embrace, stand_in
 from gradtrack.records import Record, tail_of
+from gradtrack.step.arguments import AllSettings
 from gradtrack.step.pair import IssueCallback
 
 try:
@@ -43,7 +44,12 @@ class GradtrackCallback(ManagedTraining, BaseCallback):  # type: ignore[misc]
     _begins_with = "model.learn()"
 
     def __init__(
-        self, config: Source = None, *, on_issue: IssueCallback | None = None, verbose: int = 0, **settings: Any
+        self,
+        config: Source = None,
+        *,
+        on_issue: IssueCallback | None = None,
+        verbose: int = 0,
+        **settings: Unpack[AllSettings],
     ) -> None:
         super().__init__(verbose)
         self._prepare(GradientConfig.load(config, **settings), on_issue)

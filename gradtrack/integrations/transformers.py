@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, Unpack
 
 from torch import Tensor, nn
 
@@ -16,6 +16,7 @@ from gradtrack.config import GradientConfig
 from gradtrack.errors import MissingExtraError
 from gradtrack.integrations.callback import ManagedTraining, Source, clipping_if_asked, joined
 from gradtrack.integrations.patching import AfterBackward, embrace, stand_in
+from gradtrack.step.arguments import AllSettings
 from gradtrack.step.pair import IssueCallback
 
 try:
@@ -43,7 +44,9 @@ class GradtrackCallback(ManagedTraining, TrainerCallback, ExportableState):  # t
 
     _begins_with = "trainer.train()"
 
-    def __init__(self, config: Source = None, *, on_issue: IssueCallback | None = None, **settings: Any) -> None:
+    def __init__(
+        self, config: Source = None, *, on_issue: IssueCallback | None = None, **settings: Unpack[AllSettings]
+    ) -> None:
         super().__init__()
         self._prepare(GradientConfig.load(config, **settings), on_issue)
         self._after: AfterBackward | None = None

@@ -5,12 +5,79 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Real
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal, TypedDict
 
 import torch
 from torch import Tensor, nn
 
+from gradtrack.config import Action, ClipType
 from gradtrack.errors import InputTypeError, UsageError
+
+
+# The settings of `GradientConfig` as keywords, for completion and type checkers. Each entry point takes some by name.
+class _Most(TypedDict, total=False):
+    enable_gradient_clipping: bool
+    max_grad_norm: float
+    clip_type: ClipType
+    agc_clip_factor: float
+    zscore_threshold: float
+    zscore_alpha: float
+    adaptive_clipping: bool
+    adaptive_window_size: int
+    adaptive_percentile: float
+    enable_nan_inf_check: bool
+    nonfinite_action: Action
+    nan_inf_threshold: float
+    replace_nan_with: float
+    replace_inf_with: float
+    enable_gradient_monitoring: bool
+    log_gradient_stats: bool
+    save_gradient_plots: bool
+    save_html_report: bool
+    vanishing_threshold: float | None
+    exploding_threshold: float | None
+    mute: Sequence[str]
+    check_frequency: int
+    max_gradient_history: int
+    log_histograms: bool
+    track_parameters: bool
+    per_rank: bool
+    groups: Mapping[str, str]
+    alerts: Sequence[Any]
+    engine: Literal["auto", "torch", "native", "triton"]
+    close_timeout_seconds: float
+    debug_mode: bool
+    verbose_logging: bool
+
+
+class _Rows(TypedDict, total=False):
+    grad_log_every_n_steps: int
+    grad_track_per_weight_matrix: bool
+    run_dir: str | Path | None
+
+
+class _Plugins(TypedDict, total=False):
+    backends: Sequence[Any]
+    analyzers: Sequence[Any] | Literal["auto"]
+
+
+class Settings(_Most, _Rows, total=False):
+    """The further settings that a manager takes as keywords."""
+
+
+class LightningSettings(_Most, _Plugins, total=False):
+    """The further settings that the callback for Lightning takes as keywords."""
+
+
+class AllSettings(Settings, _Plugins, total=False):
+    """Every setting as a keyword."""
+
+
+class WatchSettings(AllSettings, total=False):
+    """The keywords of `watch`."""
+
+    process_group: Any
 
 
 def as_sequence(optimizer: Any) -> tuple[Any, ...]:

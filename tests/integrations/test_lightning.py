@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gradtrack import GradientManager
-from gradtrack.errors import UsageError
+from gradtrack import GradientConfig, GradientManager
+from gradtrack.errors import ConfigError, UsageError
 
 pytest.importorskip("lightning")
 import lightning.pytorch as pl
@@ -185,7 +185,7 @@ def test_files_are_those_of_the_document(tmp_path: Path) -> None:
     module, _ = fit(GradientStatisticsCallback(grad_log_every_n_steps=2), tmp_path)
     stats = json.loads((tmp_path / "gradient_statistics.json").read_text())
     assert list(stats) == ["step", "epoch", "grad_variance", "grad_mean", "grad_norm", "grad_max", "grad_min"]
-    assert stats["step"] == [2, 4, 6]
+    assert stats["step"] == [1, 2, 4, 6]
     assert stats["grad_norm"] == pytest.approx([module.torch_own[step] for step in (2, 4, 6)], rel=1e-5)
     matrices = json.loads((tmp_path / "gradient_statistics_weight_matrices.json").read_text())
     assert set(matrices) == {"W_in", "W_rec", "W_out", "biases"}
@@ -560,7 +560,20 @@ def test_settings_come_from_the_training_configuration(tmp_path: Path) -> None:
     fit(callback, tmp_path)
     assert isinstance(callback.manager, GradientManager)
     memory = callback.manager.backend("memory")
-    assert [record.step for record in memory.records] == [3, 6]  # type: ignore[attr-defined]
+    assert [record.step for record in memory.records] == [1, 2, 3, 6]  # type: ignore[attr-defined]
+
+
+def test_the_configuration_comes_first(tmp_path: Path) -> None:
+    """As with the other callbacks: a file, a mapping or a configuration; a number is the cadence of the rows."""
+    (tmp_path / "gradtrack.yaml").write_text("{grad_log_every_n_steps: 7, max_grad_norm: 0.5}")
+    chosen = {"grad_log_every_n_steps": 7, "max_grad_norm": 0.5}
+    for first in (chosen, GradientConfig(**chosen), tmp_path / "gradtrack.yaml", str(tmp_path / "gradtrack.yaml")):
+        config = GradientStatisticsCallback(first, mute=["DEAD"])._config
+        assert (config.grad_log_every_n_steps, config.max_grad_norm, config.mute) == (7, 0.5, ["DEAD"])
+    with pytest.raises(ConfigError, match="Did you mean 'max_grad_norm'"):
+        GradientStatisticsCallback(max_grad_nrom=1.0)  # type: ignore[call-arg]
+    config = GradientStatisticsCallback(7, False)._config
+    assert (config.grad_log_every_n_steps, config.grad_track_per_weight_matrix) == (7, False)
 
 
 @pytest.mark.parametrize("address", ["memory://bucket/runs", "s3://bucket/runs"])

@@ -33,6 +33,7 @@ CONFIG = """
 SETTINGS = {
     "arguments": "init_args: {grad_log_every_n_steps: 2}",
     "mapping": "init_args: {grad_log_every_n_steps: 2, config: {max_grad_norm: 0.05}}",
+    "settings": "init_args: {grad_log_every_n_steps: 2, max_grad_norm: 0.05, mute: [DEAD]}",
     "file": "init_args: {grad_log_every_n_steps: 2, config: gradtrack.yaml}",
     "more": "init_args: {grad_log_every_n_steps: 2}\n          dict_kwargs: {max_grad_norm: 0.05}",
 }
@@ -63,7 +64,7 @@ def test_the_configuration_names_the_callback(kind: str) -> None:
     assert callback.reports[0].clipping.enabled == (kind != "arguments")
     assert callback.reports[0].clipping.threshold == (None if kind == "arguments" else 0.05)
     (statistics,) = Path("logs").rglob("gradient_statistics.json")
-    assert json.loads(statistics.read_text())["step"] == [2, 4, 6]
+    assert json.loads(statistics.read_text())["step"] == [1, 2, 4, 6]
     assert (statistics.parent / "config.yaml").exists()
 
 

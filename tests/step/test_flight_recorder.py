@@ -18,7 +18,7 @@ ROW_BYTES = 64
 
 
 @pytest.mark.parametrize("engine", ["native", "torch"])
-def test_an_older_step_keeps_the_numbers_of_no_single_parameter(engine: str) -> None:
+def test_an_older_step_keeps_the_numbers_of_no_single_parameter(engine: Any) -> None:
     """The memory of a long training does not grow by the number of parameters at every step."""
     model = nn.Module()
     model.weights = nn.ParameterList(nn.Parameter(torch.zeros(2)) for _ in range(NUM_PARAMS))

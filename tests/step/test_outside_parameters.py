@@ -18,7 +18,7 @@ ENGINES = ["native", "torch"]
 class Training:
     """A model with a temperature and two prompts beside it."""
 
-    def __init__(self, engine: str = "torch", names: bool = True, **settings: Any) -> None:
+    def __init__(self, engine: Any = "torch", names: bool = True, **settings: Any) -> None:
         if engine == "native":
             pytest.importorskip("numba")
         self.model = small_model()
@@ -46,7 +46,7 @@ class Training:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_they_are_measured_under_the_names_of_their_groups(engine: str) -> None:
+def test_they_are_measured_under_the_names_of_their_groups(engine: Any) -> None:
     """The norm is that of everything that the optimizer steps, and a note says so once."""
     training = Training(engine, max_grad_norm=1e9, track_parameters=True)
     first, second = training.step(), training.step()
@@ -63,7 +63,7 @@ def test_they_are_measured_under_the_names_of_their_groups(engine: str) -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_they_are_clipped_with_the_model(engine: str) -> None:
+def test_they_are_clipped_with_the_model(engine: Any) -> None:
     """All gradients are scaled by one factor, to the limit together."""
     training = Training(engine, max_grad_norm=0.5)
     training.step()
@@ -71,7 +71,7 @@ def test_they_are_clipped_with_the_model(engine: str) -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_step_that_is_not_finite_does_not_move_them(engine: str) -> None:
+def test_a_step_that_is_not_finite_does_not_move_them(engine: Any) -> None:
     """Neither where the infinity is theirs, nor where it is the model's."""
     training = Training(engine)
     training.step()

@@ -34,7 +34,7 @@ ACTIONS: list[dict[str, Any]] = [
 ]
 
 
-def protect(grads: list[Tensor], *, device: bool, engine: str, **settings: Any) -> tuple[StepReport, list[Tensor]]:
+def protect(grads: list[Tensor], *, device: bool, engine: Any, **settings: Any) -> tuple[StepReport, list[Tensor]]:
     """Return the report of a step and the gradients after it, decided on the device or on the host."""
     model = with_gradients([grad.clone(memory_format=torch.preserve_format) for grad in grads])
     with pytest.MonkeyPatch.context() as patch:
