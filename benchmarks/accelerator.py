@@ -94,12 +94,12 @@ def _operations(shapes: list[Shape], make: Callable[[list[Tensor]], Any]) -> int
     """Count the operations that start a kernel or a copy on tensors of a device that is not there."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         action = make([torch.empty(shape, device="cuda") for shape in shapes])
-        with _Counter() as counter:
+        with _Counter() as counter:  # type: ignore[no-untyped-call]
             action()
-    return counter.number
+    return int(counter.number)
 
 
-class _Counter(TorchDispatchMode):
+class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     number = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -29,7 +30,7 @@ def run(quick: bool = False, device: str = "cpu") -> Iterator[Row]:
     for name, shapes in SHAPES.items():
         for dtype in (torch.float32, torch.bfloat16):
             for engaged in (True, False):
-                bar = BARS[name][not engaged]
+                bar: float | None = BARS[name][not engaged]
                 yield _compare(name, shapes, dtype, engaged=engaged, engine="native", bar=bar, quick=quick)
     for name, shapes in SHAPES.items():
         bar = TORCH_BAR if name == "gpt2_124m" else None
@@ -53,7 +54,7 @@ def _compare(
     dtype: torch.dtype,
     *,
     engaged: bool,
-    engine: str,
+    engine: Any,
     bar: float | None,
     quick: bool,
     device: str = "cpu",

@@ -113,7 +113,7 @@ def test_a_model_without_a_chain_is_told_so() -> None:
 def test_a_compiled_model_has_the_gains_of_the_plain_one(place: str) -> None:
     """The steps at which the analyzer looks run eagerly, also where a whole model is compiled."""
     model: Any = deep_model()
-    compiled = torch.compile(model, backend="eager") if place == "wrapped" else model
+    compiled: Any = torch.compile(model, backend="eager") if place == "wrapped" else model
     if place == "in place":
         model.compile(backend="eager")
     found = []
