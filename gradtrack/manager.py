@@ -289,6 +289,7 @@ class GradientManager:
                     self._check_settings()
 
         self._hooks.append(BeforeSteps(optimizers, look))
+        self._hooks[-1].register()
         # The optimizer now refers to the manager, so the function that runs when it is collected must not refer back.
         self._at_exit.unhook = self._pairs.models_alone()
 
@@ -305,14 +306,18 @@ class GradientManager:
         self._closed = True
         try:
             self._pairs.end()
-            for hook in self._hooks:
-                hook.remove()
-            self._pairs.close()
+            self._remove_hooks()
             self._sink.tell_if_unkept(self._history.num_steps)
             self._leave_files(failed=failed)
         finally:  # an interrupt while pictures are drawn loses no row
             self._sink.close(failed=failed)
             self._at_exit.cancel()
+            self._remove_hooks()  # again, since an interrupt may have kept some
+
+    def _remove_hooks(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._pairs.close()
 
     def __enter__(self) -> Self:
         if self._closed:

@@ -16,6 +16,7 @@ from gradtrack.gradients.groups import Layout
 from gradtrack.gradients.measurer import Measurer
 from gradtrack.gradients.moments import WIDTH, Moments, Rows, count_elements, empty_row, merge
 from gradtrack.gradients.parameters import ParameterTable
+from gradtrack.support.interrupts import Changes
 
 _POWERS = np.array([1, 2, 1, 1, 0, 0, 0, 0])
 """The power of a scale by which each number of a row grows."""
@@ -84,11 +85,11 @@ class GradientsInBackward:
             if owner is not None and param.grad is not None:
                 owner._measure(param)
 
-        self._handles: list[Any] = []
-        for param in params:
-            handle: Any = param.register_post_accumulate_grad_hook(on_gradient)  # type: ignore[no-untyped-call]
-            _put_first(param._post_accumulate_grad_hooks, handle.id)
-            self._handles.append(handle)
+        self._changes = Changes()
+        with self._changes.or_none():
+            for param in params:
+                self._changes.hook(param.register_post_accumulate_grad_hook, on_gradient)
+                _put_first(param._post_accumulate_grad_hooks, on_gradient)
 
     def _measure(self, param: nn.Parameter) -> None:
         grad: Any = local_gradient(param) if is_distributed(param) else param.grad
@@ -107,16 +108,18 @@ class GradientsInBackward:
 
     def close(self) -> None:
         """Remove the hooks."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        self._changes.undo()
 
 
-def _put_first(hooks: Any, number: int) -> None:
+def _put_first(hooks: Any, hook: object) -> None:
     """Move a hook before all others, by inserting all of them anew: autograd calls them in order of insertion."""
-    items = sorted(hooks.items(), key=lambda item: item[0] != number)
-    hooks.clear()
-    hooks.update(items)
+    items = sorted(hooks.items(), key=lambda item: item[1] is not hook)
+    try:
+        hooks.clear()
+        hooks.update(items)
+    except BaseException:  # an interrupt between the two must not lose those of the user
+        hooks.update(items)
+        raise
 
 
 def step_in_backward(params: Sequence[nn.Parameter]) -> bool:

@@ -10,6 +10,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.autograd import Variable
 
+from gradtrack.support.interrupts import Changes
+
 
 def stand_in(owner: Any, name: str, function: Callable[..., Any]) -> Callable[[], None]:
     """Replace a method of one object; return a function that restores the original."""
@@ -55,11 +57,11 @@ class AfterBackward:
         self.params = list(params)
         self.listening = True
         self._queued = self._embraced = self._ended = False
-        self._hooks = [
-            param.register_post_accumulate_grad_hook(self._reached)  # type: ignore[no-untyped-call]
-            for param in self.params
-            if param.requires_grad
-        ]
+        self._changes = Changes()
+        with self._changes.or_none():
+            for param in self.params:
+                if param.requires_grad:
+                    self._changes.hook(param.register_post_accumulate_grad_hook, self._reached)
 
     @contextmanager
     def at_the_end(self) -> Iterator[None]:
@@ -78,9 +80,7 @@ class AfterBackward:
 
     def close(self) -> None:
         """Remove every hook."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        self._changes.undo()
 
     def _reached(self, _: Tensor) -> None:
         if not self._queued and (self.listening or self._embraced):

@@ -289,9 +289,11 @@ class RunningAnalyzers:
             _logger.warning("analyzer %s failed; training goes on", name, exc_info=fault)
         if self._faults[name] >= _PATIENCE:
             _logger.warning("analyzer %s failed %d times and is left out from now on", name, _PATIENCE)
-            analyzer = self.running.pop(name, None)
-            if analyzer is not None:
-                analyzer.disarm()
+            try:
+                self.running[name].disarm()
+            except Exception as another:  # also of a hook in another thread that has removed it
+                pass_on(another)
+            self.running.pop(name, None)
 
 
 _AFTER: Final = 2

@@ -19,6 +19,7 @@ from gradtrack.gradients.distributed.shards import is_distributed
 from gradtrack.gradients.parameters import OutsideParameter, ParameterTable
 from gradtrack.step.arguments import check_optimizer, hookable, needs_closure
 from gradtrack.step.loss_scale import UnseenSkips, unscale_together
+from gradtrack.support.interrupts import Changes
 
 _lr = itemgetter("lr")
 _logger = logging.getLogger("gradtrack")
@@ -234,13 +235,17 @@ class BeforeSteps:
         self._stepped: set[int] = set()
         self._unseen_skips = UnseenSkips()
         self._looked_at: dict[int, Callable[[], Tensor | None]] = {}
-        self._hooks = [(one, one.register_step_pre_hook(uncompiled(self._before_step))) for one in optimizers]
+        self._hooks = [(one, Changes()) for one in optimizers]
+
+    def register(self) -> None:
+        """Register the hooks; the caller keeps this object before that, so that an interrupt leaves none."""
+        for optimizer, changes in self._hooks:
+            changes.hook(optimizer.register_step_pre_hook, uncompiled(self._before_step))
 
     def remove(self) -> None:
-        """Remove the hooks from the optimizers."""
+        """Remove the hooks from the optimizers; a second call does nothing."""
         self._look = None
         take_off(self._hooks)
-        self._hooks = []
 
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         look = self._look

@@ -40,12 +40,11 @@ Components = tuple[GradientMonitor, GradientClipper, NaNInfHandler]
 
 
 class Pair:
-    """A model with its optimizers, its clipper, rules and analyzers, and its own count of optimizer steps."""
+    """A model with its optimizers, once they are bound, its clipper, rules, analyzers, and its own count of steps."""
 
     def __init__(
         self,
         model: nn.Module,
-        optimizers: Sequence[Any],
         *,
         config: GradientConfig,
         measurer: Measurer,
@@ -80,7 +79,6 @@ class Pair:
         """Whether the user holds monitor or clipper, so that every step has to be applied to them at once."""
         self.pending = PendingSteps()
         self.fast_path = FastPath(self, self.history, self.pending)
-        self.bind(optimizers)
 
     @property
     def table(self) -> ParameterTable:

@@ -241,7 +241,6 @@ class Pairs:
         analyzers = self.first_analyzers if first else self._analyzers(specs)
         pair = Pair(
             model,
-            optimizers,
             config=self._config,
             measurer=self._measurer,
             components=self.first_components if first else self._components(),
@@ -253,17 +252,24 @@ class Pairs:
             rows=self._rows,
             callbacks=self._callbacks,
         )
-        if self._config.analyzers == "auto":
-            analyzers.choose(model)
-        if first and self._components_are_shared:
-            pair.share_components()
-        self._restore(pair)
-        pair.arm()
-        self._pairs[(id(model), *map(id, optimizers))] = pair
-        self._divide()
-        self._on_models += (pair.measurement, pair.analyzers)
-        if first:
-            self._on_first()
+        key = (id(model), *map(id, optimizers))
+        try:
+            pair.bind(optimizers)
+            if self._config.analyzers == "auto":
+                analyzers.choose(model)
+            if first and self._components_are_shared:
+                pair.share_components()
+            self._restore(pair)
+            pair.arm()
+            self._pairs[key] = pair
+            self._divide()
+            self._on_models += (pair.measurement, pair.analyzers)
+            if first:
+                self._on_first()
+        except BaseException:  # an interrupt: the pair is added anew by the next call
+            self._pairs.pop(key, None)
+            pair.close()
+            raise
         return pair
 
     def _divide(self) -> None:
@@ -285,7 +291,7 @@ class Pairs:
 
     def _restore(self, pair: Pair) -> None:
         if pair.name in self._restored:
-            pair.load_state_dict(self._restored.pop(pair.name))
+            pair.load_state_dict(self._restored[pair.name])
 
     def _check_name(self, name: str, optimizers: Sequence[Any]) -> None:
         taken = sorted(pair.name for pair in self)

@@ -1,10 +1,15 @@
-"""Interrupts: tells exceptions that a signal handler raised from faults of the line that it struck."""
+"""Interrupts: exceptions that a signal handler raised, and changes that are undone in spite of them."""
 
 from __future__ import annotations
 
 import inspect
+import sys
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from types import FrameType, TracebackType
+from typing import Any, Self
 
 
 def pass_on(fault: BaseException) -> None:
@@ -63,3 +68,72 @@ def _was_given(handler: FrameType, struck: FrameType) -> bool:
     num_given = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)
     values = [variables[name] for name in code.co_varnames[:num_given] if name in variables]
     return any(value is struck or (type(value) is tuple and any(one is struck for one in value)) for value in values)
+
+
+class Changes:
+    """The hooks and other changes that one owner makes to things of the user's.
+
+    A signal handler may raise at any moment, so each change is known before it is made, and undone as often as it
+    takes. The owner has its `Changes` before it makes the first.
+    """
+
+    def __init__(self) -> None:
+        self._undo: list[Callable[[], object]] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._undo)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self.undo()
+        finally:
+            self.undo()
+
+    def note(self, undo: Callable[[], object]) -> None:
+        """Note, before a change is made, what undoes it; that may be called twice, and without the change."""
+        self._undo.append(undo)
+
+    def hook(self, register: Callable[..., Any], hook: Callable[..., Any], **options: Any) -> None:
+        """Register a hook by a method of a module, a tensor or an optimizer, or by a function of torch."""
+        handles: list[Any] = []
+        self.note(partial(_remove, register, hook, handles))
+        handles.append(register(hook, **options))
+
+    @contextmanager
+    def or_none(self) -> Iterator[None]:
+        """Undo every change where the block, as the rest of a constructor, ends with an exception."""
+        try:
+            yield
+        except BaseException:
+            self.undo()
+            raise
+
+    def undo(self) -> None:
+        """Undo every change, the last one first; a second call does nothing."""
+        try:
+            self._undo_all()
+        except BaseException:  # an interrupt in the middle
+            self._undo_all()
+            raise
+
+    def _undo_all(self) -> None:
+        for undo in reversed(self._undo):
+            undo()
+        self._undo.clear()
+
+
+def _remove(register: Callable[..., Any], hook: Callable[..., Any], handles: list[Any]) -> None:
+    """Remove a hook by its handle, or by itself where an interrupt in torch has kept the handle from being known."""
+    if handles:
+        handles[0].remove()
+        return
+    owner = getattr(register, "__self__", None)
+    owner = sys.modules[register.__module__] if owner is None else owner
+    found = [getattr(owner, name) for name in dir(owner) if "_hooks" in name]
+    tables = [table for table in found if isinstance(table, dict)]
+    for key in [key for table in tables for key, there in table.items() if there is hook]:
+        for table in tables:  # those of options have the same keys
+            table.pop(key, None)

@@ -44,8 +44,8 @@ def watching_lines(visit: Callable[[Point], object]) -> Iterator[None]:
     def at_line(frame: FrameType, event: str, argument: object) -> Any:
         if event == "line":
             file, line = frame.f_code.co_filename, frame.f_lineno
-            # A tracer can strike between the body of a `with` and its exit; the interpreter calls no handler there.
-            if not linecache.getline(file, line).lstrip().startswith("with "):
+            # A tracer can strike between the body of a `with` and its exit, and at `try`; no handler is called there.
+            if not linecache.getline(file, line).lstrip().startswith(("with ", "try:")):
                 seen[file, line] += 1
                 visit(Point(file, line, seen[file, line]))
         return at_line

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from gradtrack.analyzers.flow.call import Node, axis_of, take_gradient, take_output
-from gradtrack.analyzers.tools.hooks import Faults, ModuleHook, remove_all
+from gradtrack.analyzers.tools.hooks import Faults, ModuleHook
 from gradtrack.analyzers.tools.modules import floating, has_parts, kind_of, layers, owns_parameters, unnested
 from gradtrack.gradients.native.threads import threads_for
+from gradtrack.support.interrupts import Changes
 
 _MAX_CALLS: Final = 256
 _MAX_WALK: Final = 4000
@@ -19,40 +20,28 @@ _NO_CODE: Final = (nn.Sequential.forward, nn.Module.forward)
 
 
 class Probe:
-    """Hooks on a model for one forward and backward pass, until `close`.
+    """Hooks on a model for one forward and backward pass, until its `changes` are undone.
 
     A fault in a hook never reaches the training: it ends the look and is kept in `faults`.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, changes: Changes) -> None:
         self._model = model
         self.nodes: list[Node] = []
         self.without_grad: set[str] = set()
         self.faults = Faults()
         self._calls: dict[str, int] = {}
         self._functions: dict[Any, int] = {}
-        self._closed = False
-        self._handles: list[Any] = []
-
-    def register(self) -> None:
-        """Register the hooks; the caller keeps the probe before that, so that an interrupt leaves no hook."""
-        for name, module in _observed(self._model):
+        changes.note(self._functions.clear)  # lets go of the graph
+        for name, module in _observed(model):
             if name:
-                self._handles.append(module.register_forward_hook(ModuleHook(module, self._seeing(name, module))))
-
-    def close(self) -> None:
-        """Remove the hooks and let go of the graph; a hook that an interrupt kept from being known does nothing."""
-        self._closed = True
-        remove_all(self._handles)
-        self._functions = {}
+                changes.hook(module.register_forward_hook, ModuleHook(module, self._seeing(name, module)))
 
     def _seeing(self, name: str, module: nn.Module) -> Callable[..., None]:
         kind = getattr(module, "mode", "") if isinstance(module, nn.RNN) else kind_of(module).__name__
         parametric = owns_parameters(module)
 
         def see(_: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-            if self._closed:
-                return
             if not torch.is_grad_enabled():
                 self.without_grad.add(name)
                 return

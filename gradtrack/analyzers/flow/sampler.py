@@ -18,13 +18,13 @@ from gradtrack.analyzers.flow.probe import Probe
 from gradtrack.analyzers.flow.sampled_weights import Elements
 from gradtrack.analyzers.flow.samples import Case, ParameterSample, Sample, pack, unpack
 from gradtrack.analyzers.flow.verdict import UnitVerdicts
-from gradtrack.analyzers.tools.hooks import remove_all
 from gradtrack.analyzers.tools.offline import InputFunction, LossFunction, offline_steps
 from gradtrack.analyzers.tools.optimizer_hooks import StepWatch
 from gradtrack.gradients.distributed.shards import local_numbers, local_part, unwrapped
 from gradtrack.gradients.measurer import Measurer
 from gradtrack.gradients.moments import finite_norm, log_norm, true_norm
 from gradtrack.gradients.parameters import ParameterTable
+from gradtrack.support.interrupts import Changes
 
 
 class StaleWatch:
@@ -35,33 +35,23 @@ class StaleWatch:
     another model, whose own old gradients are cleared only before its own pass.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, model: nn.Module, changes: Changes) -> None:
         self._stale: dict[str, None] = {}
         self._fresh: set[str] = set()
-        self._closed = False
-        self._handles: list[Any] = []
-
-    def register(self, model: nn.Module) -> None:
-        """Register the hooks; the caller keeps the watch before that, so that an interrupt leaves no hook."""
         for name, param in model.named_parameters():
             if param.requires_grad:
-                self._handles.append(param.register_hook(self._hook(name, param)))  # type: ignore[no-untyped-call]
+                changes.hook(param.register_hook, self._hook(name, param))
 
     @property
     def found(self) -> list[str]:
         """Name the parameters whose old gradients were added to and never cleared."""
         return list(self._stale)
 
-    def close(self) -> None:
-        """Remove the hooks."""
-        self._closed = True
-        remove_all(self._handles)
-
     def _hook(self, name: str, param: nn.Parameter) -> Callable[[Tensor], None]:
         version = param._version
 
         def hook(_: Tensor) -> None:
-            if self._closed or name in self._fresh:
+            if name in self._fresh:
                 return
             if _is_empty(param.grad):
                 self._fresh.add(name)
@@ -95,6 +85,7 @@ class FlowSampler:
         self._with_zeros = with_zeros
         self._unit_verdicts = UnitVerdicts()
         self._past: deque[Elements] = deque(maxlen=_PAST)
+        self._changes = Changes()
         self._probe: Probe | None = None
         self._stale: StaleWatch | None = None
         self._elements: Elements | None = None
@@ -112,10 +103,8 @@ class FlowSampler:
     def arm(self, model: nn.Module, *, stale: bool = True) -> None:
         """Hook a model for the coming step."""
         if self._elements is None or not stale:
-            self._probe, self._stale = Probe(model), StaleWatch() if stale else None
-            self._probe.register()
-            if self._stale is not None:
-                self._stale.register(model)
+            self._probe = Probe(model, self._changes)
+            self._stale = StaleWatch(model, self._changes) if stale else None
 
     def look(self, snapshot: Snapshot) -> Sample | None:
         """Complete the last sample, and return a new one where the model was hooked."""
@@ -138,9 +127,7 @@ class FlowSampler:
 
     def disarm(self, *, for_good: bool = False) -> None:
         """Take the hooks off the model; the last sample still waits for its step, unless it is `for_good`."""
-        for watch in (self._probe, self._stale):
-            if watch is not None:
-                watch.close()
+        self._changes.undo()
         self._probe = self._stale = None
         if for_good:
             self._elements = None

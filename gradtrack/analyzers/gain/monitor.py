@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
 from typing import Any, Final, Literal, Self, final, get_args
 
 import torch
@@ -25,6 +24,7 @@ from gradtrack.analyzers.tools.modules import first_floating, tensors
 from gradtrack.errors import InputTypeError, SecondBackwardError, UsageError
 from gradtrack.gradients.native.threads import threads_for
 from gradtrack.reports import html
+from gradtrack.support.interrupts import Changes
 
 _MOST_NODES: Final = 100_000
 
@@ -145,14 +145,15 @@ class GradientGainMonitor:
         self.norm_type, self.strict_single_backward, self.eps = norm_type, strict_single_backward, eps
         self._select = select
         self._num_passes = 0
-        hooks = ExitStack()
-        for index, block in enumerate(self._blocks):
-            watch = _Watch(self, index)
-            hooks.callback(block.register_forward_hook(watch, with_kwargs=True).remove)
-            if getattr(block, "_compiled_call_impl", None) is not None:
-                hooks.callback(_watch_compiled(block, watch))
-        self._closer = weakref.finalize(self, hooks.close)
+        self._changes = Changes()
+        self._closer = weakref.finalize(self, self._changes.undo)
         self.reset()
+        with self._changes.or_none():
+            for index, block in enumerate(self._blocks):
+                watch = _Watch(self, index)
+                self._changes.hook(block.register_forward_hook, watch, with_kwargs=True)
+                if getattr(block, "_compiled_call_impl", None) is not None:
+                    _watch_compiled(block, watch, self._changes)
 
     def reset(self) -> None:
         """Forget the recorded gradients."""
@@ -166,6 +167,7 @@ class GradientGainMonitor:
 
     def close(self) -> None:
         """Remove the hooks; what was recorded stays readable."""
+        self._changes.undo()
         self._closer()
 
     @property
@@ -298,8 +300,8 @@ class _Watch(Unshared):
             monitor._faults.guarded(monitor._see)(self._index, (args, kwargs), output)
 
 
-def _watch_compiled(block: nn.Module, watch: _Watch) -> Callable[[], None]:
-    """Look at a block that was compiled in place from outside of what was compiled; return what undoes it."""
+def _watch_compiled(block: nn.Module, watch: _Watch, changes: Changes) -> None:
+    """Look at a block that was compiled in place from outside of what was compiled."""
     compiled: Any = block._compiled_call_impl
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -307,8 +309,8 @@ def _watch_compiled(block: nn.Module, watch: _Watch) -> Callable[[], None]:
         watch(block, args, kwargs, output)
         return output
 
+    changes.note(lambda: setattr(block, "_compiled_call_impl", compiled))
     block._compiled_call_impl = call
-    return lambda: setattr(block, "_compiled_call_impl", compiled)
 
 
 def _checked(blocks: Any) -> list[nn.Module]:

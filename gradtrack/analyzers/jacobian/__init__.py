@@ -26,6 +26,7 @@ from gradtrack.analyzers.tools.offline import InputFunction, call, kept, untouch
 from gradtrack.errors import UsageError
 from gradtrack.records import Panel
 from gradtrack.reports import Report
+from gradtrack.support.interrupts import Changes
 from gradtrack.support.progress import counted
 
 _NO_CHAIN = "jacobian: the model has no chain of three or more blocks of one type; name them with blocks=."
@@ -77,6 +78,7 @@ class JacobianAnalyzer(Analyzer):
             raise UsageError(f"num_samples {num_samples}: expected at least 1.")
         self._model, self._blocks = model, blocks
         self._num_samples, self._exact_limit, self._seed = num_samples, exact_limit, seed
+        self._changes = Changes()
         self._inputs: BlockInputs | None = None
         self._chain: dict[str, nn.Module] = {}
         self._notes = Notes()
@@ -91,13 +93,10 @@ class JacobianAnalyzer(Analyzer):
         are run one after the other.
         """
         model, chosen = self._choose(blocks)
-        inputs = BlockInputs(chosen, self._num_samples)
-        try:
-            with untouched(model), evaluating(model), torch.enable_grad():
-                call(model, input_fn())
-                return self._measure(chosen, inputs.calls)
-        finally:
-            inputs.close()
+        with Changes() as changes, untouched(model), evaluating(model), torch.enable_grad():
+            inputs = BlockInputs(chosen, changes, self._num_samples)
+            call(model, input_fn())
+            return self._measure(chosen, inputs.calls)
 
     def arm(self, model: nn.Module) -> None:
         self.disarm()
@@ -106,7 +105,7 @@ class JacobianAnalyzer(Analyzer):
             self._notes.add(_NO_CHAIN)
             return
         self._chain = chain
-        self._inputs = BlockInputs(chain, self._num_samples)
+        self._inputs = BlockInputs(chain, self._changes, self._num_samples)
 
     def inspect(self, snapshot: Snapshot) -> JacobianReport | None:
         if self._inputs is None or not self._inputs.calls:
@@ -115,9 +114,8 @@ class JacobianAnalyzer(Analyzer):
             return self._measure(self._chain, self._inputs.calls)
 
     def disarm(self) -> None:
-        if self._inputs is not None:
-            self._inputs.close()
-            self._inputs = None
+        self._changes.undo()
+        self._inputs = None
 
     def notes(self) -> list[str]:
         return self._notes.take()

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradtrack.analyzers.tools.hooks import Faults, ModuleHook, remove_all
+from gradtrack.analyzers.tools.hooks import Faults, ModuleHook
 from gradtrack.analyzers.tools.modules import first_floating, replace, tensors, unnested
 from gradtrack.errors import UsageError
+from gradtrack.support.interrupts import Changes
 
 
 class BlockCall:
@@ -74,27 +75,19 @@ class BlockCall:
 class BlockInputs:
     """Hooks that keep the inputs of blocks during forward passes that have a graph."""
 
-    def __init__(self, blocks: Mapping[str, nn.Module], num_samples: int = 1) -> None:
+    def __init__(self, blocks: Mapping[str, nn.Module], changes: Changes, num_samples: int = 1) -> None:
         self._calls: dict[str, BlockCall] = {}
         self._num_samples = num_samples
         self._faults = Faults()
-        self._handles = [
-            block.register_forward_pre_hook(
-                ModuleHook(block, self._faults.guarded(partial(self._keep, name))), with_kwargs=True
-            )
-            for name, block in blocks.items()
-        ]
+        for name, block in blocks.items():
+            hook = ModuleHook(block, self._faults.guarded(partial(self._keep, name)))
+            changes.hook(block.register_forward_pre_hook, hook, with_kwargs=True)
 
     @property
     def calls(self) -> Mapping[str, BlockCall]:
         """Return the last call of each block."""
         self._faults.check()
         return self._calls
-
-    def close(self) -> None:
-        """Remove the hooks and forget the inputs."""
-        remove_all(self._handles)
-        self._calls = {}
 
     def _keep(self, name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():

@@ -24,6 +24,7 @@ from gradtrack.analyzers.tools.offline import InputFunction, LossFunction, offli
 from gradtrack.errors import UsageError
 from gradtrack.records import Panel
 from gradtrack.reports import Issue, IssueType, Report
+from gradtrack.support.interrupts import Changes
 
 _NOTHING: Final = (
     "expected nn.RNN, nn.LSTM, nn.GRU, one of their cells, or a module (x, h) -> h. "
@@ -102,6 +103,7 @@ class RecurrentAnalyzer(Analyzer):
             states=track_hidden_states,
             max_steps=max_steps,
         )
+        self._changes = Changes()
         self._recorder: RecurrentRecorder | None = None
         self._notes: list[str] = []
         self._looked = False
@@ -115,7 +117,7 @@ class RecurrentAnalyzer(Analyzer):
 
     def arm(self, model: nn.Module) -> None:
         self.disarm()
-        self._recorder = self._record(model)
+        self._recorder = self._record(model, self._changes)
 
     def inspect(self, snapshot: Snapshot) -> RecurrentReport | None:
         if self._recorder is None:
@@ -133,9 +135,8 @@ class RecurrentAnalyzer(Analyzer):
         return report
 
     def disarm(self) -> None:
-        if self._recorder is not None:
-            self._recorder.close()
-            self._recorder = None
+        self._changes.undo()
+        self._recorder = None
 
     def notes(self) -> list[str]:
         return list(self._notes)
@@ -169,15 +170,12 @@ class RecurrentAnalyzer(Analyzer):
         model = model_of(self, self.model)
         options = replace(self._options, radius_work=self._options.radius_work / max(steps, 1))
         found: list[dict[str, CellLook]] = []
-        with untouched(model, optimizer):
-            recorder = self._record(model)
-            try:
-                for _ in offline_steps(model, input_fn, loss_fn, steps, optimizer):
-                    found.append(look_around(recorder, model, options, self.seed))
-                    recorder.close()
-                    recorder = self._record(model)
-            finally:
-                recorder.close()
+        with untouched(model, optimizer), Changes() as changes:
+            recorder = self._record(model, changes)
+            for _ in offline_steps(model, input_fn, loss_fn, steps, optimizer):
+                found.append(look_around(recorder, model, options, self.seed))
+                changes.undo()
+                recorder = self._record(model, changes)
         if not any(found):
             raise UsageError(f"model {type(model).__name__} ran no recurrent module: {_NOTHING}")
         return self._report(found, self.horizon)
@@ -193,9 +191,10 @@ class RecurrentAnalyzer(Analyzer):
         """Print the dynamics of every cell and the issues."""
         print(summarise(issues, dynamics))  # noqa: T201
 
-    def _record(self, model: nn.Module) -> RecurrentRecorder:
+    def _record(self, model: nn.Module, changes: Changes) -> RecurrentRecorder:
         return RecurrentRecorder(
             model,
+            changes,
             max_sequences=self.max_sequences,
             max_steps=self.max_steps,
             step_functions=self.step_functions,

@@ -6,15 +6,16 @@ import inspect
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 from torch import Tensor, nn
 
 from gradtrack.analyzers.recurrent.capture import SINGLE_CELLS, Capture, CellCapture, FunctionCapture, FusedCapture
 from gradtrack.analyzers.recurrent.cells import Step, TorchCell
 from gradtrack.analyzers.recurrent.trajectories import Trajectory
-from gradtrack.analyzers.tools.hooks import ModuleHook, remove_all
+from gradtrack.analyzers.tools.hooks import ModuleHook
 from gradtrack.errors import UsageError
+from gradtrack.support.interrupts import Changes
 
 _CELL_NAME: Final = re.compile(r"(cell|rnn|lstm|gru|recurrent|reservoir)\d*$", re.IGNORECASE)
 _STATES: Final = ("h", "state", "prev", "carry", "mem", "last")
@@ -41,6 +42,7 @@ class RecurrentRecorder:
     def __init__(
         self,
         model: nn.Module,
+        changes: Changes | None = None,
         *,
         max_sequences: int = 4,
         max_steps: int = 256,
@@ -48,7 +50,7 @@ class RecurrentRecorder:
     ) -> None:
         self._modules = dict(model.named_modules())
         self._captures: dict[str, Capture] = {}
-        self._handles: list[Any] = []
+        self._changes = Changes() if changes is None else changes
         functions = step_functions or {}
         for name in functions:
             if name not in self._modules:
@@ -60,7 +62,7 @@ class RecurrentRecorder:
             if capture is not None:
                 self._captures[name] = capture
                 hook = ModuleHook(module, capture.faults.guarded(capture))
-                self._handles.append(module.register_forward_hook(hook, with_kwargs=True))
+                self._changes.hook(module.register_forward_hook, hook, with_kwargs=True)
 
     def recorded(self) -> list[CellRecord]:
         """Replay what was seen, the parts of a custom cell left out where the whole of it was followed."""
@@ -84,7 +86,7 @@ class RecurrentRecorder:
 
     def close(self) -> None:
         """Remove every hook and let go of what was kept; a second call does nothing."""
-        remove_all(self._handles)
+        self._changes.undo()
         self._captures = {}
 
     def _describe(self, name: str, trajectory: Trajectory) -> CellRecord:

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from gradtrack.analyzers.tools.hooks import ModuleHook, remove_all
+from gradtrack.analyzers.tools.hooks import ModuleHook
 from gradtrack.analyzers.tools.modules import layers, own_parameters
+from gradtrack.support.interrupts import Changes
 
 _ACTOR: Final = re.compile(r"actor|policy|action|(^|[._])pi([._]|$)|logits|log_std|mu([._]|$)")
 _CRITIC: Final = re.compile(r"critic|value|(^|[._])(vf|qf|q)\d*([._]|$)|v_head")
@@ -135,15 +136,13 @@ class DormantUnits:
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Watch the forward passes of a `with` block."""
-        handles = [self._model.register_forward_pre_hook(ModuleHook(self._model, self._begin))]
-        for name, module in layers(self._model):
-            look = self._sees(name) if isinstance(module, _ACTIVATIONS) else self._passes(module)
-            if look is not None:
-                handles.append(module.register_forward_hook(ModuleHook(module, look)))
-        try:
+        with Changes() as changes:
+            changes.hook(self._model.register_forward_pre_hook, ModuleHook(self._model, self._begin))
+            for name, module in layers(self._model):
+                look = self._sees(name) if isinstance(module, _ACTIVATIONS) else self._passes(module)
+                if look is not None:
+                    changes.hook(module.register_forward_hook, ModuleHook(module, look))
             yield
-        finally:
-            remove_all(handles)
 
     @property
     def shares(self) -> dict[str, float]:

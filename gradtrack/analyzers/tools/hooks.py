@@ -7,12 +7,13 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from gradtrack.support.interrupts import pass_on
+from gradtrack.support.interrupts import Changes, pass_on
 
 _here = threading.local()
 
@@ -20,24 +21,16 @@ _here = threading.local()
 @contextmanager
 def unheard() -> Iterator[None]:
     """Hide the forward passes of this thread from all hooks, while an analyzer runs parts of the model again."""
-    before, _here.unheard = is_unheard(), True
-    try:
+    with Changes() as changes:
+        changes.note(partial(setattr, _here, "unheard", is_unheard()))
+        _here.unheard = True
         yield
-    finally:
-        _here.unheard = before
 
 
 def is_unheard() -> bool:
     """Say whether forward passes of this thread are an analyzer's own."""
     found: bool = getattr(_here, "unheard", False)
     return found
-
-
-def remove_all(handles: list[Any]) -> None:
-    """Remove hooks by their handles, and forget these: a second call does nothing."""
-    for handle in handles:
-        handle.remove()
-    handles.clear()
 
 
 class Faults:

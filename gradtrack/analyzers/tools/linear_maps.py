@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Final
 
 import torch
@@ -13,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gradtrack.analyzers.tools.spectra import norm
 from gradtrack.errors import UsageError
+from gradtrack.support.interrupts import Changes
 
 _CHUNK: Final = 64
 _ITERATIONS: Final = 24
@@ -111,11 +113,12 @@ class LinearMap:
 @contextmanager
 def differentiable_twice(module: nn.Module | None = None) -> Iterator[None]:
     """Choose kernels that can be differentiated twice, which fused attention and fused recurrent layers cannot."""
-    with ExitStack() as stack:
+    with ExitStack() as stack, Changes() as changes:
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         if module is None or any(isinstance(part, nn.RNNBase) for part in module.modules()):
-            before = torch.backends.mkldnn.set_flags(False, None, None, None)[0]  # type: ignore[no-untyped-call]
-            stack.callback(torch.backends.mkldnn.set_flags, before, None, None, None)
+            flags = torch.backends.mkldnn
+            changes.note(partial(flags.set_flags, flags.enabled, None, None, None))
+            flags.set_flags(False, None, None, None)  # type: ignore[no-untyped-call]
             if torch.cuda.is_available():
                 stack.enter_context(torch.backends.cudnn.flags(enabled=False))
         yield

@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
+
+from gradtrack.support.interrupts import Changes
 
 _DEEPEST: Final = 8
 
@@ -110,14 +113,11 @@ def has_parts(module: nn.Module) -> bool:
 @contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
     """Run a module as in evaluation, so that it advances no buffer and draws no number; put back every part's mode."""
-    modes = [(part, part.training) for part in module.modules()]
-    try:
-        for part, _ in modes:
+    with Changes() as changes:
+        for part in module.modules():
+            changes.note(partial(setattr, part, "training", part.training))
             part.training = False
         yield
-    finally:
-        for part, training in modes:
-            part.training = training
 
 
 def is_compiled(module: nn.Module) -> bool:

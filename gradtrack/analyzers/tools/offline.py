@@ -7,6 +7,7 @@ import sys
 from collections import UserDict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from gradtrack.errors import InputTypeError, UsageError
+from gradtrack.support.interrupts import Changes
 from gradtrack.support.progress import counted
 
 InputFunction = Callable[[], Any]
@@ -35,19 +37,21 @@ def untouched(model: nn.Module, optimizer: Any = None) -> Iterator[None]:
     wanted = [(param, param.requires_grad) for param in model.parameters()]
     found = [] if optimizer is not None else [(param, param.grad) for param in model.parameters()]
     gradients = [(param, grad, None if grad is None else grad.detach().clone()) for param, grad in found]
-    with _apart(model) if optimizer is not None else kept(model, weights=True):
-        try:
-            yield
-        finally:
-            for module, training in modes:
-                module.training = training
-            for param, requires_grad in wanted:
-                param.requires_grad_(requires_grad)
-            with torch.no_grad():
-                for param, gradient, copy in gradients:
-                    if gradient is not None and copy is not None:
-                        gradient.copy_(copy)
-                    param.grad = gradient
+
+    def put_back() -> None:
+        for module, training in modes:
+            module.training = training
+        for param, requires_grad in wanted:
+            param.requires_grad_(requires_grad)
+        with torch.no_grad():
+            for param, gradient, copy in gradients:
+                if gradient is not None and copy is not None:
+                    gradient.copy_(copy)
+                param.grad = gradient
+
+    with _apart(model) if optimizer is not None else kept(model, weights=True), Changes() as changes:
+        changes.note(put_back)
+        yield
 
 
 @contextmanager
@@ -62,18 +66,20 @@ def kept(model: nn.Module | None, *, weights: bool = False) -> Iterator[None]:
     values = [(tensor, tensor.detach().clone()) for tensor in tensors if not is_lazy(tensor)]  # which has no values yet
     held: list[Any] = [module._buffers for module in modules]
     buffers = [(names, dict(names)) for names in held if isinstance(names, dict)]  # those of a script are its own
-    with _apart(model):
-        try:
-            yield
-        finally:
-            for names, before in buffers:
-                if names.keys() != before.keys() or any(names[name] is not before[name] for name in before):
-                    names.clear()
-                    names.update(before)
-            with torch.no_grad():
-                for tensor, value in values:
-                    if not torch.equal(tensor, value):
-                        tensor.copy_(value)
+
+    def put_back() -> None:
+        for names, before in buffers:
+            if names.keys() != before.keys() or any(names[name] is not before[name] for name in before):
+                names.clear()
+                names.update(before)
+        with torch.no_grad():
+            for tensor, value in values:
+                if not torch.equal(tensor, value):
+                    tensor.copy_(value)
+
+    with _apart(model), Changes() as changes:
+        changes.note(put_back)
+        yield
 
 
 def offline_steps(
@@ -123,12 +129,9 @@ def _apart(model: nn.Module | None) -> Iterator[None]:
     """
     tensors = [] if model is None else [*model.parameters(), *model.buffers()]
     devices = {tensor.device for tensor in tensors if tensor.device.type == "cuda"}
-    python, numbers = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=list(devices)), ExitStack() as stack:
+    with torch.random.fork_rng(devices=list(devices)), ExitStack() as stack, Changes() as changes:
         if "torch._dynamo" in sys.modules:  # without which nothing was compiled
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            np.random.set_state(numbers)
+        changes.note(partial(random.setstate, random.getstate()))
+        changes.note(partial(np.random.set_state, np.random.get_state()))
+        yield

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from gradtrack.support.interrupts import Changes
+
 Look = Callable[[], None]
 
 
@@ -34,14 +36,15 @@ class StepWatch:
         self._state = _State.IDLE
         self._waiting: Look | None = None
         self._closed = False
-        self._ends: dict[int, tuple[Any, Any]] = {}
-        self._begins: dict[int, tuple[Any, Any]] = {}
+        self._ends: dict[int, tuple[Any, Changes]] = {}
+        self._begins: dict[int, tuple[Any, Changes]] = {}
         self._last: set[int] = set()
 
     def add(self, optimizer: Any, *, running: bool = False) -> None:
         """Hook an optimizer; one that may be running its other hooks now is seen from its next step on."""
         if id(optimizer) not in self._ends:
-            self._ends[id(optimizer)] = optimizer, optimizer.register_step_post_hook(uncompiled(self._after_step))
+            self._ends[id(optimizer)] = optimizer, Changes()
+            self._ends[id(optimizer)][1].hook(optimizer.register_step_post_hook, uncompiled(self._after_step))
         if not running and id(optimizer) not in self._begins:
             self._hook_begin(optimizer)
 
@@ -54,14 +57,15 @@ class StepWatch:
 
     def close(self) -> None:
         """Remove every hook for good, and forget the waiting functions."""
-        take_off([*self._ends.values(), *self._begins.values()])
         self._closed = True
+        take_off([*self._ends.values(), *self._begins.values()])
         self._waiting, self._state = None, _State.IDLE
         for known in (self._ends, self._begins, self._last):
             known.clear()
 
     def _hook_begin(self, optimizer: Any) -> None:
-        self._begins[id(optimizer)] = optimizer, optimizer.register_step_pre_hook(uncompiled(self._before_step))
+        self._begins[id(optimizer)] = optimizer, Changes()
+        self._begins[id(optimizer)][1].hook(optimizer.register_step_pre_hook, uncompiled(self._before_step))
 
     def _after_step(self, optimizer: Any, *_: object) -> None:
         if self._closed:
@@ -70,7 +74,7 @@ class StepWatch:
         if id(optimizer) not in self._last:  # go behind the hooks that are there by now, which may look or clip
             self._last.add(id(optimizer))
             if id(optimizer) in self._begins:
-                self._begins[id(optimizer)][1].remove()
+                self._begins[id(optimizer)][1].undo()
             self._hook_begin(optimizer)
 
     def _before_step(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -121,14 +125,14 @@ def uncompiled(call: Callable[..., Any]) -> Callable[..., Any]:
     return choose
 
 
-def take_off(hooks: Iterable[tuple[Any, Any]]) -> None:
+def take_off(hooks: Iterable[tuple[Any, Changes]]) -> None:
     """Remove hooks of optimizers, except of one that runs its hooks just now: there they stay, and do nothing.
 
     Torch breaks where a hook goes while it walks. Each hook comes with its optimizer, and knows itself that it is over.
     """
     for optimizer, hook in hooks:
         if not is_stepping(optimizer):
-            hook.remove()
+            hook.undo()
 
 
 def is_stepping(optimizer: Any) -> bool:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+
+from gradtrack.support.interrupts import Changes
 
 if TYPE_CHECKING:
     from gradtrack.analyzers.transformer.recorder import AttentionRecorder
@@ -21,23 +22,23 @@ _F: Final = torch.nn.functional
 class SharedChange:
     """A change of the whole process that several users need: made for the first of them, undone after the last."""
 
-    def __init__(self, change: Callable[[], AbstractContextManager[None]]) -> None:
-        self._change, self._made = change, ExitStack()
-        self._lock, self._users = threading.Lock(), 0
+    def __init__(self, change: Callable[[Changes], None]) -> None:
+        self._change, self._made = change, Changes()
+        self._lock, self._users = threading.Lock(), set[object]()
 
-    def take(self) -> None:
+    def take(self, user: object) -> None:
         """Make the change, unless another user has."""
         with self._lock:
-            self._users += 1
-            if self._users == 1:
-                self._made.enter_context(self._change())
+            self._users.add(user)
+            if not self._made:
+                self._change(self._made)
 
-    def give_back(self) -> None:
-        """Undo the change with its last user."""
+    def give_back(self, user: object) -> None:
+        """Undo the change with its last user; a second call does nothing."""
         with self._lock:
-            self._users -= 1
+            self._users.discard(user)
             if not self._users:
-                self._made.close()
+                self._made.undo()
 
 
 class _Thread(threading.local):
@@ -141,35 +142,36 @@ def _rebound(func: Any, hear: Callable[[Any, tuple[Any, ...], dict[str, Any]], A
     return heard
 
 
-@contextmanager
-def _rebinding() -> Iterator[None]:
+def _rebind(changes: Changes) -> None:
     """Rebind torch's names to functions that are heard."""
-    rebound = []
     for home, name, hear in _REBOUND:
         func = getattr(home, name)
-        rebound.append((home, name, func, _rebound(func, hear)))
-        setattr(home, name, rebound[-1][3])
-    try:
-        yield
-    finally:
-        for home, name, original, heard in rebound:
-            if getattr(home, name) is heard:  # else another library has rebound it since, on top of this one
-                setattr(home, name, original)
+        heard = _rebound(func, hear)
+        changes.note(functools.partial(_put_back, home, name, func, heard))
+        setattr(home, name, heard)
 
 
-_bindings = SharedChange(_rebinding)
+def _put_back(home: Any, name: str, original: Any, heard: Any) -> None:
+    if getattr(home, name) is heard:  # else another library has rebound it since, on top of this one
+        setattr(home, name, original)
+
+
+_bindings = SharedChange(_rebind)
 
 
 class Interception:
-    """The time in which a listener hears the attention calls of the thread that opened it."""
+    """The time from `open` to `close`, in which a listener hears the attention calls of the thread that made it."""
 
     def __init__(self, listener: AttentionRecorder) -> None:
-        self._outer = _thread.listener
+        self._listener, self._outer = listener, _thread.listener
         self._mode = _Mode()
         self._open = True
         self._thread = threading.get_ident()
-        _thread.listener = listener
-        _bindings.take()
+
+    def open(self) -> None:
+        """Begin to hear; the caller keeps the interception before that, so that an interrupt leaves nothing open."""
+        _thread.listener = self._listener
+        _bindings.take(self)
         self.see_imported(True)
 
     def see_imported(self, wanted: bool) -> None:
@@ -183,11 +185,11 @@ class Interception:
         """Put everything back; a second call does nothing."""
         if not self._open:
             return
-        self._open = False
-        _bindings.give_back()
+        _bindings.give_back(self)
         if threading.get_ident() == self._thread:
             self.see_imported(False)
             _thread.listener, _thread.busy, _thread.heads = self._outer, False, None
+        self._open = False
 
 
 def _modes() -> list[TorchFunctionMode]:

@@ -6,15 +6,16 @@ import logging
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from gradtrack.analyzers.tools.hooks import is_unheard, remove_all
+from gradtrack.analyzers.tools.hooks import is_unheard
 from gradtrack.analyzers.tools.modules import tensors
 from gradtrack.analyzers.transformer.interception import Interception, SharedChange
 from gradtrack.analyzers.transformer.logits import (
@@ -35,9 +36,10 @@ from gradtrack.analyzers.transformer.statistics import (
     token_statistics,
 )
 from gradtrack.gradients.native.threads import one_thread, threads_for
-from gradtrack.support.interrupts import pass_on
+from gradtrack.support.interrupts import Changes, pass_on
 
 _logger = logging.getLogger("gradtrack")
+_GLOBAL_HOOKS: Final = "Using `torch.compile.* when there are global hooks"
 _FUSED: Final = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
 
 
@@ -61,21 +63,19 @@ class _Frame:
     attended: list[tuple[str, AttentionRows | None, tuple[int, int] | None]] = field(default_factory=list)
 
 
-@contextmanager
-def _without_warning() -> Iterator[None]:
+def _ignore_warning(changes: Changes) -> None:
     """Ignore torch's warning of global hooks, which it gives whenever a compiled module, any one, runs under them."""
     before = list(warnings.filters)
-    warnings.filterwarnings("ignore", message="Using `torch.compile.* when there are global hooks")
-    installed = [one for one in warnings.filters if one not in before]  # none if the user has it too
-    try:
-        yield
-    finally:
-        for one in installed:
-            with suppress(ValueError):  # of a `catch_warnings` that has ended
-                cast("list[Any]", warnings.filters).remove(one)
+
+    def take_back() -> None:
+        filters = cast("list[Any]", warnings.filters)
+        filters[:] = [one for one in filters if one in before or getattr(one[1], "pattern", "") != _GLOBAL_HOOKS]
+
+    changes.note(take_back)
+    warnings.filterwarnings("ignore", message=_GLOBAL_HOOKS)
 
 
-_silence: Final = SharedChange(_without_warning)
+_silence: Final = SharedChange(_ignore_warning)
 
 
 class AttentionRecorder:
@@ -95,30 +95,27 @@ class AttentionRecorder:
         self._frames: list[_Frame] = []
         self._interception: Interception | None = None
         self._owner: int | None = None
-        self._handles: list[Any] = []
+        self._changes = Changes()
         self._faulty = False
 
     def arm(self) -> None:
         """Start to listen for forward passes of the model."""
-        if not self._handles:
-            _silence.take()
-            self._handles = [
-                register_module_forward_pre_hook(self._enter),
-                register_module_forward_hook(self._leave, always_call=True),
-            ]
+        if not self._changes:
+            self._changes.note(partial(_silence.give_back, self))
+            _silence.take(self)
+            self._changes.hook(register_module_forward_pre_hook, self._enter)
+            self._changes.hook(register_module_forward_hook, self._leave, always_call=True)
 
     def disarm(self) -> None:
         """Remove every hook and put every name back; a second call does nothing."""
         self._stop()
-        if self._handles:
-            _silence.give_back()
-        remove_all(self._handles)
+        self._changes.undo()
 
     @contextmanager
     def armed(self) -> Iterator[AttentionRecorder]:
         """Listen within a `with` block."""
-        self.arm()
         try:
+            self.arm()
             yield self
         finally:
             self.disarm()
@@ -134,7 +131,7 @@ class AttentionRecorder:
         name = self._names.get(id(module))
         if self._interception is not None and self._owner != threading.get_ident():
             return
-        if self._frames and module is self._frames[0].module:
+        if self._interception is not None and (not self._frames or module is self._frames[0].module):
             self._stop()  # a pass that was interrupted, by Ctrl-C for example, and never left its modules
         if self._interception is None and not (name is not None and self._begin(module)):
             return
@@ -174,6 +171,7 @@ class AttentionRecorder:
         present.scopes.add(id(module))
         self._owner = threading.get_ident()
         self._interception = Interception(self)
+        self._interception.open()
         return True
 
     def _stop(self) -> None:
@@ -257,7 +255,7 @@ class AttentionRecorder:
     def _guard(self, call: Callable[[], Any]) -> Any:
         """Keep a fault of the look out of the user's forward pass."""
         try:
-            with torch.no_grad(), torch._C.DisableTorchFunction(), _full_precision():
+            with torch._C.DisableTorchFunction(), torch.no_grad(), _full_precision():  # first: a mode hears the others
                 return call()
         except Exception as fault:
             pass_on(fault)

@@ -23,6 +23,7 @@ from gradtrack.errors import UsageError
 from gradtrack.records import Panel
 from gradtrack.reports import Issue, IssueSeverity, IssueType, Report
 from gradtrack.reports.base import measured
+from gradtrack.support.interrupts import Changes
 from gradtrack.support.progress import counted
 
 _LIVE_SAMPLE: Final = 4096
@@ -113,6 +114,7 @@ class VectorAnalyzer(Analyzer):
             raise UsageError(f"num_probes {num_probes}: expected at least 1.")
         self._model, self._num_probes, self._seed = model, num_probes, seed
         self._observed: Loss | dict[str, tuple[list[Tensor], Loss]] | None = None
+        self._changes = Changes()
         self._micro: MicroBatches | None = None
         self._before: tuple[int, dict[str, Tensor]] | None = None
         self._found: list[Issue] = []
@@ -170,7 +172,7 @@ class VectorAnalyzer(Analyzer):
 
     def arm(self, model: nn.Module) -> None:
         self.disarm()
-        self._micro = MicroBatches(model, _LIVE_SAMPLE)
+        self._micro = MicroBatches(model, self._changes, _LIVE_SAMPLE)
 
     def inspect(self, snapshot: Snapshot) -> VectorReport | None:
         gradients = {
@@ -198,9 +200,8 @@ class VectorAnalyzer(Analyzer):
         return list(self._found)
 
     def disarm(self) -> None:
-        if self._micro is not None:
-            self._micro.close()
-            self._micro = None
+        self._changes.undo()
+        self._micro = None
 
     def _differentiate(self, model: nn.Module) -> dict[str, Any]:
         if self._observed is None:

@@ -6,13 +6,14 @@ import math
 import weakref
 from collections.abc import Iterable
 from itertools import pairwise
-from typing import Any, final
+from typing import final
 
 import torch
 from torch import Tensor, nn
 
-from gradtrack.analyzers.tools.hooks import Faults, remove_all
+from gradtrack.analyzers.tools.hooks import Faults
 from gradtrack.analyzers.tools.samples import weighed_sample
+from gradtrack.support.interrupts import Changes
 from gradtrack.support.statistics import cosine, mean
 
 
@@ -73,7 +74,7 @@ class GradientNoise:
 class MicroBatches:
     """Hooks that sample each parameter's gradient whenever a backward pass has added to it."""
 
-    def __init__(self, model: nn.Module, most: int) -> None:
+    def __init__(self, model: nn.Module, changes: Changes, most: int) -> None:
         itself, self._most = weakref.ref(self), most
         self._sums: dict[int, list[Tensor]] = {}
 
@@ -84,10 +85,9 @@ class MicroBatches:
 
         self._faults = Faults()
         guarded = self._faults.guarded(accumulated)
-        self._handles: list[Any] = []
         for param in model.parameters():
             if param.requires_grad:
-                self._handles.append(param.register_post_accumulate_grad_hook(guarded))  # type: ignore[no-untyped-call]
+                changes.hook(param.register_post_accumulate_grad_hook, guarded)
 
     def noise(self) -> GradientNoise | None:
         """Return the noise over the micro-batches; None where there was a single one."""
@@ -98,8 +98,3 @@ class MicroBatches:
             return None
         totals = [torch.cat([sums[index] for sums in parts]) for index in range(count)]
         return GradientNoise([totals[0], *(after - before for before, after in pairwise(totals))])
-
-    def close(self) -> None:
-        """Remove the hooks and forget the samples."""
-        remove_all(self._handles)
-        self._sums = {}

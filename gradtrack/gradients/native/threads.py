@@ -29,13 +29,22 @@ def one_thread() -> Iterator[None]:
     if library is None or torch.get_num_threads() == 1:  # asking is what makes torch choose a number in this thread
         yield
         return
-    before, of_products = library.omp_get_max_threads(), library.MKL_Set_Num_Threads_Local(1)
-    library.omp_set_num_threads(1)
-    try:
-        yield
-    finally:
+    before, of_products = library.omp_get_max_threads(), 0
+
+    def put_back() -> None:
         library.omp_set_num_threads(before)
         library.MKL_Set_Num_Threads_Local(of_products)
+
+    try:
+        of_products = library.MKL_Set_Num_Threads_Local(1)
+        library.omp_set_num_threads(1)
+        yield
+    finally:
+        try:
+            put_back()
+        except BaseException:  # an interrupt in the middle
+            put_back()
+            raise
 
 
 def threads_for(num_elements: int) -> AbstractContextManager[None]:

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from gradtrack import GradientManager, Issue
 from gradtrack.analyzers.flow.graph import FlowGraph
 from gradtrack.analyzers.flow.probe import Probe
+from gradtrack.support.interrupts import Changes
 
 
 class Two(nn.Module):
@@ -193,8 +194,8 @@ class Length(nn.Module):
 def test_a_length_is_no_normalisation(between: nn.Module, expected: set[str]) -> None:
     """What is measured, and not divided by it, keeps its size, and the gradient there is judged."""
     model = nn.Sequential(nn.Linear(4, 4), between, nn.Linear(1 if isinstance(between, Length) else 4, 1))
-    probe = Probe(model)
-    probe.register()
+    changes = Changes()
+    probe = Probe(model, changes)
     torch.autograd.backward(model(torch.randn(3, 4)).sum())
-    probe.close()
+    changes.undo()
     assert FlowGraph(probe.nodes).normalised == expected

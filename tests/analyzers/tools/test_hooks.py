@@ -17,6 +17,7 @@ from gradtrack.analyzers.gain.monitor import GradientGainMonitor
 from gradtrack.analyzers.jacobian.inputs import BlockInputs
 from gradtrack.analyzers.recurrent.recorder import RecurrentRecorder
 from gradtrack.analyzers.tools.hooks import Faults
+from gradtrack.support.interrupts import Changes
 
 Copying = Callable[[nn.Module], nn.Module]
 
@@ -39,14 +40,14 @@ def perceptron() -> nn.Sequential:
 def test_a_probe_sees_nothing_of_a_copy(copying: Copying) -> None:
     """Neither while the probe looks at the model nor when it is closed, and the model itself is seen."""
     model = perceptron()
-    probe = Probe(model)
-    probe.register()
+    changes = Changes()
+    probe = Probe(model, changes)
     other = copying(model)
     other(torch.randn(4, 8))
     assert not probe.nodes
     model(torch.randn(4, 8))
     assert [node.name for node in probe.nodes] == ["0", "1", "2"]
-    probe.close()
+    changes.undo()
     other(torch.randn(4, 8))
     assert len(probe.nodes) == 3
 
@@ -54,11 +55,11 @@ def test_a_probe_sees_nothing_of_a_copy(copying: Copying) -> None:
 def test_a_probe_sees_nothing_of_a_shallow_copy() -> None:
     """A copy that shares the hooks of a module is another module."""
     model = perceptron()
-    probe = Probe(model)
-    probe.register()
+    changes = Changes()
+    probe = Probe(model, changes)
     copy.copy(model[0])(torch.randn(4, 8))
     assert not probe.nodes
-    probe.close()
+    changes.undo()
 
 
 @pytest.mark.parametrize("copying", [copy.deepcopy, pickled])
@@ -79,10 +80,10 @@ def test_a_recurrent_recorder_keeps_nothing_of_a_copy(copying: Copying) -> None:
 def test_watches_of_blocks_see_nothing_of_a_copy(owner: Any, copying: Copying) -> None:
     """The copy of a block that is watched runs unseen."""
     model = perceptron()
-    watch = owner({"0": model[0]} if owner is BlockInputs else model)
-    copying(model)(torch.randn(4, 8))
-    assert not (watch.calls if owner is BlockInputs else watch.num_forwards)
-    watch.close()
+    with Changes() as changes:
+        watch: Any = BlockInputs({"0": model[0]}, changes) if owner is BlockInputs else owner(model)
+        copying(model)(torch.randn(4, 8))
+        assert not (watch.calls if owner is BlockInputs else watch.num_forwards)
 
 
 @pytest.mark.parametrize("copying", [copy.deepcopy, pickled])
