@@ -349,6 +349,18 @@ def test_own_run_is_beside_the_user_s() -> None:
     assert not ours(rows_of(file_of(run)))
 
 
+def test_a_run_that_is_opened_later_is_joined() -> None:
+    """A backend that was made before `wandb.init()` writes to that run, which stays the user's."""
+    backend = WandbBackend()
+    run = open_run()
+    backend.write(make_records(3))
+    backend.close()
+    assert backend.run is run is wandb.run
+    assert backend.address()["run_id"] == run.id
+    run.finish()
+    assert ours(rows_of(file_of(run))) == expected(make_records(3))
+
+
 @pytest.mark.parametrize("failed", [False, True])
 def test_own_run_is_ended_as_it_went(failed: bool) -> None:
     """A training that raised leaves a run with an exit code."""

@@ -29,8 +29,8 @@ _ALERT_SECONDS: Final = 300
 class WandbBackend(Backend):
     """A backend for Weights & Biases that costs the user's run none of its rows.
 
-    It writes to `run`, else to the run that is open where it is made, else to a run of its own, which it opens at the
-    first record and ends. A run has one step counter for everybody, and rows behind it are dropped. `step_mode` says
+    It writes to `run`, else to the run that is open by the first record, else to a run of its own, which it opens then
+    and ends. A run has one step counter for everybody, and rows behind it are dropped. `step_mode` says
     what happens to it in a run of the user's: `polite` never moves it, so that our rows join the user's and what finds
     none of them is written when the run ends; `row` commits every row by itself; `step` logs at the record's own step.
     The metrics in `withhold` are left out, and `train/grad_norm` is where another callback writes it to the same run.
@@ -58,8 +58,8 @@ class WandbBackend(Backend):
             raise UsageError(f"wandb: run {run!r}: expected a run. Pass what wandb.init() returned.")
         self._wandb = package_of("wandb")
         self._own = {"project": project, "entity": entity, "name": run_name or name, "id": run_id, "dir": directory}
-        if run is None and run_id is None and project is None:
-            run = self._wandb.run
+        self._joins = run is None and run_id is None and project is None
+        """Whether any run that is open will do."""
         self._run: Any = run
         self._owned = run is None
         self._mode = step_mode
@@ -77,6 +77,7 @@ class WandbBackend(Backend):
         self._index = Index()
         if run is not None:
             self._attach(run)
+        self._join()
 
     @property
     def run(self) -> Any:
@@ -89,6 +90,7 @@ class WandbBackend(Backend):
         if not records:
             return
         try:
+            self._join()
             if self._run is None:
                 self._learn(records)
                 self._run = open_run(self._wandb, self._own, self._info, self._tell)
@@ -129,6 +131,7 @@ class WandbBackend(Backend):
             raise _error_of(fault) from None
 
     def address(self) -> dict[str, Any]:
+        self._join()
         found: dict[str, Any] = {"run_id": self._own["id"], "directory": self._own["dir"]}
         found |= {"project": project_of(self._own) if self._owned else None}
         found |= {"entity": self._own["entity"] or os.environ.get("WANDB_ENTITY")}
@@ -139,6 +142,7 @@ class WandbBackend(Backend):
         return {key: value for key, value in found.items() if value}
 
     def before_end(self, deliver: Callable[[], object]) -> None:
+        self._join()
         if self._ending is not None:
             self._ending.before(deliver, first=True)
 
@@ -174,6 +178,13 @@ class WandbBackend(Backend):
         wanted = {(record.source, record.step): self._columns.named(record) for record in records}
         self._show.take(records, written=False)
         return found | self._index.find(files_of(run_id, directory), wanted)
+
+    def _join(self) -> None:
+        """Write to the user's run from now on, if it is open and no run was chosen yet."""
+        if self._run is None and self._joins and not self._closed and self._wandb.run is not None:
+            self._run, self._owned = self._wandb.run, False
+            self._columns.owned = False
+            self._attach(self._run)
 
     def _attach(self, run: Any) -> None:
         if getattr(run, "disabled", False):  # it keeps nothing

@@ -51,7 +51,7 @@ class Columns:
     """The columns that a run has from us, each defined once, at its first value."""
 
     def __init__(self, package: Any, withhold: Collection[str], *, owned: bool, tell: Callable[[str], object]) -> None:
-        self._wandb, self._owned, self._tell = package, owned, tell
+        self._wandb, self.owned, self._tell = package, owned, tell
         self.withheld = set(withhold)
         self._known: set[str] = set()
         self._originals: dict[str, str] = {}
@@ -93,7 +93,7 @@ class Columns:
 
     def _look_for_others(self, run: Any) -> None:
         """Leave our norm out where a framework writes one under the same name to the same run."""
-        if self._owned or _TAKEN_NAME in self.withheld:
+        if self.owned or _TAKEN_NAME in self.withheld:
             return
         if "per_device_train_batch_size" in run.config:
             reason = "the Hugging Face Trainer"
