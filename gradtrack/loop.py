@@ -32,9 +32,11 @@ def safe_backward(
     accumulate: bool = False,
     epoch: int | None = None,
     batch: object = None,
+    step: int | None = None,
 ) -> StepReport:
     """Run the backward pass and make its gradients safe to step with; call it in place of `loss.backward()`.
 
+    `step` is the place of its row on the trackers' axis, where your own curves count other things than optimizer steps.
     Without a manager a model gets one of its own with the default configuration, which is kept until the program ends.
     """
     manager = gradient_manager if gradient_manager is not None else _default_manager(model, optimizer)
@@ -43,7 +45,9 @@ def safe_backward(
             f"gradient_manager {type(manager).__name__}: expected a GradientManager. "
             "Make one before the loop, with GradientManager(config) for example."
         )
-    return manager.step(model, optimizer, loss, True, scaler=scaler, accumulate=accumulate, epoch=epoch, batch=batch)
+    return manager.step(
+        model, optimizer, loss, True, scaler=scaler, accumulate=accumulate, epoch=epoch, batch=batch, step=step
+    )
 
 
 _DEFAULT_MANAGERS: weakref.WeakKeyDictionary[nn.Module, GradientManager] = weakref.WeakKeyDictionary()
@@ -100,7 +104,8 @@ def watch(
     The training stays as it is unless a setting asks for a change: one of clipping (`max_grad_norm`, `clip_type`) makes
     it clip, and skip steps with non-finite gradients; `nonfinite_action` alone makes it act on these only. With several
     optimizers that step together after one backward pass, gradients are measured before the first of them steps. Close
-    the manager, or leave that to the exit of the interpreter.
+    the manager, or leave that to the exit of the interpreter. `step` is a function that returns the place of the coming
+    row on the trackers' axis, where your own curves count something else than optimizer steps.
     """
     check_model(model)
     optimizers = tuple(map(hookable, as_sequence(optimizer)))
@@ -109,8 +114,11 @@ def watch(
     for one in optimizers:
         check_hookable(one)
     chosen: dict[str, Any] = {**settings}
+    place = chosen.pop("step", None)
+    if place is not None and not callable(place):
+        raise InputTypeError(f"step {place!r}: expected a function that returns the step. Pass lambda: global_step.")
     of_manager = {name: chosen.pop(name) for name in _OF_MANAGER if name in chosen}
     manager = GradientManager(only_as_asked(GradientConfig.load(config, **chosen)), **of_manager)
     manager.attach(model, optimizers)
-    manager.follow(model, optimizers)
+    manager.follow(model, optimizers, step=place)
     return manager

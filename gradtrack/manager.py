@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, Self, SupportsIndex, Unpack
@@ -24,7 +24,7 @@ from gradtrack.pages import at_close
 from gradtrack.protection.clipping import GradientClipper
 from gradtrack.protection.nonfinite import NaNInfHandler
 from gradtrack.reports import Issue, Issues, StepReport, TrainingSummary
-from gradtrack.step.arguments import Settings, as_sequence, check_loss, check_state, is_several, run_backward
+from gradtrack.step.arguments import Settings, as_place, as_sequence, check_loss, check_state, is_several, run_backward
 from gradtrack.step.history import History
 from gradtrack.step.loss_scale import Scale, unscale
 from gradtrack.step.optimizers import BeforeSteps
@@ -85,19 +85,23 @@ class GradientManager:
         accumulate: bool = False,
         epoch: int | None = None,
         batch: object = None,
+        step: int | None = None,
     ) -> StepReport:
         """Run the backward pass if asked, then measure, protect and report the gradients, before the optimizer steps.
 
         With `accumulate=True` the gradients are those of a micro-batch: nothing is measured, clipped or counted yet.
+        `step` is the place of the row on the trackers' axis, where that counts something else than optimizer steps.
         """
         if torch.compiler.is_dynamo_compiling():  # a loop that is compiled as a whole has a graph break here
-            options = {"scaler": scaler, "accumulate": accumulate, "epoch": epoch, "batch": batch}
+            options = {"scaler": scaler, "accumulate": accumulate, "epoch": epoch, "batch": batch, "step": step}
             return uncompiled(self.step)(model, optimizer, loss, backward, **options)  # type: ignore[no-any-return]
         if self._closed and not self._at_exit.exiting:
             raise ClosedError(_CLOSED)
         if not (backward and type(loss) is Tensor):  # the backward pass checks a tensor by itself
             check_loss(loss, backward)
         pair = self._pairs.find(model, optimizer)
+        if step is not None:
+            self._rows.place(pair.name, pair.step_count + 1, as_place(step))
         if backward:
             assert isinstance(loss, Tensor)
             scaled = loss if scaler is None else scaler.scale(loss)
@@ -268,10 +272,11 @@ class GradientManager:
         self._pairs.load_state_dict(state["pairs"])
         self._sink.resume(state.get("run", {}), {name: int(pair["step"]) for name, pair in state["pairs"].items()})
 
-    def follow(self, model: nn.Module, optimizer: Any) -> None:
+    def follow(self, model: nn.Module, optimizer: Any, *, step: Callable[[], int] | None = None) -> None:
         """Register hooks that run a step just before the first of the optimizers steps, or after each closure call.
 
-        Gradients that the loop has passed to `step` itself since the last one are not measured again.
+        Gradients that the loop has passed to `step` itself since the last one are not measured again. `step` returns
+        the place of the row on the trackers' axis.
         """
         if self._closed:
             raise ClosedError(_CLOSED)
@@ -284,6 +289,8 @@ class GradientManager:
             if pair.seen_before_step:
                 pair.seen_before_step = False
             elif not self._closed:
+                if step is not None:
+                    self._rows.place(pair.name, pair.step_count + 1, as_place(step()))
                 pair.step(loss, scale=scale)
                 if self._unused_settings.waits:
                     self._check_settings()

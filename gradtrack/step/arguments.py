@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Real
 from pathlib import Path
 from typing import Any, Literal, TypedDict
@@ -78,6 +79,7 @@ class WatchSettings(AllSettings, total=False):
     """The keywords of `watch`."""
 
     process_group: Any
+    step: Callable[[], int]
 
 
 def as_sequence(optimizer: Any) -> tuple[Any, ...]:
@@ -87,6 +89,14 @@ def as_sequence(optimizer: Any) -> tuple[Any, ...]:
     if isinstance(optimizer, Sequence) and not hasattr(optimizer, "param_groups"):
         return tuple(optimizer)
     return (optimizer,)
+
+
+def as_place(step: object) -> int:
+    """Return a place on the user's own axis, or refuse what is none."""
+    place = -1 if isinstance(step, bool) or not hasattr(step, "__index__") else operator.index(step)
+    if place >= 0:
+        return place
+    raise UsageError(f"step {step!r}: expected a whole number from 0 on. Pass what your own curves have as their step.")
 
 
 def is_several(value: object) -> bool:

@@ -261,14 +261,11 @@ class Measurement:
             self.table.resize(grads)
             data.layout = grads.layout
 
-    def measure_weights(self, data: StepData, owned: Callable[[], Iterable[nn.Parameter]]) -> None:
-        """Set the norms of the groups' weights where a row is due, or became due by an issue.
-
-        Ranks have sent theirs with the gradients. The versions of the weights tell whether the optimizer moves them.
-        """
-        if not (data.event and data.full and data.with_groups) or data.weight_norms:
+    def measure_weights(self, data: StepData, owned: Iterable[nn.Parameter]) -> None:
+        """Set the norms of the groups' weights where a row is due; ranks have sent them with the gradients."""
+        if data.weight_norms or not (data.event and data.full and data.with_groups):
             return
-        data.weight_version = sum(param._version for param in owned())
+        data.weight_version = sum(param._version for param in owned)
         if self.table.ranks is None:
             data.weight_norms = weight_norms(self.table, self._measurer)
         elif self._weight_squares is not None:

@@ -239,9 +239,9 @@ class Pair:
             data.release()
         else:
             scaled = data.scale is not None
-            self.measurement.measure_weights(data, self.owned)
+            self.measurement.measure_weights(data, self.owned())
             self._judge(moments, data)
-            self.measurement.measure_weights(data, self.owned)
+            self.measurement.measure_weights(data, self.owned())
             measurement = self.measurement
             noted = self.coming_notes or measurement.coming_notes or self.analyzers.chosen
             if noted or measurement.table.ranks is not None or self.config.per_rank:

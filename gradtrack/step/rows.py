@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Final
 
 from gradtrack.config import GradientConfig
 from gradtrack.delivery.run import Sink
@@ -14,6 +16,8 @@ from gradtrack.reports.panels import CORE_PANELS, panels_of
 from gradtrack.step.data import StepData
 
 _logger = logging.getLogger("gradtrack")
+_PLACES: Final = 4
+_NOWHERE: Final[Mapping[int, int]] = MappingProxyType({})
 
 
 class Rows:
@@ -22,49 +26,66 @@ class Rows:
     def __init__(self, config: GradientConfig, sink: Sink) -> None:
         self._config, self._sink = config, sink
         self._with_panels: set[str] = set()
+        self._axes: dict[str, dict[int, int]] = {}
+        """The places of the last steps of each pair on the user's own axis, if that was given."""
+
+    def place(self, source: str, step: int, axis: int) -> None:
+        """Put the rows of a coming step at a place of the user's own axis."""
+        known = self._axes.setdefault(source, {})
+        known[step] = axis
+        if len(known) > _PLACES:
+            del known[next(iter(known))]
 
     def record(self, report: StepReport, data: StepData, panels: Callable[[], Sequence[Panel]]) -> None:
-        """Send the records of a step to the sink, and log lines for it as far as the configuration asks for them.
+        """Send the records of a step to the sink, and log lines for it as far as the configuration asks for that.
 
-        The first record of a pair has the panels of its analyzers.
+        The first row of a pair has the panels of its analyzers.
         """
-        self._send(data, panels)
+        if self._sink.backends or self._sink.keeps_files:
+            self._send(data, panels)
         if data.event and self._config.verbose_logging:
             _logger.info("%s", report)
         if data.event and self._config.debug_mode:
             _log_details(report, data)
 
     def _send(self, data: StepData, panels: Callable[[], Sequence[Panel]]) -> None:
-        if not (self._sink.backends or self._sink.keeps_files):
-            return
-        tail = tail_of(data.source)
+        tail, places = tail_of(data.source), self._axes.get(data.source, {})
         for late in data.late:  # reports of earlier steps, which analyzers completed on this one
             metrics = {f"{name}{tail}": value for name, value in late.metrics().items()}
-            self._sink.write(Record(step=late.step, time=data.time, metrics=metrics, source=data.source))
+            step = _placed(late.step, places)
+            self._sink.write(Record(step=step, time=data.time, metrics=metrics, source=data.source))
         if data.event:
             shown: tuple[Panel, ...] = ()
             if data.source not in self._with_panels:
                 self._with_panels.add(data.source)
                 shown = panels_of((*CORE_PANELS, *panels()), data.source)
-            self._sink.write(to_record(data, self._config, shown))
+            self._sink.write(to_record(data, self._config, shown, places))
 
 
-def to_record(data: StepData, config: GradientConfig, panels: tuple[Panel, ...] = ()) -> Record:
+def _placed(step: int, places: Mapping[int, int]) -> int:
+    """Return where a step lies on the user's axis; one that is long ago lies before those that are known."""
+    return places.get(step, min(places.values())) if places else step
+
+
+def to_record(
+    data: StepData, config: GradientConfig, panels: tuple[Panel, ...] = (), places: Mapping[int, int] = _NOWHERE
+) -> Record:
     """Return the record of a step for the backends; without `log_gradient_stats` it has health and clipping only."""
     with_statistics = config.log_gradient_stats
     histograms: Mapping[str, Histogram] = {}
     if data.histograms and with_statistics:
         name = f"train/grad_histogram{tail_of(data.source)}"
         histograms = {f"{name}/{group}" if group else name: found for group, found in data.histograms.items()}
+    issues = [issue.model_dump(mode="json") for issue in data.issues]
     return Record(
-        step=data.step,
+        step=_placed(data.step, places),
         time=data.time,
         metrics=data.metrics(with_statistics=with_statistics),
         epoch=data.epoch,
         loss=data.loss,
         source=data.source,
         panels=panels,
-        issues=tuple(issue.model_dump(mode="json") for issue in data.issues) if data.issues else (),
+        issues=tuple({**issue, "step": _placed(issue["step"], places)} for issue in issues),
         histograms=histograms,
     )
 

@@ -53,8 +53,8 @@ def test_loss_and_weights() -> None:
     facts = read(measurement, loss.detach())
     assert facts.loss == loss.item()
     assert not facts.weight_norms
-    facts.event = facts.full = facts.with_groups = True
-    measurement.measure_weights(facts, model.parameters)
+    facts.event = True
+    measurement.measure_weights(facts, model.parameters())
     expected = torch.cat([param.detach().flatten().double() for param in model[0].parameters()]).norm()
     assert facts.weight_norms["0"] == pytest.approx(float(expected), rel=1e-9)
 

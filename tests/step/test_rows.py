@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 from typing import Any, final
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-from gradtrack import Analyzer, GradientManager
+from gradtrack import Analyzer, GradientManager, safe_backward, watch
 from gradtrack.analyzers.base import Snapshot
+from gradtrack.errors import InputTypeError, UsageError
 from gradtrack.reports import LateReport, Report, StepReport
 from gradtrack.step.rows import contradictions
-from tests.training import look, optimizer_of, small_model, train, with_gradients
+from tests.training import batch_loss, look, optimizer_of, small_model, train, with_gradients
 
 
 @pytest.mark.parametrize(
@@ -102,6 +104,49 @@ def test_a_late_report_alone_makes_no_row_of_its_step() -> None:
     train(manager, 3)
     records: list[Any] = manager.backend("memory").records  # type: ignore[attr-defined]
     assert [record.step for record in records] == [1, 2, 2]
+
+
+def test_rows_lie_on_the_axis_of_the_user() -> None:
+    """With `step=` each row, also of a late report and of the last step, has that step; the report counts its own."""
+    manager = GradientManager(backends=["memory"], analyzers=[AfterAnalyzer()])
+    model = small_model()
+    optimizer = optimizer_of(model)
+    with manager:
+        for step in range(1, 8):
+            optimizer.zero_grad()
+            loss = batch_loss(model, step) * (math.nan if step == 6 else 1.0)
+            report = safe_backward(loss, model, optimizer, manager, step=np.int64(512 * step))  # type: ignore[arg-type]
+            optimizer.step()
+    records: list[Any] = manager.backend("memory").records  # type: ignore[attr-defined]
+    # The analyzer looks again after the NaN, at step 2, whose place is not known any more.
+    assert [record.step // 512 for record in records] == [1, 2, 2, 4, 6, 4, 7]
+    assert [issue["step"] for issue in records[4].issues] == [512 * 6]
+    assert report.step == 7
+
+
+def test_watch_asks_for_the_axis_before_each_step() -> None:
+    """Its `step` is a function, since no call of the loop passes a number."""
+    model, frames = small_model(), 0
+    optimizer = optimizer_of(model)
+    with watch(model, optimizer, backends=["memory"], step=lambda: frames) as manager:
+        for step in range(1, 6):
+            frames += 100
+            optimizer.zero_grad()
+            torch.autograd.backward(batch_loss(model, step))
+            optimizer.step()
+    records: list[Any] = manager.backend("memory").records  # type: ignore[attr-defined]
+    assert [record.step for record in records] == [100, 200, 400, 500]
+    with pytest.raises(InputTypeError, match=r"Pass lambda: global_step\."):
+        watch(model, optimizer, step=3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("wrong", [1.5, -1, True, "3"])
+def test_a_step_is_a_whole_number(wrong: Any) -> None:
+    """Anything else is refused before the backward pass."""
+    model = small_model()
+    with pytest.raises(UsageError, match="expected a whole number from 0 on"):
+        safe_backward(batch_loss(model), model, optimizer_of(model), GradientManager(backends=[]), step=wrong)
+    assert all(param.grad is None for param in model.parameters())
 
 
 def test_a_late_report_survives_json() -> None:
