@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -52,13 +53,18 @@ def spread(mesh: Any, num_tensors: int, kind: Any, value: float, dtype: torch.dt
     return model
 
 
-def sent_each(model: nn.Module, num_steps: int, **settings: Any) -> list[list[int]]:
-    """Return the sizes in bytes of what a rank sends in each of some steps with the same gradients."""
+def sent_each(
+    model: nn.Module, num_steps: int, values: Mapping[int, float] = MappingProxyType({}), **settings: Any
+) -> list[list[int]]:
+    """Return the sizes in bytes that a rank sends in each of some steps; `values` change the gradients from one on."""
     manager, sizes = GradientManager(settings), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     grads = [(param, param.grad) for param in model.parameters()]
-    for _ in range(num_steps):
+    for step in range(1, num_steps + 1):
         for param, grad in grads:
+            if step in values:
+                local: Any = grad
+                local.to_local()[0] = values[step]
             param.grad = None if grad is None else grad.clone()
         with Counted() as counted:
             manager.step(model, optimizer, 1.0, backward=False)
@@ -67,8 +73,13 @@ def sent_each(model: nn.Module, num_steps: int, **settings: Any) -> list[list[in
 
 
 def sent(model: nn.Module, **settings: Any) -> list[int]:
-    """Return the sizes in bytes of what a rank sends in one step."""
+    """Return the sizes in bytes of what a rank sends in its first step, which makes a row."""
     return sent_each(model, 1, **settings)[0]
+
+
+def sent_between(model: nn.Module, **settings: Any) -> list[int]:
+    """Return the same for the third step, which makes no row."""
+    return sent_each(model, 3, **settings)[2]
 
 
 @pytest.mark.parametrize("num_ranks", [2, 8, 1024])
@@ -81,13 +92,13 @@ def test_a_report_is_two_collectives_of_a_size_that_does_not_know_the_ranks(pret
 @pytest.mark.parametrize("settings", [{"check_frequency": 10}, {"enable_gradient_monitoring": False}])
 def test_between_reports_there_is_one_collective(pretend: Any, num_ranks: int, settings: dict[str, Any]) -> None:
     """The norm that clipping and skipping are decided by is in the sum already."""
-    assert sent(sharded(pretend(num_ranks), 5), max_grad_norm=0.1, **settings) == [64 * 5 + 16]
+    assert sent_between(sharded(pretend(num_ranks), 5), max_grad_norm=0.1, **settings) == [64 * 5 + 16]
 
 
 def test_a_model_of_70_billion_parameters_on_1024_ranks(pretend: Any) -> None:
     """The table of docs/scale.md: what 723 tensors make a report and a step in between, and what a ring moves of it."""
     model, text = sharded(pretend(1024), TENSORS_OF_70B), (ROOT / "docs" / "scale.md").read_text()
-    report, between = sum(sent(model)), sum(sent(model, check_frequency=10))
+    report, between = sum(sent(model)), sum(sent_between(model, check_frequency=10))
     assert report <= 128 * TENSORS_OF_70B
     for num_ranks in (8, 1024):
         moved = 2 * (num_ranks - 1) / num_ranks * report
@@ -129,10 +140,10 @@ def test_whatever_the_settings_a_step_between_reports_is_one_collective(
     pretend: Any, settings: dict[str, Any], value: float
 ) -> None:
     """The first step with an element that is not finite makes a row, which is a report; those after it do not."""
-    first, *others = sent_each(sharded(pretend(8), 5, value), 3, check_frequency=10, **settings)
+    *_, first, _, second, third = sent_each(sharded(pretend(8), 5), 6, {3: value}, check_frequency=10, **settings)
     more = 16 * 5 * (settings in ELEMENTWISE)
     assert first == [64 * 5 + 16 + more, *([] if math.isfinite(value) else [16 * 5])]
-    assert others == [[64 * 5 + 16 + more]] * 2
+    assert [second, third] == [[64 * 5 + 16 + more]] * 2
 
 
 @pytest.mark.parametrize("value", [1.0, 0.0, 1e200, 1e-200, math.nan])
@@ -140,7 +151,7 @@ def test_squares_beyond_the_range_of_a_float64_take_no_collective_more(pretend: 
     """Parameters of float64 take eight bytes more each, by which squares of any size can be added up."""
     model = sharded(pretend(8), 5, value, torch.float64)
     assert sent(model) == [16 * 5, 72 * 5 + 16]
-    assert sent_each(model, 2, check_frequency=10)[1] == [72 * 5 + 16]
+    assert sent_between(model, check_frequency=10) == [72 * 5 + 16]
 
 
 def test_clipping_by_unit_is_two_collectives(pretend: Any) -> None:
@@ -148,14 +159,15 @@ def test_clipping_by_unit_is_two_collectives(pretend: Any) -> None:
     mesh = pretend(8)
     for kind, each in ((Replicate(), 80), (Shard(0), 96)):
         model = spread(mesh, 5, kind, 1.0, torch.float32)
-        sizes = sent_each(model, 2, clip_type="agc", agc_clip_factor=1e-3, check_frequency=2)
+        sizes = sent_each(model, 4, clip_type="agc", agc_clip_factor=1e-3, check_frequency=2)[2:]
         assert sizes == [[each * 5 + 16], [16 * 5, each * 5 + 16]]
 
 
 def test_histograms_are_in_the_sum(pretend: Any) -> None:
     """A row with them has 384 and one number more for each group, and no collective more."""
     sizes = sent_each(sharded(pretend(8), 5), 4, log_histograms=True, grad_log_every_n_steps=2)
-    assert sizes == [[16 * 5, 64 * 5 + 16], [16 * 5, 64 * 5 + 16 + 3080 * 5]] * 2
+    more = [3080 * 5 if step in (1, 2, 4) else 0 for step in (1, 2, 3, 4)]
+    assert sizes == [[16 * 5, 64 * 5 + 16 + size] for size in more]
 
 
 def test_the_spread_of_ranks_takes_six_numbers_more(pretend: Any) -> None:
@@ -166,13 +178,13 @@ def test_the_spread_of_ranks_takes_six_numbers_more(pretend: Any) -> None:
 def test_updates_are_in_the_sum(pretend: Any) -> None:
     """The step after one that they look at sends 120 bytes more and 48 for each group, unless that is too much.
 
-    Two steps after one at which analyzers are judged there are 248 bytes of verdicts.
+    Two steps after one at which analyzers are judged there are 256 bytes of verdicts.
     """
     mesh = pretend(8)
     for num_tensors, more in ((4, 120), (40, 120 + 48)):
         sizes = sent_each(sharded(mesh, num_tensors), 9, analyzers=["updates"], groups={"all": ".*"})
         plain = 64 * num_tensors + 16
-        assert [one[1] - plain for one in sizes] == [0, 0, 0, 248, more, 0, 0, 0, more]
+        assert [one[1] - plain for one in sizes] == [0, 0, 0, 256, more, 0, 0, 0, more]
         assert all(len(one) == 2 and (num_tensors < 17 or sum(one) <= 128 * num_tensors) for one in sizes)
 
 

@@ -139,8 +139,8 @@ def test_parquet_comes_back(run: Path) -> None:
 
 def test_parquet_needs_a_package(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without pyarrow polars writes it, and without both the error says what to install."""
-    load, written = importlib.import_module, list[str]()
-    frame = SimpleNamespace(write_parquet=written.append)
+    load = importlib.import_module
+    frame = SimpleNamespace(write_parquet=lambda stream: stream.write(b"by polars"))
     polars = SimpleNamespace(DataFrame=lambda table, strict: frame)
 
     def without(*missing: str) -> Any:
@@ -153,7 +153,7 @@ def test_parquet_needs_a_package(run: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(importlib, "import_module", without("pyarrow"))
     write_table(read_run(run).steps, "parquet", run / "a.parquet")
-    assert written == [str(run / "a.parquet")]
+    assert (run / "a.parquet").read_bytes() == b"by polars"
     monkeypatch.setattr(importlib, "import_module", without("pyarrow", "polars"))
     result = invoke(str(run), "--format", "parquet")
     assert "pyarrow or polars, and neither is installed" in str(result.exception)
