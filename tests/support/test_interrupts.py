@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import signal
 import sys
@@ -25,7 +26,7 @@ from gradtrack.delivery.journal.writing import Journal
 from gradtrack.health.rule_engine import RULES
 from gradtrack.records import Record
 from gradtrack.reports import Report
-from gradtrack.support.interrupts import pass_on, start
+from gradtrack.support.interrupts import Changes, pass_on, start
 from tests.delivery.doubles import RUN, row
 from tests.training import train
 
@@ -187,6 +188,68 @@ def test_thread_that_is_struck_as_it_starts(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(threading, "_start_new_thread", struck)
     with pytest.raises(TerminatedError):
         start(threading.Thread(target=done.set))
+
+
+MODEL = torch.nn.Linear(2, 2)
+OPTIMIZER = torch.optim.SGD(MODEL.parameters(), lr=0.1)
+REGISTERS: dict[str, tuple[Callable[..., Any], dict[str, bool]]] = {
+    "forward": (MODEL.register_forward_hook, {"with_kwargs": True, "always_call": True}),
+    "before forward": (MODEL.register_forward_pre_hook, {"with_kwargs": True}),
+    "gradient": (MODEL.weight.register_hook, {}),
+    "accumulated": (MODEL.weight.register_post_accumulate_grad_hook, {}),
+    "every module": (torch.nn.modules.module.register_module_forward_hook, {"always_call": True}),
+    "step": (OPTIMIZER.register_step_pre_hook, {}),
+}
+
+
+def tables() -> list[Any]:
+    """Return what is registered where those functions register."""
+    owners: list[Any] = [MODEL, MODEL.weight, torch.nn.modules.module, OPTIMIZER]
+    found = [getattr(one, name) for one in owners for name in dir(one) if "_hooks" in name]
+    return [dict(one) for one in found if isinstance(one, dict)]
+
+
+@pytest.mark.parametrize("kind", REGISTERS)
+@pytest.mark.parametrize("struck", [True, False])
+def test_hook_is_removed_without_its_handle(kind: str, struck: bool) -> None:
+    """An exception that strikes within torch, once the hook is there, leaves neither the hook nor its options."""
+    register, options = REGISTERS[kind]
+    kept = register(lambda *_: None, **options)
+    before = tables()
+
+    def registering(hook: Any, **given: Any) -> Any:
+        handle = register(hook, **given)
+        if struck:
+            raise TerminatedError
+        return handle
+
+    registering.__self__ = getattr(register, "__self__", torch.nn.modules.module)  # type: ignore[attr-defined]
+    changes = Changes()
+    with contextlib.suppress(TerminatedError):
+        changes.hook(registering, lambda *_: None, **options)
+    assert tables() != before
+    for _ in range(2):
+        changes.undo()
+        assert tables() == before
+    kept.remove()
+
+
+@pytest.mark.parametrize("struck", range(3))
+def test_changes_are_undone_though_an_interrupt_strikes_one(struck: int) -> None:
+    """The last change first, and all of them; the interrupt comes out."""
+    state, strikes, changes = {0: "new", 1: "new", 2: "new"}, [struck], Changes()
+
+    def undo(key: int) -> None:
+        if strikes == [key]:
+            strikes.clear()
+            raise TerminatedError
+        state[key] = "old"
+
+    for key in state:
+        changes.note(functools.partial(undo, key))
+    with pytest.raises(TerminatedError), changes:
+        pass
+    assert set(state.values()) == {"old"}
 
 
 def contained(call: Callable[[], Any]) -> Exception | None:
