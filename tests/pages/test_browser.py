@@ -215,6 +215,17 @@ def test_a_chart_draws_eight_lines_and_the_others_on_request(tmp_path: Path) -> 
     assert seen == {"before": [9, 8], "text": "16 more", "after": [24, 24]}
 
 
+def test_what_differs_by_rounding_alone_is_a_flat_line(tmp_path: Path) -> None:
+    """The axis beside it has short numbers around the value."""
+    script = """<script>setTimeout(() => {
+      const texts = [...document.querySelector(".chart svg[role=img]").querySelectorAll("text")];
+      document.title = JSON.stringify({ texts: texts.map((one) => one.textContent) });
+    }, 500);</script></body>"""
+    run = gather(*(row(step, loss=1 - 1e-7 * (step % 3)) for step in range(1, 9)))
+    seen = asked(write_html_report(run, tmp_path / "flat.html"), tmp_path / "p", script)
+    assert {"0.95", "1", "1.05"} <= set(seen["texts"])
+
+
 def test_the_axis_of_a_long_run_ends_with_the_run(tmp_path: Path) -> None:
     """Lines that are thinned out to buckets of steps do not shorten the axis."""
     script = """<script>setTimeout(() => {

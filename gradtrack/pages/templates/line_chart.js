@@ -86,7 +86,9 @@ class Chart {
       });
     }
     if (low > high) return [left, right, 0, 0];
-    const air = (high - low) * 0.06 || Math.abs(high) * 0.1 || 1;
+    // What differs by rounding alone is a flat line.
+    const isFlat = high - low < (this.isLog ? 1e-5 : Math.max(Math.abs(low), Math.abs(high)) * 1e-5);
+    const air = isFlat ? (this.isLog ? 0.05 : Math.abs(high) * 0.1) : (high - low) * 0.06 || Math.abs(high) * 0.1 || 1;
     // What cannot be negative does not begin below zero.
     return [left, right, this.isLog || low < 0 ? low - air : Math.max(low - air, -air * 0.1), high + air];
   }

@@ -34,7 +34,7 @@ const short = (value, digits = 4) => {
 const digitsOf = (values) => {
   const low = values.reduce((a, b) => Math.min(a, b), Infinity), high = values.reduce((a, b) => Math.max(a, b), -Infinity);
   const parts = Math.max(Math.abs(low), Math.abs(high)) / (high - low);
-  return Number.isFinite(parts) ? 4 + Math.min(Math.max(Math.floor(Math.log10(parts)), 0), 8) : 4;
+  return parts < 1e5 ? 4 + Math.min(Math.max(Math.floor(Math.log10(parts)), 0), 8) : 4;
 };
 // The middle of a name that is too long is left out; its title has all of it.
 const clipped = (name, letters = 60) => (
