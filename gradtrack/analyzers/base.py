@@ -26,6 +26,7 @@ _LONG = 10
 _NO_HIGHER = 1.25
 _BLOWN = 3.0
 _RISEN = 3.0
+_STUCK = 0.9
 
 
 def often(step: int) -> bool:
@@ -117,6 +118,11 @@ class Series(Stateful):
             return self.has_halved
         before, last = self._loss_at(step), self._loss_at(self.num_steps)
         return before is not None and last is not None and 0 < last < 0.5 * before and self._is_over(step)
+
+    def is_stuck_since(self, step: int) -> bool:
+        """Whether the loss is known to have come down by less than a tenth since a step."""
+        before, last = self._loss_at(step), self._loss_at(self.num_steps)
+        return before is not None and last is not None and last > _STUCK * before > 0
 
     def has_learned_since(self, step: int) -> bool:
         """Say whether training went well since a step: the loss has halved, or is half of the first, and never rose."""

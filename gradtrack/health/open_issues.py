@@ -96,7 +96,9 @@ def _weight(severity: IssueSeverity, confidence: float) -> float:
     return list(IssueSeverity).index(severity) + confidence
 
 
-_HARMFUL = (IssueType.NUMERICAL, IssueType.EXPLODING)
+_HARMFUL: Final = (T.NUMERICAL, T.EXPLODING)
+COLLAPSES: Final = (T.RANK_COLLAPSE, T.ATTN_ENTROPY_COLLAPSE)
+"""What does harm as long as the loss has not come down since; analyzers find it."""
 
 
 class OpenIssues:
@@ -111,10 +113,10 @@ class OpenIssues:
         """Return the first issue of each type that does lasting harm, also after it has closed."""
         return list(self._harm.values())
 
-    def remember(self, issues: Sequence[Issue]) -> None:
+    def remember(self, issues: Sequence[Issue], kinds: Sequence[IssueType] = _HARMFUL) -> None:
         """Remember those issues of a step that do lasting harm."""
         for issue in issues:
-            if issue.issue_type in _HARMFUL and issue.severity >= IssueSeverity.HIGH:
+            if issue.issue_type in kinds and issue.severity >= IssueSeverity.HIGH:
                 self._harm.setdefault(issue.issue_type, issue)
 
     def update(self, issues: Sequence[Issue]) -> tuple[list[Issue], bool]:

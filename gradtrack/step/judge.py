@@ -11,7 +11,7 @@ from gradtrack.config import GradientConfig
 from gradtrack.gradients.moments import Moments
 from gradtrack.health.change_detector import Jump
 from gradtrack.health.monitor import GradientMonitor
-from gradtrack.health.open_issues import OpenIssues, from_plain, order, to_plain, unmuted
+from gradtrack.health.open_issues import COLLAPSES, OpenIssues, from_plain, order, to_plain, unmuted
 from gradtrack.health.rule import CalmStep, Evidence
 from gradtrack.reports import HEALTHY, HealthReport, Issue
 from gradtrack.step.data import StepData
@@ -90,6 +90,7 @@ class Judge(Stateful):
     def set_analyzer_issues(self, issues: Sequence[Issue]) -> None:
         """Set the issues of the analyzers, which are open from the coming judgement on until they are set again."""
         self._of_analyzers = order(unmuted(list(issues), self._config.mute))
+        self._open_issues.remember(self._of_analyzers, COLLAPSES)
 
     def add_analyzer_issues(self, issues: Sequence[Issue], data: StepData) -> None:
         """Set the issues that the analyzers have found on a step that was judged already, and open them on it."""
@@ -104,7 +105,11 @@ class Judge(Stateful):
 
         These replace the issues that the analyzers found on an earlier step.
         """
-        found = [*self._of_rules, *self._open_issues.harm, *issues]
+        series = self.series
+        harm = (
+            one for one in self._open_issues.harm if one.issue_type not in COLLAPSES or series.is_stuck_since(one.step)
+        )
+        found = [*self._of_rules, *harm, *issues]
         return order(unmuted(found, self._config.mute))
 
     def state_dict(self) -> dict[str, Any]:

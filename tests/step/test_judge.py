@@ -3,6 +3,7 @@
 import json
 import math
 
+import pytest
 import torch
 
 from gradtrack import GradientConfig, GradientMonitor, Issue, IssueSeverity, IssueType
@@ -20,11 +21,11 @@ def judge_of(**settings: object) -> Judge:
     return Judge(config, GradientMonitor(config))
 
 
-def judge(made: Judge, step: int, value: float) -> StepData:
+def judge(made: Judge, step: int, value: float, loss: float | None = None) -> StepData:
     """Judge a step whose only gradient is this number."""
     grads = ParameterTable(with_gradients([torch.tensor([value])])).gradients()
     data = StepData(grads.layout, {})
-    data.step, data.nan_inf = step, {"action": "report"}
+    data.step, data.loss, data.nan_inf = step, loss, {"action": "report"}
     made.judge(grads.measure(Measurer("torch")), data, critical=False)
     return data
 
@@ -57,6 +58,25 @@ def test_issues_of_analyzers_stay_until_they_are_set_again() -> None:
     assert [found.layer for found in second.issues] == ["loud"]
     made.set_analyzer_issues([])
     assert judge(made, 3, 1.0).issues == []
+
+
+@pytest.mark.parametrize("kind", [IssueType.RANK_COLLAPSE, IssueType.ATTN_ENTROPY_COLLAPSE, IssueType.DEAD])
+@pytest.mark.parametrize("falls", [True, False])
+def test_a_collapse_from_which_the_run_never_recovered_stays_in_the_diagnosis(kind: IssueType, falls: bool) -> None:
+    """It is closed when it is not found any more, and named while the loss has not come down since."""
+    made = judge_of()
+    for step in range(1, 81):
+        if step in (33, 65):
+            made.set_analyzer_issues(
+                [issue("loud").model_copy(update={"issue_type": kind, "step": step})] * (step == 33)
+            )
+        judge(made, step, 1.0, loss=2.0 / step if falls else 2.0)
+    restored = judge_of()
+    restored.load_state_dict(json.loads(json.dumps(made.state_dict())))
+    stays = kind is not IssueType.DEAD and not falls
+    for one in (made, restored):
+        assert one.health.healthy
+        assert [found.issue_type for found in one.diagnose([])] == [kind] * stays
 
 
 def test_without_monitoring_nothing_is_judged() -> None:

@@ -109,13 +109,21 @@ class UnitVerdicts:
     def __init__(self) -> None:
         self._found: deque[list[Issue]] = deque(maxlen=KEPT_WINDOWS + 1)
         self._absent: dict[str, int | None] = {}
+        self._told: dict[str, int | None] = {}
 
     def add(self, case: Case) -> None:
         """Judge the newest window, and let go of what only older ones needed."""
+        case.standing = self._found[-1] if self._found else ()
         found = _judge(case, _OF_UNITS)
-        known = {issue.key for issue in self._found[-1]} if self._found else ()
+        known = {issue.key for issue in case.standing}
         self._absent |= {issue.key: case.before for issue in found if issue.key not in known}
         self._found.append(found)
+        here = {issue.key for issues in self._found for issue in issues}
+        told: dict[str, int | None] = {issue.key: case.step for issue in self.issues(case.series)}
+        for key, step in self._told.items():
+            if key in here:
+                told[key] = None if step is None or case.series.has_halved_since(step) else step
+        self._told = told
         for sample in case.samples[: 1 - RECENT]:
             for node in sample.nodes:
                 node.unit_max = node.unit_min = node.gram = None
@@ -124,7 +132,8 @@ class UnitVerdicts:
         """Return each issue as it was found last, with the step at which it was found first.
 
         What was not there at first and has come while training went well is what the training made of the model, and
-        what the loss has halved with all the same holds nothing up.
+        what the loss has halved with all the same holds nothing up. Dead units that were told of are so until they
+        respond or the loss has halved since, and not again after that.
         """
         merged: dict[str, Issue] = {}
         for found in self._found:
@@ -144,12 +153,14 @@ class UnitVerdicts:
         absent = self._absent.get(issue.key)
         if absent is None or issue.issue_type is IssueType.SATURATION:  # which is judged by what comes through
             return False
+        if issue.key in self._told:
+            return self._told[issue.key] is None
         return series.has_learned_since(absent)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the verdicts as plain data."""
         found = [[issue.model_dump(mode="json") for issue in found] for found in self._found]
-        return {"found": found, "absent": dict(self._absent)}
+        return {"found": found, "absent": dict(self._absent), "told": dict(self._told)}
 
     def load_state_dict(self, state: Mapping[str, Any] | list[list[Mapping[str, Any]]]) -> None:
         """Take back what `state_dict` returned, also that of older versions, which was the verdicts alone."""
@@ -157,7 +168,7 @@ class UnitVerdicts:
         self._found.clear()
         self._found.extend([Issue.model_validate(issue) for issue in found] for found in verdicts)
         if isinstance(state, Mapping):
-            self._absent = dict(state["absent"])
+            self._absent, self._told = dict(state["absent"]), dict(state.get("told", ()))
 
 
 @dataclass(frozen=True, slots=True)

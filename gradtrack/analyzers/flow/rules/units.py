@@ -64,10 +64,12 @@ def judge_dead(case: Case) -> Iterator[Issue]:
     A layer that is off because what feeds it is constant already is a consequence and not named. Where the input hardly
     varies, or in few directions as behind a narrow code, few units are on for one input and off for another; the rest
     is on or off by the luck of its weights, and only far more than half of it are a fault. A normalisation that
-    centres every unit by itself leaves nothing to luck.
+    centres every unit by itself leaves nothing to luck. A layer that was dead in the window before is so while over
+    half of its units are off.
     """
     if not case.recent:
         return
+    known = {issue.layer for issue in case.standing if issue.issue_type is IssueType.DEAD}
     *graphs, last = case.graphs
     suspects = {name: units for name, units in _ranges(last).items() if units.off.mean() > _DEAD_SHARE}
     if not suspects:
@@ -75,7 +77,7 @@ def judge_dead(case: Case) -> Iterator[Issue]:
     for layer, (whole, *others) in in_all([*map(_ranges, graphs), suspects]).items():
         for other in others:
             whole.join(other)
-        if _is_dead(whole):
+        if (layer in known and whole.off.mean() > _DEAD_SHARE) or _is_dead(whole):
             yield case.issue(
                 IssueType.DEAD,
                 layer,
