@@ -205,12 +205,13 @@ class LossJumpRule(Rule):
 
     def remember(self, steps: Sequence[CalmStep]) -> None:
         losses = [step.loss for step in steps if step.loss is not None]
-        if self.streak or max(losses, default=0.0) > _FURTHER * self.largest:
+        largest = max(losses, default=0.0)
+        if self.streak or largest > _FURTHER * self.largest:
             for loss in losses:
                 self._follow(loss)
-        elif losses:
+        else:
             self.losses.extend(losses)
-            self.largest = max(self.largest, *losses)
+            self.largest = max(self.largest, largest)
 
     def judge(self, evidence: Evidence, config: GradientConfig) -> list[Issue]:
         loss = evidence.loss
@@ -240,8 +241,8 @@ class LossJumpRule(Rule):
         return max(_LOSS_JUMP * statistics.median(self.losses), _FURTHER * self.largest)
 
     def _follow(self, loss: float) -> None:
-        known = len(self.losses) >= _LOSS_KNOWN and min(self.losses) > 0
-        if known and loss > _FURTHER * self.largest and loss > self._limit():
+        far = loss > _FURTHER * self.largest and len(self.losses) >= _LOSS_KNOWN and min(self.losses) > 0
+        if far and loss > self._limit():
             self.streak += 1
             return
         self.streak = 0
@@ -274,8 +275,9 @@ class UnchangedRule(Rule):
     def judge(self, evidence: Evidence, config: GradientConfig) -> list[Issue]:
         if evidence.weights:
             update = evidence.rate * evidence.norm if evidence.moments.finite else 0.0
-            resolved = self.version == evidence.version or update > _RESOLVED * math.hypot(*evidence.weights.values())
-            if self.weights == evidence.weights and resolved:
+            if self.weights == evidence.weights and (
+                self.version == evidence.version or update > _RESOLVED * math.hypot(*evidence.weights.values())
+            ):
                 self.looks += 1
             else:
                 self.looks, self.since = 0, evidence.step
