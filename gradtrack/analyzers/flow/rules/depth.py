@@ -18,6 +18,7 @@ _LARGE: Final = 100.0
 _GROWN: Final = 1.2
 _SAMPLES: Final = 2
 _RECOVERED: Final = 3.0
+_LONG: Final = 8
 
 
 def judge_depth(case: Case) -> list[Issue]:
@@ -80,9 +81,9 @@ def _taken_by(modules: set[str], gammas: dict[str, float]) -> float:
 
 
 def has_recovered(case: Case, entry: str) -> bool:
-    """Whether the gradient at a layer, which had vanished, is clearly above the limit again."""
-    graphs = [sample.graph for sample in case.samples[-_SAMPLES:]]
-    return all(
+    """Whether the gradient at a layer, which had vanished, has long been clearly above the limit again."""
+    graphs = [sample.graph for sample in case.samples[-_LONG:]]
+    return len(graphs) == _LONG and all(
         entry in graph.paths and graph.gammas(graph.paths[entry]).get(entry, 0.0) > _RECOVERED * _SMALL
         for graph in graphs
     )
