@@ -16,7 +16,6 @@ from typing import Any, Final, Self
 from pydantic import BaseModel
 
 from gradtrack.config import GradientConfig
-from gradtrack.delivery.journal.reading import find_journals
 from gradtrack.errors import JournalError, RunDirectoryError
 from gradtrack.records import RunInfo
 from gradtrack.reports import StepReport, TrainingSummary
@@ -128,6 +127,8 @@ def runs_in(directory: Path) -> set[str]:
     """Return the identities of the runs that have left their journal or their end in a directory."""
     found = set[str]()
     with contextlib.suppress(JournalError):
+        from gradtrack.delivery.journal.reading import find_journals  # which loads torch; a backend does not
+
         found |= {journal.run.run_id for journal in find_journals(directory)}
     with contextlib.suppress(JournalError):
         end = RunEnd.load(directory / RUN_END)

@@ -108,15 +108,16 @@ def test_one_word_chooses_the_tracker(tracker: str, monkeypatch: pytest.MonkeyPa
     assert shown == pytest.approx(dict(zip(statistics["step"], statistics["grad_norm"], strict=True)), rel=1e-6)
 
 
-def test_a_second_run_in_the_same_directory_replaces_the_first(
+def test_a_second_run_in_the_same_directory_leaves_the_first_alone(
     example: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The example can be run again as it is: no step is there twice."""
+    """The example can be run again as it is: each run has files of its own, and no step is there twice."""
     for steps in (60, 40):
         example.main(["--config", shortened(tmp_path, steps=steps, backends=["json"])])
-        found = json.loads((tmp_path / "run" / "gradient_statistics.json").read_text())["step"]
-        assert found == sorted(set(found))
-        assert found[-1] == steps
+    files = [tmp_path / "run" / "gradient_statistics.json", *(tmp_path / "run").glob("*/gradient_statistics.json")]
+    found = [json.loads(path.read_text())["step"] for path in files]
+    assert [steps[-1] for steps in found] == [60, 40]
+    assert all(steps == sorted(set(steps)) for steps in found)
 
 
 def test_a_key_of_nobody_is_an_error(example: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -182,14 +182,14 @@ def test_loss_scaling_of_the_precision_plugin(tmp_path: Path) -> None:
 def test_files_are_those_of_the_document(tmp_path: Path) -> None:
     """Both JSON files and the picture with four panels lie in the trainer's directory, a row every N steps."""
     pytest.importorskip("matplotlib")
-    module, _ = fit(GradientStatisticsCallback(grad_log_every_n_steps=2), tmp_path)
-    stats = json.loads((tmp_path / "gradient_statistics.json").read_text())
+    module, _ = fit(GradientStatisticsCallback(grad_log_every_n_steps=2), tmp_path / "trainer")
+    stats = json.loads((tmp_path / "trainer" / "gradient_statistics.json").read_text())
     assert list(stats) == ["step", "epoch", "grad_variance", "grad_mean", "grad_norm", "grad_max", "grad_min"]
     assert stats["step"] == [1, 2, 4, 6]
-    assert stats["grad_norm"] == pytest.approx([module.torch_own[step] for step in (2, 4, 6)], rel=1e-5)
-    matrices = json.loads((tmp_path / "gradient_statistics_weight_matrices.json").read_text())
+    assert stats["grad_norm"] == pytest.approx([module.torch_own[step] for step in (1, 2, 4, 6)], rel=1e-5)
+    matrices = json.loads((tmp_path / "trainer" / "gradient_statistics_weight_matrices.json").read_text())
     assert set(matrices) == {"W_in", "W_rec", "W_out", "biases"}
-    assert (tmp_path / "gradient_statistics.png").stat().st_size > 10_000
+    assert (tmp_path / "trainer" / "gradient_statistics.png").stat().st_size > 10_000
 
 
 def test_without_weight_matrices_there_is_no_second_file(tmp_path: Path) -> None:
@@ -416,9 +416,9 @@ def test_an_interrupted_training_ends_as_failed(tmp_path: Path) -> None:
 
     callback = GradientStatisticsCallback(1, backends=["memory", "json"])
     with pytest.raises((SystemExit, KeyboardInterrupt)):
-        fit(callback, tmp_path, module=Interrupted())
+        fit(callback, tmp_path / "trainer", module=Interrupted())
     assert callback.manager.backend("memory").failed  # type: ignore[attr-defined]
-    assert json.loads((tmp_path / "gradient_statistics.json").read_text())["step"] == [1, 2, 3]
+    assert json.loads((tmp_path / "trainer" / "gradient_statistics.json").read_text())["step"] == [1, 2, 3]
 
 
 @pytest.mark.parametrize("limit", [None, 1e-4])
