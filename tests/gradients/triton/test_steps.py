@@ -40,11 +40,21 @@ def protect(grads: list[Tensor], *, device: bool, engine: Any, **settings: Any) 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pair, "on_device", lambda tensors: device and bool(tensors))
         manager = GradientManager(engine=engine, track_parameters=True, **settings)
-        report = manager.step(model, optimizer_of(model), None, backward=False)
-        assert (next(iter(manager._pairs)).pending.held is not None) == (device and bool(grads))
+        optimizer = optimizer_of(model)
+        watched = between_rows(manager, model, optimizer)
+        report = manager.step(model, optimizer, None, backward=False)
+        assert (watched.pending.held is not None) == (device and bool(grads))
         manager.flush()
     found = [param.grad for param in model.parameters()]
     return report, [grad for grad in found if grad is not None]
+
+
+def between_rows(manager: GradientManager, model: nn.Module, optimizer: Any) -> pair.Pair:
+    """Return the pair of a training whose next three steps make no row, so that numbers can stay on the device."""
+    manager.attach(model, optimizer)
+    (found,) = manager._pairs
+    found.continue_from(4)
+    return found
 
 
 @pytest.mark.parametrize("clipping", CLIPPING, ids=str)
@@ -123,18 +133,18 @@ def test_at_most_five_launches_and_fifteen_operations(
         model = with_gradients([torch.ones(3 + index % 5, 4) for index in range(number)])
         optimizer, loss = optimizer_of(model), torch.ones(())
         manager = GradientManager(engine="triton", **clipping, **action)
+        watched = between_rows(manager, model, optimizer)
         launched: list[Any] = []
         monkeypatch.setattr(engine, "launch", lambda kernel, *_, launched=launched, **__: launched.append(kernel))
         manager.step(model, optimizer, loss, backward=False)
         for param in model.parameters():
             param.grad = torch.ones_like(param)  # elsewhere
         launched.clear()
-        held = manager._pairs
-        next(iter(held)).pending.held = None  # whose numbers no kernel has written
+        watched.pending.held = None  # whose numbers no kernel has written
         with Operations() as operations:
             manager.step(model, optimizer, loss, backward=False)
         counts.add((len(operations.names), len(launched)))
-        next(iter(held)).pending.held = None
+        watched.pending.held = None
     assert len(counts) == 1
     ((num_operations, num_launches),) = counts
     assert num_launches <= 5
@@ -147,6 +157,7 @@ def test_fused_optimizers_skip_by_the_flag_of_the_device(monkeypatch: pytest.Mon
     model = nn.Linear(4, 3)
     optimizer: Any = torch.optim.AdamW(model.parameters(), fused=True)
     manager = GradientManager(engine="triton")
+    between_rows(manager, model, optimizer)
     before = model.weight.clone()
     for value, flag in ((math.nan, 1.0), (1.0, 0.0)):
         for param in model.parameters():
