@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gradtrack import GradientFlowAnalyzer, GradientManager, Issue, StepReport
+from gradtrack import GradientFlowAnalyzer, GradientManager, Issue, IssueType, StepReport
 from gradtrack.analyzers.base import often
 
 
@@ -423,3 +423,22 @@ def test_recurrent_models_are_looked_at_twice_and_not_three_times() -> None:
     analyzer.analyze(batch, lambda out: out.square().mean(), steps=5)
     assert set(analyzer.details) == {"recurrent"}
     assert len(batches) == 10
+
+
+@pytest.mark.parametrize("seen", [True, False])
+def test_a_loss_that_was_not_seen_is_not_spoken_of(seen: bool) -> None:
+    """A rate that is too high is told with the loss only where the loop has passed it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(10, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 3.0)
+    manager = GradientManager(analyzers=["flow"], enable_gradient_clipping=False)
+    for _ in range(60):
+        batch = torch.randn(32, 10)
+        optimizer.zero_grad()
+        loss = (model(batch) - batch[:, :1]).square().mean()
+        torch.autograd.backward(loss)
+        manager.step(model, optimizer, loss if seen else None, backward=False)
+        optimizer.step()
+    (found,) = [issue for issue in manager.diagnose() if issue.issue_type is IssueType.LR_TOO_HIGH]
+    assert ("while the loss" in found.message) == seen
+    manager.close()

@@ -119,14 +119,16 @@ def _is_fine(case: Case) -> bool:
 def _rate_high_issue(case: Case, moved: list[Sample], ratios: dict[str, float], typical: float, limit: float) -> Issue:
     """Report a rate from the first of the samples on, since what it has done by the last is its consequence."""
     sample, name = moved[-1], max(ratios, key=lambda key: ratios[key])
-    became = "has risen" if case.trend.risen else "does not fall"
+    became = ""  # of a loss that was not seen
+    if case.trend.losses:
+        became = f", while the loss {'has risen' if case.trend.risen else 'does not fall'}"
     return case.issue(
         IssueType.LR_TOO_HIGH,
         "",
         ("median_update_ratio", typical, limit),
         (
-            f"lr {sample.lr:.3g} moved {name} by {ratios[name]:.0%} per step and the median weight by {typical:.0%}, "
-            f"while the loss {became}."
+            f"lr {sample.lr:.3g} moved {name} by {ratios[name]:.0%} per step and the median weight by {typical:.0%}"
+            f"{became}."
         ),
         f"Try lr {sample.lr * _HEALTHY / typical:.1g}, which would move the median weight by 0.1 % per step.",
         window=len(moved),
