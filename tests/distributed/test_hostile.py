@@ -123,5 +123,7 @@ def test_shards_that_are_stepped_inside_the_backward_pass(ranks: list[Found], ca
         ]
         assert len(told["reports"][0][0]["statistics"]["missing"]) == 4
         for parts, whole in told["reports"][1:]:
+            for group in (*parts["groups"].values(), *whole["groups"].values()):
+                del group["weight_norm"]  # the optimizer has stepped before one of them is measured
             assert not differences(parts, whole)
         assert all(sizes == told["sizes"][0] and len(sizes) == 2 for sizes in told["sizes"])
