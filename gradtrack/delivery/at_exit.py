@@ -20,13 +20,19 @@ if TYPE_CHECKING:
     from gradtrack.delivery.run import Sink
 
 
-# A list, as a copy of one is made in one go, whatever other threads remember meanwhile.
-_renewals: list[weakref.WeakMethod[Callable[[], None]]] = []
+# By the identity of the reference: another thread, or a collection, may take one out while one is looked for, and a
+# search through a list would then miss it. A copy of a dictionary is made in one go.
+_renewals: dict[int, weakref.WeakMethod[Callable[[], None]]] = {}
 
 
 def remember(renew: Callable[[], None]) -> None:
     """Have `come_first` call this method as long as its object lives."""
-    _renewals.append(weakref.WeakMethod(renew, _renewals.remove))
+    reference = weakref.WeakMethod(renew, _forget)
+    _renewals[id(reference)] = reference
+
+
+def _forget(reference: weakref.WeakMethod[Callable[[], None]]) -> None:
+    _renewals.pop(id(reference), None)
 
 
 def come_first() -> None:
@@ -35,7 +41,7 @@ def come_first() -> None:
     What is registered last runs first, and a package that a worker sets up registers its own end behind ours: a
     training that ends without a close would find it gone.
     """
-    for found in _renewals[:]:
+    for found in _renewals.copy().values():
         renew = found()
         if renew is not None:
             renew()
