@@ -67,25 +67,28 @@ class AdaptiveStrategy(Strategy):
     def threshold(self, config: GradientConfig) -> float:
         if self._seen < WARMUP:
             return config.max_grad_norm
-        self._shrink(config.adaptive_window_size)
+        if len(self._recent) > config.adaptive_window_size:
+            self._change((), config.adaptive_window_size)
         if self._sorted is None:
             self._sorted = sorted(self._recent)
         return percentile(self._sorted, config.adaptive_percentile) or config.max_grad_norm
 
     def observe(self, norms: Sequence[ClippedNorm], memory: Memory) -> None:
-        if self._sorted is not None:
-            for norm, _ in norms:
-                insort(self._sorted, norm)
-        self._recent.extend([norm for norm, _ in norms])
+        self._change([norm for norm, _ in norms], memory.window_size)
         self._seen += len(norms)
-        if len(self._recent) > memory.window_size:
-            self._shrink(memory.window_size)
 
-    def _shrink(self, size: int) -> None:
-        while len(self._recent) > size:
-            oldest = self._recent.popleft()
-            if self._sorted is not None:
-                del self._sorted[bisect_left(self._sorted, oldest)]
+    def _change(self, added: Sequence[float], size: int) -> None:
+        """Add norms and drop the oldest beyond a size."""
+        ordered, recent = self._sorted, self._recent
+        self._sorted = None  # an exception within leaves the norms to be sorted anew
+        recent.extend(added)
+        oldest = [recent.popleft() for _ in range(len(recent) - size)]
+        if ordered is not None:
+            for norm in added:
+                insort(ordered, norm)
+            for norm in oldest:
+                del ordered[bisect_left(ordered, norm)]
+            self._sorted = ordered
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
@@ -112,13 +115,12 @@ class ZScoreStrategy(Strategy):
 
     def observe(self, norms: Sequence[ClippedNorm], memory: Memory) -> None:
         for norm, clipped_norm in norms:
-            value = norm if self._seen < WARMUP else clipped_norm
-            self._seen += 1
+            value, seen = norm if self._seen < WARMUP else clipped_norm, self._seen + 1
             # While few norms are known the weight of each is 1/n, so that the first one does not own the average.
-            weight = max(1.0 - memory.alpha, 1.0 / self._seen)
+            weight = max(1.0 - memory.alpha, 1.0 / seen)
             change = value - self._mean
-            self._mean += weight * change
-            self._variance = (1.0 - weight) * (self._variance + weight * change * change)
+            mean, variance = self._mean + weight * change, (1.0 - weight) * (self._variance + weight * change * change)
+            self._mean, self._variance, self._seen = mean, variance, seen  # together, whatever interrupts
 
 
 def percentile(ordered: list[float], percent: float) -> float:

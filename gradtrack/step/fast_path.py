@@ -7,7 +7,7 @@ import math
 import threading
 from collections.abc import Callable, Mapping
 from functools import partial
-from math import isfinite, log
+from math import inf, isfinite, log
 from operator import attrgetter
 from time import time as now
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, final
@@ -45,8 +45,8 @@ _grad = attrgetter("grad")
 _logger = logging.getLogger("gradtrack")
 
 
-FastStep = tuple[float | None, float, float, float, Any]
-"""The numbers of a fast step beside its sums: loss, norm, ln of the norm, clip rate and learning rates."""
+FastStep = tuple[float | None, float, float, float, Any, float | None]
+"""The numbers of a fast step beside its sums: loss, norm, ln of the norm, clip rate, learning rates and limit."""
 
 
 class Terms(NamedTuple):
@@ -58,8 +58,9 @@ class Terms(NamedTuple):
     with_parameters: bool
     clip_type: str
     limit: float | None
-    chosen_limit: float | None
-    """The limit of the norm, if the user has set `max_grad_norm`."""
+    """The fixed limit of the norm; infinite where it follows the norms, None where nothing is clipped."""
+    has_chosen_limit: bool
+    """Whether the user has set `max_grad_norm`."""
     epsilon: float
     memory: Memory
     shared: dict[str, Any]
@@ -69,7 +70,9 @@ class Terms(NamedTuple):
     def of(cls, pair: Pair, layout: Layout) -> Terms:
         """Return the terms of the next steps of a pair."""
         config = pair.config
-        limit = config.max_grad_norm if config.enable_gradient_clipping else None
+        limit = None
+        if config.enable_gradient_clipping:
+            limit = config.max_grad_norm if config.effective_clip_type == "norm" else inf
         return cls(
             layout=layout,
             aliases=pair.table.aliases,
@@ -77,7 +80,7 @@ class Terms(NamedTuple):
             with_parameters=config.track_parameters,
             clip_type=config.effective_clip_type,
             limit=limit,
-            chosen_limit=limit if has_chosen_limit(config) else None,
+            has_chosen_limit=has_chosen_limit(config),
             epsilon=pair.clipper.epsilon,
             memory=Memory.of(config),
             shared={"health": HEALTHY, "nan_inf": {"action": "none" if config.enable_nan_inf_check else "off"}},
@@ -128,7 +131,7 @@ class FastSteps:
 
     def _make(self, slot: int) -> StepData:
         terms, results, first = self.terms, self._results[slot], self._first
-        loss, norm, _, clip_rate, rates = self.steps[slot]
+        loss, norm, _, clip_rate, rates, limit = self.steps[slot]
         data = StepData(terms.layout, {})
         data.aliases = terms.aliases
         data.with_groups, data.with_parameters = terms.with_groups, terms.with_parameters
@@ -138,7 +141,7 @@ class FastSteps:
             data.rows = results[:first]
         data.group_rows, data.total = results[first:-1], results[-1].tolist()
         data.loss, data.lr, data.nan_inf, data.health = loss, rates, terms.shared["nan_inf"], HEALTHY
-        data.clipping = clipping_fields(terms.clip_type, terms.limit, terms.epsilon, norm, clip_rate)
+        data.clipping = clipping_fields(terms.clip_type, limit, terms.epsilon, norm, clip_rate)
         return data
 
 
@@ -167,7 +170,7 @@ class FastPath:
         self._failures = self._pause = 0
         self._is_open = self._is_to_close = self._is_watched = False
         self._assignments = self._until = self._room = 0
-        self._band: Band = (math.inf, -math.inf)
+        self._band: Band = (inf, -inf)
         self._low, self._high = self._band
         self._table: ParameterTable
         self._plan: Any
@@ -205,10 +208,16 @@ class FastPath:
                     return None
                 if len(steps.steps) > slot:  # an exception interrupted its step
                     del steps.steps[slot:]
-                norm = self._plan.look(list(map(_grad, table.params)), slot, self._low, self._high)
+                terms, high = steps.terms, self._high
+                limit = terms.limit
+                if limit == inf:
+                    limit = pair.clipper.limit()
+                    self._plan.limit(limit, terms.epsilon)
+                    high = min(high, _highest(limit, LEAST_LEFT, terms.epsilon))
+                norm = self._plan.look(list(map(_grad, table.params)), slot, self._low, high)
                 if not norm > 0:
                     return None
-                terms, log_norm, rate = steps.terms, log(norm), 0.0
+                log_norm, rate = log(norm), 0.0
                 report = StepReport.deferred(
                     partial(steps.fields, slot),
                     terms.shared,
@@ -218,9 +227,12 @@ class FastPath:
                     time=now(),
                     batch=batch,
                 )
-                if terms.limit is not None:
-                    rate = pair.clipper.engage(coefficient_of(norm, terms.limit, terms.epsilon) < 1.0)
-                steps.steps.append((loss, norm, log_norm, rate, pair.optimizer_steps.rates()))
+                if limit is not None:
+                    coefficient = coefficient_of(norm, limit, terms.epsilon)
+                    if terms.limit == inf:
+                        pair.clipper.observe([(norm, norm * coefficient)], terms.memory)
+                    rate = pair.clipper.engage(coefficient < 1.0)
+                steps.steps.append((loss, norm, log_norm, rate, pair.optimizer_steps.rates(), limit))
                 pair.step_count = step
                 steps.reports.append(report)
                 self._failures = 0
@@ -255,14 +267,14 @@ class FastPath:
             and config.enable_gradient_monitoring
             and config.check_frequency == 1
             and not (config.debug_mode or config.per_rank)
-            and (config.effective_clip_type == "norm" or not config.enable_gradient_clipping)
+            and (not config.enable_gradient_clipping or config.effective_clip_type not in ("value", "agc"))
             and pair.is_plain
         ):
             return
         layout = grads.layout
         self._plan, self._table, self._assignments = layout.plan, pair.table, count
         terms = Terms.of(pair, layout)
-        self._plan.limit(math.inf if terms.limit is None else terms.limit, terms.epsilon)
+        self._plan.limit(inf if terms.limit is None else terms.limit, terms.epsilon)
         if self._go_on(terms):
             self._failures += 1
             self._pause = min(self._failures, _LONGEST_PAUSE) if self._failures > _PATIENCE else 0
@@ -286,14 +298,14 @@ class FastPath:
             return
         pair, terms, reports = self._pair, steps.terms, steps.reports
         calm, norms, known = list[CalmStep](), list[ClippedNorm](), list[StepNumbers]()
-        for loss, norm, log_norm, _, _ in steps.steps:
-            coefficient = 1.0 if terms.limit is None else coefficient_of(norm, terms.limit, terms.epsilon)
+        for loss, norm, log_norm, _, _, limit in steps.steps:
+            coefficient = 1.0 if limit is None else coefficient_of(norm, limit, terms.epsilon)
             clipped = coefficient < 1.0
-            calm.append(CalmStep(log_norm, loss, terms.chosen_limit, clipped))
+            calm.append(CalmStep(log_norm, loss, limit if terms.has_chosen_limit else None, clipped))
             norms.append((norm, norm * coefficient))
             known.append(StepNumbers(norm, clipped))
         components: tuple[Callable[[], object], ...] = (
-            lambda: pair.clipper.observe(norms, terms.memory) if terms.limit is not None else None,
+            lambda: pair.clipper.observe(norms, terms.memory) if terms.limit not in (None, inf) else None,
             lambda: pair.judge.remember(calm, terms.layout.missing),
             lambda: pair.flight_recorder.push(reports, steps.data, steps.shrink),
             lambda: pair.monitor.keep(*reports),
@@ -327,8 +339,7 @@ class FastPath:
         if terms.limit is not None:
             # Above this norm clipping leaves so little, or begins for the first time, that the step is judged at once.
             share = 1.0 if pair.protection.clips_by_default else LEAST_LEFT
-            highest = terms.limit / share - terms.epsilon
-            high = min(high, math.log(highest) - SLACK if highest > 0 else -math.inf)
+            high = min(high, _highest(terms.limit, share, terms.epsilon))
         self._band = max(low, _LOWEST), high
         self._low, self._high = max(self._band[0], last - _STEP), min(self._band[1], last + _STEP)
         if self._low < self._high:
@@ -336,3 +347,9 @@ class FastPath:
             self._entry = _RingEntry(self, self._steps)
             self._room, self._is_to_close, self._is_open = room, False, True
         return self._is_open
+
+
+def _highest(limit: float, share: float, epsilon: float) -> float:
+    """Return ln of the largest norm of which clipping to the limit leaves a share."""
+    norm = limit / share - epsilon
+    return log(norm) - SLACK if norm > 0 else -inf

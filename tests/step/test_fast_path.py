@@ -174,6 +174,8 @@ SETTINGS: list[dict[str, Any]] = [
     {"enable_gradient_clipping": False, "track_parameters": True, "grad_log_every_n_steps": 31},
     {"enable_nan_inf_check": False, "grad_track_per_weight_matrix": False},
     {"analyzers": ["flow", "updates"]},
+    {"clip_type": "zscore", "zscore_threshold": 0.5},
+    {"adaptive_clipping": True, "adaptive_window_size": 20, "adaptive_percentile": 60.0, "max_grad_norm": 0.3},
 ]
 
 
@@ -212,6 +214,7 @@ ROWS: list[dict[str, Any]] = [
     {"log_gradient_stats": False, "grad_log_every_n_steps": 3},
     {"track_parameters": True},
     {"analyzers": ["flow"]},
+    {"adaptive_clipping": True},
     {"grad_track_per_weight_matrix": True},
 ]
 
@@ -250,10 +253,12 @@ def test_epochs_of_every_kind(tmp_path: Path, epoch: Any) -> None:
     assert report.epoch is epoch
 
 
-@pytest.mark.parametrize("limit", [0.05, 100.0])
-def test_most_steps_of_a_quiet_training_are_fast(limit: float) -> None:
+@pytest.mark.parametrize(
+    "chosen", [{"max_grad_norm": 0.05}, {"max_grad_norm": 100.0}, {"clip_type": "zscore"}, {"adaptive_clipping": True}]
+)
+def test_most_steps_of_a_quiet_training_are_fast(chosen: dict[str, Any]) -> None:
     """Only the first steps and those that make rows are outside the fast path, whether clipping engages or not."""
-    loop, taken = a_loop(max_grad_norm=limit), []
+    loop, taken = a_loop(**chosen), []
     take = FastPath.take
 
     def counted(self: FastPath, *args: Any) -> StepReport | None:

@@ -55,7 +55,7 @@ class Plan:
         self._is_long = length > kernels.SHORT_LINE
         self._heads = np.empty((-(-length // kernels.ITEM_ELEMENTS), kernels.COLUMNS))
         self._orders = np.zeros(kernels.NUM_ORDERS, np.int64)
-        self._place = self._orders.ctypes.data
+        self._place, self._limits = self._orders.ctypes.data, self._orders.view(np.float64)
         self._orders[[kernels.TABLE, kernels.NUM_COLUMNS]] = self._table.ctypes.data, num_grads + 1
         self._orders[[kernels.HEADS, kernels.NUM_HEADS]] = self._heads.ctypes.data, len(self._heads)
         self._orders[[kernels.SEATS, kernels.WORK]] = 1, kernels.WORK_IN_TEAM
@@ -87,7 +87,7 @@ class Plan:
     def limit(self, norm: float, epsilon: float) -> None:
         """Set the limit to which `look` clips the norm; `epsilon` is added to the norm."""
         self._limited = norm < math.inf
-        self._orders.view(np.float64)[[kernels.LIMIT, kernels.EPSILON]] = norm, epsilon
+        self._limits[kernels.LIMIT], self._limits[kernels.EPSILON] = norm, epsilon
 
     def look(self, grads: Sequence[torch.Tensor | None], slot: int, low: float, high: float) -> float:
         """Measure gradients into a slot and clip them in one call; return their norm.
