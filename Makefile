@@ -36,8 +36,9 @@ test-slow: $(VENV)/.all-installed ## Run the slow tests: real servers under faul
 	@$(BIN)/python -m pytest -m slow -n $(WORKERS) $(ALONE:%=--ignore %) $(ARGS) || { code=$$?; test $$code -eq 5 || exit $$code; }
 	@$(BIN)/python -m pytest -m slow $(ALONE) $(ARGS) || { code=$$?; test $$code -eq 5 || exit $$code; }
 
-test-exhaustive: $(VENV)/.all-installed ## Run for every run of the diagnosis what the tests run for some (20 minutes)
-	@$(BIN)/python -m pytest -m '' -n $(WORKERS) tests/analyzers/flow/test_loss_scale.py $(ARGS)
+EXHAUSTIVE := tests/analyzers/flow/test_loss_scale.py tests/faults/test_every_line.py tests/faults/test_every_look.py
+test-exhaustive: $(VENV)/.all-installed ## Run for every case what the slow tests run for some (an hour and a half)
+	@$(BIN)/python -m pytest -m exhaustive -n $(WORKERS) $(EXHAUSTIVE) $(ARGS)
 
 EXAMPLES ?= 20000
 fuzz: $(VENV)/.all-installed ## Read run directories with mutated files; EXAMPLES=... is their number for each file

@@ -6,13 +6,14 @@ import gc
 import linecache
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, ModuleType
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
+import pytest
 
 import gradtrack
 
@@ -76,6 +77,19 @@ def ends_of(points: list[Point]) -> list[Point]:
     """Return for each line the first and the last time that it was reached."""
     last = {(point.file, point.line): point for point in points}
     return [point for point in points if point.nth == 1 or point is last[point.file, point.line]]
+
+
+NUMBERS_OF_POINTS: Final = (
+    8,
+    pytest.param(40, marks=pytest.mark.slow),
+    pytest.param(sys.maxsize, marks=pytest.mark.exhaustive, id="all"),
+)
+"""At how many points an exception strikes: in each run of the tests, in the slow ones, and in the exhaustive ones."""
+
+
+def spread(points: Sequence[Point], number: int) -> Sequence[Point]:
+    """Return at most this number of points, from the first to the last."""
+    return points[:: -(-len(points) // number)]
 
 
 class GuardedMemory(ModuleType):

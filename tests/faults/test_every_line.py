@@ -15,7 +15,16 @@ from torch import Tensor, nn
 
 from gradtrack import GradientManager, StepReport
 from gradtrack.delivery.journal.reading import find_journals
-from tests.faults.every_line import GuardedMemory, Point, Strike, Struck, ends_of, watching_lines
+from tests.faults.every_line import (
+    NUMBERS_OF_POINTS,
+    GuardedMemory,
+    Point,
+    Strike,
+    Struck,
+    ends_of,
+    spread,
+    watching_lines,
+)
 from tests.training import small_model
 
 QUIET, AFTER = 44, 40
@@ -52,7 +61,7 @@ WAYS = {
     "row": Way(settings={"engine": "native", "grad_log_every_n_steps": 1}, stride=1),
     "row of torch": Way(settings={"engine": "torch", "grad_log_every_n_steps": 1}),
     "statistics of parameters": Way(settings={"track_parameters": True, "grad_log_every_n_steps": 2}, watched=4),
-    "adaptive": Way(settings={"clip_type": "adaptive", "grad_log_every_n_steps": 3}, watched=4),
+    "adaptive": Way(settings={"clip_type": "adaptive", "engine": "native", "grad_log_every_n_steps": 5}, watched=6),
     "agc": Way(settings={"clip_type": "agc", "grad_log_every_n_steps": 3}, watched=3),
     "not finite": Way(settings={"engine": "native", "grad_log_every_n_steps": 40}, watched=4, spoil=_make_nan),
     "issue": Way(settings={"engine": "native", "grad_log_every_n_steps": 40}, watched=4, spoil=_grow),
@@ -159,9 +168,9 @@ def strike(name: str, point: Point, directory: Path) -> None:
 
 
 @pytest.mark.parametrize("name", WAYS)
-@pytest.mark.parametrize("coarse", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_points", NUMBERS_OF_POINTS)
 def test_exception_at_any_line_of_a_step_harms_nothing(
-    tmp_path: Path, name: str, coarse: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, name: str, num_points: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Only that exception comes out, the training goes on as without it with all analyzers, and every row is kept."""
     native = pytest.importorskip("gradtrack.gradients.native.engine", reason="numba is not installed")
@@ -169,8 +178,7 @@ def test_exception_at_any_line_of_a_step_harms_nothing(
     monkeypatch.setattr(native, "np", memory)
     points = points_of(name, tmp_path / "points")
     assert len(points) > 50
-    stride = max(60, 8 * WAYS[name].stride) if coarse else WAYS[name].stride
-    for index, point in enumerate(points[::stride]):
+    for index, point in enumerate(spread(points[:: WAYS[name].stride], num_points)):
         strike(name, point, tmp_path / str(index))
         assert "failed" not in caplog.text, f"{point}: {caplog.text}"
     assert WAYS[name].settings.get("engine") != "native" or memory.is_whole()

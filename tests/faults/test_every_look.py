@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from gradtrack import GradientManager, registry
 from gradtrack.analyzers.tools.hooks import is_unheard
-from tests.faults.every_line import Point, Strike, Struck, ends_of, watching_lines
+from tests.faults.every_line import NUMBERS_OF_POINTS, Point, Strike, Struck, ends_of, spread, watching_lines
 
 WATCHED, AFTER = 4, 4
 
@@ -148,13 +148,13 @@ def strike(name: str, point: Point) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(registry.analyzers.builtin()))
-@pytest.mark.parametrize("coarse", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_points", NUMBERS_OF_POINTS)
 def test_exception_at_any_line_of_a_look_leaves_nothing(
-    name: str, coarse: bool, caplog: pytest.LogCaptureFixture
+    name: str, num_points: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """No hook, no mode and no name of torch stays changed; the training and the analyzer go on as without it."""
     points = points_of(name)
     assert len(points) > 50
-    for point in points[:: 90 if coarse else 1]:
+    for point in spread(points, num_points):
         strike(name, point)
         assert "failed" not in caplog.text, f"{point}: {caplog.text}"
