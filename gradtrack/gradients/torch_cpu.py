@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from gradtrack.gradients.moments import MIN, SQUARES, SUM, ZEROS, Rows, empty_row, merge
 
-_PIECE: Final = 1 << 20
+_PIECE: Final = 1 << 19
 _LINE: Final = 1 << 12
 _SMALL: Final = 1 << 12
 _LARGEST, _SMALLEST = 1e18, 1e-12
