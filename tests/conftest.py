@@ -14,12 +14,11 @@ from hypothesis import HealthCheck, settings
 from tests.selection import marks_of
 from tests.training import INTERPRETED
 
-settings.register_profile(
-    "gradtrack",
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow],
-    max_examples=25 if INTERPRETED else 100,  # an interpreted kernel takes milliseconds
-)
+# An interpreted kernel takes milliseconds: the slow tests have the more thorough profile.
+for _name, _examples in (("gradtrack", 6 if INTERPRETED else 100), ("thorough", 25 if INTERPRETED else 1000)):
+    settings.register_profile(
+        _name, deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=_examples
+    )
 settings.load_profile("gradtrack")
 torch.set_num_threads(1)
 

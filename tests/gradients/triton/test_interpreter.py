@@ -17,9 +17,9 @@ _FILES: Final = (
 )
 
 
-def run(marks: str, *files: str) -> None:
-    """Run the tests of these files that name the engine, and fail with what they print."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", marks, "-k", "triton", *files]
+def run(*options: str) -> None:
+    """Run the tests that name the engine, and fail with what they print."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "triton", *options]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
     found = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stdout + found.stderr
@@ -27,10 +27,16 @@ def run(marks: str, *files: str) -> None:
 
 def test_the_kernels_keep_the_laws_of_every_engine() -> None:
     """Statistics, counts, clipping and determinism, against float64 arithmetic and the other engines."""
-    run("not slow", *_FILES)
+    run("-m", "not slow", *_FILES)
+
+
+@pytest.mark.slow
+def test_the_kernels_keep_the_laws_on_more_examples() -> None:
+    """Those of Hypothesis, four times as many."""
+    run("-m", "not slow", "--hypothesis-profile=thorough", *_FILES)
 
 
 @pytest.mark.slow
 def test_many_elements() -> None:
     """Gradients of ten million elements, of each type."""
-    run("slow", _FILES[0])
+    run("-m", "slow", _FILES[0])

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -59,7 +59,6 @@ def between_rows(manager: GradientManager, model: nn.Module, optimizer: Any) -> 
 
 @pytest.mark.parametrize("clipping", CLIPPING, ids=str)
 @pytest.mark.parametrize("action", ACTIONS, ids=str)
-@settings(max_examples=12)
 @given(grads=gradients())
 def test_a_device_decides_as_the_host_does(clipping: Any, action: Any, grads: list[Tensor]) -> None:
     """Clipped and replaced gradients are those that the native engine leaves, and so is the report."""
@@ -169,7 +168,6 @@ def test_fused_optimizers_skip_by_the_flag_of_the_device(monkeypatch: pytest.Mon
         assert torch.equal(model.weight, before) == bool(flag)
 
 
-@settings(max_examples=12)
 @given(data=st.data())
 def test_a_mean_does_not_hide_a_variance(data: st.DataObject) -> None:
     """Of float64 gradients each has the right one, wherever its elements are."""
