@@ -1,1 +1,1 @@
-"""The health rules, one file for each."""
+"""The health rules: those about the norm of the gradients, and those about values, the loss and the weights."""
