@@ -14,15 +14,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from gradtrack.analyzers.recurrent.cells import Cell, Step, function_cell, single_cell
 from gradtrack.analyzers.recurrent.dynamics import pull_back
-from gradtrack.analyzers.recurrent.trajectories import (
-    Sequences,
-    Trajectory,
-    backward,
-    batch_first,
-    batched,
-    follow,
-    replay,
-)
+from gradtrack.analyzers.recurrent.trajectories import Sequences, Trajectory, batch_first, batched, follow, replay
 from gradtrack.analyzers.tools.hooks import Faults
 from gradtrack.analyzers.tools.modules import evaluating
 
@@ -271,11 +263,10 @@ class FusedCapture(Capture):
             lengths=torch.stack([segment.sequences.lengths for segment in self._segments]).sum(dim=0),
             state=self._segments[0].sequences.state,
         )
-        found = replay(self._module, sequences, self._name)
-        if any(segment.seen for segment in self._segments):
-            output = torch.cat([self._filled(segment) for segment in self._segments], dim=1)
-            backward(found, output, self._final_gradients(len(found)), max_steps=self._max_steps)
-        return found
+        if not any(segment.seen for segment in self._segments):
+            return replay(self._module, sequences, self._name)
+        direct = torch.cat([self._filled(segment) for segment in self._segments], dim=1), self._final_gradients()
+        return replay(self._module, sequences, self._name, direct, max_steps=self._max_steps)
 
     def _follows(self, state: tuple[Tensor, ...], segment: _Segment) -> bool:
         if not self._segments or not state or self._module.bidirectional:
@@ -304,9 +295,9 @@ class FusedCapture(Capture):
         inputs, width = segment.sequences.inputs, self._module.proj_size or self._module.hidden_size
         return inputs.new_zeros(*inputs.shape[:2], width * (2 if self._module.bidirectional else 1))
 
-    def _final_gradients(self, count: int) -> list[Tensor | None]:
+    def _final_gradients(self) -> list[Tensor | None]:
         """Return the direct gradient at the final state of every layer and direction."""
-        segment = self._segments[-1]
+        segment, count = self._segments[-1], self._module.num_layers * (2 if self._module.bidirectional else 1)
         like = next((grad for grad in segment.final if grad is not None), None)
         if like is None:
             return [None] * count

@@ -63,8 +63,7 @@ class FunctionCell(Cell):
 class TorchCell(Cell):
     """A cell of torch's own with its detached weights, under torch's names, and the derivative J of its equation.
 
-    `slopes(states, drives)` are the partial derivatives at many steps, from which `pull` finds Jᵀv and `drive_pull` the
-    same for the drive instead of the state. `undrive` takes that further to the inputs.
+    `slopes(states, drives)` are the partial derivatives at many steps, from which `pull` finds Jᵀv.
     """
 
     weight_ih: Tensor
@@ -75,10 +74,6 @@ class TorchCell(Cell):
 
     def drive(self, inputs: Tensor) -> Tensor:
         return functional.linear(inputs.to(self.weight_ih), self.weight_ih, self.bias_ih)
-
-    def undrive(self, vectors: Tensor) -> Tensor:
-        """Return what a gradient at the drive is at the inputs."""
-        return vectors @ self.weight_ih
 
     def recur(self, hidden: Tensor) -> Tensor:
         """Return what the last output adds to the gates."""
@@ -92,10 +87,6 @@ class TorchCell(Cell):
     def pull(self, slopes: Tensor, vectors: Tensor) -> Tensor:
         """Return Jᵀv of one step."""
 
-    @abstractmethod
-    def drive_pull(self, slopes: Tensor, vectors: Tensor) -> Tensor:
-        """Return what Jᵀv is for the drive instead of the state."""
-
 
 class RNN(TorchCell):
     """The equation of nn.RNN, with tanh or relu."""
@@ -108,10 +99,7 @@ class RNN(TorchCell):
         return (following > 0).to(states.dtype) if self.kind == "rnn_relu" else 1 - following.square()
 
     def pull(self, slopes: Tensor, vectors: Tensor) -> Tensor:
-        return self.drive_pull(slopes, vectors) @ self.weight_hh
-
-    def drive_pull(self, slopes: Tensor, vectors: Tensor) -> Tensor:
-        return vectors * slopes
+        return (vectors * slopes) @ self.weight_hh
 
 
 class LSTM(TorchCell):
@@ -140,20 +128,13 @@ class LSTM(TorchCell):
         return torch.cat([*by_gates, squashed * o * (1 - o), o * (1 - squashed.square()), f], dim=-1)
 
     def pull(self, slopes: Tensor, vectors: Tensor) -> Tensor:
-        by_gates, memory = self._pulled(slopes, vectors)
-        return torch.cat([by_gates @ self.weight_hh, memory * slopes[..., 5 * memory.shape[-1] :]], dim=-1)
-
-    def drive_pull(self, slopes: Tensor, vectors: Tensor) -> Tensor:
-        return self._pulled(slopes, vectors)[0]
-
-    def _pulled(self, slopes: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what reaches the gates before they are squashed, and what reaches the memory."""
         size = self.weight_hh.shape[0] // 4
         hidden, memory = vectors[..., : self.output_size], vectors[..., self.output_size :]
         if self.weight_hr is not None:
             hidden = hidden @ self.weight_hr
         memory = memory + hidden * slopes[..., 4 * size : 5 * size]
-        return torch.cat([memory, memory, memory, hidden], dim=-1) * slopes[..., : 4 * size], memory
+        by_gates = torch.cat([memory, memory, memory, hidden], dim=-1) * slopes[..., : 4 * size]
+        return torch.cat([by_gates @ self.weight_hh, memory * slopes[..., 5 * size :]], dim=-1)
 
     def _gates(self, states: Tensor, drives: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         i, f, g, o = (drives + self.recur(states[..., : self.output_size])).chunk(4, dim=-1)
@@ -161,7 +142,7 @@ class LSTM(TorchCell):
 
 
 class GRU(TorchCell):
-    """The equation of nn.GRU, with the slopes by the recurrent terms, the part that is kept, and by the new drive."""
+    """The equation of nn.GRU, whose slopes are those by the recurrent terms, and the part of the state that is kept."""
 
     def step(self, states: Tensor, drives: Tensor) -> Tensor:
         _, update, new, _ = self._gates(states, drives)
@@ -175,16 +156,12 @@ class GRU(TorchCell):
         reset, update, new, recurrent = self._gates(states, drives)
         by_new = (1 - update) * (1 - new.square())
         by_gates = [by_new * recurrent * reset * (1 - reset), (states - new) * update * (1 - update), by_new * reset]
-        return torch.cat([*by_gates, update, by_new], dim=-1)
+        return torch.cat([*by_gates, update], dim=-1)
 
     def pull(self, slopes: Tensor, vectors: Tensor) -> Tensor:
         size = self.output_size
         by_gates = torch.cat([vectors, vectors, vectors], dim=-1) * slopes[..., : 3 * size]
-        return by_gates @ self.weight_hh + vectors * slopes[..., 3 * size : 4 * size]
-
-    def drive_pull(self, slopes: Tensor, vectors: Tensor) -> Tensor:
-        by_reset, by_update, _, _, by_new = slopes.chunk(5, dim=-1)
-        return torch.cat([vectors * by_reset, vectors * by_update, vectors * by_new], dim=-1)
+        return by_gates @ self.weight_hh + vectors * slopes[..., 3 * size :]
 
     def _gates(self, states: Tensor, drives: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         from_input, from_state = drives.chunk(3, dim=-1), self.recur(states).chunk(3, dim=-1)

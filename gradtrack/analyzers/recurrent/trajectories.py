@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
-from gradtrack.analyzers.recurrent.cells import Cell, TorchCell, layer_cells
+from gradtrack.analyzers.recurrent.cells import Cell, layer_cells
 
 _SHORTEST: Final = 0.5
 
@@ -84,21 +84,35 @@ def choose(lengths: Tensor, limit: int) -> Tensor:
     return order[lengths[order] >= _SHORTEST * longest].sort().values
 
 
-def replay(module: nn.RNNBase, sequences: Sequences, name: str = "") -> list[Trajectory]:
+def replay(
+    module: nn.RNNBase,
+    sequences: Sequences,
+    name: str = "",
+    direct: tuple[Tensor, Sequence[Tensor | None]] | None = None,
+    *,
+    max_steps: int = 0,
+) -> list[Trajectory]:
     """Run a fused module's equations on sequences; return the trajectories by layer and direction.
 
-    Dropout between layers is left out: its mask exists inside the fused kernel only.
+    `direct` are the gradients that the loss sends to the module's output and to each final state, which is what hooks
+    on these tensors see. With them the trajectories get the gradient of the loss at every state of the last steps, zero
+    before them. Dropout between layers is left out: its mask exists inside the fused kernel only.
     """
     found: list[Trajectory] = []
+    steps: list[list[Tensor]] = []
     inputs = sequences.inputs
-    with torch.no_grad():
+    with torch.set_grad_enabled(direct is not None):
         for cells in layer_cells(module, name):
-            layer = [
-                _run(cell, inputs, sequences, len(found) + direction, direction == 1)
-                for direction, cell in enumerate(cells)
-            ]
+            layer = []
+            for direction, cell in enumerate(cells):
+                path, states = _run(cell, inputs, sequences, len(steps), direction == 1, max_steps)
+                layer.append(path)
+                steps.append(states)
             found += layer
             inputs = outputs(layer)
+    if direct is not None:
+        ends = [(inputs, direct[0]), *((path.states[-1], last) for path, last in zip(found, direct[1], strict=True))]
+        _differentiate(found, [states[-max_steps:] for states in steps], ends)
     return found
 
 
@@ -141,61 +155,43 @@ def _shifted(values: Tensor, steps: Tensor) -> Tensor:
     return values.gather(1, positions.unsqueeze(-1).expand(-1, -1, values.shape[-1]).to(values.device))
 
 
-def _run(cell: Cell, inputs: Tensor, sequences: Sequences, index: int, reverse: bool) -> Trajectory:
+def _run(
+    cell: Cell, inputs: Tensor, sequences: Sequences, index: int, reverse: bool, max_steps: int
+) -> tuple[Trajectory, list[Tensor]]:
+    """Run one cell over inputs (B, T, I); also return its states after each step, the last ones with a graph."""
     lengths = sequences.lengths
     own = own_time(inputs, lengths, reverse).transpose(0, 1)
     start = own.shape[0] - lengths
-    ragged = bool(start.any())
+    ragged, begin = bool(start.any()), max(0, own.shape[0] - max_steps)
     drives = cell.drive(own)
     if sequences.state:
         states = [torch.cat([part[index].to(drives) for part in sequences.state], dim=-1)]
     else:
         states = [drives.new_zeros(drives.shape[1], cell.state_size)]
     for step, drive in enumerate(drives):
-        following = cell.step(states[-1], drive)
+        if step == begin and torch.is_grad_enabled():
+            states[-1] = states[-1].detach().requires_grad_()
+        following = cell.step(states[-1], drive if step >= begin else drive.detach())
         if ragged:
             following = torch.where((step >= start).unsqueeze(1).to(following.device), following, states[-1])
         states.append(following)
-    return Trajectory(
+    path = Trajectory(
         cell=cell, states=torch.stack(states), drives=drives, inputs=own, lengths=lengths, reverse=reverse
     )
+    return path, states[1:]
 
 
-@torch.no_grad()
-def backward(paths: Sequence[Trajectory], output: Tensor, final: Sequence[Tensor | None], *, max_steps: int) -> None:
-    """Give the trajectories of a replay the gradient of the loss at every state of the last steps, zero before them.
-
-    `output` is the direct gradient at the module's output and `final` the one at each final state: exactly what hooks
-    on these tensors see. They hold no influence of one step on later ones, which is what this adds.
-    """
-    directions = 2 if paths[-1].reverse else 1
-    arriving = output.to(paths[-1].states)
-    for first in range(len(paths) - directions, -1, -directions):
-        layer, at_inputs = paths[first : first + directions], []
-        for path, part, last in zip(layer, arriving.chunk(directions, dim=-1), final[first:], strict=False):
-            path.gradients, reached = _through_time(path, part, last, max_steps)
-            at_inputs.append(reached)
-        arriving = torch.stack(at_inputs).sum(dim=0)
-
-
-def _through_time(path: Trajectory, direct: Tensor, last: Tensor | None, max_steps: int) -> tuple[Tensor, Tensor]:
-    """Return the gradients at the states (T, B, S) in the cell's own time and at the inputs (B, T, I) in theirs."""
-    cell, num_steps = path.cell, len(path.drives)
-    assert isinstance(cell, TorchCell)
-    begin = max(0, num_steps - max_steps)
-    start = num_steps - path.lengths
-    running = (torch.arange(num_steps).unsqueeze(1) >= start).unsqueeze(-1).to(path.drives.device)
-    arriving = own_time(direct, path.lengths, path.reverse).transpose(0, 1) * running
-    slopes = cell.slopes(path.states[begin:-1], path.drives[begin:])
-    found = torch.zeros_like(path.states[1:])
-    carried = torch.zeros_like(path.states[0]) if last is None else last.to(path.drives)
-    ragged = bool(start.any())
-    for step in range(num_steps - 1, begin - 1, -1):
-        found[step] = carried
-        found[step, :, : cell.output_size] += arriving[step]
-        carried = cell.pull(slopes[step - begin], found[step])
-        if ragged:
-            carried = torch.where(running[step], carried, found[step])
-    at_inputs = path.inputs.new_zeros(path.inputs.shape, dtype=found.dtype, device=found.device)
-    at_inputs[begin:] = cell.undrive(cell.drive_pull(slopes, found[begin:])) * running[begin:]
-    return found, input_order(at_inputs.transpose(0, 1), path.lengths, path.reverse)
+def _differentiate(
+    paths: Sequence[Trajectory], steps: Sequence[list[Tensor]], ends: Sequence[tuple[Tensor, Tensor | None]]
+) -> None:
+    """Give each trajectory the gradient at its last steps, from the gradients at the ends, and let go of the graph."""
+    known = [(end, gradient.to(end)) for end, gradient in ends if gradient is not None]
+    sources = [state for states in steps for state in states]
+    found = torch.autograd.grad(
+        [end for end, _ in known], sources, [gradient for _, gradient in known], materialize_grads=True
+    )
+    parts = torch.split(torch.stack(found), [len(states) for states in steps])
+    for path, gradients in zip(paths, parts, strict=True):
+        before = path.states.new_zeros(len(path.drives) - len(gradients), *gradients.shape[1:])
+        path.gradients = torch.cat([before, gradients])
+        path.states, path.drives, path.inputs = path.states.detach(), path.drives.detach(), path.inputs.detach()
