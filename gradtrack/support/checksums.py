@@ -1,15 +1,14 @@
-"""Checksums of lines and of event files: CRC-32C by a compiled package or by NumPy, CRC-32 by Python's own zlib."""
+"""Checksums of lines and of event files: CRC-32 by Python's own zlib, CRC-32C by NumPy."""
 
 from __future__ import annotations
 
-import importlib
 import re
 import struct
 import zlib
 from collections.abc import Callable
 from functools import cache
 from itertools import pairwise
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,27 +55,15 @@ def _row_starts() -> NDArray[np.int64]:
     return np.arange(0, _SPAN * 256, 256)
 
 
-def _compiled() -> Callable[[bytes], int] | None:
-    """Return the function of google-crc32c, where it is installed with its compiled part."""
-    try:
-        package: Any = importlib.import_module("google_crc32c")
-        return package.value if package.implementation == "c" else None
-    except Exception:
-        return None
-
-
-_FAST: Final = _compiled()
-CHECKSUM: Final = "crc32" if _FAST is None else "crc32c"
-"""The checksum that lines are written with."""
-_of_line: Final[Callable[[bytes], int]] = zlib.crc32 if _FAST is None else _FAST
-_FUNCTIONS: Final[dict[bytes, Callable[[bytes], int]]] = {b"crc32": zlib.crc32, b"crc32c": _FAST or crc32c}
-_TEMPLATE: Final = b'%%b,"%b":"%%08x"}\n' % CHECKSUM.encode()
+CHECKSUM: Final = "crc32"
+"""The checksum that lines are written with; those of earlier journals may have the other one."""
+_FUNCTIONS: Final[dict[bytes, Callable[[bytes], int]]] = {b"crc32": zlib.crc32, b"crc32c": crc32c}
 
 
 def with_checksum(line: bytes) -> bytes:
     """Return a line that is a JSON object with the checksum of all that precedes it as its last entry."""
     body = line[:-2]
-    return _TEMPLATE % (body, _of_line(body))
+    return b'%b,"crc32":"%08x"}\n' % (body, zlib.crc32(body))
 
 
 def is_intact(line: bytes) -> bool | None:
