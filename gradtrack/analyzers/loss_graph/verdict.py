@@ -86,32 +86,31 @@ class Operation:
 
 def operations(root: Any) -> Iterator[Operation]:
     """Yield the operations that compute the loss from the outputs of the last layers, those next to the loss first."""
-    waiting, seen = [Operation(root)], {root}
-    while waiting and len(seen) < _MOST:
-        operation = waiting.pop(0)
-        yield operation
-        if operation.is_layer:
-            continue
-        for found in operation.inputs:
-            if found is not None and found.node not in seen:
-                seen.add(found.node)
-                waiting.append(found)
+    return _walk(Operation(root), ends_at_layers=True)
 
 
 def layer_of(operation: Operation, params: Mapping[str, nn.Parameter]) -> str:
     """Return the name of the module whose parameter is the nearest below an operation; empty without one."""
     names = {id(param): name for name, param in params.items()}
-    waiting, seen = [operation], set[Any]()
-    while waiting and len(seen) < _MOST:
-        found = waiting.pop(0)
+    for found in _walk(operation, ends_at_layers=False):
         name = names.get(id(getattr(found.node, "variable", None)))
         if name is not None:
             return name.partition(".parametrizations.")[0] if ".parametrizations." in name else name.rpartition(".")[0]
-        for further in found.inputs:
-            if further is not None and further.node not in seen:
-                seen.add(further.node)
-                waiting.append(further)
     return ""
+
+
+def _walk(start: Operation, *, ends_at_layers: bool) -> Iterator[Operation]:
+    """Yield an operation and those below it, the nearest first."""
+    waiting, seen = [start], {start.node}
+    while waiting and len(seen) < _MOST:
+        operation = waiting.pop(0)
+        yield operation
+        if ends_at_layers and operation.is_layer:
+            continue
+        for found in operation.inputs:
+            if found is not None and found.node not in seen:
+                seen.add(found.node)
+                waiting.append(found)
 
 
 @dataclass(frozen=True)
