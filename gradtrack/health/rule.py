@@ -143,6 +143,15 @@ class Rule(Stateful, ABC):
     def remember(self, steps: Sequence[CalmStep]) -> None:
         """Remember steps within the band of `calm`, as `judge` would have done one by one."""
 
-    def open(self, evidence: Evidence, **fields: Any) -> list[Issue]:
-        """Return the one issue of the rule's type, with these fields, at the step of the evidence."""
-        return [Issue(issue_type=self.kind, step=evidence.step, **fields)]
+    def open(
+        self,
+        evidence: Evidence,
+        measured: tuple[str, float, float],
+        message: str,
+        recommendation: str,
+        *,
+        layer: str = "",
+        **rest: Any,
+    ) -> list[Issue]:
+        """Return the one issue of the rule's type, at the step of the evidence; see `Issue.found`."""
+        return [Issue.found(self.kind, layer, measured, message, recommendation, step=evidence.step, **rest)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import Enum
 from functools import total_ordering
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from pydantic import ConfigDict, Field
 
@@ -86,6 +86,23 @@ class Issue(Report):
     confidence: float = 1.0
     recommendation: str = ""
     source: str = ""
+
+    @classmethod
+    def found(
+        cls,
+        kind: IssueType,
+        layer: str,
+        measured: tuple[str, float | None, float | None],
+        message: str,
+        recommendation: str,
+        *,
+        severity: IssueSeverity = IssueSeverity.HIGH,
+        **rest: Any,
+    ) -> Issue:
+        """Make an issue from a statistic, its value and its limit; an empty `layer` is the whole run."""
+        statistic, value, threshold = measured
+        texts = {"layer": layer, "message": message, "statistic": statistic, "recommendation": recommendation}
+        return cls(issue_type=kind, severity=severity, value=value, threshold=threshold, **texts, **rest)
 
     @property
     def key(self) -> str:

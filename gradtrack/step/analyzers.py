@@ -322,15 +322,14 @@ def unpack(sums: Sequence[float], num_ranks: int, step: int) -> list[Issue]:
     for kind, number in zip(_TYPES, sums, strict=True):
         severities, count = divmod(round(number), _MOST_RANKS)
         if 2 * count > num_ranks:
-            issue = Issue(
-                issue_type=kind,
+            issue = Issue.found(
+                kind,
+                "",
+                ("ranks that find it", count, num_ranks / 2),
+                f"Found on {count} of {num_ranks} ranks, in the parts of the model that they hold.",
+                "Call manager.diagnose() on a rank: it names the layers and tells what to do.",
                 severity=_SEVERITIES[round(severities / count)],
-                message=f"Found on {count} of {num_ranks} ranks, in the parts of the model that they hold.",
-                statistic="ranks that find it",
-                value=count,
-                threshold=num_ranks / 2,
                 step=step,
-                recommendation="Call manager.diagnose() on a rank: it names the layers and tells what to do.",
             )
             found.append(issue)
     return found

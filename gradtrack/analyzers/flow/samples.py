@@ -16,7 +16,7 @@ from gradtrack.analyzers.base import Series
 from gradtrack.analyzers.flow.call import Node
 from gradtrack.analyzers.flow.graph import FlowGraph
 from gradtrack.analyzers.flow.sampled_weights import Change
-from gradtrack.reports import Issue, IssueSeverity, IssueType
+from gradtrack.reports import Issue, IssueType
 from gradtrack.support.names import module_of
 
 Seen = TypeVar("Seen")
@@ -140,35 +140,11 @@ class Case:
         return self.samples[-1].step if self.samples else 0
 
     def issue(
-        self,
-        kind: IssueType,
-        layer: str,
-        measured: tuple[str, float, float],
-        message: str,
-        recommendation: str,
-        *,
-        severity: IssueSeverity = IssueSeverity.HIGH,
-        window: int | None = None,
-        step: int | None = None,
-        confidence: float = 1.0,
+        self, kind: IssueType, layer: str, measured: tuple[str, float, float], message: str, advice: str, **rest: Any
     ) -> Issue:
-        """Make an issue from a statistic, its value and its limit, by default of the recent samples at the last step.
-
-        An empty `layer` is the whole run.
-        """
-        statistic, value, threshold = measured
-        return Issue(
-            issue_type=kind,
-            severity=severity,
-            layer=layer,
-            message=message,
-            statistic=statistic,
-            value=value,
-            threshold=threshold,
-            window=len(self.recent) if window is None else window,
-            step=self.step if step is None else step,
-            confidence=confidence,
-            recommendation=recommendation,
+        """Make an issue, by default of the recent samples at the last step; see `Issue.found`."""
+        return Issue.found(
+            kind, layer, measured, message, advice, **{"window": len(self.recent), "step": self.step} | rest
         )
 
     @cached_property

@@ -92,16 +92,13 @@ def _supercritical(name: str, cell: CellDynamics, horizon: int | None) -> Iterat
         statistic, value, threshold = "lyapunov_exponent_times_steps", certain * steps, math.log(_GROWTH)
     else:
         return
-    yield Issue(
-        issue_type=IssueType.SUPERCRITICAL,
-        severity=IssueSeverity.HIGH,
-        layer=name,
-        message=message,
-        statistic=statistic,
-        value=value,
-        threshold=threshold,
+    yield Issue.found(
+        IssueType.SUPERCRITICAL,
+        name,
+        (statistic, value, threshold),
+        message,
+        "Clip the gradient norm, start from an orthogonal recurrent matrix, or shorten the sequences.",
         window=cell.window,
-        recommendation="Clip the gradient norm, start from an orthogonal recurrent matrix, or shorten the sequences.",
     )
 
 
@@ -114,20 +111,18 @@ def _short_memories(cells: Mapping[str, CellDynamics], horizon: int) -> Iterator
             continue
         share, extrapolated = max(shares)
         memory = max((cell.effective_memory_length or 0.0 for cell in parts), default=0.0)
-        yield Issue(
-            issue_type=IssueType.SHORT_MEMORY,
-            severity=IssueSeverity.MEDIUM,
-            layer=module,
-            message=(
+        yield Issue.found(
+            IssueType.SHORT_MEMORY,
+            module,
+            ("gradient_left_at_horizon", share, _LEFT),
+            (
                 f"Of a gradient {share:.2g} is left after the {horizon} steps of the declared horizon; "
                 f"it falls to 1/e within {memory:.3g}."
             ),
-            statistic="gradient_left_at_horizon",
-            value=share,
-            threshold=_LEFT,
+            _remedy(parts),
+            severity=IssueSeverity.MEDIUM,
             window=max(cell.window for cell in parts),
             confidence=0.7 if extrapolated else 1.0,
-            recommendation=_remedy(parts),
         )
 
 
@@ -145,15 +140,13 @@ def _low_rank(name: str, cell: CellDynamics) -> Iterator[Issue]:
         return
     limit = 1 + _RANK_SHARE * (bound - 1)
     if rank < limit:
-        yield Issue(
-            issue_type=IssueType.LOW_EFFECTIVE_RANK,
+        yield Issue.found(
+            IssueType.LOW_EFFECTIVE_RANK,
+            name,
+            ("effective_rank", rank, limit),
+            f"The hidden states fill {rank:.2g} dimensions of the {bound:.3g} that size, input and data allow.",
+            "Look for saturated gates or units; a smaller hidden size may do as well.",
             severity=IssueSeverity.LOW,
-            layer=name,
-            message=f"The hidden states fill {rank:.2g} dimensions of the {bound:.3g} that size, input and data allow.",
-            statistic="effective_rank",
-            value=rank,
-            threshold=limit,
             window=cell.window,
             confidence=0.5,
-            recommendation="Look for saturated gates or units; a smaller hidden size may do as well.",
         )

@@ -52,42 +52,41 @@ class PolicyVerdict:
         if adequacy == "TOO_LOW":
             collapsing = [one.key for one in _collapse(report, history) if one.severity > IssueSeverity.LOW]
             if collapsing or risk != "MEDIUM":
-                yield Issue(
-                    issue_type=IssueType.INSUFFICIENT_EXPLORATION,
+                yield Issue.found(
+                    IssueType.INSUFFICIENT_EXPLORATION,
+                    "",
+                    ("entropy_level", level, float(self.min_entropy)),
+                    f"The policy explores little: its entropy is {level:.3g} of its largest.",
+                    "Raise the entropy bonus or the temperature of the policy.",
                     severity=IssueSeverity.MEDIUM,
-                    message=f"The policy explores little: its entropy is {level:.3g} of its largest.",
-                    statistic="entropy_level",
-                    value=level,
-                    threshold=float(self.min_entropy),
                     explained_by=collapsing[0] if collapsing else None,
-                    recommendation="Raise the entropy bonus or the temperature of the policy.",
                 )
         elif adequacy == "TOO_HIGH":
             wide, std = self._is_wide(report), report.continuous_std_mean
             what = f"std is {std:.3g}" if wide else f"entropy level is {level:.3g}"
-            yield Issue(
-                issue_type=IssueType.OVER_EXPLORATION,
-                severity=_by_returns(self.max_std, history) if wide else IssueSeverity.MEDIUM,
-                message=f"The policy acts almost at random: its {what}.",
-                statistic="continuous_std_mean" if wide else "entropy_level",
-                value=std if wide else level,
-                threshold=float(self.max_std) if wide else 0.95,
-                recommendation=(
-                    "Lower the entropy bonus or the standard deviation; check that rewards reach the policy."
+            yield Issue.found(
+                IssueType.OVER_EXPLORATION,
+                "",
+                (
+                    "continuous_std_mean" if wide else "entropy_level",
+                    std if wide else level,
+                    float(self.max_std) if wide else 0.95,
                 ),
+                f"The policy acts almost at random: its {what}.",
+                "Lower the entropy bonus or the standard deviation; check that rewards reach the policy.",
+                severity=_by_returns(self.max_std, history) if wide else IssueSeverity.MEDIUM,
             )
 
     def _spread(self, report: PolicyReport, history: PolicyHistory) -> Iterator[Issue]:
         std = _relative_std(report)
         if std is not None and std < self.min_std and not history.pays:
-            yield Issue(
-                issue_type=IssueType.LOW_ACTION_STD,
+            yield Issue.found(
+                IssueType.LOW_ACTION_STD,
+                "",
+                ("continuous_std_mean", std, float(self.min_std)),
+                f"Actions hardly vary: their standard deviation is {std:.3g}.",
+                "Raise the entropy bonus, or bound log_std from below.",
                 severity=_by_returns(self.min_std, history),
-                message=f"Actions hardly vary: their standard deviation is {std:.3g}.",
-                statistic="continuous_std_mean",
-                value=std,
-                threshold=float(self.min_std),
-                recommendation="Raise the entropy bonus, or bound log_std from below.",
             )
 
     def _is_wide(self, report: PolicyReport) -> bool:
@@ -104,14 +103,13 @@ def _collapse(report: PolicyReport, history: PolicyHistory) -> Iterator[Issue]:
     reason = " Returns do not rise." if history.pays is False else ""
     if informed:
         reason = " Its actions depend on the state, so it may simply be sure; pass episode_return to tell."
-    yield Issue(
-        issue_type=IssueType.ENTROPY_COLLAPSE,
+    yield Issue.found(
+        IssueType.ENTROPY_COLLAPSE,
+        "",
+        ("entropy_level", level, FLOOR),
+        f"The policy's entropy is {level:.3g} of its largest{trend}.{reason}",
+        "Raise the entropy bonus, lower the learning rate or the number of epochs per batch.",
         severity=IssueSeverity.LOW if informed else IssueSeverity[str(risk)],
-        message=f"The policy's entropy is {level:.3g} of its largest{trend}.{reason}",
-        statistic="entropy_level",
-        value=level,
-        threshold=FLOOR,
-        recommendation="Raise the entropy bonus, lower the learning rate or the number of epochs per batch.",
     )
 
 

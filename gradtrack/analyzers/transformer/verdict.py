@@ -45,18 +45,16 @@ def _nonfinite(layer: LayerReport) -> Issue:
 def _entropy(layer: LayerReport, least: float) -> Iterator[Issue]:
     limit = _COLLAPSED if isinstance(least, DefaultThreshold) else float(least)
     if layer.entropy_mean < limit:
-        yield Issue(
-            issue_type=IssueType.ATTN_ENTROPY_COLLAPSE,
-            severity=IssueSeverity.HIGH if layer.entropy_mean < _COLLAPSED else IssueSeverity.MEDIUM,
-            layer=layer.name,
-            message=(
+        yield Issue.found(
+            IssueType.ATTN_ENTROPY_COLLAPSE,
+            layer.name,
+            ("attention_entropy_mean", layer.entropy_mean, limit),
+            (
                 f"Attention looks at few positions: its entropy is {layer.entropy_mean:.3g} of ln(visible keys), "
                 f"the largest logit {layer.max_logit:.3g}."
             ),
-            statistic="attention_entropy_mean",
-            value=layer.entropy_mean,
-            threshold=limit,
-            recommendation="Normalise queries and keys, lower the learning rate or lengthen the warm-up.",
+            "Normalise queries and keys, lower the learning rate or lengthen the warm-up.",
+            severity=IssueSeverity.HIGH if layer.entropy_mean < _COLLAPSED else IssueSeverity.MEDIUM,
         )
 
 
@@ -64,15 +62,13 @@ def _redundancy(layer: LayerReport, least: float) -> Iterator[Issue]:
     """Judge heads only while they look somewhere in particular: uniform heads are equal by necessity."""
     limit = _REDUNDANT if isinstance(least, DefaultThreshold) else float(least)
     if layer.head_diversity is not None and layer.entropy_mean <= _UNIFORM and layer.head_diversity < limit:
-        yield Issue(
-            issue_type=IssueType.HEAD_REDUNDANCY,
+        yield Issue.found(
+            IssueType.HEAD_REDUNDANCY,
+            layer.name,
+            ("head_diversity", layer.head_diversity, limit),
+            f"The {len(layer.heads)} heads do nearly the same: diversity {layer.head_diversity:.3g}.",
+            "Use fewer heads, or initialise their projections independently.",
             severity=IssueSeverity.MEDIUM,
-            layer=layer.name,
-            message=f"The {len(layer.heads)} heads do nearly the same: diversity {layer.head_diversity:.3g}.",
-            statistic="head_diversity",
-            value=layer.head_diversity,
-            threshold=limit,
-            recommendation="Use fewer heads, or initialise their projections independently.",
         )
 
 
@@ -80,16 +76,13 @@ def _rank_collapse(report: AttentionReport) -> Iterator[Issue]:
     if report.rank_collapse_risk == "HIGH":
         first, last = report.blocks[0], report.blocks[-1]
         limit = 0.01 if last.residual < 0.01 else 0.1 * min(first.residual, 1.0)
-        yield Issue(
-            issue_type=IssueType.RANK_COLLAPSE,
-            severity=IssueSeverity.HIGH,
-            layer=next(block.name for block in report.blocks if block.residual < limit),
-            message=(
+        yield Issue.found(
+            IssueType.RANK_COLLAPSE,
+            next(block.name for block in report.blocks if block.residual < limit),
+            ("rank_residual", last.residual, limit),
+            (
                 f"Tokens become equal with depth: their difference is {first.residual:.3g} of their size after "
                 f"{first.name or 'the first block'} and {last.residual:.3g} after {last.name or 'the last'}."
             ),
-            statistic="rank_residual",
-            value=last.residual,
-            threshold=limit,
-            recommendation="Check the skip connections and their scale; normalise before each block, not after it.",
+            "Check the skip connections and their scale; normalise before each block, not after it.",
         )

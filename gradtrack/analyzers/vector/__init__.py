@@ -238,19 +238,18 @@ def judge(rotation: float | None, log_norms: Sequence[float] = (), step: int = 0
     if not known and not rotation > _PURE:
         return []
     return [
-        Issue(
-            issue_type=IssueType.ROTATION,
-            severity=IssueSeverity.HIGH if known else IssueSeverity.MEDIUM,
-            message=(
+        Issue.found(
+            IssueType.ROTATION,
+            "",
+            ("rotation", rotation, _ROTATION if known else _PURE),
+            (
                 f"{rotation:.0%} of the players' field is rotation"
                 + (", and its norm does not fall: they go round each other." if known else ": they may go in circles.")
             ),
-            statistic="rotation",
-            value=rotation,
-            threshold=_ROTATION if known else _PURE,
+            "Let the players step in turn, use extragradient or averaging, or add a penalty on both.",
+            severity=IssueSeverity.HIGH if known else IssueSeverity.MEDIUM,
             window=max(1, len(norms)),
             step=step,
             confidence=0.9 if known else 0.6,
-            recommendation="Let the players step in turn, use extragradient or averaging, or add a penalty on both.",
         )
     ]

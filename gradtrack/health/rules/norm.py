@@ -50,12 +50,9 @@ def beyond_limit(rule: Rule, evidence: Evidence, limit: float | None) -> list[Is
     remedy = "Reduce the learning rate or clip" if large else "Look for saturated units or raise the learning rate"
     return rule.open(
         evidence,
-        severity=IssueSeverity.HIGH,
-        message=f"The gradient norm {evidence.norm:.3g} is {side} {name}={limit:g}.{held}",
-        statistic="norm",
-        value=evidence.norm,
-        threshold=limit,
-        recommendation=f"{remedy}; a limit in absolute terms moves with the loss scale.",
+        ("norm", evidence.norm, limit),
+        f"The gradient norm {evidence.norm:.3g} is {side} {name}={limit:g}.{held}",
+        f"{remedy}; a limit in absolute terms moves with the loss scale.",
     )
 
 
@@ -156,17 +153,15 @@ class SpikeRule(Rule):
         clipped = " Clipping bounded this update." if evidence.clipped else ""
         return self.open(
             evidence,
-            severity=IssueSeverity.MEDIUM if self.grown or height < _HARMFUL else IssueSeverity.HIGH,
-            layer=self.layer,
-            message=(
+            ("norm_over_median", jump, math.exp(min(max(_JUMP, _DEVIATIONS * self.window.deviation), _LARGEST))),
+            (
                 f"The gradient norm {'has grown' if self.grown else 'jumped'} to {evidence.norm:.3g}, {jump:.3g} times "
                 f"the median {median:.3g} of the last {len(self.window)} steps.{holder(evidence)[1]}"
             ),
-            statistic="norm_over_median",
-            value=jump,
-            threshold=math.exp(min(max(_JUMP, _DEVIATIONS * self.window.deviation), _LARGEST)),
+            f"Look at this batch; if it keeps happening, reduce the learning rate or clip.{clipped}",
+            severity=IssueSeverity.MEDIUM if self.grown or height < _HARMFUL else IssueSeverity.HIGH,
+            layer=self.layer,
             window=len(self.window),
-            recommendation=f"Look at this batch; if it keeps happening, reduce the learning rate or clip.{clipped}",
         )
 
 
@@ -225,13 +220,11 @@ class UnstableRule(Rule):
         count = _UNSTABLE_WINDOW - self.jumps.count(0)
         return self.open(
             evidence,
+            ("tenfold_change_share", count / _UNSTABLE_WINDOW, 0.5),
+            f"The gradient norm changed more than tenfold on {count} of the last {_UNSTABLE_WINDOW} steps.",
+            "Reduce the learning rate, use larger batches, or look for batches that differ in kind.",
             severity=IssueSeverity.MEDIUM,
-            message=f"The gradient norm changed more than tenfold on {count} of the last {_UNSTABLE_WINDOW} steps.",
-            statistic="tenfold_change_share",
-            value=count / _UNSTABLE_WINDOW,
-            threshold=0.5,
             window=_UNSTABLE_WINDOW,
-            recommendation="Reduce the learning rate, use larger batches, or look for batches that differ in kind.",
         )
 
     def _is_jumping(self) -> bool:
@@ -326,14 +319,11 @@ class VanishingRule(Rule):
         layer = module_of(evidence.layout.names[0])
         return self.open(
             evidence,
-            severity=IssueSeverity.HIGH,
+            ("norm", 0.0, 0.0),
+            f"Every gradient, from that of {layer} on, has been zero on all of the first {self.streak} steps.",
+            "Look for a factor of zero behind these weights: adapters must not begin at zero twice.",
             layer=layer,
-            message=f"Every gradient, from that of {layer} on, has been zero on all of the first {self.streak} steps.",
-            statistic="norm",
-            value=0.0,
-            threshold=0.0,
             window=self.streak,
-            recommendation="Look for a factor of zero behind these weights: adapters must not begin at zero twice.",
         )
 
     def _issue(self, evidence: Evidence, fall: float) -> list[Issue]:
@@ -341,19 +331,17 @@ class VanishingRule(Rule):
         ratio = math.exp(fall)
         return self.open(
             evidence,
-            severity=IssueSeverity.HIGH if known else IssueSeverity.LOW,
-            message=(
+            ("norm_over_first_norms", ratio, math.exp(_FALL)),
+            (
                 f"The gradient norm is {evidence.norm:.3g}, {ratio:.2g} of what it was at first"
                 + (", while the loss has not come down with it." if known else ".")
             ),
-            statistic="norm_over_first_norms",
-            value=ratio,
-            threshold=math.exp(_FALL),
-            window=self.streak,
-            confidence=0.9 if known else 0.4,
-            recommendation=(
+            (
                 "Look for units that died or saturated; a higher learning rate helps only if they still respond."
                 if known
                 else "Pass the loss to step(), so that convergence and vanishing gradients can be told apart."
             ),
+            severity=IssueSeverity.HIGH if known else IssueSeverity.LOW,
+            window=self.streak,
+            confidence=0.9 if known else 0.4,
         )

@@ -43,16 +43,13 @@ class NoGradientsRule(_StreakRule):
             return []
         return self.open(
             evidence,
-            severity=IssueSeverity.HIGH,
-            message=f"No parameter had a gradient on the last {self.streak} steps, so that nothing was trained.",
-            statistic="steps_without_any_gradient",
-            value=self.streak,
-            threshold=_PATIENCE,
-            window=self.streak,
-            recommendation=(
+            ("steps_without_any_gradient", self.streak, _PATIENCE),
+            f"No parameter had a gradient on the last {self.streak} steps, so that nothing was trained.",
+            (
                 "Look for a backward pass that is missing or over another model, "
                 "or for a zero_grad() between it and the step."
             ),
+            window=self.streak,
         )
 
 
@@ -81,13 +78,10 @@ class NumericalRule(_StreakRule):
     def _bad_loss(self, evidence: Evidence) -> list[Issue]:
         return self.open(
             evidence,
-            severity=IssueSeverity.HIGH,
-            message=f"The loss is {evidence.loss}, though every gradient is finite.",
-            statistic="nonfinite_loss",
-            value=1.0,
-            threshold=0.0,
+            ("nonfinite_loss", 1.0, 0.0),
+            f"The loss is {evidence.loss}, though every gradient is finite.",
+            "Look for a masked row, a log(0) or an overflow whose gradient a mask or clamp cuts off.",
             window=self.streak,
-            recommendation="Look for a masked row, a log(0) or an overflow whose gradient a mask or clamp cuts off.",
         )
 
     def _issue(self, evidence: Evidence) -> list[Issue]:
@@ -97,17 +91,15 @@ class NumericalRule(_StreakRule):
         count, total = moments.nonfinite_count, evidence.layout.total_count
         return self.open(
             evidence,
-            severity=IssueSeverity.CRITICAL if evidence.critical else IssueSeverity.HIGH,
-            layer=names[nearest] if len(affected) < len(names) else "",
-            message=(
+            ("nonfinite_count", count, 0.0),
+            (
                 f"{count} of {total} gradient elements are NaN or infinite, in {len(affected)} of {len(names)} "
                 f"parameters, the last of them {names[nearest]}."
             ),
-            statistic="nonfinite_count",
-            value=count,
-            threshold=0.0,
+            _ADVICE.get(evidence.nonfinite_action, _ADVICE["report"]),
+            severity=IssueSeverity.CRITICAL if evidence.critical else IssueSeverity.HIGH,
+            layer=names[nearest] if len(affected) < len(names) else "",
             window=self.streak,
-            recommendation=_ADVICE.get(evidence.nonfinite_action, _ADVICE["report"]),
         )
 
 
@@ -164,16 +156,14 @@ class ClipSaturatedRule(Rule):
             return []
         return self.open(
             evidence,
-            severity=IssueSeverity.LOW,
-            message=(
+            ("median_norm_over_limit", math.exp(median), math.exp(_EXCESS)),
+            (
                 f"{share:.0%} of the last {_WINDOW} steps were clipped, at a median norm of "
                 f"{math.exp(median):.3g} times the limit {limit:g}: the norm no longer matters."
             ),
-            statistic="median_norm_over_limit",
-            value=math.exp(median),
-            threshold=math.exp(_EXCESS),
+            f"Set max_grad_norm near {math.exp(median) * limit:.2g}, or scale the loss down.",
+            severity=IssueSeverity.LOW,
             window=_WINDOW,
-            recommendation=(f"Set max_grad_norm near {math.exp(median) * limit:.2g}, or scale the loss down."),
         )
 
 
@@ -225,16 +215,13 @@ class LossJumpRule(Rule):
         median = statistics.median(self.losses)
         return self.open(
             evidence,
-            severity=IssueSeverity.HIGH,
-            message=(
+            ("loss_over_median", loss / median, self._limit() / median),
+            (
                 f"The loss jumped from {median:.3g} at step {self.since} and has stayed above {self._limit():.3g}: "
                 f"it is {loss:.3g} now."
             ),
-            statistic="loss_over_median",
-            value=loss / median,
-            threshold=self._limit() / median,
+            "Go back to a checkpoint from before that step, and look at its batch and learning rate.",
             window=self.streak,
-            recommendation="Go back to a checkpoint from before that step, and look at its batch and learning rate.",
         )
 
     def _limit(self) -> float:
@@ -286,17 +273,14 @@ class UnchangedRule(Rule):
             return []
         return self.open(
             evidence,
-            severity=IssueSeverity.HIGH,
-            message=(
+            ("steps_without_any_update", evidence.step - self.since, 0.0),
+            (
                 f"The weights are exactly those of step {self.since}: no update since then has changed any, "
                 "though there were gradients and a positive learning rate."
             ),
-            statistic="steps_without_any_update",
-            value=evidence.step - self.since,
-            threshold=0.0,
-            window=evidence.step - self.since,
-            recommendation=(
+            (
                 "Call optimizer.step() after each backward pass, and no zero_grad() between the two; "
                 "pass accumulate=True for micro-batches without a step of their own."
             ),
+            window=evidence.step - self.since,
         )
