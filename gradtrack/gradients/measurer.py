@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -22,15 +23,14 @@ EngineName = Literal["auto", "torch", "native", "triton"]
 _logger = logging.getLogger("gradtrack")
 
 
+@dataclass(slots=True, eq=False)
 class Batch:
     """The tensors of one step, sorted by the engine that covers them, with the native engine's plan for its own."""
 
-    __slots__ = ("native", "others", "plan", "tensors")
-
-    def __init__(
-        self, tensors: Sequence[Tensor], native: Sequence[int], others: Sequence[int], plan: Any = None
-    ) -> None:
-        self.tensors, self.native, self.others, self.plan = tensors, native, others, plan
+    tensors: Sequence[Tensor]
+    native: Sequence[int]
+    others: Sequence[int]
+    plan: Any = None
 
     @property
     def other_tensors(self) -> Sequence[Tensor]:
@@ -159,8 +159,6 @@ class TorchEngine:
 
     It leaves to Triton what that engine measures.
     """
-
-    name = "torch"
 
     def __init__(self, accelerators: Accelerators) -> None:
         self._accelerators = accelerators

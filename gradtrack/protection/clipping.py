@@ -45,7 +45,7 @@ class GradientClipper:
 
     def __init__(self, config: GradientConfig | None = None, *, measurer: Measurer | None = None) -> None:
         self.config = config if config is not None else GradientConfig()
-        self._measurer = measurer if measurer is not None else Measurer(self.config.engine)
+        self.measurer = measurer if measurer is not None else Measurer(self.config.engine)
         self._strategies: dict[ClipType, Strategy] = {
             "norm": FixedStrategy(),
             "adaptive": AdaptiveStrategy(),
@@ -54,11 +54,6 @@ class GradientClipper:
         self._engaged = (0, 0)
         """The window of the clip rate: its number of steps, at most a hundred, and a bit for each, set if clipped."""
         self._cut: tuple[Ranks, ClipType, CutUnits] | None = None
-
-    @property
-    def measurer(self) -> Measurer:
-        """Return the measurer, which knows the engines of accelerators."""
-        return self._measurer
 
     @property
     def clip_rate(self) -> float:
@@ -70,9 +65,9 @@ class GradientClipper:
         """Measure and clip the gradients that a model has now."""
         grads = ParameterTable(model).gradients()
         if isinstance(grads, SharedGradients) and self.is_elementwise:
-            moments = grads.measure(self._measurer, limited=partial(self.foresee, replace=None))
+            moments = grads.measure(self.measurer, limited=partial(self.foresee, replace=None))
         else:
-            moments = grads.measure(self._measurer)
+            moments = grads.measure(self.measurer)
         return ClippingReport(**self.clip(grads, moments))
 
     def clip(self, grads: Gradients, moments: Moments, *, remember: bool = True) -> dict[str, Any]:
@@ -86,7 +81,7 @@ class GradientClipper:
         else:
             found = coefficient_for(norm, self.limit(), self.epsilon)
             if found["clipped"]:
-                grads.scale(self._measurer, found["coefficient"])
+                grads.scale(self.measurer, found["coefficient"])
         return self._describe(norm, found, remember=remember)
 
     def orders(self, grads: Gradients, **others: Any) -> Orders:
@@ -198,7 +193,7 @@ class GradientClipper:
             else:
                 copy = part if index in bad and replace is not None else part.clone()
                 count = self._limit(copy, param, grads.stand_ins.get(index))
-                norm = self._measurer.measure([copy], np.zeros(1, dtype=np.int64), 1).norm
+                norm = self.measurer.measure([copy], np.zeros(1, dtype=np.int64), 1).norm
                 found[index] = count, norm * norm
         return ClippingForecast(found, cut.sums(parts).tolist())
 
@@ -220,7 +215,7 @@ class GradientClipper:
                 grads.own()
             tensors, params, stand_ins = grads.tensors, grads.layout.params, grads.stand_ins
             count = sum(self._limit(tensors[index], params[index], stand_ins.get(index)) for index in beyond)
-            after = grads.measure(self._measurer).norm if count else norm
+            after = grads.measure(self.measurer).norm if count else norm
         if count:
             grads.install()
         limit, num_limitable = self._elementwise_limit(grads)

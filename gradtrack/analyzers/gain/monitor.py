@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, Final, Literal, Self, final, get_args
+from typing import Any, Final, Literal, NamedTuple, Self, final, get_args
 
 import torch
 from torch import Tensor, nn
@@ -89,14 +89,14 @@ def _number(node: Any) -> int:
 NormType = Literal["l2", "l1", "linf", "mean"]
 
 
-class _Arrival:
+class _Arrival(NamedTuple):
     """The norms of one gradient: of the whole of it and of each sample, not yet waited for on an accelerator."""
 
-    __slots__ = ("norm", "pass_number", "rms", "samples", "turn")
-
-    def __init__(self, gradient: Tensor, norm_type: str, pass_number: int, turn: int) -> None:
-        self.norm, self.samples, self.rms = _norms(gradient, norm_type)
-        self.pass_number, self.turn = pass_number, turn
+    norm: Tensor
+    samples: Tensor
+    rms: Tensor
+    pass_number: int
+    turn: int
 
 
 @final
@@ -282,7 +282,7 @@ class GradientGainMonitor:
 
     def _keep(self, index: int, gradient: Tensor, pass_number: int, turn: int) -> None:
         with torch.no_grad(), threads_for(gradient.numel()):
-            self._arrivals[index] = _Arrival(gradient.detach(), self.norm_type, pass_number, turn)
+            self._arrivals[index] = _Arrival(*_norms(gradient.detach(), self.norm_type), pass_number, turn)
         self._num_passes += 1
 
 

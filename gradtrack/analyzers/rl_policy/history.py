@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
+from statistics import fmean
 from typing import Final
 
 from gradtrack.analyzers.rl_policy.entropy import mann_kendall, theil_sen
@@ -85,17 +86,17 @@ class PolicyHistory(Stateful):
         rising = self.rising
         if rising is None:
             return None
-        return (rising and _average(list(self.returns)[-_ENOUGH:]) > self._start) or self.solved
+        return (rising and fmean(list(self.returns)[-_ENOUGH:]) > self._start) or self.solved
 
     @property
     def _start(self) -> float:
-        return _average(self.first[: max(min(len(self.first), self.num_returns // 4), 2)])
+        return fmean(self.first[: max(min(len(self.first), self.num_returns // 4), 2)])
 
     @property
     def _recent_and_best(self) -> tuple[float, float]:
         """Return the mean over the last quarter of the returns, and the best mean over as many in a row."""
         values, width = list(self.returns), max(len(self.returns) // 4, 2)
-        means = [_average(values[at : at + width]) for at in range(len(values) - width + 1)]
+        means = [fmean(values[at : at + width]) for at in range(len(values) - width + 1)]
         return means[-1], max(means)
 
     def risk(self, level: float | None, *, informed: bool = False) -> Risk | None:
@@ -147,7 +148,3 @@ class PolicyHistory(Stateful):
 def _rises(values: Sequence[float], significance: float) -> bool:
     total, chance = mann_kendall(values)
     return total > 0 and chance <= significance
-
-
-def _average(values: list[float]) -> float:
-    return sum(values) / len(values)

@@ -246,8 +246,6 @@ class Plan:
 class TritonEngine:
     """A measurement of gradients in the memory of an accelerator: one read of each element, and sums in float64."""
 
-    name = "triton"
-
     def __init__(self) -> None:
         self.plans = Plans(Plan)
 
