@@ -17,6 +17,7 @@ from gradtrack.manager import GradientManager
 from gradtrack.reports import StepReport
 from gradtrack.step.pair import IssueCallback
 from gradtrack.step.unused_settings import CLIPPING, changed_settings
+from gradtrack.support.interrupts import Changes
 from gradtrack.support.rank import process_rank
 
 Source = GradientConfig | Mapping[str, Any] | str | Path | None
@@ -24,7 +25,7 @@ _logger = logging.getLogger("gradtrack")
 
 
 class ManagedTraining:
-    """A framework's training with a manager of its own, and the calls that remove gradtrack's hooks when it is over.
+    """A framework's training with a manager of its own, and the changes that are undone when it is over.
 
     A framework does not tell its callbacks of a training that fails before it has begun, as in another callback. Hooks
     therefore ask `_awake`: they do nothing outside the methods that `_embrace` names, until `_stop`.
@@ -35,12 +36,12 @@ class ManagedTraining:
     def _prepare(self, config: GradientConfig, on_issue: IssueCallback | None) -> None:
         self._config, self._on_issue = config, on_issue
         self._manager: GradientManager | None = None
-        self._undo: list[Callable[[], object]] = []
+        self._changes = Changes()
         self._awake = True
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the manager out of a copy, with its files and threads: a copy has a training of its own to begin."""
-        return {**vars(self), "_manager": None, "_undo": [], "_awake": True}
+        return {**vars(self), "_manager": None, "_changes": Changes(), "_awake": True}
 
     @property
     def manager(self) -> GradientManager:
@@ -67,11 +68,12 @@ class ManagedTraining:
 
     def _stop(self, *, failed: bool = False) -> None:
         """Remove every hook and close the manager, which delivers the remaining rows."""
-        for undo in self._undo:
-            undo()
-        self._undo, self._awake = [], True
-        if self._manager is not None:
-            self._manager.close(failed=failed)
+        try:
+            with self._changes:
+                self._awake = True
+        finally:
+            if self._manager is not None:
+                self._manager.close(failed=failed)
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
@@ -84,17 +86,18 @@ class ManagedTraining:
 
     @contextmanager
     def _in_training(self) -> Iterator[None]:
-        awake, self._awake = self._awake, True
-        try:
-            with self._failing():
+        with self._failing():
+            awake, self._awake = self._awake, True
+            try:
                 yield
-        finally:
-            self._awake = awake or not self._undo
+            finally:
+                self._awake = awake or not self._changes
 
     def _embrace(self, owner: Any, names: Iterable[str]) -> list[str]:
         """Be awake in these methods only, as far as they are there, and end with an exception out of them."""
         parts = [name for name in names if hasattr(owner, name)]
-        self._undo += [embrace(owner, name, self._in_training) for name in parts]
+        for name in parts:
+            embrace(self._changes, owner, name, self._in_training)
         self._awake = not parts
         return parts
 

@@ -166,7 +166,7 @@ class GradientStatisticsCallback(ManagedTraining, Callback):  # type: ignore[mis
             self._seen[id(stepped)] = _grads_of(stepped)
             return clipped
 
-        self._undo.append(stand_in(plugin, "clip_gradients", look_and_clip))
+        stand_in(self._changes, plugin, "clip_gradients", look_and_clip)
 
     def _look_after_the_hooks(self, trainer: Any, pl_module: Any) -> None:
         """Measure where the trainer would clip, which is after every `on_before_optimizer_step`."""
@@ -180,7 +180,7 @@ class GradientStatisticsCallback(ManagedTraining, Callback):  # type: ignore[mis
             return clip(model, optimizer, *arguments, **keywords)
 
         self._waits = True
-        self._undo.append(stand_in(plugin, "_clip_gradients", look_and_clip))
+        stand_in(self._changes, plugin, "_clip_gradients", look_and_clip)
 
     def _attach(self, manager: GradientManager, trainer: Any, pl_module: nn.Module) -> None:
         optimizers = [optimizer for optimizer in trainer.optimizers if not _steps_nothing(optimizer)]

@@ -13,10 +13,9 @@ from torch.autograd import Variable
 from gradtrack.support.interrupts import Changes
 
 
-def stand_in(owner: Any, name: str, function: Callable[..., Any]) -> Callable[[], None]:
-    """Replace a method of one object; return a function that restores the original."""
+def stand_in(changes: Changes, owner: Any, name: str, function: Callable[..., Any]) -> None:
+    """Replace a method of one object, until the changes are undone."""
     there = vars(owner).get(name)
-    setattr(owner, name, function)
 
     def undo() -> None:
         if vars(owner).get(name) is not function:
@@ -26,11 +25,12 @@ def stand_in(owner: Any, name: str, function: Callable[..., Any]) -> Callable[[]
         else:
             setattr(owner, name, there)
 
-    return undo
+    changes.note(undo)
+    setattr(owner, name, function)
 
 
-def embrace(owner: Any, name: str, context: Callable[[], AbstractContextManager[object]]) -> Callable[[], None]:
-    """Run a method of one object within a context manager; return a function that restores the original."""
+def embrace(changes: Changes, owner: Any, name: str, context: Callable[[], AbstractContextManager[object]]) -> None:
+    """Run a method of one object within a context manager, until the changes are undone."""
     method = getattr(owner, name)
 
     @wraps(method)
@@ -38,11 +38,11 @@ def embrace(owner: Any, name: str, context: Callable[[], AbstractContextManager[
         with context():
             return method(*arguments, **keywords)
 
-    return stand_in(owner, name, embraced)
+    stand_in(changes, owner, name, embraced)
 
 
 class AfterBackward:
-    """Calls a function once at the end of every backward pass that reaches one of the parameters.
+    """Calls a function once at the end of every backward pass that reaches one of the parameters, until it is undone.
 
     A framework that clips right after its backward pass leaves no other place from which the gradients can be seen as
     they were. The call is queued twice, because distributed training reduces the gradients in the first round.
@@ -52,16 +52,14 @@ class AfterBackward:
     only embraced passes count: the user may run others of their own.
     """
 
-    def __init__(self, params: Iterable[nn.Parameter], call: Callable[[], object]) -> None:
+    def __init__(self, params: Iterable[nn.Parameter], call: Callable[[], object], changes: Changes) -> None:
         self._call = call
         self.params = list(params)
         self.listening = True
         self._queued = self._embraced = self._ended = False
-        self._changes = Changes()
-        with self._changes.or_none():
-            for param in self.params:
-                if param.requires_grad:
-                    self._changes.hook(param.register_post_accumulate_grad_hook, self._reached)
+        for param in self.params:
+            if param.requires_grad:
+                changes.hook(param.register_post_accumulate_grad_hook, self._reached)
 
     @contextmanager
     def at_the_end(self) -> Iterator[None]:
@@ -77,10 +75,6 @@ class AfterBackward:
     def reset(self) -> None:
         """Forget a backward pass that an exception ended."""
         self._queued = False
-
-    def close(self) -> None:
-        """Remove every hook."""
-        self._changes.undo()
 
     def _reached(self, _: Tensor) -> None:
         if not self._queued and (self.listening or self._embraced):

@@ -66,8 +66,8 @@ class GradtrackCallback(ManagedTraining, BaseCallback):  # type: ignore[misc]
         clips = ""
         if hasattr(self.model, "max_grad_norm"):
             clips = f"{type(self.model).__name__} clips at max_grad_norm {self.model.max_grad_norm}"
-        manager = self._begin(self._effective(clips), before)
         with self._failing():
+            manager = self._begin(self._effective(clips), before)
             for name, module, optimizer in _pairs(self.model):
                 manager.attach(module, optimizer, name=name or None)
                 if before is None and self.model.num_timesteps:
@@ -84,7 +84,8 @@ class GradtrackCallback(ManagedTraining, BaseCallback):  # type: ignore[misc]
         return True
 
     def _on_training_end(self) -> None:
-        self._stop()
+        with self._failing():
+            self._stop()
 
     def _effective(self, clips: str) -> GradientConfig:
         config = clipping_if_asked(self._config, clips=clips)
@@ -99,14 +100,14 @@ class GradtrackCallback(ManagedTraining, BaseCallback):  # type: ignore[misc]
     def _watch_algorithm(self, model: Any) -> None:
         """Watch for exceptions that end the training, and for a new training that begins before this one did."""
         parts = [*self._embrace(model, _PARTS), "_setup_learn", "_excluded_save_params"]
-        self._undo.append(embrace(model, "_setup_learn", self._before_another))
+        embrace(self._changes, model, "_setup_learn", self._before_another)
         excluded = model._excluded_save_params
 
         # A model is saved with everything that is set on it, and ours is nothing to save.
         def excluded_and_ours() -> list[str]:
             return [*excluded(), *parts]
 
-        self._undo.append(stand_in(model, "_excluded_save_params", excluded_and_ours))
+        stand_in(self._changes, model, "_excluded_save_params", excluded_and_ours)
 
     @contextmanager
     def _before_another(self) -> Iterator[None]:
@@ -122,9 +123,9 @@ class GradtrackCallback(ManagedTraining, BaseCallback):  # type: ignore[misc]
                     manager.step(module, optimizer, None, backward=False)
 
         if clips:
-            self._undo.append(AfterBackward(module.parameters(), look).close)
+            AfterBackward(module.parameters(), look, self._changes)
         else:
-            self._undo.append(optimizer.register_step_pre_hook(look).remove)
+            self._changes.hook(optimizer.register_step_pre_hook, look)
 
     def _watch_policy(self, policy: Any) -> None:
         """Show the analyzer, where there is one, the distributions that the update itself computes."""
@@ -145,7 +146,7 @@ class GradtrackCallback(ManagedTraining, BaseCallback):  # type: ignore[misc]
                 analyzer.observe(owner.action_dist, episode_return=fmean(recent) if recent else None)
             return found
 
-        self._undo.append(stand_in(owner, name, compute_and_show))
+        stand_in(self._changes, owner, name, compute_and_show)
 
 
 @final

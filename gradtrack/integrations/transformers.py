@@ -18,6 +18,7 @@ from gradtrack.integrations.callback import ManagedTraining, Source, clipping_if
 from gradtrack.integrations.patching import AfterBackward, embrace, stand_in
 from gradtrack.step.arguments import AllSettings
 from gradtrack.step.pair import IssueCallback
+from gradtrack.support.interrupts import Changes
 
 try:
     from accelerate.state import GradientState
@@ -69,15 +70,15 @@ class GradtrackCallback(ManagedTraining, TrainerCallback, ExportableState):  # t
         saved = state.stateful_callbacks.setdefault(type(self).__name__, {})
         restored = self._restored or (saved.get("attributes", {}).get("_restored") if isinstance(saved, dict) else None)
         config = self._join(config, args, _caller(CallbackHandler))
-        manager = self._begin(config, restored if state.global_step else None)
         with self._failing():
+            manager = self._begin(config, restored if state.global_step else None)
             self._watch(model, optimizer, state)
             self._watch_trainer(_caller(Trainer))
-        if clips:
-            manager.note(
-                f"{clips}; gradtrack only measures, before it clips. Set max_grad_norm=0 in "
-                "TrainingArguments and max_grad_norm here to let gradtrack clip."
-            )
+            if clips:
+                manager.note(
+                    f"{clips}; gradtrack only measures, before it clips. Set max_grad_norm=0 in "
+                    "TrainingArguments and max_grad_norm here to let gradtrack clip."
+                )
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Count with the Trainer."""
@@ -87,13 +88,13 @@ class GradtrackCallback(ManagedTraining, TrainerCallback, ExportableState):  # t
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Measure here where an engine of its own has kept its backward pass to itself."""
-        if self._undo and self._measured_step != state.global_step:
+        if self._changes and self._measured_step != state.global_step:
             self.manager.note("these gradients were seen after the Trainer's clipping only.")
             self._look()
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Deliver the rows so far while the Trainer's own writers are still open."""
-        if self._undo and control.should_training_stop:
+        if self._changes and control.should_training_stop:
             self.manager.flush()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -147,12 +148,11 @@ class GradtrackCallback(ManagedTraining, TrainerCallback, ExportableState):  # t
 
         self._look = look
         if scaler is not None:
-            self._undo.append(_after_unscaling(scaler, look))
+            _after_unscaling(self._changes, scaler, look)
         else:
-            self._after = AfterBackward(model.parameters(), take_notice)
-            self._undo.append(self._after.close)
+            self._after = AfterBackward(model.parameters(), take_notice, self._changes)
             if hasattr(inner, "register_step_pre_hook"):  # a step of the Trainer's may hold one of the optimizer's
-                self._undo.append(inner.register_step_pre_hook(lambda *_: self._look_if_due()).remove)
+                self._changes.hook(inner.register_step_pre_hook, lambda *_: self._look_if_due())
 
     def _look_if_due(self) -> None:
         if self._due:
@@ -166,11 +166,11 @@ class GradtrackCallback(ManagedTraining, TrainerCallback, ExportableState):  # t
         if self._after is not None:
             self._after.listening = False
         in_a_step = partial(self._in_a_step, getattr(trainer, "callback_handler", None))
-        self._undo.append(embrace(trainer, "training_step", in_a_step))
+        embrace(self._changes, trainer, "training_step", in_a_step)
         self._embrace(trainer, _PARTS)
         self._awake = not hasattr(trainer, "_run_epoch")  # older Trainers have no method around their steps
         self._watch_backward(trainer)
-        self._undo.append(stand_in(trainer, "log", partial(self._log, trainer, trainer.log)))
+        stand_in(self._changes, trainer, "log", partial(self._log, trainer, trainer.log))
 
     def _log(
         self, trainer: Any, log: Callable[..., None], logs: dict[str, Any], *arguments: Any, **keywords: Any
@@ -213,11 +213,13 @@ class GradtrackCallback(ManagedTraining, TrainerCallback, ExportableState):  # t
             with nullcontext() if self._after is None else self._after.at_the_end():
                 backward(loss, **keywords)
 
-        self._undo.append(stand_in(trainer.accelerator, "backward", add_and_backward))
+        stand_in(self._changes, trainer.accelerator, "backward", add_and_backward)
 
     def _stop(self, *, failed: bool = False) -> None:
-        super()._stop(failed=failed)
-        self._after = None
+        try:
+            super()._stop(failed=failed)
+        finally:
+            self._after = None
 
 
 def _caller(kind: type) -> Any:
@@ -231,8 +233,8 @@ def _caller(kind: type) -> Any:
     return None
 
 
-def _after_unscaling(scaler: Any, call: Callable[[], None]) -> Callable[[], None]:
-    """Call a function after the Trainer has unscaled the gradients, and return what undoes that."""
+def _after_unscaling(changes: Changes, scaler: Any, call: Callable[[], None]) -> None:
+    """Call a function after the Trainer has unscaled the gradients, until the changes are undone."""
     unscale = scaler.unscale_
     calling = False
 
@@ -246,7 +248,7 @@ def _after_unscaling(scaler: Any, call: Callable[[], None]) -> Callable[[], None
             finally:
                 calling = False
 
-    return stand_in(scaler, "unscale_", unscale_and_call)
+    stand_in(changes, scaler, "unscale_", unscale_and_call)
 
 
 def _plain(state: Mapping[str, Any]) -> Any:

@@ -3,7 +3,10 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import pytest
+
 from gradtrack.integrations.patching import embrace, stand_in
+from gradtrack.support.interrupts import Changes
 
 
 class Greeter:
@@ -16,30 +19,47 @@ class Greeter:
 
 def test_the_method_comes_back() -> None:
     """While the function stands in it is called; afterwards nothing is left on the object."""
-    greeter = Greeter()
-    undo = stand_in(greeter, "greet", lambda: "hi")
+    greeter, changes = Greeter(), Changes()
+    stand_in(changes, greeter, "greet", lambda: "hi")
     assert greeter.greet() == "hi"
-    undo()
-    assert greeter.greet() == "hello"
+    for _ in range(2):
+        changes.undo()
+        assert greeter.greet() == "hello"
+        assert vars(greeter) == {}
+
+
+class StruckGreeter(Greeter):
+    """One that an interrupt strikes as soon as its method is replaced."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        super().__setattr__(name, value)
+        raise KeyboardInterrupt
+
+
+def test_an_interrupt_in_the_middle_leaves_nothing() -> None:
+    """What undoes a change is known before the change is made."""
+    greeter, changes = StruckGreeter(), Changes()
+    with pytest.raises(KeyboardInterrupt):
+        stand_in(changes, greeter, "greet", lambda: "hi")
+    assert greeter.greet() == "hi"
+    changes.undo()
     assert vars(greeter) == {}
-    undo()
 
 
 def test_what_somebody_else_has_put_there_stays() -> None:
     """A stand-in from before comes back, and one from after is not taken away."""
-    greeter = Greeter()
-    first, second = (lambda: "first"), (lambda: "second")
-    undo_first = stand_in(greeter, "greet", first)
-    undo_second = stand_in(greeter, "greet", second)
-    undo_first()
+    greeter, ours, theirs = Greeter(), Changes(), Changes()
+    stand_in(ours, greeter, "greet", lambda: "first")
+    stand_in(theirs, greeter, "greet", lambda: "second")
+    ours.undo()
     assert greeter.greet() == "second"
-    undo_second()
+    theirs.undo()
     assert greeter.greet() == "first"
 
 
 def test_a_method_runs_within_a_context() -> None:
     """The context surrounds each call; afterwards nothing is left on the object."""
-    greeter, seen = Greeter(), list[str]()
+    greeter, changes, seen = Greeter(), Changes(), list[str]()
 
     @contextmanager
     def context() -> Iterator[None]:
@@ -47,8 +67,8 @@ def test_a_method_runs_within_a_context() -> None:
         yield
         seen.append("out")
 
-    undo = embrace(greeter, "greet", context)
+    embrace(changes, greeter, "greet", context)
     assert greeter.greet() == "hello"
     assert seen == ["in", "out"]
-    undo()
+    changes.undo()
     assert vars(greeter) == {}

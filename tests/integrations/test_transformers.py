@@ -2,6 +2,7 @@
 
 import logging
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -10,6 +11,7 @@ import torch
 
 from gradtrack import GradientManager
 from gradtrack.errors import UsageError
+from gradtrack.support.interrupts import Changes
 from tests.backends.history import rows_of
 from tests.backends.stores import empty_store
 
@@ -529,14 +531,14 @@ def test_loss_scaling_is_undone_before_the_look() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     manager = GradientManager(enable_gradient_clipping=False)
-    undo = _after_unscaling(
-        scaler, lambda: seen.append(manager.step(model, optimizer, None, False, scaler=scaler).clipping.norm_before)
-    )
+    changes = Changes()
+    look = partial(manager.step, model, optimizer, None, False, scaler=scaler)
+    _after_unscaling(changes, scaler, lambda: seen.append(look().clipping.norm_before))
     loss = model(torch.ones(2, 3)).sum()
     torch.autograd.backward(scaler.scale(loss))
     scaler.unscale_(optimizer)
     assert seen == [pytest.approx((3 * 4 + 4) ** 0.5)]
-    undo()
+    changes.undo()
     assert "unscale_" not in vars(scaler)
 
 
