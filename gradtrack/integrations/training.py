@@ -73,7 +73,7 @@ class GradientManagementConfig(GradientConfig):
 
 
 class EpochReport(Report):
-    """The metrics of one epoch."""
+    """The metrics of one epoch, and the rates at its beginning; NaN is that of a group without one."""
 
     epoch: int
     train: dict[str, float]
@@ -180,7 +180,7 @@ class _Run:
     async def epoch(self, epoch: int, train_func: TrainFunction, val_func: ValidationFunction | None) -> float:
         """Train and judge for one epoch, and return the value that is monitored."""
         self.model.train()
-        rates = [float(group["lr"]) for group in self.optimizer.param_groups]
+        rates = [_rate(group) for group in self.optimizer.param_groups]
         train = await _metrics(train_func(self.model, self.optimizer, self.manager), "train_func")
         if epoch == 0 and not self.manager.reports:
             _logger.warning(
@@ -227,6 +227,12 @@ class _Run:
             stopped_early=self.stopped,
             gradients=self.manager.get_training_summary(),
         )
+
+
+def _rate(group: Mapping[str, Any]) -> float:
+    """Return the learning rate of a group; NaN for an optimizer such as Adafactor, which may find its own."""
+    rate = group.get("lr")
+    return math.nan if rate is None else float(rate)
 
 
 def _settings(given: Any, kind: type[_Kind]) -> _Kind | None:

@@ -52,11 +52,15 @@ class GradtrackCallback(ManagedTraining, TrainerCallback, ExportableState):  # t
         self._prepare(GradientConfig.load(config, **settings), on_issue)
         self._after: AfterBackward | None = None
         self._restored: Mapping[str, Any] | None = None
-        self._look: Callable[[], None] = lambda: None
+        self._look: Callable[[], None] = _nothing
         self._within_step = self._due = False
         self._measured_step = -1
         self._global_step = 0
         self._loss: Tensor | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out of a copy what belongs to this training."""
+        return {**super().__getstate__(), "_after": None, "_look": _nothing, "_loss": None}
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: nn.Module | None = None, optimizer: Any = None, **kwargs: Any
@@ -220,6 +224,10 @@ class GradtrackCallback(ManagedTraining, TrainerCallback, ExportableState):  # t
             super()._stop(failed=failed)
         finally:
             self._after = None
+
+
+def _nothing() -> None:
+    """Look at nothing, before a training."""
 
 
 def _caller(kind: type) -> Any:

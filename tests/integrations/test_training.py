@@ -144,6 +144,20 @@ def test_a_plateau_is_one_of_what_is_maximised(values: list[float], rates: list[
     assert [epoch.lr[0] for epoch in history.epochs] == pytest.approx(rates)
 
 
+def test_a_group_without_a_rate_trains() -> None:
+    """As Adafactor's default, None, by which it finds its own."""
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.param_groups[0]["lr"] = None
+    training = TrainingOptimizer(optimizer=optimizer)
+
+    def measure(model: nn.Module, optimizer: Any, manager: GradientManager) -> float:
+        return manager.step(model, optimizer, batch_loss(model)).loss or 0.0
+
+    history = asyncio.run(training.optimize_training(model, measure, max_epochs=2))
+    assert all(math.isnan(rate) for epoch in history.epochs for rate in epoch.lr)
+
+
 def test_validation_runs_in_evaluation_mode_without_gradients() -> None:
     """The model is back in training mode in the next epoch."""
     modes: list[tuple[bool, bool]] = []

@@ -1,6 +1,8 @@
 """The callback for the Hugging Face Trainer, in real trainings of a tiny GPT-2."""
 
+import copy
 import logging
+import pickle
 import shutil
 from functools import partial
 from pathlib import Path
@@ -521,6 +523,32 @@ def test_an_issue_can_stop_the_training(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         train(callback, tmp_path, model=model)
     assert callback.reports[-1].nan_inf.nan_count > 0
+
+
+def test_a_callback_is_pickled_and_copied_after_its_training(tmp_path: Path) -> None:
+    """A copy has no manager, and watches a training of its own."""
+    callback = GradtrackCallback()
+    train(callback, tmp_path)
+    for copied in (copy.deepcopy(callback), pickle.loads(pickle.dumps(callback))):
+        assert copied.reports == []
+        train(copied, tmp_path)
+        assert [report.step for report in copied.reports] == [1, 2, 3, 4, 5, 6]
+    assert len(callback.reports) == 6
+
+
+@pytest.mark.parametrize("analyzers", [[], "auto"])
+def test_adafactor_that_finds_its_own_rate(analyzers: Any) -> None:
+    """Its rate is None by default: the reports have none, and analyzers look all the same."""
+    model, batch = tiny_model(), torch.stack([row["input_ids"] for row in tokens(4)])
+    optimizer = transformers.Adafactor(model.parameters())
+    with GradientManager(analyzers=analyzers) as manager:
+        for _ in range(20):
+            optimizer.zero_grad()
+            report = manager.step(model, optimizer, model(batch, labels=batch).loss)
+            optimizer.step()
+            assert report.lr == {}
+            assert not any("failed" in note for note in report.notes)
+        assert any(one.analyzers for one in manager.reports) == bool(analyzers)
 
 
 def test_loss_scaling_is_undone_before_the_look() -> None:
