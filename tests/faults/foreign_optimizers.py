@@ -1,4 +1,4 @@
-"""Skips a step of every optimizer of other packages: `python -m tests.faults.foreign_optimizers OUT.json`.
+"""Skips a step of every optimizer of torch and other packages: `python -m tests.faults.foreign_optimizers OUT.json`.
 
 An optimizer counts where it can be made from parameters, a model or another optimizer, and moves a small network in
 a few steps. So does each setting of it that takes other code: `foreach`, `fused`, `caution` and their like.
@@ -28,7 +28,9 @@ from torch import Tensor, nn
 
 from gradtrack import GradientManager, safe_backward
 
+TORCH: Final = "torch.optim"
 PACKAGES: Final = (
+    TORCH,
     "pytorch_optimizer",
     "torch_optimizer",
     "schedulefree",
@@ -70,15 +72,14 @@ class Candidate(NamedTuple):
 
 
 def candidates() -> Iterator[Candidate]:
-    """Yield every optimizer that the packages have, and its settings."""
+    """Yield every optimizer of the packages with its settings; a class that a second one exports counts once."""
     for package in PACKAGES:
         module = _imported(package)
         if package == "timm.optim":
             yield from _of_timm(module)
             continue
         for name, found in sorted(vars(module).items()):
-            is_one = inspect.isclass(found) and issubclass(found, torch.optim.Optimizer)
-            if is_one and found is not torch.optim.Optimizer and not inspect.isabstract(found):
+            if _is_an_optimizer(found) and found.__module__.startswith(TORCH) == (package == TORCH):
                 yield Candidate(package, name, _makes(found, {}))
                 accepted = inspect.signature(found).parameters
                 for flag, value in FLAGS:
@@ -86,6 +87,11 @@ def candidates() -> Iterator[Candidate]:
                         needs_momentum = flag == "nesterov" and "momentum" in accepted
                         more = {flag: value, **({"momentum": 0.9} if needs_momentum else {})}
                         yield Candidate(package, f"{name}({flag}={value})", _makes(found, more))
+
+
+def _is_an_optimizer(found: Any) -> bool:
+    is_one = inspect.isclass(found) and issubclass(found, torch.optim.Optimizer)
+    return is_one and found is not torch.optim.Optimizer and not inspect.isabstract(found)
 
 
 def _imported(package: str) -> ModuleType:
@@ -273,24 +279,24 @@ def made(makes: list[Make]) -> Loop:
 
 
 def _too_slow(number: int, frame: FrameType | None) -> None:
-    raise TooSlow(f"it takes longer than {SECONDS} seconds")
+    raise TooSlow(f"it takes longer than {SECONDS} seconds of the processor")
 
 
 def main(path: Path) -> None:
     """Try them all and write down what came of it."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    signal.signal(signal.SIGALRM, _too_slow)
+    signal.signal(signal.SIGPROF, _too_slow)
     found: dict[str, list[str]] = {"rested": [], "moved": [], "left_out": []}
     for package, name, makes in candidates():
-        signal.alarm(SECONDS)
+        signal.setitimer(signal.ITIMER_PROF, SECONDS)
         try:
             loop = made(makes)
         except Exception as fault:
             found["left_out"].append(f"{package}.{name}: {type(fault).__name__}: {str(fault).strip():.120}")
             continue
         finally:
-            signal.alarm(0)
+            signal.setitimer(signal.ITIMER_PROF, 0)
         try:
             rested = loop.rests()
         except Exception as fault:
