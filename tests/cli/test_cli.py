@@ -559,7 +559,7 @@ def test_text_of_a_run_directory_controls_no_terminal(tmp_path: Path) -> None:
     (directory / f"gradient_statistics.{ESCAPE}.json").write_text("{}")
     (directory / "gradtrack.yaml").write_text(f"run_dir: {str(directory)!r}\n".replace("\x1b", "\\x1b"))
     told = ""
-    for command in (["show"], ["report"], ["diff", str(directory)], ["replay"], ["show", "--follow"]):
+    for command in (["show"], ["report"], ["diff", str(directory)], ["replay"], ["export"], ["show", "--follow"]):
         result = CliRunner().invoke(cli.app, [command[0], str(directory), *command[1:]])
         assert "Traceback" not in result.output
         told += result.output

@@ -1,4 +1,4 @@
-"""Fuzzing: whatever the files of a run directory hold, each reader returns, or raises an error of this package.
+"""Fuzzing: whatever the files of a run directory hold, each reader returns, or raises an error of this package, soon.
 
 `make fuzz` runs longer; a failing case is printed by Hypothesis with what reproduces it.
 """
@@ -10,10 +10,14 @@ import io
 import json
 import math
 import os
+import re
+import resource
 import shutil
+import signal
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -37,6 +41,8 @@ from tests.delivery.training import Loop
 
 EARLIER = Path(__file__).parents[1] / "delivery" / "journal" / "earlier" / "killed"
 SHORT, LONG = 60, int(os.environ.get("GRADTRACK_FUZZ_EXAMPLES", "1500"))
+SECONDS, BYTES = 30.0, 2**30
+"""What a reader may take for one directory."""
 PART, TAIL = "journal-000.jsonl", "journal-000.tail"
 OFFSETS = "journal-000.acknowledged.json"
 
@@ -178,6 +184,30 @@ MUTATIONS: list[tuple[str, Callable[[st.DataObject, bytes], bytes]]] = [
 IDS = [f"{name}-{mutate.__name__}" for name, mutate in MUTATIONS]
 
 
+class TooLong(BaseException):
+    """A reader hangs; no fault that readers contain."""
+
+
+def _too_long(number: int, frame: FrameType | None) -> None:
+    raise TooLong(f"it takes longer than {SECONDS} seconds of the processor")
+
+
+@contextlib.contextmanager
+def bounded() -> Iterator[None]:
+    """Let a reader take no more than a gigabyte, and no longer than some seconds."""
+    limits = resource.getrlimit(resource.RLIMIT_DATA)
+    (taken,) = re.findall(r"VmData:\s*(\d+) kB", Path("/proc/self/status").read_text())
+    handler = signal.signal(signal.SIGPROF, _too_long)
+    try:
+        resource.setrlimit(resource.RLIMIT_DATA, (1024 * int(taken) + BYTES, limits[1]))
+        signal.setitimer(signal.ITIMER_PROF, SECONDS)
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
+        signal.signal(signal.SIGPROF, handler)
+        resource.setrlimit(resource.RLIMIT_DATA, limits)
+
+
 def fuzz(whole: Path, name: str, mutate: Callable[[st.DataObject, bytes], bytes], count: int, *, deep: bool) -> None:
     """Hold a reader to its law for some mutations of its file."""
     content = (whole / name).read_bytes()
@@ -189,9 +219,9 @@ def fuzz(whole: Path, name: str, mutate: Callable[[st.DataObject, bytes], bytes]
             directory = Path(place) / "run"
             shutil.copytree(whole, directory)
             (directory / name).write_bytes(mutate(data, content))
-            with contextlib.suppress(GradtrackError):
+            with contextlib.suppress(GradtrackError), bounded():
                 read_one(directory, name)
-            with contextlib.suppress(GradtrackError):
+            with contextlib.suppress(GradtrackError), bounded():
                 if deep:
                     read_everything(directory)
 
@@ -233,6 +263,12 @@ def test_replay_survives_any_journal(whole: Path, data: st.DataObject) -> None:
         except GradtrackError:
             return
         assert all(one.fault is None or ":" in one.fault for one in found)
+
+
+def test_a_reader_that_fills_memory_is_found() -> None:
+    """The bound of the tests above holds."""
+    with pytest.raises(MemoryError), bounded():
+        bytearray(2 * BYTES)
 
 
 def test_name_that_is_not_unicode_is_shown(whole: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -136,6 +137,25 @@ def test_compiled_steps_and_loops(how: str, analyzers: Any, whole: bool) -> None
     assert whole or num_captured == expected
     for one, other in zip(weights, alone, strict=True):
         torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("way", ["method", "function"])
+def test_a_compiled_step_rests_where_it_is_skipped(way: str) -> None:
+    """Neither weights nor state move, whether the method itself is compiled or what calls it, and the next step is."""
+    model = nn.Sequential(Block(), nn.Linear(8, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    take = torch.compile(optimizer.step if way == "method" else lambda: optimizer.step(), backend="eager")
+    with GradientManager() as manager:
+        for step in range(6):
+            optimizer.zero_grad()
+            before = [param.detach().clone() for param in model.parameters()]
+            counts = [float(state["step"]) for state in optimizer.state.values()]
+            bad = step in (2, 3)
+            loss = model(torch.full((4, 8), 0.1 + step)).square().mean() * (math.inf if bad else 1.0)
+            assert manager.step(model, optimizer, loss).skipped == bad
+            take()
+            assert all(map(torch.equal, before, model.parameters())) == bad
+            assert (counts == [float(state["step"]) for state in optimizer.state.values()]) == bad
 
 
 def test_sampled_steps_run_eagerly_and_say_so_once() -> None:
