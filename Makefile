@@ -36,7 +36,7 @@ test-slow: $(VENV)/.all-installed ## Run the slow tests: real servers under faul
 	@$(BIN)/python -m pytest -m slow -n $(WORKERS) $(ALONE:%=--ignore %) $(ARGS) || { code=$$?; test $$code -eq 5 || exit $$code; }
 	@$(BIN)/python -m pytest -m slow $(ALONE) $(ARGS) || { code=$$?; test $$code -eq 5 || exit $$code; }
 
-EXHAUSTIVE := tests/analyzers/flow/test_loss_scale.py tests/faults/test_every_line.py tests/faults/test_every_look.py
+EXHAUSTIVE := tests/analyzers/flow/test_loss_scale.py $(wildcard tests/faults/test_every_*.py)
 test-exhaustive: $(VENV)/.all-installed ## Run for every case what the slow tests run for some (an hour and a half)
 	@$(BIN)/python -m pytest -m exhaustive -n $(WORKERS) $(EXHAUSTIVE) $(ARGS)
 

@@ -80,7 +80,7 @@ def ends_of(points: list[Point]) -> list[Point]:
 
 
 NUMBERS_OF_POINTS: Final = (
-    8,
+    4,
     pytest.param(40, marks=pytest.mark.slow),
     pytest.param(sys.maxsize, marks=pytest.mark.exhaustive, id="all"),
 )

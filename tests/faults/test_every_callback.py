@@ -13,7 +13,16 @@ from typing import Any
 import pytest
 from torch import nn
 
-from tests.faults.every_line import PACKAGE, Point, Strike, Struck, ends_of, watching_lines
+from tests.faults.every_line import (
+    NUMBERS_OF_POINTS,
+    PACKAGE,
+    Point,
+    Strike,
+    Struck,
+    ends_of,
+    spread,
+    watching_lines,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 Fit = Callable[[], None]
@@ -124,8 +133,8 @@ def strike(framework: str, directory: Path, point: Point) -> None:
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-@pytest.mark.parametrize("coarse", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_exception_at_any_line_of_a_callback_leaves_nothing(framework: str, coarse: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_points", NUMBERS_OF_POINTS)
+def test_exception_at_any_line_of_a_callback_leaves_nothing(framework: str, num_points: int, tmp_path: Path) -> None:
     """No hook and no replaced method stays, the manager is closed, and the next training is watched."""
     pytest.importorskip(framework.partition(" ")[0])
     points: list[Point] = []
@@ -135,5 +144,5 @@ def test_exception_at_any_line_of_a_callback_leaves_nothing(framework: str, coar
     assert not list(left_behind(owners))
     found = ends_of([point for point in points if "/integrations/" in point.file])
     assert len(found) > 50
-    for point in found[:: 60 if coarse else 5]:
+    for point in spread(found, num_points):
         strike(framework, tmp_path, point)
