@@ -71,6 +71,11 @@ class Panel:
                 f"panel {self.title!r} of kind {self.kind!r}: expected one of {known}. Choose one of them."
             )
 
+    def has_data(self, metrics: Mapping[str, float]) -> bool:
+        """Say whether any of some metrics belongs to the panel."""
+        starts = tuple(metric[:-1] for metric in self.metrics if metric.endswith("/*"))
+        return any(metric in metrics for metric in self.metrics) or any(name.startswith(starts) for name in metrics)
+
     def pick(self, known: Iterable[str]) -> list[str]:
         """Name the metrics of the panel in its order, with those that its stars stand for among the known ones."""
         names = sorted(known)
@@ -118,8 +123,9 @@ class Record:
     """One row for the trackers: the flat metrics of one step, its open issues, histograms and files.
 
     `step` is the value of the trackers' own axis `gradtrack/step`. `source` names the (model, optimizer) pair where
-    there is more than one. `loss` is for gradtrack's own pages: the trackers have the loss from the training loop. A
-    backend takes the parts that its tracker has a place for and leaves the others alone.
+    there is more than one. `loss` is for gradtrack's own pages: the trackers have the loss from the training loop.
+    `caveats` say, once for a run, what its numbers do not show, and why. A backend takes the parts that its tracker has
+    a place for and leaves the others alone.
     """
 
     step: int
@@ -133,6 +139,7 @@ class Record:
     issues: tuple[Mapping[str, Any], ...] = ()
     histograms: Mapping[str, Histogram] = field(default_factory=lambda: _NOTHING)
     files: tuple[str, ...] = ()
+    caveats: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if type(self.step) is not int:

@@ -262,6 +262,9 @@ class Analyzer(ABC):
         every = self.looks_every
         return type(self).schedule(step) if every is None else step % every == 0
 
+    def check(self, model: nn.Module) -> None:
+        """Raise `UsageError` where an option names something that a model does not have; called when it is attached."""
+
     def arm(self, model: nn.Module) -> None:
         """Place the hooks that the next step needs."""
 
@@ -289,6 +292,10 @@ class Analyzer(ABC):
     def notes(self) -> list[str]:
         """Return findings of the last look that are information, not issues."""
         return []
+
+    def limitation(self) -> str | None:
+        """Return why the last look saw nothing and what would help, as words that follow "because"; None if it saw."""
+        return None
 
     def issues(self) -> list[Issue]:
         """Return the issues that the looks so far show; `manager.diagnose()` joins and orders those of all analyzers.

@@ -80,6 +80,7 @@ def render(run: RunData, pictures: Sequence[tuple[str, str]] = ()) -> str:
         healthy=run.healthy,
         verdict=verdict(run),
         warning=run.warning,
+        caveats=run.caveats,
         summary=_summary(run),
         episodes=[(episode, "") for episode in run.episodes[:_ISSUES]],
         no_issues="No issue opened in this run.",
@@ -121,7 +122,7 @@ def fill(
         evidence=_evidence,
         most_effects=_ISSUES,
         charts_hint=_HINT if charts else "",
-        **{"pictures": ()} | values,
+        **{"pictures": (), "caveats": ()} | values,
     )
 
 

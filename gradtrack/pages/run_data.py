@@ -170,6 +170,7 @@ class Track:
 
 
 _MOST_REPORTS: Final = 2000
+_MOST_CAVEATS: Final = 50
 
 
 def recorded_reports(run: str | Path, before: Mapping[str, int]) -> tuple[list[StepReport], dict[str, list[int]]]:
@@ -251,6 +252,8 @@ class RunData:
     end: RunEnd | None = None
     is_running: bool = False
     damaged: list[str] = field(default_factory=list)
+    caveats: list[str] = field(default_factory=list)
+    """What the numbers of the run do not show, and why."""
     parts: Sequence[RunInfo] = ()
     """The trainings of which the run consists: each but the first was resumed from a checkpoint."""
 
@@ -330,7 +333,9 @@ class RunData:
         """Collect the rows of a run and the files that its end wrote; of several `parts` the run is the last."""
         tracks: dict[str, Track] = {}
         issues = IssueLog()
+        caveats: dict[str, None] = {}
         for record in records:
+            caveats.update((f"{record.source and f'{record.source}: '}{text}", None) for text in record.caveats)
             tracks.setdefault(record.source, Track(record.source)).add(record)
             issues.add(record)
         end = RunEnd.load(directory / RUN_END)
@@ -341,6 +346,7 @@ class RunData:
             directory=directory,
             tracks=tracks,
             episodes=issues.episodes(),
+            caveats=list(caveats)[:_MOST_CAVEATS],
             end=end if end is not None and end.run_id == run.run_id else None,
         )
 

@@ -27,6 +27,7 @@ _PATIENCE = 3
 _VERDICTS = "verdicts"
 _NOT_WHOLE = "{}: left out, since parameters that are spread over ranks are not whole here."
 _NOT_EVERYWHERE = "{}: left out, since it has to run on every rank that shares the parameters."
+_LIMITED = "analyzer {} can do nothing here, because {}"
 _CLOSE = 16
 _EVERY = "every"
 _EAGER = "the model is compiled: steps at which an analyzer looks inside it run eagerly; nothing is compiled again."
@@ -57,6 +58,8 @@ class RunningAnalyzers:
         """The issues on which all ranks have just agreed; None at most steps."""
         self.eager, self._told_eager = EagerSteps(), False
         self.chosen: list[str] = []
+        self._judged: set[str] = set()
+        """The analyzers of which it is known whether they see anything of the model."""
         self._looked: set[str] = set()
         self._found: dict[str, list[Issue]] = {}
 
@@ -89,6 +92,12 @@ class RunningAnalyzers:
             if reason is not None and name not in self.running:
                 self.running[name] = found()
                 self.chosen.append(f"analyzer {name} was chosen: {reason}.")
+
+    def check(self, model: nn.Module) -> None:
+        """Have every analyzer refuse options that name what a model does not have."""
+        model = unwrapped(model)
+        for analyzer in self.running.values():
+            analyzer.check(model)
 
     def alert(self, step: int) -> None:
         """Make every analyzer due at a step after an issue or a jump, and the cheap ones for a while after it.
@@ -183,22 +192,26 @@ class RunningAnalyzers:
                 self._told_eager = True
                 self.chosen.append(_EAGER)
 
-    def inspect(self, snapshot: Snapshot) -> tuple[dict[str, Report], list[str]]:
-        """Run the analyzers that are due at a step; return their reports and their notes."""
+    def inspect(self, snapshot: Snapshot) -> tuple[dict[str, Report], list[str], list[str]]:
+        """Run the analyzers that are due at a step; return their reports and notes, and why some can do nothing."""
         self.eager.end()
         reports: dict[str, Report] = {}
-        notes: list[str] = []
+        notes, caveats = list[str](), list[str]()
         self._looked.clear()
         for name, analyzer in self._due(snapshot.step):
             self._looked.add(name)
             shown = self._shown_to(name, snapshot)
             with unheard():  # the hooks of other analyzers are still registered
                 report = self._run_safely(name, lambda analyzer=analyzer, shown=shown: _usable(analyzer.inspect(shown)))
+            reason = self._run_safely(name, analyzer.limitation) if name in self._armed else None
             self._disarm(name)
             if isinstance(report, Report):
                 reports[name] = report
             notes += self._run_safely(name, analyzer.notes) or []
-        return reports, notes
+            if name not in self._judged and (isinstance(reason, str) or isinstance(report, Report)):
+                self._judged.add(name)
+                caveats += [_LIMITED.format(name, reason)] if isinstance(reason, str) else []
+        return reports, notes, caveats
 
     def _shown_to(self, name: str, snapshot: Snapshot) -> Snapshot:
         """Return the snapshot with the analyzer's sums; faults of its callback in an optimizer's step are counted."""

@@ -296,17 +296,22 @@ class Pair:
         data.notes = [*data.notes, *self.coming_notes, *self.analyzers.chosen, *of_measurement]
         self.coming_notes, self.analyzers.chosen = [], []
 
+    def _add_caveats(self, texts: Iterable[str]) -> None:
+        if self._rows is not None:
+            self._rows.add_caveats(self.name, texts)
+
     def _run_analyzers(self, grads: Gradients, data: StepData) -> None:
         """Run the analyzers that are due at the step, and place the hooks of those that are due at the next one."""
         step = self.step_count
         if self.measurement.has_shards:
             data.notes = [*data.notes, *self.analyzers.leave_out_incomplete()]
         if self.analyzers.due(step):
-            reports, notes = self.analyzers.inspect(self._snapshot(grads, data))
-            data.analyzers = reports
-            data.notes = [*data.notes, *notes]
+            data.analyzers, notes, caveats = self.analyzers.inspect(self._snapshot(grads, data))
+            data.notes = [*data.notes, *notes, *caveats]
+            self._add_caveats(caveats)
             if not self.measurement.has_shards:  # with shards the ranks exchange their issues
                 self.judge.add_analyzer_issues(self.analyzers.issues_at_looks(), data)
+            reports = data.analyzers
             data.late = [one for one in reports.values() if isinstance(one, LateReport) and one.step != step]
             data.event = data.event or len(reports) > len(data.late)
         self.analyzers.arm(self.model, step + 1)

@@ -259,6 +259,8 @@ class Pairs:
                 analyzers.choose(model)
             if first and self._components_are_shared:
                 pair.share_components()
+            if not name:  # of several models each has only some of what the options name
+                analyzers.check(model)
             self._restore(pair)
             pair.arm()
             self._pairs[key] = pair

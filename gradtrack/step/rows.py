@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Final
 
@@ -28,6 +28,7 @@ class Rows:
         self._with_panels: set[str] = set()
         self._axes: dict[str, dict[int, int]] = {}
         """The places of the last steps of each pair on the user's own axis, if that was given."""
+        self._caveats: dict[str, list[str]] = {}
 
     def place(self, source: str, step: int, axis: int) -> None:
         """Put the rows of a coming step at a place of the user's own axis."""
@@ -35,6 +36,12 @@ class Rows:
         known[step] = axis
         if len(known) > _PLACES:
             del known[next(iter(known))]
+
+    def add_caveats(self, source: str, texts: Iterable[str]) -> None:
+        """Log what the numbers of a pair do not show, and put it into its next row."""
+        for text in texts:
+            _logger.warning("%s%s", f"{source}: " if source else "", text)
+            self._caveats.setdefault(source, []).append(text)
 
     def record(self, report: StepReport, data: StepData, panels: Callable[[], Sequence[Panel]]) -> None:
         """Send the records of a step to the sink, and log lines for it as far as the configuration asks for that.
@@ -59,7 +66,8 @@ class Rows:
             if data.source not in self._with_panels:
                 self._with_panels.add(data.source)
                 shown = panels_of((*CORE_PANELS, *panels()), data.source)
-            self._sink.write(to_record(data, self._config, shown, places))
+            caveats = tuple(self._caveats.pop(data.source, ()))
+            self._sink.write(to_record(data, self._config, shown, places, caveats))
 
 
 def _placed(step: int, places: Mapping[int, int]) -> int:
@@ -68,7 +76,11 @@ def _placed(step: int, places: Mapping[int, int]) -> int:
 
 
 def to_record(
-    data: StepData, config: GradientConfig, panels: tuple[Panel, ...] = (), places: Mapping[int, int] = _NOWHERE
+    data: StepData,
+    config: GradientConfig,
+    panels: tuple[Panel, ...] = (),
+    places: Mapping[int, int] = _NOWHERE,
+    caveats: tuple[str, ...] = (),
 ) -> Record:
     """Return the record of a step for the backends; without `log_gradient_stats` it has health and clipping only."""
     with_statistics = config.log_gradient_stats
@@ -87,6 +99,7 @@ def to_record(
         panels=panels,
         issues=tuple({**issue, "step": _placed(issue["step"], places)} for issue in issues),
         histograms=histograms,
+        caveats=caveats,
     )
 
 

@@ -210,7 +210,8 @@ def test_case_18_metric_called_like_our_axis_is_beside_it(tmp_path: Path) -> Non
 def test_layout_is_in_a_sub_run_only(tmp_path: Path) -> None:
     """The panels are arranged in the sub-run, so the layout of the user's own run stays."""
     backend = TensorBoardBackend(log_dir=tmp_path)
-    backend.write(make_records(2, panels=CORE_PANELS))
+    metrics = {name.replace("*", "a"): 1.0 for panel in CORE_PANELS for name in panel.metrics}
+    backend.write([*make_records(2, panels=CORE_PANELS), Record(step=3, time=1.0, metrics=metrics)])
     assert "custom_scalars__config__" not in accumulate(tmp_path).Tags()["tensors"]
     (category,) = layout_of(tmp_path).category
     assert [chart.title for chart in category.chart] == [panel.title for panel in CORE_PANELS]
@@ -219,11 +220,21 @@ def test_layout_is_in_a_sub_run_only(tmp_path: Path) -> None:
 
 
 def test_later_panels_join_the_layout(tmp_path: Path) -> None:
-    """Panels of an analyzer that came later are added to those that are there."""
+    """Panels of an analyzer are added to those that are there when they have a number: none is empty."""
     backend = TensorBoardBackend(log_dir=tmp_path)
-    backend.write(make_records(1, panels=CORE_PANELS))
-    backend.write([Record(step=2, time=1.0, panels=(Panel(title="late", section="rnn", metrics=("rnn/a",)),))])
+    late = Panel(title="late", section="rnn", metrics=("rnn/a/*",), kind="multi-line")
+    backend.write(make_records(1, panels=(*CORE_PANELS, late)))
+    assert [category.title for category in layout_of(tmp_path).category] == ["gradients"]
+    backend.write([Record(step=2, time=1.0, metrics={"rnn/a/l0": 1.0})])
     assert [category.title for category in layout_of(tmp_path).category] == ["gradients", "rnn"]
+
+
+def test_a_resumed_run_keeps_the_panels_of_its_first_half(tmp_path: Path) -> None:
+    """The newest layout counts, and what an earlier process has written is not known to this one."""
+    late = Panel(title="late", section="rnn", metrics=("rnn/a",))
+    run = RunInfo(run_id="second", resumed_from="first", resumed_at={"": 4})
+    TensorBoardBackend(log_dir=tmp_path).write([Record(step=5, time=1.0, metrics={"x": 1.0}, run=run, panels=(late,))])
+    assert [category.title for category in layout_of(tmp_path).category] == ["rnn"]
 
 
 @pytest.mark.parametrize(
@@ -243,7 +254,9 @@ def test_chart_patterns_match_their_metrics_only(
     import re
 
     panel = Panel(title=metric, section="s", metrics=(metric,), kind="multi-line")
-    TensorBoardBackend(log_dir=tmp_path).write([Record(step=1, time=1.0, panels=(panel,))])
+    TensorBoardBackend(log_dir=tmp_path).write(
+        [Record(step=1, time=1.0, metrics=dict.fromkeys(matching, 1.0), panels=(panel,))]
+    )
     (chart,) = layout_of(tmp_path).category[0].chart
     (pattern,) = chart.multiline.tag
     assert chart.title == metric

@@ -20,6 +20,11 @@ from gradtrack.reports import Issue, IssueType, Report
 from gradtrack.reports.base import declared_values, measured
 
 _ALL = 1000
+_NO_LAYER = (
+    "no module of the model ran with gradients in the forward pass, as where a program calls functions on the "
+    "parameters themselves (functional MAML): only the gradients of the parameters are judged. Call modules, or "
+    "torch.func.functional_call."
+)
 
 
 class FlowReport(Report):
@@ -111,6 +116,7 @@ class GradientFlowAnalyzer(Analyzer):
         self.details: dict[str, Any] = {}
         self.skipped: dict[str, str] = {}
         self._sampler = self._new_sampler()
+        self._saw_no_layer = False
 
     @classmethod
     def suits(cls, model: nn.Module) -> str | None:
@@ -124,10 +130,14 @@ class GradientFlowAnalyzer(Analyzer):
 
     def inspect(self, snapshot: Snapshot) -> Report | None:
         sample = self._sampler.look(snapshot)
+        self._saw_no_layer = sample is not None and not sample.nodes and bool(snapshot.norms)
         return None if sample is None or not sample.nodes else _report(self._sampler.samples)
 
     def disarm(self) -> None:
         self._sampler.disarm()
+
+    def limitation(self) -> str | None:
+        return _NO_LAYER if self._saw_no_layer else None
 
     def issues(self) -> list[Issue]:
         return diagnose(self.case, _ALL)  # the manager leaves out what is muted and chooses among the rest

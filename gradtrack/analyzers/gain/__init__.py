@@ -12,13 +12,14 @@ from gradtrack.analyzers.gain.monitor import GradientGainMonitor, NormType
 from gradtrack.analyzers.gain.picture import pictures_of
 from gradtrack.analyzers.gain.profile import GainProfile, SampleSpread, summarise
 from gradtrack.analyzers.tools.blocks import Blocks, describe_chain, find_chain
-from gradtrack.analyzers.tools.issue_memory import Notes
 from gradtrack.records import Metric, Panel
 from gradtrack.reports import Report
 from gradtrack.reports.base import measured
 
+_NO_CHAIN = "the model has no chain of three or more blocks of one type: name them with blocks=."
+_NOT_CALLED = "none of the {} blocks {} to {} ran with gradients: name those that the forward pass calls with blocks=."
 _APART = (
-    "gain: no block with a gradient takes the output of the one before it, as experts side by side do not; "
+    "no block with a gradient takes the output of the one before it, as experts side by side do not; "
     "name those of one path with blocks=."
 )
 
@@ -107,7 +108,7 @@ class GainAnalyzer(Analyzer):
         self._blocks = blocks
         self._names: list[str] = []
         self._monitor: GradientGainMonitor | None = None
-        self._notes = Notes()
+        self._limitation: str | None = None
 
     @classmethod
     def suits(cls, model: nn.Module) -> str | None:
@@ -118,8 +119,9 @@ class GainAnalyzer(Analyzer):
         self.disarm()
         chain = find_chain(model, self._blocks)
         if not chain:
-            self._notes.add("gain: the model has no chain of three or more blocks of one type; name them with blocks=.")
+            self._limitation = _NO_CHAIN
         else:
+            self._limitation = None
             self._names = list(chain)
             self._monitor = GradientGainMonitor(chain.values(), strict_single_backward=False, **self._options)
 
@@ -129,10 +131,11 @@ class GainAnalyzer(Analyzer):
             return None
         profile = monitor.profile()
         if all(norm is None for norm in profile.norms):
+            self._limitation = _NOT_CALLED.format(len(self._names), self._names[0], self._names[-1])
             return None
         report = _report(self._names, profile, monitor.rms_norms(), monitor.sample_spread())
         if report.gains and all(gain is None for gain in report.gains):
-            self._notes.add(_APART)
+            self._limitation = _APART
         return report
 
     def disarm(self) -> None:
@@ -140,8 +143,8 @@ class GainAnalyzer(Analyzer):
             self._monitor.close()
             self._monitor = None
 
-    def notes(self) -> list[str]:
-        return self._notes.take()
+    def limitation(self) -> str | None:
+        return self._limitation
 
 
 def _report(

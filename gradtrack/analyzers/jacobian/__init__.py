@@ -19,7 +19,6 @@ from gradtrack.analyzers.jacobian.report import (
     sum_up,
 )
 from gradtrack.analyzers.tools.blocks import Blocks, find_chain
-from gradtrack.analyzers.tools.issue_memory import Notes
 from gradtrack.analyzers.tools.linear_maps import differentiable_twice
 from gradtrack.analyzers.tools.modules import evaluating, first_floating
 from gradtrack.analyzers.tools.offline import InputFunction, call, kept, untouched
@@ -29,7 +28,8 @@ from gradtrack.reports import Report
 from gradtrack.support.interrupts import Changes
 from gradtrack.support.progress import counted
 
-_NO_CHAIN = "jacobian: the model has no chain of three or more blocks of one type; name them with blocks=."
+_NO_CHAIN = "the model has no chain of three or more blocks of one type: name them with blocks=."
+_NOT_CALLED = "none of the {} blocks {} to {} ran: name those that the forward pass calls with blocks=."
 
 
 @final
@@ -81,7 +81,7 @@ class JacobianAnalyzer(Analyzer):
         self._changes = Changes()
         self._inputs: BlockInputs | None = None
         self._chain: dict[str, nn.Module] = {}
-        self._notes = Notes()
+        self._limitation: str | None = None
 
     def analyze(
         self, input_fn: InputFunction, blocks: Blocks | nn.Module | Iterable[nn.Module] = None
@@ -102,13 +102,17 @@ class JacobianAnalyzer(Analyzer):
         self.disarm()
         chain = find_chain(model, self._blocks)
         if not chain:
-            self._notes.add(_NO_CHAIN)
+            self._limitation = _NO_CHAIN
             return
-        self._chain = chain
+        self._limitation, self._chain = None, chain
         self._inputs = BlockInputs(chain, self._changes, self._num_samples)
 
     def inspect(self, snapshot: Snapshot) -> JacobianReport | None:
-        if self._inputs is None or not self._inputs.calls:
+        if self._inputs is None:
+            return None
+        if not self._inputs.calls:
+            names = list(self._chain)
+            self._limitation = _NOT_CALLED.format(len(names), names[0], names[-1])
             return None
         with kept(snapshot.model), evaluating(snapshot.model), torch.enable_grad():
             return self._measure(self._chain, self._inputs.calls)
@@ -117,8 +121,8 @@ class JacobianAnalyzer(Analyzer):
         self._changes.undo()
         self._inputs = None
 
-    def notes(self) -> list[str]:
-        return self._notes.take()
+    def limitation(self) -> str | None:
+        return self._limitation
 
     def _choose(self, blocks: Any) -> tuple[nn.Module, dict[str, nn.Module]]:
         given: Any = list(blocks) if isinstance(blocks, nn.ModuleList) else blocks

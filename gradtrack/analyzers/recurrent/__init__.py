@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Final, final
 
@@ -14,7 +14,12 @@ from gradtrack.analyzers.base import Analyzer, Picture, Snapshot, model_of, pane
 from gradtrack.analyzers.recurrent.cells import Step, function_cell
 from gradtrack.analyzers.recurrent.measure import CellLook, LookOptions, look_around, look_at
 from gradtrack.analyzers.recurrent.picture import pictures_of
-from gradtrack.analyzers.recurrent.recorder import RecurrentRecorder, recurrent_modules
+from gradtrack.analyzers.recurrent.recorder import (
+    RecurrentRecorder,
+    check_names,
+    read_step_functions,
+    recurrent_modules,
+)
 from gradtrack.analyzers.recurrent.report import RecurrentReport, largest, pool, remarks, summarise
 from gradtrack.analyzers.recurrent.trajectories import follow
 from gradtrack.analyzers.recurrent.verdict import EXPLAINED_BY, criticality, judge
@@ -27,8 +32,8 @@ from gradtrack.reports import Issue, IssueType, Report
 from gradtrack.support.interrupts import Changes
 
 _NOTHING: Final = (
-    "expected nn.RNN, nn.LSTM, nn.GRU, one of their cells, or a module (x, h) -> h. "
-    "Give the state equation of any other with step_functions."
+    "expected nn.RNN, nn.LSTM, nn.GRU, one of their cells, or a module that is called with the state that it returned. "
+    "Put the body of a loop over time into such a module, or give its state equation with step_functions."
 )
 _LIVE_WORK: Final = 270_000
 _HARMLESS: Final = (IssueType.SHORT_MEMORY, IssueType.LOW_EFFECTIVE_RANK)
@@ -70,6 +75,7 @@ class RecurrentAnalyzer(Analyzer):
     needs_whole_parameters: ClassVar[bool] = True
     panels: ClassVar[tuple[Panel, ...]] = (
         panel("State dynamics per step", "rnn/spectral_radius", "rnn/growth_rate", "rnn/temporal_decay_rate"),
+        panel("Lyapunov exponent (nats per step)", "rnn/lyapunov_exponent"),
         panel("Effective memory (steps)", "rnn/effective_memory_length"),
         panel("Share of the gradient that reaches the first step", "rnn/gradient_first_share", log_scale=True),
         panel("Effective rank of the hidden states", "rnn/effective_rank"),
@@ -88,7 +94,7 @@ class RecurrentAnalyzer(Analyzer):
         critical_band: float = 0.15,
         track_hidden_states: bool = True,
         horizon: int | None = None,
-        step_functions: Mapping[str, tuple[Step, int]] | None = None,
+        step_functions: Mapping[str, tuple[Callable[..., Tensor] | str, int]] | None = None,
         max_sequences: int = 4,
         max_steps: int = 256,
         seed: int = 0,
@@ -96,7 +102,9 @@ class RecurrentAnalyzer(Analyzer):
         self.model = model
         self.optimal_radius, self.critical_band = optimal_radius, critical_band
         self.horizon, self.max_sequences, self.max_steps, self.seed = horizon, max_sequences, max_steps, seed
-        self.step_functions = dict(step_functions or {})
+        self.step_functions = read_step_functions(step_functions)
+        if model is not None:
+            self.check(model)
         self._options = LookOptions(
             jacobian=enable_jacobian,
             vector=enable_vector_analysis,
@@ -106,7 +114,7 @@ class RecurrentAnalyzer(Analyzer):
         self._changes = Changes()
         self._recorder: RecurrentRecorder | None = None
         self._notes: list[str] = []
-        self._looked = False
+        self._limitation: str | None = None
         self._history = RecurringIssues(_HARMLESS)
 
     @classmethod
@@ -114,6 +122,9 @@ class RecurrentAnalyzer(Analyzer):
         found = recurrent_modules(model)
         kinds = sorted({kind_of(model.get_submodule(name)).__name__ for name in found})
         return f"the model has {len(found)} recurrent modules ({', '.join(kinds)})" if found else None
+
+    def check(self, model: nn.Module) -> None:
+        check_names(model, self.step_functions)
 
     def arm(self, model: nn.Module) -> None:
         self.disarm()
@@ -126,10 +137,9 @@ class RecurrentAnalyzer(Analyzer):
         options = replace(self._options, dense_limit=128, num_probes=2, num_exponents=2, radius_work=_LIVE_WORK)
         looks = look_around(self._recorder, snapshot.model, options, self.seed)
         if not looks:
-            self._notes = [] if self._looked else [f"recurrent: the step ran no recurrent module: {_NOTHING}"]
-            self._looked = True
+            self._notes, self._limitation = [], f"the step ran no recurrent module: {_NOTHING}"
             return None
-        self._looked = True
+        self._limitation = None
         report = self._report([looks], snapshot.horizon or self.horizon, snapshot.step)
         self._history.add(report.issues, snapshot.series)
         return report
@@ -140,6 +150,9 @@ class RecurrentAnalyzer(Analyzer):
 
     def notes(self) -> list[str]:
         return list(self._notes)
+
+    def limitation(self) -> str | None:
+        return self._limitation
 
     def issues(self) -> list[Issue]:
         return self._history.issues()

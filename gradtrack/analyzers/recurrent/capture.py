@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
@@ -91,17 +91,17 @@ def _are_same(ones: tuple[Tensor, ...], others: tuple[Tensor, ...]) -> bool:
 
 @dataclass(slots=True)
 class _Call:
-    """One step of a cell: what it was given, and the gradient that arrives at the first part of its new state."""
+    """One step of a cell: the rows of what it was given, and the gradient at the first part of its new state."""
 
-    inputs: Tensor
-    state: Tensor
+    values: list[Any]
     gradient: Tensor | None = None
 
 
 class CellCapture(Capture):
-    """Keeps the calls of a module `(x, h) -> h' | (h', ...)` whose state comes back to it, found by identity.
+    """Keeps the calls of a module whose state comes back to it; which of its arguments that is, the calls tell.
 
-    The state may be a tensor or a tuple of tensors, and may be any element of what the module returns.
+    An argument is the state if it is what the last call returned, whole or as an element; several may be, as in
+    `(x, h, c) -> (h, c)`. A state is a tensor or a tuple of tensors.
     """
 
     def __init__(self, module: nn.Module, name: str, **limits: int) -> None:
@@ -111,29 +111,29 @@ class CellCapture(Capture):
         self._calls: list[_Call] = []
         self._last: Any = None
         self._final: Tensor | None = None
-        self._place: int | None = 0 if self._is_single else None
-        self._sizes: list[int] = []
+        self._fed_back: dict[int, int] = {1: 0} if self._is_single else {}
+        """The arguments that are the state, and where each is in what the module returns."""
         self._keywords: tuple[str, ...] = ()
         self._seen = False
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Keep one step, or begin anew where the state is not the one that was returned last."""
-        values = (*args, *kwargs.values())
-        if self._seen or not _is_evidence(bool(self._calls)) or not 1 <= len(values) <= 2:
+        values = [*args, *kwargs.values()]
+        if self._seen or not _is_evidence(bool(self._calls)):
             return
-        inputs, state = values[0], _state_parts(values[1]) if len(values) == 2 else ()
-        if not isinstance(inputs, Tensor):
+        if self._is_single and (len(values) == 1 or values[1] is None):
+            parts = tuple(torch.zeros_like(part) for part in _state_parts(output))
+            values[1:], kwargs = [parts if isinstance(output, tuple) else parts[0]], {}
+        if not any(_may_be_state(value) for value in values):
             return
-        if self._calls and not self._continues(state):
+        if self._last is not None and not self._continues(values):
             self._calls = []
-        if not state and self._is_single:
-            state = tuple(torch.zeros_like(part) for part in _state_parts(output))
-        if not state or any(part.dim() > 2 for part in state):
+        self._keywords, self._last = tuple(kwargs), output
+        if not all(at < len(values) and _may_be_state(values[at]) for at in self._fed_back):
+            self._calls = []  # a sequence whose first state the module makes by itself begins with its second step
             return
-        self._sizes, self._keywords = [part.shape[-1] for part in state], tuple(kwargs)
-        self._calls.append(_Call(self._rows(inputs), self._joined(state)))
-        self._last = output
-        if self._place is not None:
+        self._calls.append(_Call([self._kept(value) for value in values]))
+        if self._fed_back:
             following = self._state_in(output)
             self._final = self._joined(following)
             self._listen(following[0], partial(self._hear, self._calls[-1]))
@@ -142,8 +142,8 @@ class CellCapture(Capture):
         if self._final is None or len(self._calls) < (1 if self._is_single else 2):
             return []
         cell, calls = self._cell(), self._calls[-self._max_steps :]
-        inputs = torch.stack([call.inputs for call in calls])
-        states = torch.stack([*(call.state for call in calls), self._final])
+        inputs = torch.stack([self._inputs_of(call.values) for call in calls])
+        states = torch.stack([*(self._joined(self._state_of(call.values)) for call in calls), self._final])
         if not self._is_single:  # under autocast the states may have been kept in a lower precision than the weights
             dtype = next((param.dtype for param in self._module.parameters()), states.dtype)
             inputs, states = inputs.to(dtype) if inputs.is_floating_point() else inputs, states.to(dtype)
@@ -156,20 +156,42 @@ class CellCapture(Capture):
             found.gradients = self._gradients(found, calls)
         return [found]
 
-    def _continues(self, state: tuple[Tensor, ...]) -> bool:
+    def _continues(self, values: list[Any]) -> bool:
         """Find the state among what the last call returned."""
-        if self._place is not None:
-            return bool(state) and _are_same(self._state_in(self._last), state)
-        for place, part in enumerate(_places(self._last)):
-            if state and _are_same(_state_parts(part), state):
-                self._place = place
-                self._listen(state[0], partial(self._hear, self._calls[-1]))
-                return True
-        return False
+        places = [_state_parts(part) for part in _places(self._last)]
+        if self._fed_back:
+            return all(
+                at < len(values) and _are_same(places[place], _state_parts(values[at]))
+                for at, place in self._fed_back.items()
+            )
+        for at, value in enumerate(values):
+            parts = _state_parts(value)
+            found = [place for place, other in enumerate(places) if parts and _are_same(other, parts)]
+            if found and _may_be_state(value):
+                self._fed_back[at] = found[0]
+        self._calls = [call for call in self._calls if all(_may_be_state(call.values[at]) for at in self._fed_back)]
+        if self._fed_back and self._calls:
+            self._listen(self._state_of(values)[0], partial(self._hear, self._calls[-1]))
+        return bool(self._fed_back)
+
+    def _state_of(self, values: Sequence[Any]) -> tuple[Tensor, ...]:
+        """Return the parts of the state among the arguments of a call."""
+        return tuple(part for at in self._fed_back for part in _state_parts(values[at]))
+
+    def _inputs_of(self, values: Sequence[Any]) -> Tensor:
+        """Return the rows of the tensors among the arguments of a call that are not its state, side by side."""
+        found = [self._batched(one).flatten(1) for one in self._drives(values).values()]
+        return torch.cat(found, dim=-1) if found else self._joined(self._state_of(values))[:, :1]
+
+    def _drives(self, values: Sequence[Any]) -> dict[int, Tensor]:
+        """Return the tensors among the arguments of a call that are not its state, by position."""
+        others = ((at, value) for at, value in enumerate(values) if at not in self._fed_back)
+        return {at: value for at, value in others if isinstance(value, Tensor) and value.dim()}
 
     def _state_in(self, output: Any) -> tuple[Tensor, ...]:
-        assert self._place is not None
-        return _state_parts(_places(output)[self._place])
+        """Return the parts of the state in what the module returned."""
+        places = _places(output)
+        return tuple(part for place in self._fed_back.values() for part in _state_parts(places[place]))
 
     def _hear(self, call: _Call, grad: Tensor) -> None:
         call.gradient = self._rows(grad)
@@ -182,16 +204,35 @@ class CellCapture(Capture):
         not hold the way through the first part of the same step, so it is pulled back from the next state instead.
         """
         found = torch.zeros_like(path.states[1:])
-        first = self._sizes[0]
+        first = path.cell.output_size
         for step in reversed(range(len(calls))):
             heard = calls[step].gradient
             if heard is not None:
                 found[step, :, :first] = heard.to(found)
-            if len(self._sizes) > 1 and step + 1 < len(calls):
+            if path.cell.state_size > first and step + 1 < len(calls):
                 following = found[step + 1].unsqueeze(1)
                 pulled = pull_back(path.cell, path.states[step + 1], path.drives[step + 1], following)
                 found[step, :, first:] = pulled[:, 0, first:]
         return found
+
+    def _kept(self, value: Any) -> Any:
+        """Return a copy of the rows of an argument that are followed; what is no tensor as it is."""
+        parts = tuple(
+            part.detach()[: self._max_sequences if part.dim() > 1 else None].clone() if part.dim() else part.detach()
+            for part in _state_parts(value)
+        )
+        return parts[0] if isinstance(value, Tensor) else parts or value
+
+    def _batched(self, values: Tensor) -> Tensor:
+        """Return the rows of an argument; without a batch there is one."""
+        if self._is_unbatched:
+            return values.unsqueeze(0)
+        rows = values[: self._max_sequences]
+        return rows.unsqueeze(1) if rows.dim() == 1 else rows
+
+    @property
+    def _is_unbatched(self) -> bool:
+        return self._state_of(self._calls[-1].values)[0].dim() == 1
 
     def _rows(self, values: Tensor) -> Tensor:
         values = values.detach()
@@ -203,15 +244,32 @@ class CellCapture(Capture):
     def _cell(self) -> Cell:
         if self._is_single:
             return single_cell(self._module, self._name)
-        return function_cell(self._name, self._step, sum(self._sizes), self._sizes[0])
+        sizes = [part.shape[-1] for part in self._state_of(self._calls[-1].values)]
+        return function_cell(self._name, self._step, sum(sizes), sizes[0])
 
     def _step(self, states: Tensor, inputs: Tensor) -> Tensor:
-        parts = torch.split(states, self._sizes, dim=-1)
-        values = (inputs, parts[0] if len(parts) == 1 else tuple(parts))
+        """Call the module with other states and inputs in the places of those of the last call."""
+        values = list(self._calls[-1].values)
+        parts = iter(torch.split(states, [part.shape[-1] for part in self._state_of(values)], dim=-1))
+        for at in self._fed_back:
+            values[at] = next(parts) if isinstance(values[at], Tensor) else tuple(next(parts) for _ in values[at])
+        place = 0
+        for at, one in self._drives(self._calls[-1].values).items():
+            shape = self._batched(one).shape[1:]
+            is_number = one.dim() == 1 and not self._is_unbatched
+            rows = inputs[:, place : place + shape.numel()].reshape(-1, *(() if is_number else shape))
+            values[at] = rows if one.is_floating_point() else rows.to(one.dtype)
+            place += shape.numel()
         count = len(values) - len(self._keywords)
         with evaluating(self._module):
             output = self._module.forward(*values[:count], **dict(zip(self._keywords, values[count:], strict=True)))
         return torch.cat(self._state_in(output), dim=-1)
+
+
+def _may_be_state(value: Any) -> bool:
+    """Say whether an argument is a tensor, or a tuple of tensors, with a row for each sequence."""
+    parts = _state_parts(value)
+    return bool(parts) and all(1 <= part.dim() <= 2 and part.is_floating_point() for part in parts)
 
 
 def _places(output: Any) -> list[Any]:

@@ -1,4 +1,4 @@
-"""What an analyzer remembers between looks: the issues that it found, and the notes that it gave."""
+"""What an analyzer remembers between looks: the issues that it found."""
 
 from __future__ import annotations
 
@@ -126,25 +126,3 @@ class RecurringIssues(IssueMemory):
         super().load_state_dict(state)
         self._counts = Counter(state["counts"])
         self._last = {key: (look, Issue.model_validate(issue)) for key, (look, issue) in state["last"].items()}
-
-
-class Notes:
-    """Notes of an analyzer, of which each is given once."""
-
-    def __init__(self) -> None:
-        self._given: set[str] = set()
-        self._pending: list[str] = []
-
-    def add(self, note: str) -> None:
-        """Keep a note for the next `take`, unless it was added before."""
-        if note not in self._given:
-            self._given.add(note)
-            self._pending.append(note)
-
-    def take(self) -> list[str]:
-        """Return the new notes."""
-        taken, self._pending = self._pending, []
-        return taken
-
-    def __bool__(self) -> bool:
-        return bool(self._pending)

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Final, final
 from torch import nn
 
 from gradtrack.analyzers.base import Analyzer, DefaultThreshold, Picture, Schedule, Snapshot, model_of, often, panel
-from gradtrack.analyzers.tools.issue_memory import LastingIssues, Notes
+from gradtrack.analyzers.tools.issue_memory import LastingIssues
 from gradtrack.analyzers.tools.offline import InputFunction, LossFunction, offline_steps, untouched
 from gradtrack.analyzers.tools.spectra import GradientCoherence
 from gradtrack.analyzers.transformer.picture import pictures_of
@@ -22,6 +22,7 @@ from gradtrack.reports import Issue, IssueType, Report
 
 _ATTENTION_NAMES: Final = ("attention", "attn")
 _HARMLESS: Final = (IssueType.RANK_COLLAPSE, IssueType.HEAD_REDUNDANCY)
+_NOT_HEARD: Final = "the forward pass called no attention that can be heard."
 
 
 @final
@@ -115,7 +116,7 @@ class TransformerAnalyzer(Analyzer):
         self.max_sequences, self.max_rows = max_sequences, max_rows
         self._recorder: AttentionRecorder | None = None
         self._coherence = GradientCoherence()
-        self._notes = Notes()
+        self._limitation: str | None = None
         self._history = LastingIssues(_HARMLESS)
 
     @classmethod
@@ -159,10 +160,11 @@ class TransformerAnalyzer(Analyzer):
     def inspect(self, snapshot: Snapshot) -> Report | None:
         found = None if self._recorder is None else self._recorder.take()
         if found is not None and found.num_calls == 0:
-            self._notes.add("attention was not seen: the forward pass called no attention that can be heard.")
-            found = None
+            self._limitation = _NOT_HEARD
+            return None
         if found is None:
-            return AttentionReport(num_passes=0) if self._notes else None
+            return None
+        self._limitation = None
         if self.enable_vector_analysis:
             self._coherence.add(snapshot.model)
         report = self._report([found], self._coherence, step=snapshot.step)
@@ -174,8 +176,8 @@ class TransformerAnalyzer(Analyzer):
             self._recorder.disarm()
             self._recorder = None
 
-    def notes(self) -> list[str]:
-        return self._notes.take()
+    def limitation(self) -> str | None:
+        return self._limitation
 
     def issues(self) -> list[Issue]:
         limits = {

@@ -15,7 +15,7 @@ from gradtrack.backends.tensorboard.files import EventFile, Index, UserRun, read
 from gradtrack.delivery.locks import Claim, claim_or_own, is_same, own_directory
 from gradtrack.delivery.run_files import files_to_show
 from gradtrack.errors import ClosedError, UsageError
-from gradtrack.records import Record
+from gradtrack.records import Panel, Record
 from gradtrack.support.redact import redact
 
 _LATE_RUN: Final = "gradtrack-late"
@@ -48,7 +48,9 @@ class TensorBoardBackend(Backend):
         self._home = self._directory
         self._files: tuple[UserRun | EventFile, EventFile, EventFile] | None = None
         self._parts = RunParts()
-        self._num_drawn = 0
+        self._drawn: dict[Panel, None] = {}
+        self._continues = False
+        """Whether rows of the run may have been written by another process."""
         self._run_id = ""
         self._index = Index()
         self._reached: dict[str, int] = {}
@@ -69,9 +71,15 @@ class TensorBoardBackend(Backend):
         late_run.append([(record.identity, self._event(record)) for record in late])
         self._wrote = self._wrote or bool(records)
         self._last_step = max([self._last_step, *(record.step for record in records)])
-        if len(self._parts.panels) > self._num_drawn:
-            layout.append([(None, layout_event(self._events, self._parts.panels, time.time()))])
-            self._num_drawn = len(self._parts.panels)
+        drawn = dict.fromkeys(panel for panel in self._parts.panels if self._has_data(panel, records))
+        if len(drawn) > len(self._drawn):
+            layout.append([(None, layout_event(self._events, drawn, time.time()))])
+            self._drawn = drawn
+
+    def _has_data(self, panel: Panel, records: Sequence[Record]) -> bool:
+        """Say whether a panel has a curve; of a run that goes on, an earlier process may have written it."""
+        known = self._continues or bool(self._parts.run and self._parts.run.resumed_from) or panel in self._drawn
+        return known or any(panel.has_data(record.metrics) for record in records)
 
     def flush(self) -> None:
         if self._writer is not None:
@@ -101,6 +109,7 @@ class TensorBoardBackend(Backend):
         return f"event files in {backend._directory or 'tensorboard in the run directory'}"
 
     def present(self, records: Sequence[Record]) -> set[tuple[str, int]] | None:
+        self._continues = True
         self._parts.run = next((record.run for record in records if record.run is not None), self._parts.run)
         self._open()
         if self._home is None or (self._writer is not None and not self._writer.keeps_identity):

@@ -46,6 +46,8 @@ def encode_row(number: int, record: Record, directory: Path) -> bytes:
         row["histograms"] = {name: [list(found.edges), list(found.counts)] for name, found in record.histograms.items()}
     if record.files:
         row["files"] = [_shorten(name, directory) for name in record.files]
+    if record.caveats:
+        row["caveats"] = list(record.caveats)
     return to_line(row)
 
 
@@ -118,6 +120,7 @@ def _record(row: Mapping[str, Any], directory: Path, *, trusted: bool) -> Record
             for name, (edges, counts) in row.get("histograms", {}).items()
         },
         files=tuple(name for name in files if name is not None),
+        caveats=tuple(map(str, row.get("caveats", ()))),
     )
 
 

@@ -137,6 +137,7 @@ def to_plain(run: RunData) -> dict[str, Any]:
         "state": run.state,
         "steps": run.total_steps,
         "resumed": run.resumed,
+        "caveats": run.caveats,
         "healthy": run.healthy,
         "summary": None if run.end is None else run.end.summary.model_dump(mode="json"),
         "last": {name: _last(track) for name, track in run.tracks.items()},
@@ -172,6 +173,8 @@ def _head(run: RunData) -> RenderableType:
         text.append(f"  {run.left_out}", style="yellow")
     if run.warning:
         text.append(f"\n{run.warning}", style="yellow")
+    for caveat in run.caveats:
+        text.append(f"\nnote: {one_line(caveat)}", style="yellow")
     return text
 
 

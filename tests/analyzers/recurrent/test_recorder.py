@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ from hypothesis import given, settings
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from gradtrack.analyzers.recurrent.recorder import RecurrentRecorder
+from gradtrack import GradientManager, RecurrentAnalyzer
+from gradtrack.analyzers.recurrent.recorder import RecurrentRecorder, recurrent_modules
 from gradtrack.analyzers.recurrent.trajectories import Trajectory
 from gradtrack.errors import UsageError
 from tests.analyzers.recurrent.recurrent_models import Case, batch_first, build, cases, cell_like
@@ -250,9 +252,122 @@ def test_a_step_function_stands_in_for_a_module_that_hides_its_states() -> None:
 
 
 def test_a_step_function_for_no_module_is_an_error() -> None:
-    """The error names the modules that there are."""
-    with pytest.raises(UsageError, match=r"step function for module 'rnn': expected one of '0'"):
-        RecurrentRecorder(nn.Sequential(nn.Linear(1, 1)), step_functions={"rnn": (torch.add, 1)})
+    """The error names the modules that there are, as soon as the model is known: live when it is attached."""
+    model = nn.Sequential(OrderedDict(core=nn.Linear(1, 1)))
+    functions: Any = {"cor": (torch.add, 1)}
+    said = r"step function of 'cor': expected one of '', 'core'\. Did you mean 'core'\?"
+    with pytest.raises(UsageError, match=said):
+        RecurrentAnalyzer(model, step_functions=functions)
+    manager = GradientManager(analyzers=[{"name": "recurrent", "step_functions": functions}])
+    with pytest.raises(UsageError, match=said):
+        manager.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_step_functions_come_from_import_paths() -> None:
+    """What a YAML file can say: the path of a function and the size of its state, or an error that says how."""
+    analyzer = RecurrentAnalyzer(step_functions={"a": ("torch:add", 3)})
+    assert analyzer.step_functions == {"a": (torch.add, 3)}
+    for wrong in (("torch:ad", 3), ("no_such_module:step", 3), ("torch:add", 0), "torch:add", (3, 3)):
+        with pytest.raises(UsageError, match=r"step function of 'a': .* its import path such as 'my_cells:step'"):
+            RecurrentAnalyzer(step_functions={"a": wrong})  # type: ignore[dict-item]
+
+
+class CTRNN(nn.Module):
+    """A continuous-time network with its loop in the forward pass, which shows no state to a hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inward, self.recurrent = nn.Parameter(torch.randn(3, 4)), nn.Parameter(0.5 * torch.randn(4, 4))
+
+    def step(self, states: Tensor, inputs: Tensor) -> Tensor:
+        """Advance by one step."""
+        return 0.8 * states + 0.2 * torch.tanh(states @ self.recurrent + inputs @ self.inward)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Return the last state."""
+        state = inputs.new_zeros(inputs.shape[0], 4)
+        for x in inputs.unbind(1):
+            state = self.step(state, x)
+        return state
+
+
+def test_a_step_function_of_three_arguments_gets_the_module() -> None:
+    """The method of a network is its state equation, with the weights of now, also by its path."""
+    model, inputs = CTRNN(), torch.randn(2, 6, 3)
+    path = f"{__name__}:CTRNN.step"
+    functions = RecurrentAnalyzer(model, step_functions={"": (path, 4)}).step_functions
+    (found,) = follow(model, (inputs,), step_functions=functions).values()
+    assert torch.allclose(found.states[-1], model(inputs))
+
+
+class Swapped(nn.Module):
+    """A cell `(h, x, c) -> (h, c)`: its state comes first and last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.LSTMCell(3, 4)
+
+    def forward(self, h: Tensor | None, x: Tensor, c: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Advance by one step."""
+        found: tuple[Tensor, Tensor] = self.inner(x, None if h is None or c is None else (h, c))
+        return found
+
+
+class SwappedLoop(nn.Module):
+    """A loop over such a cell, with or without a first state."""
+
+    def __init__(self, *, starts_empty: bool = False) -> None:
+        super().__init__()
+        self.cell, self.starts_empty = Swapped().double(), starts_empty
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Return the last output."""
+        state: Any = (None, None) if self.starts_empty else (inputs.new_zeros(len(inputs), 4),) * 2
+        for x in inputs.unbind(1):
+            state = self.cell(state[0], x, state[1])
+        return first_tensor(state)
+
+
+@pytest.mark.parametrize("starts_empty", [False, True])
+def test_the_state_is_the_argument_that_is_fed_back(starts_empty: bool) -> None:
+    """Wherever the state stands among the arguments, a cell is followed as the one of torch inside of it is."""
+    model, inputs = SwappedLoop(starts_empty=starts_empty), torch.randn(2, 6, 3, dtype=torch.float64)
+    found, inner = follow(model, (inputs,))["cell"], follow(Decoder(model.cell.inner), (inputs,))["cell"]
+    assert torch.allclose(found.states, inner.states[starts_empty:], rtol=0, atol=1e-12)
+    assert found.gradients is not None
+    assert inner.gradients is not None
+    assert torch.allclose(found.gradients, inner.gradients[starts_empty:], rtol=0, atol=1e-12)
+    rows = found.cell.step(found.states[:-1].flatten(0, 1), found.drives.flatten(0, 1))
+    assert torch.allclose(rows, found.states[1:].flatten(0, 1), rtol=0, atol=1e-12)
+
+
+class Gated(nn.Module):
+    """A cell `(token, gain, h) -> h` of token numbers and a number for each sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.mix = nn.Embedding(5, 4), nn.Linear(4, 4)
+
+    def forward(self, token: Tensor, gain: Tensor, h: Tensor) -> Tensor:
+        """Advance by one step."""
+        state: Tensor = torch.tanh(gain[:, None] * self.mix(h) + self.embed(token))
+        return state
+
+
+def test_inputs_of_any_shape_are_replayed() -> None:
+    """Arguments that are one number for each sequence, whole or not, come back to the cell as they were."""
+    cell = Gated()
+    model = nn.Module()
+    model.cell = cell
+    recorder = RecurrentRecorder(model)
+    state, tokens, gains = torch.zeros(3, 4), torch.randint(5, (6, 3)), torch.rand(6, 3)
+    for token, gain in zip(tokens, gains, strict=True):
+        state = cell(token, gain, state)
+    state.square().sum().backward()  # type: ignore[no-untyped-call]
+    (found,) = [recorded.trajectory for recorded in recorder.recorded()]
+    recorder.close()
+    rows = found.cell.step(found.states[:-1].flatten(0, 1), found.drives.flatten(0, 1))
+    assert torch.allclose(rows, found.states[1:].flatten(0, 1), atol=1e-6)
 
 
 def test_only_forwards_that_belong_to_a_backward_count() -> None:
@@ -335,3 +450,66 @@ def test_frozen_reservoirs_are_followed_without_gradients() -> None:
     recorder.close()
     assert recorded.trajectory.gradients is None
     assert recorded.trajectory.window == 5
+
+
+class Vanilla(nn.Module):
+    """The network of a tutorial: two layers, a loop, and a list of what it gave."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.i2h, self.h2h, self.read = nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Read every state."""
+        s, outputs = inputs.new_zeros(len(inputs), 4), []
+        for t in range(inputs.shape[1]):
+            drive = self.i2h(inputs[:, t])
+            new = torch.relu(drive + self.h2h(s))
+            s = 0.9 * s + 0.1 * new
+            outputs.append(self.read(s))
+        return torch.stack(outputs)
+
+
+class Deep(nn.Module):
+    """Layers in a loop with one activation, which is no recurrence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.norm = nn.ModuleList(nn.Linear(4, 4) for _ in range(3)), nn.LayerNorm(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Go through the layers."""
+        for layer in self.layers:
+            x = self.norm(layer(x))
+        for index in range(3):
+            x = self.norm(self.layers[index](x))
+        return x
+
+
+class Scales(nn.Module):
+    """One head for several inputs, whose results are added up and refined within a turn: no recurrence either."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.mix, self.act = nn.Linear(4, 4), nn.Linear(4, 4), nn.ReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Add up."""
+        total = torch.zeros(4)
+        for one in x.unbind(0):
+            seen = self.head(one)
+            seen = self.mix(seen)
+            total = self.act(total + seen)
+        return total
+
+    def generate(self, x: Tensor) -> Tensor:
+        """Feed outputs back, beside the training."""
+        while len(x) < 9:
+            x = self.head(x)
+        return x
+
+
+def test_a_loop_that_feeds_its_state_back_is_seen_in_the_source() -> None:
+    """Whatever the names: weights that are applied to what the turn before left are a recurrence, nothing else is."""
+    found = recurrent_modules(nn.ModuleList([CTRNN(), Vanilla(), SwappedLoop(), Deep(), Scales()]))
+    assert found == ["0", "1", "2.cell.inner"]

@@ -483,7 +483,7 @@ def test_a_model_without_a_recurrent_module_is_told_once_what_was_expected() -> 
     reports = train_unrolled(Unrolled(), ["recurrent"])
     assert not any(report.analyzers for report in reports)
     (note,) = [note for report in reports for note in report.notes if not note.startswith("clips at")]
-    assert note.startswith("recurrent: the step ran no recurrent module: expected nn.RNN")
+    assert note.startswith("analyzer recurrent can do nothing here, because the step ran no recurrent module: expected")
     assert "step_functions" in note
 
 

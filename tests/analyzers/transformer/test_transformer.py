@@ -263,7 +263,10 @@ def test_a_model_whose_attention_cannot_be_heard_is_named_once() -> None:
         for _ in range(8):
             manager.step(model, optimizer, model(torch.randn(2, 16)).square().mean())
         notes = [note for report in manager.reports for note in report.notes]
-    assert notes == ["attention was not seen: the forward pass called no attention that can be heard."]
+    (note,) = notes
+    assert note == (
+        "analyzer transformer can do nothing here, because the forward pass called no attention that can be heard."
+    )
 
 
 def test_live_numbers_reach_the_tracker(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,78 @@
+"""An analyzer that was chosen and sees nothing says why: in the log, the report, the journal, `show` and the page."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+
+from gradtrack import GradientManager
+from gradtrack.pages.html import render
+from gradtrack.pages.run_data import load_run
+from gradtrack.pages.terminal.overview import show
+
+
+class Functional(nn.Module):
+    """A model that applies functions to its parameters, as functional MAML does; its blocks are never called."""
+
+    def __init__(self, blocks: int = 4) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(blocks))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the weights."""
+        for weight, bias in zip(*[iter(self.blocks.parameters())] * 2, strict=True):
+            x = torch.tanh(nn.functional.linear(x, weight, bias))
+        return x
+
+
+def train(model: nn.Module, analyzers: Any, run_dir: Path, steps: int = 10) -> list[str]:
+    """Train for some steps; return the notes of all reports on analyzers that can do nothing."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with GradientManager(analyzers=analyzers, backends=[], run_dir=run_dir) as manager:
+        manager.attach(model, optimizer)
+        for _ in range(steps):
+            optimizer.zero_grad()
+            manager.step(model, optimizer, model(torch.randn(2, 4)).square().sum())
+            optimizer.step()
+    return [note for report in manager.reports for note in report.notes if "can do nothing" in note]
+
+
+@pytest.mark.parametrize(
+    ("name", "blocks", "because"),
+    [
+        ("flow", 4, "no module of the model ran"),
+        ("gain", 4, "none of the 4 blocks blocks.0 to blocks.3 ran"),
+        ("gain", 2, "the model has no chain"),
+        ("jacobian", 4, "none of the 4 blocks blocks.0 to blocks.3 ran"),
+        ("recurrent", 4, "the step ran no recurrent module"),
+        ("transformer", 4, "the forward pass called no attention"),
+    ],
+)
+def test_an_analyzer_that_sees_nothing_says_why(
+    name: str, blocks: int, because: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It does so once in the log and in one report, and for everyone who opens the run later."""
+    with caplog.at_level(logging.WARNING, "gradtrack"):
+        (note,) = train(Functional(blocks), [name], tmp_path)
+    assert note.startswith(f"analyzer {name} can do nothing here, because {because}")
+    assert [record.getMessage() for record in caplog.records if "can do nothing" in record.getMessage()] == [note]
+    run = load_run(tmp_path)
+    assert run.caveats == [note]
+    console = Console(width=200, record=True, file=None, quiet=False)
+    with console.capture() as captured:
+        console.print(show(run))
+    assert f"analyzer {name} can do nothing here" in captured.get()
+    assert f"analyzer {name} can do nothing here" in render(run)
+
+
+def test_an_analyzer_that_sees_says_nothing(tmp_path: Path) -> None:
+    """A model whose modules are called has no such note, also where one step calls none."""
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    assert train(model, ["flow", "gain", "jacobian"], tmp_path) == []
+    assert load_run(tmp_path).caveats == []
