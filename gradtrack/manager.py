@@ -27,7 +27,7 @@ from gradtrack.reports import Issue, Issues, StepReport, TrainingSummary
 from gradtrack.step.arguments import Settings, as_place, as_sequence, check_loss, check_state, is_several, run_backward
 from gradtrack.step.history import History
 from gradtrack.step.loss_scale import Scale, unscale
-from gradtrack.step.optimizers import BeforeSteps
+from gradtrack.step.optimizers import BeforeSteps, TakeLoss
 from gradtrack.step.pair import IssueCallback
 from gradtrack.step.pairs import Pairs
 from gradtrack.step.rows import Rows
@@ -295,7 +295,14 @@ class GradientManager:
                 if self._unused_settings.waits:
                     self._check_settings()
 
-        self._hooks.append(BeforeSteps(optimizers, look))
+        def look_before_clipping(take_loss: TakeLoss, limit: float, usable: bool) -> bool:
+            pair = self._pairs.find(model, optimizers)
+            if self._closed or pair.seen_before_step or not pair.meets_clipping(limit, usable=usable):
+                return False
+            look(take_loss(), None)
+            return True
+
+        self._hooks.append(BeforeSteps(optimizers, look, look_before_clipping))
         self._hooks[-1].register()
         # The optimizer now refers to the manager, so the function that runs when it is collected must not refer back.
         self._at_exit.unhook = self._pairs.models_alone()

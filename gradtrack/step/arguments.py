@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial, wraps
 from numbers import Real
 from pathlib import Path
-from typing import Any, Literal, TypedDict
+from typing import Any, Final, Literal, TypedDict
 
 import torch
 from torch import Tensor, nn
 
 from gradtrack.config import Action, ClipType
 from gradtrack.errors import InputTypeError, UsageError
+from gradtrack.support.interrupts import Changes
 
 
 # The settings of `GradientConfig` as keywords, for completion and type checkers. Each entry point takes some by name.
@@ -165,6 +170,73 @@ def _summable(loss: Tensor | float) -> Tensor | float:
     if loss.is_cpu and not loss.is_meta and type(loss) in (Tensor, nn.Parameter):
         return float(loss.item())
     return loss.detach() if loss.dtype == torch.float64 else loss.detach().float()
+
+
+class HeardLoss:
+    """The loss of a loop that passes none: the sum of the numbers whose `backward()` has reached some parameters.
+
+    It begins anew where they had no gradient before, as after `zero_grad`, so that each part of a GAN has its own.
+    Nothing of the backward pass is changed.
+    """
+
+    def __init__(self, optimizers: Sequence[Any]) -> None:
+        self._optimizers = optimizers
+        self._total: Tensor | float | None = None
+
+    def listen(self) -> None:
+        """Hear every backward pass from now on."""
+        original = torch.autograd.backward
+        with _lock:
+            _hearing.add(self)
+            if _heard:
+                return
+
+            @wraps(original)
+            def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
+                told: list[tuple[HeardLoss, list[int]]] = []
+                is_loss = grad_tensors is None and isinstance(tensors, Tensor) and tensors.numel() == 1
+                if is_loss and not torch.compiler.is_compiling():
+                    told = [(one, one._versions()) for one in list(_hearing)]
+                original(tensors, grad_tensors, *args, **kwargs)
+                for one, versions in told:
+                    one._add(tensors, versions)
+
+            _heard.note(partial(setattr, torch.autograd, _BACKWARD, original))
+            setattr(torch.autograd, _BACKWARD, backward)
+
+    def close(self) -> None:
+        """Hear nothing more; a second call does nothing."""
+        with _lock:
+            _hearing.discard(self)
+            if not _hearing:
+                _heard.undo()
+
+    def take(self) -> Tensor | float | None:
+        """Return the sum since the last call, and begin anew."""
+        total, self._total = self._total, None
+        return total
+
+    def _probes(self) -> Iterator[Tensor]:
+        groups = (group for one in self._optimizers for group in one.param_groups)
+        params = (param for group in groups for param in group["params"] if param.requires_grad)
+        return itertools.islice(params, _PROBES)
+
+    def _versions(self) -> list[int]:
+        """Return how often the gradients of some parameters were changed; those that are not there, never."""
+        return [-1 if param.grad is None else param.grad._version for param in self._probes()]
+
+    def _add(self, loss: Tensor, before: list[int]) -> None:
+        changed = [old for old, new in zip(before, self._versions(), strict=False) if new not in (-1, old)]
+        if changed:
+            self._total = add_loss(None if changed[0] == -1 else self._total, loss)
+
+
+_BACKWARD: Final = "backward"
+_PROBES: Final = 8
+"""Of so many parameters, the first ones, one is reached by the backward pass of a loss of theirs."""
+_hearing: weakref.WeakSet[HeardLoss] = weakref.WeakSet()
+_heard = Changes()
+_lock = threading.Lock()
 
 
 def run_backward(loss: Tensor) -> None:

@@ -157,6 +157,18 @@ def _calling_scaler() -> torch.amp.GradScaler | None:
     return None
 
 
+def has_scaler_nearby() -> bool:
+    """Say whether a caller has an enabled loss scaler among its variables: its step has yet to decide."""
+    frame, found = sys._getframe(1), list[Any]()
+    for _ in range(_FRAMES):
+        found += [*frame.f_locals.values(), *getattr(frame.f_locals.get("self"), "__dict__", {}).values()]
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    found += frame.f_globals.values()
+    return any(issubclass(type(one), torch.amp.GradScaler) and one.is_enabled() for one in found)
+
+
 def _stepped(optimizer: Any) -> Any:
     """Return the optimizer that the scaler itself steps: with Accelerate, the one inside its wrapper."""
     return optimizer.optimizer if hasattr(optimizer, "scaler") and hasattr(optimizer, "optimizer") else optimizer

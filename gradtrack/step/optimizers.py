@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import weakref
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import suppress
@@ -12,15 +13,17 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import clip_grad
 from torch.optim import optimizer as torch_optimizer
 
 from gradtrack.analyzers.tools.optimizer_hooks import StepWatch, is_stepping, take_off, uncompiled
 from gradtrack.gradients.distributed.shards import is_distributed
 from gradtrack.gradients.parameters import OutsideParameter, ParameterTable
-from gradtrack.step.arguments import check_optimizer, hookable, needs_closure
-from gradtrack.step.loss_scale import UnseenSkips, unscale_together
+from gradtrack.step.arguments import HeardLoss, check_optimizer, hookable, needs_closure
+from gradtrack.step.loss_scale import Scale, UnseenSkips, has_scaler_nearby, unscale_together
 from gradtrack.support.interrupts import Changes
 
+TakeLoss = Callable[[], Tensor | float | None]
 _lr = itemgetter("lr")
 _logger = logging.getLogger("gradtrack")
 _NOT_THERE: Final = object()
@@ -227,11 +230,27 @@ class BeforeSteps:
 
     With several optimizers, which step after one backward pass, `look` is called before the first of them steps. An
     optimizer begins a new step if it has stepped already or has new gradients, since not all of them step every time.
+
+    Where the program itself is about to clip gradients of these optimizers by their norm, `look_before_clipping(
+    take_loss, limit, usable)` is called. If it returns True it has looked, and the coming step of an optimizer is not
+    looked at again. Not usable is a clipping that is not the last thing before the step: in a closure, before a scaler
+    decides about the step, or of gradients to which more are added.
     """
 
-    def __init__(self, optimizers: Sequence[Any], look: Callable[..., None]) -> None:
+    def __init__(
+        self,
+        optimizers: Sequence[Any],
+        look: Callable[..., None],
+        look_before_clipping: Callable[[TakeLoss, float, bool], bool] | None = None,
+    ) -> None:
         self._look: Callable[..., None] | None = look
+        self._look_before_clipping = look_before_clipping
+        self._clipped: dict[int, tuple[Callable[[], Tensor | None], int]] = {}
+        """The first parameters of what was clipped since the last step: their gradients, and the version of these."""
+        self._is_last = True
+        self._scaled: bool | None = None
         self._optimizers = tuple(optimizers)
+        self._loss = HeardLoss(self._optimizers)
         self._stepped: set[int] = set()
         self._unseen_skips = UnseenSkips()
         self._looked_at: dict[int, Callable[[], Tensor | None]] = {}
@@ -241,24 +260,56 @@ class BeforeSteps:
         """Register the hooks; the caller keeps this object before that, so that an interrupt leaves none."""
         for optimizer, changes in self._hooks:
             changes.hook(optimizer.register_step_pre_hook, uncompiled(self._before_step))
+        self._loss.listen()
+        if self._look_before_clipping is not None:
+            _hear_clipping(self)
 
     def remove(self) -> None:
         """Remove the hooks from the optimizers; a second call does nothing."""
         self._look = None
         take_off(self._hooks)
+        self._loss.close()
+        _hear_clipping_no_more(self)
+
+    def before_clipping(self, params: Sequence[Tensor], limit: float) -> None:
+        """Look at gradients that the program itself is about to clip, once for each step of the optimizers."""
+        look = self._look_before_clipping
+        first = next((param for param in params if param.grad is not None), None)
+        if self._look is None or look is None or first is None or not self._owns(first):
+            return
+        assert first.grad is not None
+        grad, known = weakref.ref(first.grad), self._clipped.get(id(first))
+        if known is not None and known[0]() is first.grad:
+            self._is_last = self._is_last and first.grad._version <= known[1] + 1  # the one change is the clipping
+        elif known is not None or not self._clipped:
+            self._scaled = has_scaler_nearby() if self._scaled is None else self._scaled
+            self._clipped.clear()
+            if look(self._loss.take, limit, self._is_last and not self._scaled):
+                self._clipped[id(first)] = grad, first.grad._version
+        else:  # the parameters of another optimizer, after the same backward pass
+            self._clipped[id(first)] = grad, first.grad._version
+
+    def _owns(self, param: Tensor) -> bool:
+        groups = (group for one in self._optimizers for group in one.param_groups)
+        return any(param is own for group in groups for own in group["params"])
 
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         look = self._look
-        if look is None or not self._begins(optimizer):
+        clipped, self._clipped = bool(self._clipped), {}
+        if look is None or not (self._begins(optimizer) or clipped):
             return None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
-            look(None, unscale_together(optimizer, self._optimizers, self._unseen_skips))
+            scale = unscale_together(optimizer, self._optimizers, self._unseen_skips)
+            self._scaled = scale is not None
+            if not clipped:
+                look(_unscaled(self._loss.take(), scale), scale)
             several = len(self._optimizers) > 1
             self._looked_at = {id(one): _first_grad(one) for one in self._optimizers} if several else {}
             return None
 
         def looked_at() -> Any:
+            self._is_last = False
             loss = closure()
             look(loss, None)
             return loss
@@ -283,6 +334,45 @@ def _first_grad(optimizer: Any) -> Callable[[], Tensor | None]:
     params = (param for group in optimizer.param_groups for param in group["params"])
     found = next((param.grad for param in params if param.grad is not None), None)
     return weakref.ref(found) if found is not None else lambda: None
+
+
+def _unscaled(loss: Tensor | float | None, scale: Scale | None) -> Tensor | float | None:
+    """Return a loss as it was before a scaler multiplied it for the backward pass."""
+    return loss if loss is None or scale is None or scale.value is None else loss / scale.value
+
+
+_hearing: weakref.WeakSet[BeforeSteps] = weakref.WeakSet()
+_heard = Changes()
+_lock = threading.Lock()
+_CLIPS: Final = "_clip_grads_with_norm_"
+"""What torch's `clip_grad_norm_` calls, however that was imported."""
+
+
+def _hear_clipping(listener: BeforeSteps) -> None:
+    """Tell a listener of every clipping by norm from now on."""
+    original = getattr(clip_grad, _CLIPS, None)
+    with _lock:
+        _hearing.add(listener)
+        if _heard or original is None:
+            return
+
+        @wraps(original)
+        def clip(parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> Any:
+            if not torch.compiler.is_compiling():
+                parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+                for one in list(_hearing):
+                    one.before_clipping(parameters, float(max_norm))
+            return original(parameters, max_norm, *args, **kwargs)
+
+        _heard.note(partial(setattr, clip_grad, _CLIPS, original))
+        setattr(clip_grad, _CLIPS, clip)
+
+
+def _hear_clipping_no_more(listener: BeforeSteps) -> None:
+    with _lock:
+        _hearing.discard(listener)
+        if not _hearing:
+            _heard.undo()
 
 
 def _can_be_measured(param: Any) -> bool:

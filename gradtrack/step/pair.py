@@ -143,6 +143,13 @@ class Pair:
         special = self.optimizer_steps.has_closures or self.components_are_shared
         return self.measurement.is_plain and self.judge.is_calm and not (special or told)
 
+    def meets_clipping(self, limit: float, *, usable: bool) -> bool:
+        """Say whether to measure now, before the program itself clips; a note tells once which norms are reported."""
+        usable, text = self.protection.meet_clipping(limit, usable=usable)
+        self.coming_notes += [text] if text else []
+        self._add_caveats([text] if text and not usable else [])
+        return usable
+
     def share_components(self) -> None:
         """Apply every step to monitor and clipper at once from now on."""
         self.components_are_shared = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, Final
@@ -18,6 +19,11 @@ from gradtrack.support.rank import process_rank
 
 _logger = logging.getLogger("gradtrack")
 Owned = Callable[[], Iterable[Tensor]]
+_CLIPS_LATER: Final = "the program clips by itself, at a norm of {}: what is reported is before its clipping."
+_HAS_CLIPPED: Final = (
+    "the program clips by itself, at a norm of {}, before gradients are measured: norms are those after its clipping. "
+    "Call manager.step(model, optimizer, loss, backward=False) before it clips to see those before."
+)
 _NONE: Final[Mapping[str, Any]] = {"action": "none"}
 _OFF: Final[Mapping[str, Any]] = {"action": "off"}
 
@@ -29,6 +35,19 @@ class Protection:
         self._handler, self.clipper = handler, clipper
         self.clips_by_default = clips_by_default(clipper.config)
         """Whether no step has been noted yet that was clipped at a limit which the user has not set."""
+        self._told: set[bool] = set()
+
+    def meet_clipping(self, limit: float, *, usable: bool) -> tuple[bool, str]:
+        """Say whether to measure before the program itself clips, and once in words which norms are reported.
+
+        Where a setting asks for a change of the gradients, that is made after the clipping, as the last thing.
+        """
+        config = self._handler.config
+        reports = not config.enable_nan_inf_check or config.nonfinite_action == "report"
+        usable = usable and reports and not config.enable_gradient_clipping
+        text = "" if math.isinf(limit) or usable in self._told else (_CLIPS_LATER if usable else _HAS_CLIPPED)
+        self._told.update([usable] if text else [])
+        return usable, text.format(f"{limit:g}")
 
     def foresight(self, *, scaled: bool) -> ForecastClipping | None:
         """Return a function that predicts elementwise clipping of this rank's gradients; None if the norm suffices."""
