@@ -56,7 +56,7 @@ class NaNInfHandler:
     def act(self, grads: Gradients, moments: Moments, owned: Iterable[Tensor]) -> dict[str, Any]:
         """Handle gradients of which some are not finite; `skip` removes the gradients of the `owned` parameters.
 
-        For `raise` the gradients stay as they are, and the caller raises `error(found)` after recording the step.
+        For `raise` gradients stay as they are, and the caller raises `error(found)` after recording the step.
         """
         found = count_nonfinite(grads.layout.names, moments)
         action = self.config.nonfinite_action
@@ -124,6 +124,16 @@ def count_nonfinite(names: Sequence[str], moments: Moments) -> dict[str, Any]:
             for index in worst
         ],
     }
+
+
+def clear_gradients(params: Iterable[Tensor]) -> None:
+    """Set gradients to zero, which can still be read, and by which a loop that steps by hand moves nothing."""
+    for param in params:
+        if param.grad is not None:
+            try:
+                param.grad.detach().zero_()
+            except RuntimeError:  # one whose elements share their memory
+                param.grad = None
 
 
 def rounded(value: float, dtype: torch.dtype) -> float:

@@ -145,6 +145,12 @@ class PairOptimizers:
             self.outside_note = _OUTSIDE.format(names)
             _logger.warning("%s", self.outside_note)
 
+    @property
+    def can_skip(self) -> bool:
+        """Whether the coming step of each optimizer can be kept from doing anything, however the loop calls it."""
+        found = list(map(hookable, self.optimizers))
+        return all(hasattr(one, "_optimizer_step_pre_hooks") and not is_stepping(one) for one in found)
+
     def skip_step(self) -> None:
         """Keep the coming step of each optimizer from doing anything, but for one whose step is running already."""
         for one in self.optimizers:
@@ -192,12 +198,14 @@ class SkippedStep:
     """Keeps the next call of an optimizer's `step` from doing anything but running the hooks of that step.
 
     To take the gradients away is not enough for a skip: many optimizers count the call, some decay or average weights
-    without gradients, and a few raise. It ends with that call, or with `restore`.
+    without gradients, and a few raise. It ends with that call, or with `restore`. A loop that has kept the method from
+    before calls the real step; the gradients are taken away just before that.
     """
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
         self._replaced: list[tuple[Any, Any]] = []
+        self._changes = Changes()
 
     def arm(self) -> None:
         """Replace `step`; what is replaced is known before, so that an exception leaves nothing that stays so."""
@@ -205,9 +213,13 @@ class SkippedStep:
             self._replaced.append((one, getattr(one, "__dict__", {}).get("step", _NOT_THERE)))
             with suppress(AttributeError):  # a wrapper without attributes of its own
                 one.step = wraps(one.step)(partial(self._skip, one))
+        inner = hookable(self._optimizer)
+        if hasattr(inner, "_optimizer_step_pre_hooks"):
+            self._changes.hook(inner.register_step_pre_hook, _drop_gradients)
 
     def restore(self) -> None:
         """Let the optimizer step again; may be called again after an exception."""
+        self._changes.undo()
         for one, before in self._replaced:
             if before is _NOT_THERE:
                 getattr(one, "__dict__", {}).pop("step", None)
@@ -223,6 +235,12 @@ class SkippedStep:
             hooks = getattr(optimizer, f"_optimizer_step_{kind}_hooks", {})
             for hook in [*getattr(torch_optimizer, f"_global_optimizer_{kind}_hooks", {}).values(), *hooks.values()]:
                 hook(optimizer, (optimizer, *args), kwargs)
+
+
+def _drop_gradients(optimizer: Any, *_: object) -> None:
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            param.grad = None
 
 
 class BeforeSteps:

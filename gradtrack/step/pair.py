@@ -18,7 +18,7 @@ from gradtrack.gradients.moments import Moments
 from gradtrack.gradients.parameters import ParameterTable
 from gradtrack.health.monitor import GradientMonitor
 from gradtrack.protection.clipping import GradientClipper
-from gradtrack.protection.nonfinite import NaNInfHandler
+from gradtrack.protection.nonfinite import NaNInfHandler, clear_gradients
 from gradtrack.reports import Issue, LateReport, StepReport
 from gradtrack.step.analyzers import RunningAnalyzers
 from gradtrack.step.arguments import add_loss
@@ -235,12 +235,13 @@ class Pair:
             moments = self._rank_exchange.read(grads, data, loss, row_due=row_due, shown=shown)
         else:
             moments = self.measurement.read(grads, data, loss, row_due=row_due)
-        self.protection.protect(grads, moments, data, self._stepped)
+        can_skip = self.optimizer_steps.can_skip if not moments.finite else True
+        self.protection.protect(grads, moments, data, tuple if can_skip else self._stepped)
         if data.skipped and data.scale is not None:
             data.scale.leave_out()
         elif data.skipped:
             self.optimizer_steps.skip_step()
-        error = data.error
+        error, skips = data.error, data.skipped and data.scale is None
         if data.repeated:
             data.health = self.judge.health
             data.release()
@@ -259,6 +260,8 @@ class Pair:
             self.monitor.keep(report)
             self._conclude(report, data)
             self.fast_path.open(grads, scaled=scaled)
+        if skips and can_skip:
+            clear_gradients(self._stepped())
         if error is not None:
             raise error
 

@@ -135,3 +135,43 @@ def test_closing_gives_the_step_back() -> None:
     assert "step" in vars(optimizer)
     manager.close()
     assert "step" not in vars(optimizer)
+
+
+def test_a_skip_leaves_zeros_to_read() -> None:
+    """A loop that steps by hand moves nothing, one that clips reads a norm of zero, and the report has the NaN."""
+    model, manager = small_model(), GradientManager()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # which only names the parameters
+    before = copy.deepcopy(list(model.parameters()))
+    report = safe_backward(spoiled(model, 0, bad=True), model, optimizer, manager)
+    assert report.skipped
+    assert report.nan_inf.nan_count + report.nan_inf.inf_count > 0
+    assert float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)) == 0.0
+    for param in model.parameters():
+        param.data.add_(param.grad, alpha=-0.1)  # type: ignore[arg-type]
+    assert all(map(torch.equal, before, model.parameters()))
+
+
+def test_a_step_that_was_kept_from_before_finds_no_gradient() -> None:
+    """A bound method goes past what stands in its place: momentum moves nothing, and the next step is whole."""
+    model, manager = small_model(), GradientManager()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    step_it = optimizer.step
+    for step in range(5):
+        before = copy.deepcopy(list(model.parameters()))
+        optimizer.zero_grad()
+        report = safe_backward(spoiled(model, step, bad=step == 3), model, optimizer, manager)
+        step_it()
+        assert all(map(torch.equal, before, model.parameters())) == report.skipped == (step == 3)
+
+
+def test_a_skip_within_a_running_step_takes_the_gradients_away() -> None:
+    """As `watch` looks then, the step can no longer be replaced; without gradients it moves nothing."""
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+    manager = GradientManager()
+    manager.follow(model, optimizer)
+    torch.autograd.backward(spoiled(model, 0, bad=True))
+    before = copy.deepcopy(list(model.parameters()))
+    optimizer.step()
+    assert all(map(torch.equal, before, model.parameters()))
+    assert all(param.grad is None for param in model.parameters())
