@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from dataclasses import dataclass, field
 from typing import Annotated, Final
 
@@ -157,7 +158,9 @@ def _measure_jacobian(path: Trajectory, look: CellLook, options: LookOptions, ge
         pairs = zip(states, drives, strict=True)
         found = [outer_spectrum(path.cell, state, drive, generator) for state, drive in pairs]
     look.radii = [float(eigenvalues.abs().max()) for eigenvalues in found]
-    look.eigenvalues = torch.view_as_real(found[0]).tolist()
+    middle = statistics.median(look.radii)
+    typical = min(range(len(found)), key=lambda at: (abs(look.radii[at] - middle), at))
+    look.eigenvalues = torch.view_as_real(found[typical]).tolist()
 
 
 def _measure_ranks(path: Trajectory, look: CellLook, gradient: Tensor | None) -> None:

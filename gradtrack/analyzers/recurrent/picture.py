@@ -29,6 +29,9 @@ def pictures_of(reports: Sequence[StepReport]) -> Mapping[str, Callable[[Path], 
             memory_length=largest.effective_memory_length,
             horizon=horizon,
             state_size=largest.state_size,
+            radius=largest.spectral_radius,
+            num_states=largest.spectral_radius_count,
+            censored=largest.censored,
         )
         return figures.save(figure, path)
 
@@ -42,14 +45,21 @@ def draw_recurrent_spectrum(
     memory_length: float | None = None,
     horizon: int | None = None,
     state_size: int | None = None,
+    radius: float | None = None,
+    num_states: int = 1,
+    censored: bool = False,
 ) -> Any:
     """Draw the eigenvalues of a state Jacobian on the unit circle, and how gradients decay over the lags from 1 on.
 
     Where a `state_size` is given that is larger than their number, the title says that they are the outermost ones.
+    `radius` is the median over `num_states` states; the eigenvalues are those of the state that is nearest to it. A
+    `censored` memory lasts for at least as long.
     """
     figure = figures.new_figure(11.0, 5.0)
     circle = panel(figure, (1, 2, 1), "Spectrum of the state Jacobian", "real", "imaginary")
     _unit_circle(circle, eigenvalues, state_size)
+    if radius is not None and num_states > 1:
+        circle.set_xlabel(f"real (at the state nearest to the median radius of {num_states}, {radius:.3g})")
     axes = panel(figure, (1, 2, 2), "Decay of gradients back in time", "lag (time steps)", "norm relative to lag 1")
     if not len(decay):
         figures.say(axes, "No decay profile was measured.")
@@ -60,7 +70,7 @@ def draw_recurrent_spectrum(
     axes.axhline(math.exp(-1), color=GREY, linestyle="--", linewidth=1.0, label="1/e")
     # What is left is counted from lag 1 on, and so is how long it lasts.
     for length, first, colour, text in (
-        (memory_length, 1, ORANGE, "memory"),
+        (memory_length, 1, ORANGE, "memory, at least" if censored else "memory"),
         (horizon, 0, GREEN, "horizon of the task"),
     ):
         if length is not None and math.isfinite(length):

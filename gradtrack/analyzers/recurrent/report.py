@@ -37,8 +37,9 @@ class CellDynamics(Report):
 
     Numbers are over the last `window` steps of each sequence. `decay_profile[lag]` is what is left of a gradient after
     so many steps back; `gradient_profile[lag]` is the loss gradient at the state so many steps before the end, as a
-    share of the largest. `eigenvalues` (real, imaginary) are those of the state Jacobian at one state: all of them
-    where it was taken in full, and fewer than `state_size`, the outermost, where Arnoldi's method found them.
+    share of the largest. `eigenvalues` (real, imaginary) are those of the state Jacobian at one state, whose radius is
+    nearest to `spectral_radius`, the median over `spectral_radius_count` states: all of them where it was taken in
+    full, and fewer than `state_size`, the outermost, where Arnoldi's method found them.
     """
 
     kind: str
@@ -151,6 +152,7 @@ def pool(looks: Sequence[CellLook]) -> CellDynamics:
     """Sum up several looks at the same cell."""
     last = looks[-1]
     radii = [radius for look in looks for radius in look.radii]
+    middle = median(radii)
     names = dict.fromkeys(name for look in looks for name in look.numbers)
     numbers = {name: median(look.numbers[name] for look in looks if name in look.numbers) for name in names}
     fields = [look.state_field for look in looks if look.state_field is not None]
@@ -161,16 +163,23 @@ def pool(looks: Sequence[CellLook]) -> CellDynamics:
         num_looks=len(looks),
         num_sequences=max(look.num_sequences for look in looks),
         window=int(statistics.median(look.window for look in looks)),
-        spectral_radius=median(radii),
+        spectral_radius=middle,
         spectral_radius_range=(min(radii), max(radii)) if radii else None,
         spectral_radius_count=len(radii),
-        eigenvalues=last.eigenvalues,
+        eigenvalues=min((look.eigenvalues for look in looks), key=lambda one: _distance(one, middle)),
         gradient_profile=_by_lag(fmean, [look.gradient_profile for look in looks if look.gradient_profile]),
         gates={name: _mean([look.gates[name] for look in looks]) for name in last.gates},
         state_field=_mean(fields) if fields else None,
         **numbers,
         **_pooled_decay([look.decay for look in looks if look.decay is not None]),
     )
+
+
+def _distance(eigenvalues: Sequence[tuple[float, float]], radius: float | None) -> float:
+    """Return how far the radius of a spectrum is from another radius."""
+    if radius is None or not eigenvalues:
+        return math.inf
+    return abs(max(math.hypot(*one) for one in eigenvalues) - radius)
 
 
 def _pooled_decay(decays: list[Decay]) -> dict[str, object]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -100,7 +101,9 @@ def _logs(values: NDArray[np.float64]) -> NDArray[np.float64]:
 
 _GROUPS: Final = 24
 _ISSUES: Final = 20
+_ANALYZER_CURVES: Final = 12
 _NAME: Final = 45
+_CELLS: Final = 12
 _BAR: Final = 34
 _COLOURS: Final = {
     IssueSeverity.CRITICAL: "bold red",
@@ -122,7 +125,8 @@ def show(run: RunData, *, live: bool = False) -> RenderableType:
     above: list[RenderableType] = []
     below: list[RenderableType] = []
     for track in run.tracks.values():
-        above += ["", SizedParts(partial(_curves, track, run.resumed.get(track.name, ())))]
+        of_analyzers = () if live else analyzer_curves(track)
+        above += ["", SizedParts(partial(_curves, track, run.resumed.get(track.name, ()), of_analyzers))]
         (below if live else above).append(SizedParts(partial(_groups, track)))
     if not live:
         below += _files(run)
@@ -188,8 +192,22 @@ class SizedParts:
         yield from self._build(options.max_width)
 
 
-def _curves(track: Track, resumed: Sequence[int], width: int) -> Iterator[RenderableType]:
-    curves = (("loss", LOSS, spans_decades(track.loss)), *_CURVES)
+def analyzer_curves(track: Track) -> list[tuple[str, str, bool]]:
+    """Return the first curves of the panels that analyzers declared: name, metric, and whether to draw logarithms.
+
+    Each panel gives one curve before any gives a second one.
+    """
+    panels = [panel for panel in track.panels if not panel.metrics[0].startswith("train/")]
+    names = frozenset(track.names)
+    found = [(at, metric, panel) for panel in panels for at, metric in enumerate(panel.metrics) if metric in names]
+    chosen = {metric for _, metric, _ in sorted(found, key=lambda curve: curve[0])[:_ANALYZER_CURVES]}
+    return [(metric, metric, panel.log_scale) for _, metric, panel in found if metric in chosen]
+
+
+def _curves(
+    track: Track, resumed: Sequence[int], of_analyzers: Sequence[tuple[str, str, bool]], width: int
+) -> Iterator[RenderableType]:
+    curves = (("loss", LOSS, spans_decades(track.loss)), *_CURVES, *of_analyzers)
     rows = [(name, key, log_scale, _numbers_of(track, key)) for name, key, log_scale in curves]
     heads, left = _room([(name, *words) for name, *_, words in rows if words], width)
     table = Table(
@@ -245,16 +263,35 @@ def _groups(track: Track, total: int) -> Iterator[RenderableType]:
     # In a deep network the first and the last groups matter most.
     shown = np.unique(np.linspace(0, len(layers) - 1, min(len(layers), _GROUPS)).astype(int))
     layers = tuple(layers[place] for place in shown)
+    prefix = common_prefix(known)
     letters = max(12, min(_NAME, total - _BAR))
-    width = max(cell_len(short(layer.name, letters)) for layer in layers)
-    yield Text(f"\nGradient norm of each group at step {int(track.steps[-1])}", style="bold")
+    width = max(cell_len(short(layer.name.removeprefix(prefix), letters)) for layer in layers)
+    within = f", within {one_line(prefix.removesuffix('.'))}" if prefix else ""
+    yield Text(f"\nGradient norm of each group at step {int(track.steps[-1])}{within}", style="bold")
+    largest = max((norm for norm in known.values() if norm < math.inf), default=0.0)
     for layer in layers:
-        name = short(layer.name, letters)
+        name = short(layer.name.removeprefix(prefix), letters)
         space = " " * (width - cell_len(name) + 2)
         age = _age(norms[layer.name][1])
-        yield Text(f"{name}{space}|{'█' * layer.bar_cells:<12}| norm: {number(layer.norm)}{age}")
+        yield Text(f"{name}{space}|{'█' * _bar_cells(layer.norm, largest):<{_CELLS}}| norm: {number(layer.norm)}{age}")
     if len(known) > _GROUPS:
         yield Text(f"and {len(known) - _GROUPS} more between them: see gradtrack report", style="dim")
+
+
+def common_prefix(names: Iterable[str]) -> str:
+    """Return the modules that all names begin with, with the dot behind them; of a single name, nothing."""
+    parts = [name.split(".")[:-1] for name in names]
+    if len(parts) < 2:
+        return ""
+    shared = [column[0] for column in itertools.takewhile(lambda one: len(set(one)) == 1, zip(*parts, strict=False))]
+    return "".join(f"{part}." for part in shared)
+
+
+def _bar_cells(norm: float, largest: float) -> int:
+    """Return the length of a bar that is proportional to its norm; one cell stands for any that is not zero."""
+    if not norm > 0.0:
+        return 0
+    return _CELLS if norm >= largest else max(1, round(_CELLS * norm / largest))
 
 
 def _issues(run: RunData) -> Iterator[RenderableType]:

@@ -50,6 +50,15 @@ def test_a_part_of_the_spectrum_is_said_to_be_one() -> None:
     assert whole == "Spectrum, radius 0.9"
 
 
+def test_the_picture_says_which_state_and_what_is_only_a_bound() -> None:
+    """The label has the median that the metric is, and a memory that outlasts the sequence is at least so long."""
+    circle, decay = picture.draw_recurrent_spectrum(
+        [0.9], decay=[1.0, 0.9], memory_length=2.0, radius=0.91, num_states=80, censored=True
+    ).axes
+    assert circle.get_xlabel() == "real (at the state nearest to the median radius of 80, 0.91)"
+    assert line(decay, "memory, at least: 2 steps").get_xdata()[0] == 3.0
+
+
 def test_recurrent_spectrum(monkeypatch: pytest.MonkeyPatch) -> None:
     """The eigenvalues are those of the state Jacobian: of the radius that is reported, around the decay it causes."""
     torch.manual_seed(0)
@@ -57,9 +66,11 @@ def test_recurrent_spectrum(monkeypatch: pytest.MonkeyPatch) -> None:
     values, options = drawn(reports, "recurrent_spectrum.png", picture, "draw_recurrent_spectrum", monkeypatch)
     found = [one.analyzers["recurrent"] for one in reports if "recurrent" in one.analyzers][-1]
     (cell,) = found["cells"].values()
-    low, high = cell.spectral_radius_range
     assert len(values) == 6
-    assert low <= max(map(abs, values)) <= high
+    low, high = cell.spectral_radius_range
+    assert abs(max(map(abs, values)) - cell.spectral_radius) < 0.2 * (high - low)
+    assert (options["radius"], options["num_states"]) == (cell.spectral_radius, cell.spectral_radius_count)
+    assert options["censored"] == cell.censored
     assert options["horizon"] == 7
     assert options["decay"] == cell.decay_profile[1:]
     assert options["memory_length"] == cell.effective_memory_length

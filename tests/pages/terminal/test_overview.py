@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import math
@@ -11,6 +12,7 @@ from rich.console import Console
 
 from gradtrack.pages.run_data import RunData
 from gradtrack.pages.terminal import overview
+from gradtrack.records import Panel
 from gradtrack.reports import IssueType
 from tests.pages.runs import HOSTILE, gather, issue, row
 
@@ -29,7 +31,7 @@ def test_run_is_summed_up() -> None:
     assert "Run a-run  stopped without an end, 250 steps  unhealthy" in text
     assert "gradtrack replay delivers what its trackers are missing." in " ".join(text.split())
     assert "gradient norm   ▁█" in text
-    assert "W_in   |██████████  | norm: 2.4" in text
+    assert "W_in   |█████████   | norm: 2.4" in text
     assert "W_out  |████████████| norm: 3.2" in text
     assert "HIGH EXPLODING at encoder  from step 250" in text
     assert "What to do: Lower the learning rate." in text
@@ -66,6 +68,34 @@ def test_numbers_are_whole_at_every_width(width: int) -> None:
     ]
     assert len([line for line in lines if "…" in line and line.endswith("norm: 1.234e-07")]) == 1
     assert max(map(len, lines)) <= width
+
+
+def test_names_lose_what_all_begin_with() -> None:
+    """The modules around all groups are named once, and the bars are as long as the norms are large."""
+    norms = {"model.transformer.h.0.attn": 1.0, "model.transformer.h.1.attn": 4.0, "model.transformer.wte": 0.01}
+    record = row(1)
+    metrics = {name: value for name, value in record.metrics.items() if "/W_" not in name}
+    metrics |= {f"train/grad_norm/{name}": norm for name, norm in norms.items()}
+    text = shown(gather(dataclasses.replace(record, metrics=metrics)))
+    assert "Gradient norm of each group at step 1, within model.transformer\n" in text
+    assert "h.0.attn  |███         | norm: 1\n" in text
+    assert "h.1.attn  |████████████| norm: 4\n" in text
+    assert "wte       |█           | norm: 0.01\n" in text
+    assert overview.common_prefix(norms) == "model.transformer."
+    assert overview.common_prefix(["a.b", "a.b"]) == "a."
+    assert overview.common_prefix(["a.b", "c"]) == overview.common_prefix(["a.b"]) == ""
+
+
+def test_curves_of_analyzers_are_there() -> None:
+    """What the panels of analyzers draw has a line each, the first curve of every panel before any second one."""
+    names = [f"flow/curve{index}" for index in range(20)]
+    panels = [Panel(title=name, section="flow", metrics=(name, f"{name}/b"), kind="multi-line") for name in names[:8]]
+    metrics = {name: 1.0 for panel in panels for name in panel.metrics}
+    text = shown(gather(dataclasses.replace(row(1, metrics=metrics), panels=tuple(panels))))
+    found = [line.split()[0] for line in text.splitlines() if line.startswith("flow/")]
+    assert found == [
+        name for index in range(8) for name in (names[index], f"{names[index]}/b")[: 2 if index < 4 else 1]
+    ]
 
 
 def test_a_wide_terminal_has_longer_curves() -> None:
