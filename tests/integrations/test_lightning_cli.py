@@ -14,6 +14,7 @@ pytest.importorskip("jsonargparse")
 import lightning.pytorch as pl
 from lightning.pytorch.cli import LightningCLI
 
+from gradtrack import GradientConfig
 from gradtrack.integrations.lightning import GradientStatisticsCallback
 from tests.integrations.test_lightning import Tagger, loader
 
@@ -66,6 +67,37 @@ def test_the_configuration_names_the_callback(kind: str) -> None:
     (statistics,) = Path("logs").rglob("gradient_statistics.json")
     assert json.loads(statistics.read_text())["step"] == [1, 2, 4, 6]
     assert (statistics.parent / "config.yaml").exists()
+
+
+ONE_FILE = """
+gradtrack:
+  max_grad_norm: 0.05
+  grad_log_every_n_steps: 2
+  analyzers: [flow, {name: recurrent, every: 10, step_functions: {core: ["torch:add", 3]}}]
+  backends: [{name: json}, console]
+  groups: {encoder: "encoder.*"}
+"""
+
+
+def test_one_file_is_read_alike_by_gradtrack_and_lightning() -> None:
+    """The same YAML configures a manager by its path, and the callback that LightningCLI makes."""
+    Path("gradtrack.yaml").write_text(ONE_FILE)
+    config = GradientConfig.load("gradtrack.yaml")
+    assert (config.max_grad_norm, config.grad_log_every_n_steps, len(config.analyzers)) == (0.05, 2, 2)
+    Path("config.yaml").write_text(textwrap.dedent(CONFIG) + "      init_args: {config: gradtrack.yaml}\n")
+    made = LightningCLI(Tagger, Data, args=["--config", "config.yaml"], run=False)
+    (callback,) = (found for found in made.trainer.callbacks if isinstance(found, GradientStatisticsCallback))
+    assert callback._config.model_dump() == config.model_dump()
+
+
+def test_the_same_file_is_a_part_of_a_hydra_program() -> None:
+    """A program that composes it passes the part below its key, with the same settings."""
+    hydra = pytest.importorskip("hydra")
+    Path("gradtrack.yaml").write_text(ONE_FILE)
+    Path("program.yaml").write_text("defaults: [gradtrack, _self_]\nlr: 0.1\n")
+    with hydra.initialize_config_dir(str(Path.cwd()), version_base=None):
+        composed = hydra.compose("program")
+    assert GradientConfig.load(composed.gradtrack).model_dump() == GradientConfig.load("gradtrack.yaml").model_dump()
 
 
 def test_a_typo_is_named() -> None:
