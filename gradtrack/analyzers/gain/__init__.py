@@ -11,7 +11,7 @@ from gradtrack.analyzers.base import Analyzer, Picture, Schedule, Snapshot, ofte
 from gradtrack.analyzers.gain.monitor import GradientGainMonitor, NormType
 from gradtrack.analyzers.gain.picture import pictures_of
 from gradtrack.analyzers.gain.profile import GainProfile, SampleSpread, summarise
-from gradtrack.analyzers.tools.blocks import Blocks, describe_chain, find_chain
+from gradtrack.analyzers.tools.modules import Blocks, describe_chain, find_chain
 from gradtrack.records import Metric, Panel
 from gradtrack.reports import Report
 from gradtrack.reports.base import measured

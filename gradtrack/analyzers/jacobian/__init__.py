@@ -18,9 +18,8 @@ from gradtrack.analyzers.jacobian.report import (
     middle,
     sum_up,
 )
-from gradtrack.analyzers.tools.blocks import Blocks, find_chain
 from gradtrack.analyzers.tools.linear_maps import differentiable_twice
-from gradtrack.analyzers.tools.modules import evaluating, first_floating
+from gradtrack.analyzers.tools.modules import Blocks, evaluating, find_chain, first_floating
 from gradtrack.analyzers.tools.offline import InputFunction, call, kept, untouched
 from gradtrack.errors import UsageError
 from gradtrack.records import Panel

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch import Tensor, nn
 
-from gradtrack.analyzers.tools.blocks import describe_chain, find_chain
+from gradtrack.analyzers.tools.modules import describe_chain, find_chain
 from gradtrack.errors import UsageError
 
 

@@ -13,9 +13,9 @@ from torch.nn.utils import parametrizations, parametrize
 
 from gradtrack import GradientManager
 from gradtrack.analyzers.rl_policy.update_metrics import DormantUnits
-from gradtrack.analyzers.tools.blocks import find_chain
 from gradtrack.analyzers.tools.modules import (
     evaluating,
+    find_chain,
     floating,
     has_parts,
     kind_of,
