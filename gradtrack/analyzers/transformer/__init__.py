@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Final, final
 
@@ -11,6 +12,7 @@ from gradtrack.analyzers.base import Analyzer, DefaultThreshold, Picture, Schedu
 from gradtrack.analyzers.tools.issue_memory import LastingIssues
 from gradtrack.analyzers.tools.offline import InputFunction, LossFunction, offline_steps, untouched
 from gradtrack.analyzers.tools.spectra import GradientCoherence
+from gradtrack.analyzers.transformer import wiring
 from gradtrack.analyzers.transformer.picture import pictures_of
 from gradtrack.analyzers.transformer.recorder import AttentionRecorder, ForwardPass
 from gradtrack.analyzers.transformer.report import AttentionReport, report_attention
@@ -141,9 +143,11 @@ class TransformerAnalyzer(Analyzer):
         coherence = GradientCoherence()
         recorder = self._new_recorder(model)
         with untouched(model, optimizer), recorder.armed():
-            for _ in offline_steps(model, input_fn, loss_fn, steps, optimizer):
+            for *_, loss in offline_steps(model, input_fn, loss_fn, steps, optimizer):
                 found = recorder.take()
                 passes += [] if found is None else [found]
+                if found is not None and bool(loss.isfinite()):
+                    found.wiring.issues.pop(IssueType.NUMERICAL, None)
                 if self.enable_vector_analysis:
                     coherence.add(model)
         report = self._report(passes, coherence, step=steps)
@@ -167,6 +171,8 @@ class TransformerAnalyzer(Analyzer):
         self._limitation = None
         if self.enable_vector_analysis:
             self._coherence.add(snapshot.model)
+        if snapshot.loss is not None and math.isfinite(snapshot.loss) and not snapshot.skipped:
+            found.wiring.issues.pop(IssueType.NUMERICAL, None)  # what was NaN went nowhere
         report = self._report([found], self._coherence, step=snapshot.step)
         self._history.add(report.issues, snapshot.step, snapshot.series)
         return report
@@ -185,7 +191,7 @@ class TransformerAnalyzer(Analyzer):
             IssueType.HEAD_REDUNDANCY: self.min_diversity_threshold,
         }
         chosen = {kind for kind, limit in limits.items() if not isinstance(limit, DefaultThreshold)}
-        return self._history.issues(firm=chosen)
+        return self._history.issues(firm=chosen | {*wiring.KINDS})
 
     def state_dict(self) -> dict[str, Any]:
         return self._history.state_dict()
@@ -199,10 +205,9 @@ class TransformerAnalyzer(Analyzer):
 
     def _report(self, passes: Sequence[ForwardPass], coherence: GradientCoherence, *, step: int) -> AttentionReport:
         report = report_attention(passes, softmax_jacobian=self.enable_jacobian)
-        issues = [
-            issue.model_copy(update={"step": step, "window": len(passes)})
-            for issue in judge(report, self.min_entropy_threshold, self.min_diversity_threshold)
-        ]
+        wired = {key: issue for one in reversed(passes) for key, issue in one.wiring.issues.items()}
+        judged = judge(report, list(wired.values()), self.min_entropy_threshold, self.min_diversity_threshold)
+        issues = [issue.model_copy(update={"step": step, "window": len(passes)}) for issue in judged]
         return report.model_copy(update={"issues": issues, "gradient_coherence": coherence.mean()})
 
 

@@ -83,8 +83,20 @@ def _hear_attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 def _hear_softmax(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     logits, dim = _argument(args, kwargs, 0, "input"), _argument(args, kwargs, 1, "dim")
-    heads = _thread.heads
-    return _tell(lambda listener: listener.on_softmax(logits, dim, heads), func, args, kwargs)
+    heads, listener = _thread.heads, None if _thread.busy else _thread.listener
+    result = _tell(lambda listener: listener.on_softmax(logits, dim, heads), func, args, kwargs)
+    if listener is not None:
+        listener.on_weights(dim, result)
+    return result
+
+
+def _hear_product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Hear a product of two tensors, of which scores are made and values are summed by."""
+    result = func(*args, **kwargs)
+    listener = None if _thread.busy else _thread.listener
+    if listener is not None and len(args) > 1 and not kwargs:
+        listener.on_product(args, result)
+    return result
 
 
 def _hear_multi_head(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -122,6 +134,9 @@ _HEARD: Final[dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]]] 
     _F.scaled_dot_product_attention: _hear_attention,
     _F.multi_head_attention_forward: _hear_multi_head,
     **dict.fromkeys((_F.softmax, torch.softmax, torch.special.softmax, Tensor.softmax), _hear_softmax),
+    **dict.fromkeys(
+        (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm, torch.einsum), _hear_product
+    ),
 }
 _REBOUND: Final = (
     (_F, "scaled_dot_product_attention", _hear_attention),

@@ -50,7 +50,10 @@ def rows_of_attention(
     genuine = _genuine(mask, is_causal, length, num_keys)
     genuine = torch.ones(1, length, dtype=torch.bool, device=q.device) if genuine is None else genuine
     return AttentionRows(
-        logits, visible.expand_as(logits), genuine[:, rows].to(q.device).expand(logits.shape[0], len(rows))
+        logits,
+        visible.expand_as(logits),
+        genuine[:, rows].to(q.device).expand(logits.shape[0], len(rows)),
+        rows if length == num_keys else None,
     )
 
 
@@ -66,7 +69,7 @@ def rows_of_softmax(logits: Tensor, num_heads: int | None = None, *, limits: Lim
     chosen = part[:, :, rows]
     kind = torch.float64 if part.dtype == torch.float64 else torch.float32
     genuine = _unpadded(shown) if length == num_keys else torch.ones_like(shown[..., 0])
-    return AttentionRows(chosen.to(kind), _unmasked(chosen), genuine[:, rows])
+    return AttentionRows(chosen.to(kind), _unmasked(chosen), genuine[:, rows], rows if length == num_keys else None)
 
 
 def rows_of_packed(
@@ -96,12 +99,16 @@ def rows_of_packed(
     return rows_of_attention(query, key, key, None if hidden is None else ~hidden, limits=limits)
 
 
-def is_attention_softmax(logits: Any, dim: int | None, named: str) -> bool:
-    """Tell whether a softmax is one over attention logits: over the last of four axes, or square in an attention."""
+def is_attention_softmax(logits: Any, dim: int | None, named: str, *, is_product: bool = False) -> bool:
+    """Tell whether a softmax is one over attention logits.
+
+    It runs over the last of four axes, or over a square that is a product, or that of an attention by its name.
+    """
     if not isinstance(logits, Tensor) or dim is None or logits.ndim < 3 or dim % logits.ndim != logits.ndim - 1:
         return False
     square = logits.shape[-1] == logits.shape[-2] > 1
-    return logits.ndim == 4 or (square and (logits.ndim > 4 or any(word in named.lower() for word in ("att", "head"))))
+    told = is_product or logits.ndim > 4 or any(word in named.lower() for word in ("att", "head"))
+    return logits.ndim == 4 or (square and told)
 
 
 def _split(values: Tensor) -> Tensor:

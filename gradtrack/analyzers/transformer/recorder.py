@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import threading
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final, cast
+from typing import Any, Final, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +36,16 @@ from gradtrack.analyzers.transformer.statistics import (
     sequences_of,
     token_statistics,
 )
+from gradtrack.analyzers.transformer.wiring import (
+    Wiring,
+    contraction,
+    judge_blind,
+    judge_block,
+    judge_mask,
+    wrong_scale,
+)
 from gradtrack.gradients.native.threads import one_thread, threads_for
+from gradtrack.reports import Issue
 from gradtrack.support.interrupts import Changes, pass_on
 
 _logger = logging.getLogger("gradtrack")
@@ -49,6 +59,7 @@ class ForwardPass:
 
     heads: dict[str, list[HeadStatistics]] = field(default_factory=dict)
     tokens: dict[str, list[TokenStatistics]] = field(default_factory=dict)
+    wiring: Wiring = field(default_factory=Wiring)
     scopes: set[int] = field(default_factory=set)
     num_calls: int = 0
     num_unread: int = 0
@@ -89,6 +100,7 @@ class AttentionRecorder:
         self, model: nn.Module, *, limits: Limits | None = None, weights: bool = True, gradients_only: bool = True
     ) -> None:
         self._names = {id(module): name for name, module in model.named_modules()}
+        self._kinds = Counter(type(module) for module in model.modules())
         self._limits = limits or Limits()
         self._weights, self._gradients_only = weights, gradients_only
         self._pass: ForwardPass | None = None
@@ -127,7 +139,7 @@ class AttentionRecorder:
             return None
         return found
 
-    def _enter(self, module: nn.Module, _: Any) -> None:
+    def _enter(self, module: nn.Module, inputs: Any) -> None:
         name = self._names.get(id(module))
         if self._interception is not None and self._owner != threading.get_ident():
             return
@@ -135,8 +147,11 @@ class AttentionRecorder:
             self._stop()  # a pass that was interrupted, by Ctrl-C for example, and never left its modules
         if self._interception is None and not (name is not None and self._begin(module)):
             return
-        self._frames.append(_Frame(module, self._frames[-1].name if name is None else name))
+        if name is None or (isinstance(module, nn.Softmax) and self._frames):
+            name = self._frames[-1].name  # attention is named by the module that computes it
+        self._frames.append(_Frame(module, name))
         self._see_imported()
+        self._keep_tokens(module, inputs)
 
     def _leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
         if not self._frames or self._owner != threading.get_ident():
@@ -176,6 +191,8 @@ class AttentionRecorder:
 
     def _stop(self) -> None:
         self._frames = []
+        if self._pass is not None:
+            self._pass.wiring.release()
         if self._interception is not None:
             self._interception.close()
             self._interception = None
@@ -198,17 +215,39 @@ class AttentionRecorder:
 
     def on_attention(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Take the arguments of `scaled_dot_product_attention`."""
-        self._hear(
-            args[0] if args else kwargs["query"], lambda: rows_of_attention(*args, **kwargs, limits=self._limits)
-        )
+        query = args[0] if args else kwargs["query"]
+        self._hear(query, lambda: rows_of_attention(*args, **kwargs, limits=self._limits))
+        scale = kwargs.get("scale")
+        if scale is not None and len(args) > 1 and _has_numbers(args[0]) and _has_numbers(args[1]):
+            self._look(lambda wiring: wiring.add(_given_scale(self._name, float(scale), args[0], args[1])))
 
     def on_softmax(self, logits: Any, dim: int | None, num_heads: int | None) -> None:
         """Take a softmax if it is one of attention."""
         module = self._frames[-1].module if self._frames else None
-        named = f"{self._frames[-1].name}.{type(module).__name__}" if self._frames else ""
+        named = f"{self._name}.{type(module).__name__}"
         three = num_heads is not None and isinstance(logits, Tensor) and logits.ndim == 3
-        if three or is_attention_softmax(logits, dim, named):
-            self._hear(logits, lambda: rows_of_softmax(logits, num_heads, limits=self._limits), num_heads)
+        made = self._pass is not None and _has_numbers(logits) and self._pass.wiring.matches(logits)
+        if three or is_attention_softmax(logits, dim, named, is_product=made):
+            self._hear(
+                logits, lambda: rows_of_softmax(logits, num_heads, limits=self._limits), num_heads, is_softmax=True
+            )
+        if made:
+            self._look(lambda wiring: wiring.on_logits(self._name, logits))
+
+    def on_weights(self, dim: int | None, result: Any) -> None:
+        """Take the result of a softmax."""
+        if _has_numbers(result) and result.ndim >= 3:
+            self._look(lambda wiring: wiring.on_weights(self._name, dim, result))
+
+    def on_product(self, args: tuple[Any, ...], result: Any) -> None:
+        """Take a product: of queries and keys, of attention weights and values, or any other."""
+        operands = args[-2:] if len(args[-2:]) == 2 else ()
+        if not operands or not _has_numbers(result) or not all(_has_numbers(one) and one.ndim > 2 for one in operands):
+            return
+        first, second = operands
+        axes = contraction(args[0], first, second) if isinstance(args[0], str) else (first.ndim - 1, second.ndim - 2)
+        if axes is not None:
+            self._look(lambda wiring: wiring.on_product((first, second), axes, result))
 
     def on_packed(
         self, source: Tensor, heads: int, weight: Tensor, bias: Tensor | None, mask: Tensor | None, kind: int | None
@@ -216,7 +255,30 @@ class AttentionRecorder:
         """Take the input and the weights of one of torch's fused attentions."""
         self._hear(source, lambda: rows_of_packed(source, heads, weight, bias, mask, kind, limits=self._limits))
 
-    def _hear(self, first: Any, read: Callable[[], AttentionRows | None], num_heads: int | None = None) -> None:
+    @property
+    def _name(self) -> str:
+        return self._frames[-1].name if self._frames else ""
+
+    def _look(self, see: Callable[[Wiring], None]) -> None:
+        """Look at how attention is wired."""
+        found = self._pass
+        if found is not None and self._weights:
+            self._guard(lambda: see(found.wiring))
+
+    def _keep_tokens(self, module: nn.Module, inputs: Any) -> None:
+        """Keep the tokens that an embedding was given first, which tell what is padding."""
+        given = inputs[0] if isinstance(module, nn.Embedding) and inputs else None
+        if self._pass is not None and self._pass.wiring.ids is None and isinstance(given, Tensor) and given.ndim == 2:
+            self._pass.wiring.ids = given
+
+    def _hear(
+        self,
+        first: Any,
+        read: Callable[[], AttentionRows | None],
+        num_heads: int | None = None,
+        *,
+        is_softmax: bool = False,
+    ) -> None:
         found = self._pass
         if found is None or not self._frames or not isinstance(first, Tensor) or first.device.type == "meta":
             return
@@ -229,6 +291,9 @@ class AttentionRecorder:
         name = f"{frame.name}.self_attn" if isinstance(frame.module, nn.TransformerEncoderLayer) else frame.name
         if statistics is not None:
             found.heads.setdefault(name, []).append(statistics)
+        if rows is not None:
+            self._look(lambda wiring: wiring.add(judge_mask(name, rows, wiring.ids)))
+            self._look(lambda wiring: wiring.add(judge_blind(name, rows) if is_softmax else None))
         frame.attended.append((name, rows, call_sizes(first, num_heads)))
 
     def _close_block(self, frame: _Frame, inputs: Any, output: Any) -> None:
@@ -237,6 +302,10 @@ class AttentionRecorder:
             return
         before, after = (next(filter(Tensor.is_floating_point, tensors(side)), None) for side in (inputs, output))
         if after is not None and (before is None or are_alike(before, after)) and self._is_block(frame):
+            if before is not None and self._weights and self._kinds[type(frame.module)] > 1:
+                heads = {name: 1 if rows is None else rows.logits.shape[1] for name, rows, _ in frame.attended}
+                for issue in judge_block(frame.name, frame.module, heads, before, after):
+                    self._pass.wiring.add(issue)
             _, rows, sizes = frame.attended[-1]
             found = token_statistics(sequences_of(after, sizes, frame.module), rows, self._limits)
             if found is not None:
@@ -263,6 +332,19 @@ class AttentionRecorder:
                 self._faulty = True
                 _logger.warning("attention could not be read; training goes on", exc_info=True)
             return None
+
+
+def _has_numbers(given: Any) -> TypeGuard[Tensor]:
+    """Whether something is a tensor whose numbers can be read as one block."""
+    if not isinstance(given, Tensor) or given.is_nested or given.device.type == "meta":
+        return False
+    return given.is_floating_point() and not torch._C._functorch.is_functorch_wrapped_tensor(given)
+
+
+def _given_scale(layer: str, scale: float, query: Tensor, key: Tensor) -> Issue | None:
+    """Judge a scale that was passed to the fused function."""
+    heads = query.shape[1] if query.ndim == 4 else 1
+    return wrong_scale(layer, scale, query.shape[-1], heads, [query.norm(dim=-1), key.norm(dim=-1)])
 
 
 @contextmanager

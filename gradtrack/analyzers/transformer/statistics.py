@@ -33,12 +33,13 @@ class Limits:
 class AttentionRows:
     """A few query rows of one attention call: logits (batch, heads, rows, keys) and which keys each row sees.
 
-    `genuine` (batch, rows) tells the queries that are no padding.
+    `genuine` (batch, rows) tells the queries that are no padding, `index` their places, where these are the keys' too.
     """
 
     logits: Tensor
     visible: Tensor
     genuine: Tensor
+    index: Tensor | None = None
 
     @property
     def masked(self) -> Tensor:

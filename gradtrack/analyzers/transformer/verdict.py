@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 from gradtrack.analyzers.base import DefaultThreshold
@@ -11,8 +11,8 @@ from gradtrack.analyzers.transformer.report import AttentionReport, LayerReport
 from gradtrack.reports import Issue, IssueSeverity, IssueType
 
 EXPLAINED_BY: Final[Mapping[IssueType, tuple[IssueType, ...]]] = {
-    IssueType.ATTN_ENTROPY_COLLAPSE: (IssueType.LR_TOO_HIGH,),
-    IssueType.RANK_COLLAPSE: (IssueType.LR_TOO_HIGH,),
+    IssueType.ATTN_ENTROPY_COLLAPSE: (IssueType.ATTN_SCALE, IssueType.ATTN_MASK, IssueType.LR_TOO_HIGH),
+    IssueType.RANK_COLLAPSE: (IssueType.NO_SKIP, IssueType.LR_TOO_HIGH),
     IssueType.HEAD_REDUNDANCY: (IssueType.RANK_COLLAPSE, IssueType.ATTN_ENTROPY_COLLAPSE),
 }
 _COLLAPSED: Final = 0.1
@@ -20,12 +20,16 @@ _REDUNDANT: Final = 0.01
 _UNIFORM: Final = 0.9
 
 
-def judge(report: AttentionReport, least_entropy: float, least_diversity: float) -> list[Issue]:
-    """Return the issues of a report; a threshold that the user did not choose gives way to the limit of collapse."""
+def judge(report: AttentionReport, wired: Sequence[Issue], least_entropy: float, least_diversity: float) -> list[Issue]:
+    """Return the issues of a report; a threshold that the user did not choose gives way to the limit of collapse.
+
+    `wired` are those of the wiring: what is NaN from one layer on is so because of the rows there that see no key.
+    """
     broken = [layer for layer in report.layers if not math.isfinite(layer.entropy_mean)]
     if broken:
-        return [_nonfinite(broken[0])]
-    found: list[Issue] = []
+        known = any(issue.issue_type is IssueType.NUMERICAL for issue in wired)
+        return [*wired, *([] if known else [_nonfinite(broken[0])])]
+    found: list[Issue] = list(wired)
     for layer in report.layers:
         found += [*_entropy(layer, least_entropy), *_redundancy(layer, least_diversity)]
     return [*found, *_rank_collapse(report)]
