@@ -26,7 +26,7 @@ LONGER: Final = {"gradients/native/kernels.py": "numba's cache looks at one file
 PUBLIC: Final = "the lazy public names of the package"
 ALLOWED: Final = {
     ("__init__.py", name): PUBLIC
-    for name in ("flow", "gain", "jacobian", "recurrent", "rl_policy", "transformer", "updates", "vector")
+    for name in ("flow", "gain", "jacobian", "loss_graph", "recurrent", "rl_policy", "transformer", "updates", "vector")
 } | {
     ("analyzers/flow/__init__.py", "jacobian"): "`enable_jacobian` of flow runs it, by its name in the registry",
     ("analyzers/flow/__init__.py", "recurrent"): "`enable_rnn_analyzer` of flow runs it, by its name in the registry",

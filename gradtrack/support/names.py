@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
@@ -54,6 +54,15 @@ def names_run(name: str) -> bool:
 def plural(count: int, noun: str) -> str:
     """Write a number of things, such as 1 step or 1,234 steps."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+_LISTED = 3
+
+
+def listed(names: Sequence[str]) -> str:
+    """Write the first names and how many more there are."""
+    more = len(names) - _LISTED
+    return ", ".join(names[:_LISTED]) + (f" and {more} more" if more > 0 else "")
 
 
 def number(value: object) -> str:

@@ -6,16 +6,20 @@ operation. No saved tensor is read, since unpacking one may run code of the user
 
 from __future__ import annotations
 
+import math
 import re
+import statistics
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 from torch import nn
 
+from gradtrack.analyzers.base import Series
 from gradtrack.reports import Issue, IssueSeverity, IssueType
 
 CLASSES: Final = frozenset(("NllLoss", "NllLoss2D"))
+BINARY: Final = frozenset(("BinaryCrossEntropyWithLogits", "BinaryCrossEntropy"))
 DISTANCES: Final = frozenset(("MseLoss", "L1Loss", "SmoothL1Loss", "HuberLoss"))
 _NORMALISED: Final = {"Softmax": "softmax", "Sigmoid": "sigmoid"}
 _ACTIVATIONS: Final = frozenset(("Softmax", "Sigmoid", "Tanh", "Relu", "Gelu", "Silu"))
@@ -129,7 +133,8 @@ def judge(found: Iterable[Operation], params: Mapping[str, nn.Parameter], step: 
     found = list(found)
     mistakes = [check(operation) for operation in found for check in _CHECKS]
     issues: dict[str, Issue] = {}
-    for mistake in filter(None, [*mistakes, *map(_negated, found[:1])]):
+    of_whole = [check(root) for root in found[:1] for check in (_negated, _squared)]
+    for mistake in filter(None, [*mistakes, *of_whole]):
         layer = layer_of(mistake.at, params)
         issue = Issue(
             issue_type=mistake.issue_type,
@@ -250,6 +255,51 @@ def _negated(root: Operation) -> Mistake | None:
     )
 
 
+def _squared(root: Operation) -> Mistake | None:
+    """Find a squared error between the probabilities of classes and their targets that is the whole loss."""
+    operation = whole_loss(root)
+    if operation is None:
+        return None
+    if operation.name == "Pow":
+        difference = operation.source
+        known = [] if difference is None else [one for one in difference.inputs if one is not None]
+        source = known[0] if difference is not None and difference.name in ("Sub", "Rsub") and len(known) == 1 else None
+        while source is not None and source.is_reshape:
+            source = source.inputs[0]
+    else:
+        source = operation.source if operation.name == "MseLoss" else None
+    if source is None or source.name != "Softmax" or source.dim is None or source.shape[source.dim] < 2:
+        return None
+    return Mistake(
+        IssueType.SQUARED_CLASSES,
+        source,
+        "The loss is the squared error of a softmax over the output of {}: where the model is sure and wrong, its "
+        "gradient vanishes.",
+        "Use cross_entropy on the logits. Where probabilities are to be matched, kl_div on log_softmax.",
+        IssueSeverity.MEDIUM,
+    )
+
+
+def whole_loss(root: Operation) -> Operation | None:
+    """Return the loss function that is all of a loss, past means, sums and changes of shape; None of a sum of several.
+
+    Where it was multiplied or has changed its sign there is none either.
+    """
+    operation: Operation | None = root
+    while operation is not None and (operation.is_reshape or operation.name in ("Mean", "Sum", "Div")):
+        known = [one for one in operation.inputs if one is not None]
+        operation = known[0] if len(known) == 1 else None
+    return operation
+
+
+def num_classes(operation: Operation) -> int | None:
+    """Return the number of classes of a cross-entropy; None for any other loss function."""
+    softmax = operation.source if operation.name in CLASSES else None
+    if softmax is None or softmax.name != "LogSoftmax" or softmax.dim is None:
+        return None
+    return softmax.shape[softmax.dim]
+
+
 def _logits_of(operation: Operation) -> Operation | None:
     """Return what a loss that normalises by itself takes as logits; None for any other operation."""
     if operation.name == "BinaryCrossEntropyWithLogits":
@@ -260,3 +310,81 @@ def _logits_of(operation: Operation) -> Operation | None:
 
 
 _CHECKS: Final = (_activated_twice, _rectified, _without_logarithm, _over_wrong_dimension, _broadcast)
+
+
+@dataclass(frozen=True)
+class LossFunction:
+    """The loss function that is all of a loss, with what its values tell together with it."""
+
+    name: str
+    layer: str
+    num_classes: int | None
+
+    @classmethod
+    def of(cls, root: Operation, params: Mapping[str, nn.Parameter]) -> LossFunction | None:
+        """Return that of a graph; None where it is a sum of several, or no function of torch."""
+        operation = whole_loss(root)
+        if operation is None or operation.name not in CLASSES | BINARY:
+            return None
+        return cls(operation.name, layer_of(operation, params), num_classes(operation))
+
+    def judge(self, series: Series) -> list[Issue]:
+        """Return what the values of the loss show that its graph does not."""
+        return [*self._below_zero(series), *self._at_chance(series)]
+
+    def _below_zero(self, series: Series) -> Iterator[Issue]:
+        """Open where a binary cross-entropy is negative, which it is for targets outside of 0 to 1 alone."""
+        last = list(series.losses)[-_FEW:]
+        if self.name not in BINARY or len(last) < _FEW or not statistics.median(last) < 0:
+            return
+        yield Issue(
+            issue_type=IssueType.TARGET_RANGE,
+            severity=IssueSeverity.HIGH,
+            layer=self.layer,
+            message=f"The binary cross-entropy is {statistics.median(last):.3g}: it is below zero only where targets "
+            "are not between 0 and 1, and then has no least value.",
+            statistic="loss",
+            value=statistics.median(last),
+            threshold=0.0,
+            window=_FEW,
+            step=series.num_steps,
+            confidence=0.95,
+            recommendation="Give it targets of 0 and 1: labels of -1 and 1 become (labels + 1) / 2.",
+        )
+
+    def _at_chance(self, series: Series) -> Iterator[Issue]:
+        """Open where a cross-entropy stays at ln(classes), which says nothing of the inputs at all.
+
+        That is a hypothesis: there are tasks of which the beginning is flat.
+        """
+        last = list(series.losses)[-_LONG // 2 :]
+        if self.num_classes is None or self.num_classes < 2 or series.num_steps < _LONG or len(last) < _LONG // 2:
+            return
+        chance = math.log(self.num_classes)
+        levels = [statistics.median(last[: _LONG // 4]), statistics.median(last[_LONG // 4 :])]
+        first = statistics.median(series.first_losses)
+        if not all(_NEAR * chance < level < chance / _NEAR for level in [*levels, first]):
+            return
+        if levels[0] - levels[1] > _STILL * chance:
+            return
+        yield Issue(
+            issue_type=IssueType.CHANCE_LEVEL,
+            severity=IssueSeverity.LOW,
+            layer="",
+            message=f"Perhaps nothing is learned: after {series.num_steps} steps the loss is {levels[1]:.3g}, and "
+            f"guessing among {self.num_classes} classes gives {chance:.3g}.",
+            statistic="loss",
+            value=levels[1],
+            threshold=chance,
+            window=_LONG // 2,
+            step=series.num_steps,
+            confidence=0.5,
+            recommendation="If no other issue is open, the gradients are not to blame: check that inputs and labels "
+            "belong together, by training on a single batch.",
+        )
+
+
+_FEW: Final = 8
+_LONG: Final = 128
+_NEAR: Final = 0.97
+_STILL: Final = 0.005

@@ -151,6 +151,17 @@ FAULTY: Final[dict[str, Program]] = {
     "minus the mean": Program(
         "NEGATED_LOSS", _linear(), lambda output, target: -F.cross_entropy(output, target, reduction="none").mean()
     ),
+    "squared error of a softmax": Program("SQUARED_CLASSES", _linear(nn.Softmax(dim=1)), F.mse_loss, "labels"),
+    "squared error of a softmax, summed": Program(
+        "SQUARED_CLASSES",
+        _linear(),
+        lambda output, target: F.mse_loss(output.softmax(1), target, reduction="sum") / BATCH,
+        "labels",
+    ),
+    "squared difference of a softmax": Program("SQUARED_CLASSES", _linear(nn.Softmax(dim=1)), _by_hand, "labels"),
+    "squared difference from a softmax": Program(
+        "SQUARED_CLASSES", _linear(), lambda output, target: (target - output.softmax(1)).pow(2).sum(1).mean(), "labels"
+    ),
     "minus mse": Program(
         "NEGATED_LOSS", _linear(outputs=1), lambda output, target: -F.mse_loss(output.squeeze(1), target), "numbers"
     ),
@@ -200,6 +211,16 @@ HEALTHY: Final[dict[str, Program]] = {
         None, _linear(), lambda output, target: F.cross_entropy(output, target, weight=torch.ones(CLASSES))
     ),
     "temperature": Program(None, _linear(), lambda output, target: F.cross_entropy(output / 0.5, target)),
+    "squared error of a sigmoid": Program(None, _linear(nn.Sigmoid()), F.mse_loss, "labels"),
+    "squared error of logits": Program(None, _linear(), F.mse_loss, "labels"),
+    "squared error of what attention reads": Program(None, Attention, F.mse_loss, "labels"),
+    "consistency beside a loss": Program(
+        None,
+        _linear(),
+        lambda output, target: (
+            F.cross_entropy(output, target) + F.mse_loss(output.softmax(1), torch.ones(BATCH, 5) / 5)
+        ),
+    ),
     "two losses": Program(
         None, _linear(), lambda output, target: F.cross_entropy(output, target) + 0.1 * (output**2).mean()
     ),

@@ -1,0 +1,115 @@
+"""What the values of a loss tell together with its graph: targets out of range, and a loss that stays at chance."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gradtrack import GradientManager
+
+Batch = Callable[[], tuple[Tensor, Tensor]]
+
+
+def signs() -> tuple[Tensor, Tensor]:
+    """Return labels of -1 and 1 that follow from the inputs."""
+    x = torch.randn(16, 4)
+    return x, x[:, :1].sign()
+
+
+def halves() -> tuple[Tensor, Tensor]:
+    """Return the same labels as 0 and 1."""
+    x, target = signs()
+    return x, (target + 1) / 2
+
+
+def many(low: float) -> Batch:
+    """Return three labels of an input that are 1 or `low`."""
+
+    def batch() -> tuple[Tensor, Tensor]:
+        x = torch.randn(16, 4)
+        return x, torch.where(x[:, :3] > 0, 1.0, low)
+
+    return batch
+
+
+def train(loss_fn: Callable[[Tensor, Tensor], Tensor], batch: Batch, outputs: int, num_steps: int = 40) -> list[str]:
+    """Train, and return the issues of the loss."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, outputs))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    with GradientManager(analyzers=["loss_graph"], backends=[], engine="torch") as manager:
+        for _ in range(num_steps):
+            x, target = batch()
+            optimizer.zero_grad()
+            manager.step(model, optimizer, loss_fn(model(x), target))
+            optimizer.step()
+        return [issue.key for issue in manager.diagnose()]
+
+
+def _weighted(output: Tensor, target: Tensor) -> Tensor:
+    return F.binary_cross_entropy_with_logits(output, target, pos_weight=torch.tensor([1.5]))
+
+
+def _summed(output: Tensor, target: Tensor) -> Tensor:
+    return F.binary_cross_entropy_with_logits(output, target, reduction="none").sum(1).mean()
+
+
+RANGES: Final[list[tuple[Callable[[Tensor, Tensor], Tensor], Batch, Batch, int]]] = [
+    (F.binary_cross_entropy_with_logits, signs, halves, 1),
+    (_weighted, signs, halves, 1),
+    (_summed, many(-1.0), many(0.0), 3),
+    (F.binary_cross_entropy_with_logits, many(-1.0), many(0.0), 3),
+]
+
+
+@pytest.mark.parametrize(("loss_fn", "wrong", "right", "outputs"), RANGES)
+def test_targets_out_of_range_are_named(
+    loss_fn: Callable[[Tensor, Tensor], Tensor], wrong: Batch, right: Batch, outputs: int
+) -> None:
+    """A binary cross-entropy below zero has targets of -1; with 0 it has no issue."""
+    assert train(loss_fn, wrong, outputs) == ["TARGET_RANGE:2"]
+    assert train(loss_fn, right, outputs) == []
+
+
+def unrelated(num_classes: int) -> Batch:
+    """Return labels that have nothing to do with the inputs."""
+    return lambda: (torch.randn(32, 4), torch.randint(num_classes, (32,)))
+
+
+def related() -> tuple[Tensor, Tensor]:
+    """Return the class of the largest input."""
+    x = torch.randn(32, 4)
+    return x, x.argmax(1)
+
+
+def slightly(output: Tensor, target: Tensor) -> Tensor:
+    """Return the loss of logits that begin near zero."""
+    return F.cross_entropy(0.1 * output, target)
+
+
+@pytest.mark.parametrize("num_classes", [2, 4])
+def test_a_loss_that_stays_at_chance_is_told_as_a_hypothesis(num_classes: int) -> None:
+    """Labels at random leave the loss at ln(classes); not before 128 steps, and not where it falls."""
+    assert train(slightly, unrelated(num_classes), num_classes, 130) == ["CHANCE_LEVEL"]
+    assert train(slightly, unrelated(num_classes), num_classes, 100) == []
+    assert train(slightly, related, 4, 130) == []
+
+
+def test_a_first_loss_far_above_chance_is_a_note() -> None:
+    """Large first logits are information: what they cost is soon made good."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    nn.init.normal_(model.weight, std=50.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with GradientManager(analyzers=["loss_graph"], backends=[], engine="torch") as manager:
+        for _ in range(2):
+            optimizer.zero_grad()
+            report = manager.step(model, optimizer, F.cross_entropy(model(torch.randn(8, 4)), torch.zeros(8).long()))
+            optimizer.step()
+        assert manager.diagnose() == []
+    assert any("guessing among 3 classes gives 1.1" in note for note in report.notes)
