@@ -26,8 +26,11 @@ _CAUSES: Final[dict[IssueType, tuple[IssueType, ...]]] = {
     T.CLIP_SATURATED: (T.EXPLODING, T.SUPERCRITICAL, T.LR_TOO_HIGH, T.STALE_GRAD),
 }
 """What explains the types of issues that the rules find; each analyzer says it of the types that it alone finds."""
-_WRONG_LOSS: Final = (T.MISSING_LOG_SOFTMAX, T.NEGATED_LOSS, T.BROADCAST_LOSS, T.ACTIVATED_TWICE, T.SOFTMAX_DIMENSION)
-"""A loss that is not what was meant, which explains whatever the rules find."""
+_NOT_MEANT: Final = (
+    *(T.MISSING_LOG_SOFTMAX, T.NEGATED_LOSS, T.TARGET_RANGE, T.BROADCAST_LOSS, T.ACTIVATED_TWICE, T.SOFTMAX_DIMENSION),
+    *(T.LR_NEGATIVE, T.ATTN_MASK, T.ATTN_SCALE, T.NO_SKIP, T.EQUAL_UNITS, T.EVAL_MODE),
+)
+"""A loss, a schedule or a model that is not what was meant, which explains whatever the rules find."""
 
 _STATES: Final = (T.DEAD, T.SATURATION, T.BOTTLENECK)
 
@@ -82,7 +85,7 @@ def _explain(issue: Issue, others: Sequence[Issue]) -> Issue:
 def causes_of(kind: IssueType) -> tuple[IssueType, ...]:
     """Return the types of issues that may explain one of a type, the likeliest first."""
     own = (cause for analyzer in Analyzer.__subclasses__() for cause in analyzer.explained_by.get(kind, ()))
-    return tuple(dict.fromkeys((*(_WRONG_LOSS if kind in _CAUSES else ()), *_CAUSES.get(kind, ()), *own)))
+    return tuple(dict.fromkeys((*(_NOT_MEANT if kind in _CAUSES else ()), *_CAUSES.get(kind, ()), *own)))
 
 
 def _seen_from(cause: Issue) -> int:

@@ -72,7 +72,7 @@ def test_each_analyzer_explains_its_own_types() -> None:
     analyzers = [registry.analyzers.load(name) for name in registry.analyzers.builtin()]
     own = [kind for analyzer in analyzers for kind in analyzer.explained_by]
     assert len(set(own)) == len(own)
-    assert causes_of(IssueType.DEAD) == (IssueType.LR_TOO_HIGH, IssueType.EXPLODING)
+    assert causes_of(IssueType.DEAD) == (IssueType.EQUAL_UNITS, IssueType.LR_TOO_HIGH, IssueType.EXPLODING)
     assert causes_of(IssueType.HEAD_REDUNDANCY) == (IssueType.RANK_COLLAPSE, IssueType.ATTN_ENTROPY_COLLAPSE)
     assert causes_of(IssueType.UNCHANGED) == ()
     for kind in IssueType:

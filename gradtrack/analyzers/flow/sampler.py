@@ -89,6 +89,7 @@ class FlowSampler:
         self._probe: Probe | None = None
         self._stale: StaleWatch | None = None
         self._elements: Elements | None = None
+        self._alike: set[str] | None = None
 
     @property
     def waiting(self) -> bool:
@@ -189,11 +190,18 @@ class FlowSampler:
             loss=math.nan if snapshot.loss is None else snapshot.loss,
             skipped=snapshot.skipped,
             scaled=snapshot.scaled,
+            lowest_lr=_lowest_rate(snapshot.optimizers),
+            **_modes(snapshot.model),
         )
 
     def _parameters(self, snapshot: Snapshot, params: Params) -> dict[str, ParameterSample]:
         owned = {id(param) for one in snapshot.optimizers for group in one.param_groups for param in group["params"]}
         named = {name: param for name, param in params.items() if param.requires_grad}
+        alike = self._alike = {
+            name
+            for name, param in named.items()
+            if (self._alike is None or name in self._alike) and _has_equal_units(param, snapshot.gradients.get(name))
+        }
         return {
             name: ParameterSample(
                 norm=snapshot.norms.get(name, 0.0),
@@ -204,6 +212,7 @@ class FlowSampler:
                 has_grad=name in snapshot.norms,
                 zeros=self._zeros(snapshot.gradients.get(name)),
                 coarse=param.dtype in (torch.float16, torch.bfloat16),
+                alike=name in alike,
             )
             for (name, param), weight in zip(named.items(), _norms(named.values()), strict=True)
         }
@@ -213,6 +222,53 @@ class FlowSampler:
         if gradient is None or not self._with_zeros:
             return 0.0
         return float((gradient == 0).double().mean())
+
+
+_EQUAL: Final = 1e-3
+
+
+def _has_equal_units(param: Tensor, gradient: Tensor | None) -> bool:
+    """Whether a matrix has equal rows and so has its gradient, of which the first two tell that most have not."""
+    if param.ndim < 2 or len(param) < 2 or gradient is None or gradient.layout is not torch.strided:
+        return False
+    weight, gradient = local_numbers(param.detach()), local_numbers(gradient)
+    return all(
+        len(rows) > 1 and _is_small(rows[1] - rows[0], rows[0]) and _is_small(rows - rows[0], rows)
+        for rows in (weight, gradient)
+    )
+
+
+def _is_small(difference: Tensor, values: Tensor) -> bool:
+    return bool(difference.norm() <= _EQUAL * values.norm())
+
+
+def _lowest_rate(optimizers: Iterable[Any]) -> float:
+    """Return the lowest learning rate of those groups whose loss is to become smaller."""
+    groups = (group for one in optimizers for group in one.param_groups if not group.get("maximize"))
+    return min((float(group["lr"]) for group in groups if "lr" in group), default=math.nan)
+
+
+_RANDOM: Final = (nn.modules.dropout._DropoutNd,)
+_BATCHES: Final = (nn.modules.batchnorm._BatchNorm,)
+
+
+def _modes(model: nn.Module) -> dict[str, Any]:
+    """Return whether a model is in training mode, and which of the parts that depend on that are."""
+    parts = [(name, part) for name, part in model.named_modules() if isinstance(part, (*_RANDOM, *_BATCHES))]
+    untrained = [
+        name
+        for name, part in parts
+        if isinstance(part, _BATCHES)
+        and not part.training
+        and part.num_batches_tracked is not None
+        and int(part.num_batches_tracked) == 0
+        and not (part.running_mean is not None and bool(part.running_mean.any()))
+    ]
+    return {
+        "training": model.training,
+        "in_training": [name for name, part in parts if part.training and getattr(part, "p", 1.0) > 0],
+        "untrained": untrained,
+    }
 
 
 def _norms(params: Iterable[Tensor]) -> list[float]:

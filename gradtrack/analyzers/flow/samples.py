@@ -39,6 +39,8 @@ class ParameterSample:
     has_grad: bool
     zeros: float = 0.0
     coarse: bool = False
+    alike: bool = False
+    """Whether the units of a matrix have all the same weights and the same gradient, or no weights and no gradient."""
 
     @property
     def relative(self) -> float:
@@ -67,6 +69,12 @@ class Sample:
     cosine: float = math.nan
     turned: float = math.nan
     clip: float = math.nan
+    lowest_lr: float = math.nan
+    training: bool = True
+    """Whether the model was in training mode, and below which of its parts that depend on that were so."""
+    in_training: list[str] = field(default_factory=list)
+    untrained: list[str] = field(default_factory=list)
+    """The normalisations in evaluation mode that have never seen a batch in training."""
 
     def remembered(self, what: Hashable, see: Callable[[Sample], Seen]) -> Seen:
         """Return what a rule computes from this sample, once for all the windows that hold it."""

@@ -15,10 +15,10 @@ from gradtrack.health.open_issues import MOST, order
 from gradtrack.reports import Issue, IssueType
 
 EXPLAINED_BY: Final[Mapping[IssueType, tuple[IssueType, ...]]] = {
-    IssueType.LR_TOO_HIGH: (IssueType.STALE_GRAD, IssueType.ROTATION, IssueType.SUPERCRITICAL),
-    IssueType.DEAD: (IssueType.LR_TOO_HIGH, IssueType.EXPLODING),
+    IssueType.LR_TOO_HIGH: (IssueType.LR_NEGATIVE, IssueType.STALE_GRAD, IssueType.ROTATION, IssueType.SUPERCRITICAL),
+    IssueType.DEAD: (IssueType.EQUAL_UNITS, IssueType.LR_TOO_HIGH, IssueType.EXPLODING),
     IssueType.SATURATION: (IssueType.LR_TOO_HIGH, IssueType.EXPLODING),
-    IssueType.BOTTLENECK: (IssueType.DEAD, IssueType.SATURATION),
+    IssueType.BOTTLENECK: (IssueType.EQUAL_UNITS, IssueType.DEAD, IssueType.SATURATION),
     IssueType.GRAD_IMBALANCE: (IssueType.EXPLODING, IssueType.VANISHING, IssueType.SUPERCRITICAL, IssueType.DEAD),
     IssueType.LR_TOO_LOW: (
         IssueType.VANISHING,
@@ -40,6 +40,9 @@ _PLATEAUS: Final = (IssueType.VANISHING,)
 _Judges = tuple[Callable[[Case], Iterable[Issue]], ...]
 _OF_THE_RUN: Final[_Judges] = (
     reach.judge_disconnected,
+    reach.judge_mode,
+    units.judge_equal_units,
+    learning_rate.judge_negative_rate,
     steps.judge_first_steps,
     steps.judge_foreign_clip,
     precision.judge_origin,

@@ -160,7 +160,7 @@ def preflight(model: nn.Module, loss_fn: Callable[..., Tensor], batch: Any, opti
        ok  modes: the model is in training mode.
      look  loss: The softmax over the output of 0 goes into a cross-entropy, which applies its own: ...
        ok  gradients: every trainable parameter gets one.
-       ok  first loss: 1.1, that of guessing among 3 classes.
+       ok  first loss: ..., that of guessing among 3 classes.
        ok  examples: the output of one does not change with the others.
     >>> report.passed
     False

@@ -150,7 +150,9 @@ def test_a_late_cut_is_a_disconnection() -> None:
 
     (issue,) = issues(model, torch.optim.Adam(model.parameters(), 1e-3), before=cut)
     assert issue.key == "DISCONNECTED:second"
-    assert issue.message == "2 trainable parameters of second had no gradient in the last 20 of 60 steps."
+    assert issue.message == (
+        "2 trainable parameters of second had no gradient in the last 20 of 60 steps: second.weight, second.bias."
+    )
     assert keys(model, torch.optim.Adam(model.parameters(), 1e-3), before=lambda step: cut(40 + step % 2)) == []
 
 

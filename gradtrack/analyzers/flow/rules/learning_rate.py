@@ -149,6 +149,30 @@ def _part(case: Case, moved: list[Sample], name: str, ratio: float, limit: float
     )
 
 
+def judge_negative_rate(case: Case) -> list[Issue]:
+    """Open where a group's learning rate is below zero, so that each step makes the loss worse.
+
+    Schedules make it so: a cosine or a line that goes on past its end.
+    """
+    found = [sample for sample in case.samples if sample.lowest_lr < 0]
+    if not found or found[-1] is not case.samples[-1]:
+        return []
+    lowest = found[-1].lowest_lr
+    return [
+        case.issue(
+            IssueType.LR_NEGATIVE,
+            "",
+            ("learning_rate", lowest, 0.0),
+            f"The learning rate is {lowest:.3g}: every step goes up the slope of the loss.",
+            "Look at the schedule: its number of steps is smaller than that of the training. Clamp the rate at zero.",
+            severity=IssueSeverity.CRITICAL,
+            window=len(found),
+            step=found[0].step,
+            confidence=0.95,
+        )
+    ]
+
+
 _LOW: Final = 3e-6
 _QUITE_LOW: Final = 2e-5
 _NOTHING: Final = 1e-4
@@ -178,7 +202,8 @@ def judge_rate_low(case: Case) -> list[Issue]:
     judged = moved[-(len(moved) // 2) :] if came_down else moved
     largest = max(max(sample.ratios.values(), default=1.0) for sample in judged)
     limit = _LOW if came_down or median(sample.promised for sample in judged) > _NOTHING else _QUITE_LOW
-    if not largest < limit or case.trend.remaining < _LEARNED or case.trend.falling or _is_down(judged):
+    still_falling = case.trend.falling and not (came_down and largest < _LOW)  # the last half did not move
+    if not largest < limit or case.trend.remaining < _LEARNED or still_falling or _is_down(judged):
         return _rate_low_of_a_part(case)
     return [_rate_low_issue(case, judged[-1], largest, len(judged))]
 

@@ -1,15 +1,16 @@
-"""Rules about what reaches parameters: a gradient, an update, and a fresh one at every step."""
+"""Rules about what reaches parameters: a gradient, an update, a fresh one at every step, and batches of a training."""
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 from gradtrack.analyzers.flow.samples import Case, Sample, median
-from gradtrack.reports import Issue, IssueType
-from gradtrack.support.names import module_of
+from gradtrack.reports import Issue, IssueSeverity, IssueType
+from gradtrack.support.names import listed, module_of
 
 _STEPS: Final = 4
 _CUT: Final = 10
@@ -46,14 +47,14 @@ def judge_disconnected(case: Case) -> Iterator[Issue]:
     wanted = [name for name in wanted if name not in moved] + _cut_off(case, ran)
     all_steps = case.series.num_steps
     for names in list(_by_module(wanted).values())[:2]:
-        layer = _layer_of(names)
+        layer = _place_of(names, last.params)
         steps = all_steps - max(case.series.missing_since.get(name, 1) for name in names) + 1
         span = f"{steps} steps" if steps == all_steps else f"the last {steps} of {all_steps} steps"
         yield case.issue(
             IssueType.DISCONNECTED,
             layer,
             ("steps_without_gradient", steps, _STEPS),
-            f"{len(names)} trainable parameters of {layer} had no gradient in {span}.",
+            f"{len(names)} trainable parameters of {layer} had no gradient in {span}: {listed(names)}.",
             f"Look for a detach(), a no_grad() or an unused branch behind {layer}, or freeze it.",
             window=all_steps,
         )
@@ -132,6 +133,13 @@ def _by_module(names: list[str]) -> dict[str, list[str]]:
     return found
 
 
+def _place_of(names: Sequence[str], params: Iterable[str]) -> str:
+    """Return the module that parameters have in common, or the first of theirs where it has others as well."""
+    layer = _layer_of(names)
+    whole = {name for name in params if name.startswith(f"{layer}.")} <= set(names)
+    return layer if whole else module_of(names[0])
+
+
 def _layer_of(names: Iterable[str]) -> str:
     """Return the module that parameters have in common, the first of theirs where it is the whole model."""
     modules = [module_of(name).split(".") for name in names]
@@ -140,6 +148,7 @@ def _layer_of(names: Iterable[str]) -> str:
 
 
 _UNCHANGED_SAMPLES: Final = 2
+_MOVED_BEFORE: Final = 3
 _RESOLVED: Final = 1e-5
 _NEGLIGIBLE: Final = 1e-4
 
@@ -149,11 +158,14 @@ def judge_unchanged(case: Case) -> Iterator[Issue]:
 
     Silent where the update would be too small to see, which is a matter of the learning rate.
     """
-    moved = case.moved
-    if len(moved) < _UNCHANGED_SAMPLES:
+    if len(case.moved) < _UNCHANGED_SAMPLES:
         return
-    moved = moved[-max(_UNCHANGED_SAMPLES, len(moved) // 2) :]
+    moved = case.moved[-max(_UNCHANGED_SAMPLES, len(case.moved) // 2) :]
     still = set.intersection(*(sample.remembered("still", _still) for sample in moved))
+    how = "never change"
+    if not still:
+        moved, still = _stopped(case.moved)
+        how = f"have not changed since step {moved[0].step}"
     last = moved[-1]
     outside = [name for name in still if last.params[name].owned is False]
     inside = [name for name in still if last.params[name].owned and not (_invisible(moved) or _negligible(last, name))]
@@ -167,7 +179,7 @@ def judge_unchanged(case: Case) -> Iterator[Issue]:
             IssueType.UNCHANGED,
             layer,
             ("update_ratio", 0.0, 0.0),
-            f"{len(names)} parameters, of {', '.join(groups)}, get gradients but never change, {why}.",
+            f"{len(names)} parameters, of {', '.join(groups)}, get gradients but {how}, {why}.",
             (
                 "Look for code that puts the weights back, or a learning rate of 0 in their group."
                 if owned
@@ -175,6 +187,29 @@ def judge_unchanged(case: Case) -> Iterator[Issue]:
             ),
             window=len(moved),
         )
+
+
+def _stopped(moved: list[Sample]) -> tuple[list[Sample], set[str]]:
+    """Return the samples since some parameters stand still, and those of them that moved before.
+
+    Players that train in turn stand still and move again, and one moves while another does not: so nothing may have
+    stood still before.
+    """
+    stills = [sample.remembered("still", _still) for sample in moved]
+    still, start = stills[-1], len(moved) - 1
+    while start and still & stills[start - 1]:
+        start -= 1
+        still = still & stills[start]
+    before, after = moved[:start], moved[start:]
+    if len(after) < _UNCHANGED_SAMPLES or len(before) < _MOVED_BEFORE or any(stills[:start]):
+        return after, set()
+    return after, {name for name in still if all(_moved(sample, name) for sample in before[-_MOVED_BEFORE:])}
+
+
+def _moved(sample: Sample, name: str) -> bool:
+    """Whether a parameter moved by far more than its rounding."""
+    change = (sample.changes or {}).get(name)
+    return change is not None and change.ratio > _RESOLVED
 
 
 def _still(sample: Sample) -> set[str]:
@@ -221,3 +256,43 @@ def judge_stale_grad(case: Case) -> Iterator[Issue]:
         "Call optimizer.zero_grad() after every optimizer.step(); gradients add up until then.",
         window=len(case.samples),
     )
+
+
+def judge_mode(case: Case) -> Iterator[Issue]:
+    """Open where batch normalisations in evaluation mode have never seen a batch, or a model never came back from it.
+
+    Silent on normalisations that are frozen while the rest trains, and on a model that was never in training mode
+    whose statistics come from elsewhere: both are usual in fine-tuning.
+    """
+    seen = case.samples[-_UNCHANGED_SAMPLES:]
+    if len(seen) < _UNCHANGED_SAMPLES or math.isnan(seen[-1].lr):
+        return
+    last = seen[-1]
+    untrained = [name for name in last.untrained if all(name in sample.untrained for sample in seen)]
+    if untrained:
+        yield case.issue(
+            IssueType.EVAL_MODE,
+            untrained[0],
+            ("batches_seen", 0.0, 1.0),
+            f"{listed(untrained)} normalise in evaluation mode and have never seen a batch: their statistics are "
+            "those of the start, so that they do not normalise.",
+            "Call model.train() before the loop, and after every model.eval().",
+            window=len(seen),
+            confidence=0.95,
+        )
+    elif not any(sample.training for sample in seen):
+        trained = next((sample for sample in case.samples if sample.training and sample.in_training), None)
+        left = [] if trained is None else [name for name in trained.in_training if name not in last.in_training]
+        if trained is not None and left:
+            since = next(sample.step for sample in case.samples if sample.step > trained.step and not sample.training)
+            yield case.issue(
+                IssueType.EVAL_MODE,
+                left[0],
+                ("modules_in_training", 0.0, 1.0),
+                f"The model trains in evaluation mode, as it did not at first: {listed(left)} are switched off.",
+                "Call model.train() after every evaluation.",
+                severity=IssueSeverity.MEDIUM,
+                window=len(seen),
+                step=since,
+                confidence=0.9,
+            )

@@ -1,4 +1,4 @@
-"""Rules about single units: those that are dead, and those that are saturated."""
+"""Rules about single units: those that are dead, those that are saturated, and those that are all the same."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from gradtrack.analyzers.flow.call import Node
 from gradtrack.analyzers.flow.graph import FlowGraph
 from gradtrack.analyzers.flow.samples import Case, Sample, in_all, median
 from gradtrack.reports import Issue, IssueType
+from gradtrack.support.names import module_of
 
 _DEAD_SHARE: Final = 0.5
 _ROWS: Final = 32
@@ -269,3 +270,37 @@ def _is_gate(graph: FlowGraph, index: int) -> bool:
     uses = [ops for child in graph.children[start] for parent, ops in graph.nodes[child].parents if parent == start]
     first = [next((op for op in ops if op not in _SIGMOIDS and not _SHAPED.match(op)), "") for ops in uses]
     return bool(first) and set(first) == {"MulBackward0"}
+
+
+def judge_equal_units(case: Case) -> Iterator[Issue]:
+    """Open where the units of a layer have equal weights and equal gradients, and so stay equal whatever is learned.
+
+    Weights that all begin with one number, as zeros or a constant, do so, unless what comes after tells them apart: the
+    classes of a head have gradients of their own, and a last layer of zeros is moved by its first step.
+    """
+    seen = case.recent
+    names = (
+        [name for name in case.samples[-1].params if all(_is_alike(sample, name) for sample in seen)] if seen else []
+    )
+    if not names:
+        return
+    zero = case.samples[-1].params[names[0]].weight == 0
+    others = f" {len(names) - 1} more are so." if len(names) > 1 else ""
+    yield case.issue(
+        IssueType.EQUAL_UNITS,
+        module_of(names[0]),
+        ("units_that_differ", 0.0, 0.0),
+        (
+            f"{names[0]} is zero and its gradient as well: nothing moves it.{others}"
+            if zero
+            else f"All units of {names[0]} have the same weights and the same gradient: they are one unit.{others}"
+        ),
+        "Initialise the weights at random, as the layers of torch do by themselves; only one factor of a product may "
+        "begin at zero.",
+        confidence=0.95,
+    )
+
+
+def _is_alike(sample: Sample, name: str) -> bool:
+    param = sample.params.get(name)
+    return param is not None and param.alike and param.owned is not False
