@@ -295,7 +295,7 @@ def whole_loss(root: Operation) -> Operation | None:
 def num_classes(operation: Operation) -> int | None:
     """Return the number of classes of a cross-entropy; None for any other loss function."""
     softmax = operation.source if operation.name in CLASSES else None
-    if softmax is None or softmax.name != "LogSoftmax" or softmax.dim is None:
+    if softmax is None or softmax.name != "LogSoftmax" or softmax.dim != min(1, len(softmax.shape) - 1):
         return None
     return softmax.shape[softmax.dim]
 

@@ -101,12 +101,17 @@ def _norms(model: nn.Module) -> None:
 
 MODES: Final[dict[str, tuple[Callable[[int, nn.Module], object], str, bool]]] = {
     "never train": (lambda step, model: model.eval(), "EVAL_MODE:1", True),
-    "norms never in training": (lambda step, model: _norms(model), "EVAL_MODE:1", True),
+    "training in the loop after the first step": (
+        lambda step, model: model.train(step == 1),
+        "EVAL_MODE:1",
+        True,
+    ),
     "eval and no way back": (lambda step, model: model.eval() if step == 9 else None, "EVAL_MODE:1", True),
     "dropout off for good": (lambda step, model: model.eval() if step == 9 else None, "EVAL_MODE:2", False),
 }
 MENDED: Final[dict[str, Callable[[int, nn.Module], object]]] = {
     "eval and train": lambda step, model: (model.eval(), model.train()),
+    "norms frozen from the start": lambda step, model: _norms(model),
     "norms frozen later": lambda step, model: _norms(model) if step == 9 else None,
 }
 

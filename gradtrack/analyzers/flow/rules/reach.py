@@ -259,13 +259,13 @@ def judge_stale_grad(case: Case) -> Iterator[Issue]:
 
 
 def judge_mode(case: Case) -> Iterator[Issue]:
-    """Open where batch normalisations in evaluation mode have never seen a batch, or a model never came back from it.
+    """Open where a model trains in evaluation mode as it did not at first, or its norms have never seen a batch.
 
     Silent on normalisations that are frozen while the rest trains, and on a model that was never in training mode
     whose statistics come from elsewhere: both are usual in fine-tuning.
     """
     seen = case.samples[-_UNCHANGED_SAMPLES:]
-    if len(seen) < _UNCHANGED_SAMPLES or math.isnan(seen[-1].lr):
+    if len(seen) < _UNCHANGED_SAMPLES or math.isnan(seen[-1].lr) or any(sample.training for sample in seen):
         return
     last = seen[-1]
     untrained = [name for name in last.untrained if all(name in sample.untrained for sample in seen)]
@@ -280,7 +280,7 @@ def judge_mode(case: Case) -> Iterator[Issue]:
             window=len(seen),
             confidence=0.95,
         )
-    elif not any(sample.training for sample in seen):
+    else:
         trained = next((sample for sample in case.samples if sample.training and sample.in_training), None)
         left = [] if trained is None else [name for name in trained.in_training if name not in last.in_training]
         if trained is not None and left:
