@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from gradtrack.analyzers.base import Analyzer, Schedule, Series, Snapshot, rarely
 from gradtrack.analyzers.loss_graph.verdict import LossFunction, judge, operations
-from gradtrack.analyzers.tools.issue_memory import Notes
 from gradtrack.analyzers.tools.modules import evaluating, first_floating, replace, tensors
 from gradtrack.analyzers.tools.offline import call, untouched
 from gradtrack.errors import InputTypeError, UsageError
@@ -78,7 +77,8 @@ class LossGraphAnalyzer(Analyzer):
         self._issues: list[Issue] = []
         self._function: LossFunction | None = None
         self._series: Series | None = None
-        self._notes = Notes()
+        self._note: str | None = None
+        self._has_compared = False
 
     def inspect(self, snapshot: Snapshot) -> Report | None:
         if snapshot.loss_graph is None:
@@ -97,14 +97,16 @@ class LossGraphAnalyzer(Analyzer):
         return [*self._issues, *self._function.judge(self._series)]
 
     def notes(self) -> list[str]:
-        return self._notes.take()
+        note, self._note = self._note, None
+        return [] if note is None else [note]
 
     def _compare_first(self, series: Series | None) -> None:
         """Tell of a first loss far above that of guessing, which is information: much of it is soon made good."""
         classes = None if self._function is None else self._function.num_classes
         first = series.first_losses[0] if series is not None and series.first_losses else 0.0
-        if classes is not None and first > FAR_ABOVE * math.log(max(classes, 2)):
-            self._notes.add(
+        if classes is not None and first > FAR_ABOVE * math.log(max(classes, 2)) and not self._has_compared:
+            self._has_compared = True
+            self._note = (
                 f"the first loss was {first:.3g}; guessing among {classes} classes gives {math.log(classes):.3g}: the "
                 "first logits are large, which smaller weights of the last layer avoid."
             )
