@@ -37,8 +37,8 @@ manager.config.max_grad_norm *= 0.5
 
 Containers of OmegaConf, Hydra and ml_collections, and any other mapping, work everywhere a dictionary does, at every
 depth: `GradientManager(cfg.gradtrack)`. One file `gradtrack.yaml` with the settings below the key `gradtrack` serves
-all: `GradientManager("gradtrack.yaml")`, `config: gradtrack.yaml` among the `init_args` of Lightning's callback, and
-`defaults: [gradtrack]` of a Hydra program.
+all: `GradientManager("gradtrack.yaml")`, the argument `config` of Lightning's callback, and the list of
+defaults of a Hydra program.
 
 ## The environment
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from gradtrack.analyzers.recurrent import capture, dynamics, measure
+from gradtrack.analyzers.recurrent import dynamics, measure, trajectories
 from gradtrack.analyzers.transformer import recorder, statistics
 from gradtrack.analyzers.vector.field import FieldSamples
 from tests.analyzers.recurrent import recurrent_goldens
@@ -34,8 +34,8 @@ def weights_before_dropout() -> None:
 NAIVE: dict[str, tuple[object, str, Any, Callable[[], object]]] = {
     "eigenvalues of weight_hh": (measure, "step_spectrum", spectrum_of_the_weights, recurrent_goldens.r4_gru),
     "output.grad for dL/dh": (
-        capture,
-        "backward",
+        trajectories,
+        "_differentiate",
         direct_gradients,
         recurrent_goldens.r11_gradients_through_time,
     ),

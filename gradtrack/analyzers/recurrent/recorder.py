@@ -173,7 +173,7 @@ def read_step_functions(given: Mapping[str, Any] | None) -> dict[str, tuple[Call
 
 def check_names(model: nn.Module, functions: Mapping[str, object]) -> None:
     """Refuse a state equation for a module that a model does not have."""
-    known = [name for name, _ in model.named_modules()]
+    known = [name for name, _ in model.named_modules()] if functions else []
     for name in functions:
         if name not in known:
             listed = ", ".join(map(repr, known[:_LISTED])) + (", ..." if len(known) > _LISTED else "")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradtrack.analyzers.recurrent import capture, dynamics, measure
+from gradtrack.analyzers.recurrent import dynamics, measure, trajectories
 from gradtrack.analyzers.recurrent.cells import Cell
 from gradtrack.analyzers.recurrent.trajectories import Trajectory
 from gradtrack.analyzers.tools.spectra import spectral_radius
@@ -38,9 +38,9 @@ def rayleigh_alone(matvec: Callable[[Tensor], Tensor], start: Tensor, **_: objec
     return torch.tensor([rayleigh(matvec, start)])
 
 
-def direct_gradients(paths: list[Trajectory], output: Tensor, final: Any, **_: object) -> None:
+def direct_gradients(paths: list[Trajectory], _: object, ends: list[tuple[Tensor, Tensor]]) -> None:
     """Take output.grad for the gradient of the states."""
-    paths[-1].gradients = output.transpose(0, 1)
+    paths[-1].gradients = ends[0][1].transpose(0, 1)
 
 
 def mean_radius_growth(path: Trajectory, *_: object, **options: Any) -> dynamics.Decay:
@@ -57,7 +57,7 @@ MUTATIONS = [
     (measure, "step_spectrum", spectrum_of_the_weights, {"r3_saturation", "r4_gru", "r5_lstm", "r6_chrono"}),
     (goldens, "arnoldi_radius", rayleigh, {"ginibre"}),
     (dynamics, "arnoldi_spectrum", rayleigh_alone, {"r10_complex_pair"}),
-    (capture, "backward", direct_gradients, {"r11_gradients_through_time"}),
+    (trajectories, "_differentiate", direct_gradients, {"r11_gradients_through_time"}),
     (measure, "sweep", mean_radius_growth, {"r9_growth_without_radius"}),
 ]
 
