@@ -8,7 +8,7 @@ from benchmarks.diagnosis import scenarios
 from benchmarks.diagnosis.driver import diagnose
 
 NAMES = list(scenarios.load())
-SOME, MORE = NAMES[::40], NAMES[1::30]
+SOME, MORE = NAMES[::120], NAMES[1::30]
 SCALES = (2.0**-13, 2.0**13)
 
 

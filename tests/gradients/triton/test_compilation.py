@@ -66,7 +66,10 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
 
 
-@pytest.mark.parametrize("target", TARGETS, ids=lambda target: str(target.arch))
+@pytest.mark.parametrize(
+    "target",
+    [pytest.param(one, marks=pytest.mark.slow if one.arch in (80, 90) else (), id=str(one.arch)) for one in TARGETS],
+)
 @pytest.mark.parametrize(("kernel", "constants"), list(variants()))
 def test_a_kernel_compiles_and_spills_no_register(kernel: Any, constants: dict[str, Any], target: Any) -> None:
     """Its machine code keeps everything in registers, and reads aligned gradients sixteen bytes at a time."""
