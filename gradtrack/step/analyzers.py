@@ -50,6 +50,8 @@ class RunningAnalyzers:
         """The steps after an alert on which the cheap analyzers run."""
         self.first_step = -1
         """The first step after a checkpoint: analyzers that look rarely would be silent for a thousand steps."""
+        self.unhooked_step = -1
+        """The step whose forward pass ran before the hooks were there, since the pair was met within it."""
         self._idle: set[str] = set()
         self._sharing: dict[str, Analyzer] = {}
         self._sums: dict[str, Sequence[float] | None] = {}
@@ -203,7 +205,8 @@ class RunningAnalyzers:
             shown = self._shown_to(name, snapshot)
             with unheard():  # the hooks of other analyzers are still registered
                 report = self._run_safely(name, lambda analyzer=analyzer, shown=shown: _usable(analyzer.inspect(shown)))
-            reason = self._run_safely(name, analyzer.limitation) if name in self._armed else None
+            hooked = name in self._armed and snapshot.step != self.unhooked_step
+            reason = self._run_safely(name, analyzer.limitation) if hooked else None
             self._disarm(name)
             if isinstance(report, Report):
                 reports[name] = report

@@ -223,7 +223,9 @@ class Pairs:
                 "Call manager.attach(model, optimizer, name='...') before its first step; "
                 "after replacing the optimizer of the first pair, call manager.attach(model, optimizer)."
             )
-        return self._add(model, optimizers)
+        pair = self._add(model, optimizers)
+        pair.analyzers.unhooked_step = pair.step_count + 1
+        return pair
 
     def _add(
         self,
