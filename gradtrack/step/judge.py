@@ -6,9 +6,11 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from gradtrack.analyzers.base import Series
 from gradtrack.config import GradientConfig
-from gradtrack.gradients.moments import Moments
+from gradtrack.gradients.moments import SQUARES, Moments
 from gradtrack.health.change_detector import Jump
 from gradtrack.health.monitor import GradientMonitor
 from gradtrack.health.open_issues import COLLAPSES, OpenIssues, from_plain, order, to_plain, unmuted
@@ -32,8 +34,10 @@ class Judge(Stateful):
         """Whether the last step had a non-finite element: only the first of such steps in a row makes a record."""
         self.series = Series()
         self._jump = Jump()
+        self._most_silent = -1
+        """The largest number of groups so far without any gradient at a row; -1 before the first."""
         self.jumped = False
-        """Whether the norm or the loss has jumped on this step, so that the analyzers run on the next one."""
+        """Whether the norm or the loss has jumped on this step, or a group fell silent: analyzers run on the next."""
         self.last_log_norm = math.nan
         """ln of the norm of the last step."""
         self.health: HealthReport = HEALTHY
@@ -41,7 +45,8 @@ class Judge(Stateful):
     def judge(self, moments: Moments, data: StepData, *, critical: bool, watched: bool = True) -> None:
         """Judge a step that was measured and protected; it is an event when an issue opens or closes.
 
-        A jump of norm or loss is detected only if analyzers are `watched`, since they run after one.
+        A jump of norm or loss is detected only if analyzers are `watched`, since they run after one; that a group has
+        no gradient any more is seen where a row is due.
         """
         finite = moments.finite
         if not finite and not self.nonfinite_before:
@@ -53,6 +58,10 @@ class Judge(Stateful):
         evidence = _evidence(moments, data, critical=critical)
         self.last_log_norm = evidence.log_norm
         self.jumped = watched and self._jump.update(evidence.log_norm, data.loss)
+        if data.event and finite:
+            silent = int(np.count_nonzero(moments.group_rows[:, SQUARES] == 0.0))
+            self.jumped |= watched and 0 <= self._most_silent < silent
+            self._most_silent = max(self._most_silent, silent)
         self.series.append(evidence.log_norm, data.loss, data.layout.missing, finite=finite)
         data.issues = self._of_rules = self._monitor.judge(evidence)
         self._open_issues.remember(self._of_rules)

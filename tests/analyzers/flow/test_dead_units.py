@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from gradtrack import GradientManager
+from gradtrack import GradientManager, safe_backward
 
 STEPS = 84
 
@@ -60,3 +60,20 @@ def test_dead_units_do_not_come_and_go_with_the_loss(levels: list[float], noise:
 def test_dead_units_stay_open_while_the_loss_comes_down_a_little() -> None:
     """The issue does not close as long as nothing has changed but the luck of the losses."""
     assert len(changes(told([1.0, 0.9, 0.7, 0.8, 0.6, 0.7], [0.1, -0.1, 0.2]))) == 1
+
+
+def test_a_layer_that_dies_between_looks_is_told_of_soon() -> None:
+    """The first row on which a group has no gradient any more makes the analyzers look."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(part for _ in range(6) for part in (nn.Linear(32, 32), nn.ReLU())), nn.Linear(32, 4))
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    with GradientManager(analyzers=["flow"], grad_log_every_n_steps=10, backends=["memory"]) as manager:
+        for step in range(1, 241):
+            if step == 145:
+                nn.init.constant_(model.get_parameter("2.bias"), -50.0)
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(torch.randn(32, 32)), torch.randint(4, (32,)))
+            safe_backward(loss, model, optimizer, manager)
+            optimizer.step()
+    (step,) = {issue.step for issue in manager.diagnose() if issue.key == "DEAD:2"}
+    assert 145 <= step <= 180
