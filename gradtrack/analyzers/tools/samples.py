@@ -1,8 +1,9 @@
-"""Samples of the elements of a tensor, the same ones every time."""
+"""Samples of the elements of a tensor, the same ones every time, and how they come to the CPU."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any, Final
 
 import numpy as np
@@ -27,6 +28,26 @@ def small_array(tensor: Tensor, most: int = MOST) -> NDArray[Any] | None:
         return None
     found: NDArray[Any] = tensor.detach().numpy()
     return found
+
+
+def read_together(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return tensors on the CPU, with one copy from each device, for which the processor waits once.
+
+    What lies on the CPU is returned as it is.
+    """
+    found = list(tensors)
+    for device in {tensor.device for tensor in found if not tensor.is_cpu}:
+        there = [index for index, tensor in enumerate(found) if tensor.device == device]
+        there.sort(key=lambda index: -found[index].element_size())  # so that each begins where its type may
+        parts = [_as_bytes(found[index]) for index in there]
+        copied = torch.split(torch.cat(parts).cpu(), [*map(len, parts)])
+        for index, part in zip(there, copied, strict=True):
+            found[index] = part.view(found[index].dtype).reshape(found[index].shape)
+    return found
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
 def dot(first: NDArray[np.float64], second: NDArray[np.float64]) -> float:

@@ -9,7 +9,7 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
-from gradtrack.analyzers.tools.samples import as_real
+from gradtrack.analyzers.tools.samples import as_real, read_together
 from gradtrack.support.statistics import cosine, mean
 
 KRYLOV: Final = 80
@@ -144,10 +144,10 @@ def gradient_cosine(before: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> 
     ]
     if not dense:
         return math.nan
-    sums = torch.tensor([_products(one, other) for one, other in dense], dtype=torch.float64).sum(0)
-    return cosine(*sums.tolist())
+    products = [_products(one, other) for one, other in dense]
+    return cosine(*torch.stack(read_together(products)).sum(0).tolist())
 
 
-def _products(before: Tensor, now: Tensor) -> tuple[float, float, float]:
+def _products(before: Tensor, now: Tensor) -> Tensor:
     first, second = as_real(before).double().flatten(), as_real(now).double().flatten()
-    return float(first @ second), float(first @ first), float(second @ second)
+    return torch.stack([first @ second, first @ first, second @ second])

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from gradtrack.analyzers.tools.hooks import Faults
-from gradtrack.analyzers.tools.samples import weighed_sample
+from gradtrack.analyzers.tools.samples import read_together, weighed_sample
 from gradtrack.support.interrupts import Changes
 from gradtrack.support.statistics import cosine, mean
 
@@ -28,47 +28,60 @@ class GradientNoise:
     def __init__(self, gradients: Iterable[Tensor] = ()) -> None:
         self.count = 0
         self._sum: Tensor | None = None
-        self._last: tuple[Tensor, float] | None = None
-        self._squares = 0.0
-        self._cosines: list[float] = []
+        self._last: Tensor | None = None
+        self._squares: list[Tensor] = []
+        self._products: list[Tensor] = []
+        self._read: list[float] | None = None
         for gradient in gradients:
             self.add(gradient)
 
     def add(self, gradient: Tensor) -> None:
         """Take in one gradient as a flat vector."""
         values = gradient.detach().double().reshape(-1)
-        square = float(values @ values)
+        self._squares.append(values @ values)
         if self._last is not None:
-            before, square_before = self._last
-            self._cosines.append(cosine(float(before @ values), square_before, square))
+            self._products.append(self._last @ values)
         self.count += 1
         self._sum = values.clone() if self._sum is None else self._sum + values
-        self._squares += square
-        self._last = values, square
+        self._last, self._read = values, None
 
     @property
     def coherence(self) -> float | None:
         """Return α = ‖mean g‖² / mean ‖g_i‖², from 1/m for orthogonal gradients to 1 for equal ones (2008.01217)."""
-        if self.count < 2 or self._sum is None or not 0 < self._squares < math.inf:
+        squared_mean, mean_square = self._means()
+        if self.count < 2 or not 0 < mean_square < math.inf:
             return None
-        return min(1.0, self._squared_mean(self._sum) / (self._squares / self.count))
+        return min(1.0, squared_mean / mean_square)
 
     @property
     def noise_scale(self) -> float | None:
         """Return tr Σ / ‖G‖² in batches of one gradient (McCandlish et al. 2018); None where ‖G‖² is lost in noise."""
-        if self.count < 2 or self._sum is None:
+        if self.count < 2:
             return None
-        m, mean, squares = self.count, self._squared_mean(self._sum), self._squares / self.count
+        m, (mean, squares) = self.count, self._means()
         signal = (m * mean - squares) / (m - 1)
         return max(squares - mean, 0.0) / (1 - 1 / m) / signal if signal > 0 else None
 
     @property
     def temporal(self) -> float | None:
         """Return the mean cosine between one gradient and the next."""
-        return mean(value for value in self._cosines if not math.isnan(value))
+        squares, products, _ = self._numbers()
+        cosines = map(cosine, products, squares, squares[1:])
+        return mean(value for value in cosines if not math.isnan(value))
 
-    def _squared_mean(self, total: Tensor) -> float:
-        return float(total @ total) / self.count**2
+    def _means(self) -> tuple[float, float]:
+        """Return ‖mean g‖² and mean ‖g_i‖²."""
+        squares, _, total = self._numbers()
+        return total / self.count**2, sum(squares) / max(1, self.count)
+
+    def _numbers(self) -> tuple[list[float], list[float], float]:
+        """Return the squares of the gradients, the products of neighbours and the square of the sum, read together."""
+        if self._sum is None:
+            return [], [], 0.0
+        if self._read is None:
+            parts = [*self._squares, *self._products, self._sum @ self._sum]
+            self._read = torch.stack(read_together(parts)).tolist()
+        return self._read[: self.count], self._read[self.count : -1], self._read[-1]
 
 
 class MicroBatches:
