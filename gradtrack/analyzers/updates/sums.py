@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from gradtrack.analyzers.tools.samples import MOST, sampled
+from gradtrack.analyzers.tools.samples import MOST, read_together, sampled
 from gradtrack.gradients.distributed.shards import local_part
 from gradtrack.support.statistics import cosine
 
@@ -122,18 +122,43 @@ class WeightSample:
             for group in optimizer.param_groups
             for param in group["params"]
         }
-        for part in self._parts:
-            with np.errstate(all="ignore"):
-                numbers = part.numbers(gradients, owners)
+        for part, numbers in self._numbers(gradients, owners):
             for name, row in zip(part.params, numbers.tolist(), strict=True):
                 times = 1.0 if counts_as is None else counts_as.get(name, 0.0)
                 if times:
                     rows[self._groups[name]].append([times * number for number in row])
         return {group: UpdateSums.together(parts) for group, parts in rows.items()}
 
+    def _numbers(
+        self, gradients: Mapping[str, Tensor], owners: Mapping[int, Any]
+    ) -> Iterator[tuple[SampledPart, Values]]:
+        """Yield the numbers of each part: what is on an accelerator is read for all of them at once."""
+        at_once = len(self._parts) if any(part.device.type != "cpu" for part in self._parts) else 1
+        for start in range(0, len(self._parts), max(1, at_once)):
+            parts = self._parts[start : start + at_once]
+            collected = [part.collect(gradients, owners) for part in parts]
+            values = iter(read_together(tensor for one in collected for tensor in one.tensors))
+            for part, one in zip(parts, collected, strict=True):
+                with np.errstate(all="ignore"):
+                    yield part, part.numbers([next(values) for _ in one.tensors], one)
+
+
+class _Collected(NamedTuple):
+    """What is read of some parameters after a step, and which of them have what."""
+
+    tensors: list[Tensor]
+    there: Flags
+    has_following: Flags
+    has_first: Flags
+    has_second: Flags
+    betas: list[tuple[float, float] | None]
+
 
 class SampledPart:
-    """The samples of some parameters, which make one vector in which each parameter has its place."""
+    """The samples of some parameters, which make one vector in which each parameter has its place.
+
+    They stay on the device of the parameters until all that is compared with them is read together.
+    """
 
     def __init__(self, params: Mapping[str, nn.Parameter], gradients: Mapping[str, Tensor], most: int) -> None:
         self.params, self._most = params, most
@@ -141,26 +166,34 @@ class SampledPart:
         self._lengths = [len(part) for part in parts]
         self._counts = np.array([_count(param) for param in params.values()], dtype=np.float64)
         self._starts = np.cumsum([0, *self._lengths], dtype=np.int64)[:-1]
-        self.weights = _joined(parts)
+        self.device = parts[0].device
+        self.weights = torch.cat(parts)
         self.gradients, self._has_gradient = self._following(gradients)
 
-    def after(self) -> tuple[Values, Flags]:
+    def after(self) -> tuple[Tensor, Flags]:
         """Return the same elements of the weights as they are now, and which parameters still have them."""
         return self._same(list(self.params.values()))
 
-    def numbers(self, gradients: Mapping[str, Tensor], owners: Mapping[int, Any]) -> Values:
-        """Return the numbers of `UpdateSums` of each parameter, in which a sampled element stands for its share."""
+    def collect(self, gradients: Mapping[str, Tensor], owners: Mapping[int, Any]) -> _Collected:
+        """Return what to read: samples before the step, after it and of the moments, and the optimizers' steps."""
         (after, there), (following, has_following) = self.after(), self._following(gradients)
         found = [_moments_of(param, *owners.get(id(param), (None, {}))) for param in self.params.values()]
-        first_moments, second_moments, all_biases = zip(*found, strict=True)
+        first_moments, second_moments, betas, steps = zip(*found, strict=True)
         (first, has_first), (second, has_second) = self._same(first_moments), self._same(second_moments)
+        tensors = [self.weights, self.gradients, after, following, first, second, *steps]
+        return _Collected(tensors, there, has_following, has_first, has_second, [*betas])
+
+    def numbers(self, values: Sequence[Tensor], found: _Collected) -> Values:
+        """Return the numbers of `UpdateSums` of each parameter, in which a sampled element stands for its share."""
+        before, mine, after, following, first, second = map(_array, values[:6])
         before, mine, following, first, second = (
-            values.astype(np.float64, copy=False) for values in (self.weights, self.gradients, following, first, second)
+            part.astype(np.float64, copy=False) for part in (before, mine, following, first, second)
         )
-        biases, change = np.array(all_biases), after - before
+        biases = np.array([_biases(*one) for one in zip(found.betas, values[6:], strict=True)])
+        change = after - before
         live, squares, first_squares = mine != 0, self._sums(mine * mine), self._sums(first * first)
-        compared, pushed = has_following & self._has_gradient, has_first & self._has_gradient
-        unbiased = pushed & has_second & (biases > 0).all(1)
+        compared, pushed = found.has_following & self._has_gradient, found.has_first & self._has_gradient
+        unbiased = pushed & found.has_second & (biases > 0).all(1)
         columns = [
             self._sums(live),
             self._sums(live & (change != 0)),
@@ -177,9 +210,9 @@ class SampledPart:
         ]
         lengths = np.array(self._lengths, dtype=np.float64)
         table = np.stack([self._counts, lengths, *(self._counts / lengths * one for one in columns)], 1)
-        return np.where(there[:, None], table, 0.0)
+        return np.where(found.there[:, None], table, 0.0)
 
-    def _following(self, gradients: Mapping[str, Tensor]) -> tuple[Values, Flags]:
+    def _following(self, gradients: Mapping[str, Tensor]) -> tuple[Tensor, Flags]:
         """Return the same elements of the gradients of a step, and which parameters have one there."""
         return self._same([_fitting(gradients.get(name), param) for name, param in self.params.items()])
 
@@ -188,51 +221,50 @@ class SampledPart:
         found: Values = np.add.reduceat(values, self._starts, dtype=np.float64)
         return found
 
-    def _same(self, tensors: Sequence[Tensor | None]) -> tuple[Values, Flags]:
+    def _same(self, tensors: Sequence[Tensor | None]) -> tuple[Tensor, Flags]:
         """Return the same elements of other tensors, zeros for those that are not there, and which are."""
         parts, there = [], np.zeros(len(tensors), dtype=bool)
         for index, (tensor, length) in enumerate(zip(tensors, self._lengths, strict=True)):
             part = None if tensor is None else sampled(tensor, self._most)
             there[index] = part is not None and len(part) == length
-            parts.append(part if part is not None and there[index] else torch.zeros(length))
-        return _joined(parts), there
+            found = part if part is not None and there[index] else torch.zeros(length, device=self.device)
+            parts.append(found if found.device == self.device else found.to(self.device))  # moments on the host
+        return torch.cat(parts), there
 
 
 def _cut(params: Mapping[str, nn.Parameter], most: int) -> list[dict[str, nn.Parameter]]:
-    """Cut the parameters into parts with so few elements that what is computed from them takes little memory."""
+    """Cut the parameters into parts, each on one device, with so few elements that its numbers take little memory."""
     found: list[dict[str, nn.Parameter]] = []
-    room = 0
+    room, device = 0, None
     for name, param in params.items():
         size = min(_count(param), most)
-        if size > room or not found:
+        if size > room or param.device != device:
             found.append({})
-            room = _AT_ONCE
+            room, device = _AT_ONCE, param.device
         found[-1][name] = param
         room -= size
     return found
 
 
-def _joined(parts: Sequence[Tensor]) -> Values:
-    """Copy some tensors into one vector, each device being waited for once."""
-    devices = {part.device for part in parts}
-    whole = torch.cat(list(parts)).cpu() if len(devices) == 1 else _joined_from(devices, parts)
-    return (whole if whole.dtype in (torch.float32, torch.float64) else whole.float()).numpy()
+def _array(tensor: Tensor) -> Values:
+    return (tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()).numpy()
 
 
-def _joined_from(devices: Iterable[torch.device], parts: Sequence[Tensor]) -> Tensor:
-    there = {device: [part for part in parts if part.device == device] for device in devices}
-    pieces = {device: iter(torch.split(torch.cat(own).cpu(), [*map(len, own)])) for device, own in there.items()}
-    return torch.cat([next(pieces[part.device]) for part in parts])
+_NO_STEP: Final = torch.zeros(())
 
 
 def _moments_of(
     param: nn.Parameter, optimizer: Any, group: Mapping[str, Any]
-) -> tuple[Tensor | None, Tensor | None, tuple[float, float]]:
+) -> tuple[Tensor | None, Tensor | None, tuple[float, float] | None, Tensor]:
+    """Return the two moments of a parameter, the betas of its optimizer and the number of its steps."""
     state = getattr(optimizer, "state", {}).get(param)
     if not state:
-        return None, None, (0.0, 0.0)
+        return None, None, None, _NO_STEP
     first, second = (_found(state, names, param) for names in (_FIRST, _SECOND))
-    return first, second, _biases(group, state.get("step"))
+    step, betas = state.get("step"), group.get("betas")
+    if not isinstance(step, (int, float, Tensor)) or betas is None or len(betas) != 2:
+        return first, second, None, _NO_STEP
+    return first, second, betas, step if isinstance(step, Tensor) else torch.tensor(float(step))
 
 
 def _found(state: Mapping[str, Any], names: Sequence[str], param: nn.Parameter) -> Tensor | None:
@@ -244,11 +276,8 @@ def _found(state: Mapping[str, Any], names: Sequence[str], param: nn.Parameter) 
     return value if value.shape == param.shape and value.dtype.is_floating_point else None
 
 
-def _biases(group: Mapping[str, Any], step: object) -> tuple[float, float]:
-    betas = group.get("betas")
-    if not isinstance(step, (int, float, Tensor)) or betas is None or len(betas) != 2:
-        return 0.0, 0.0
-    return 1 - float(betas[0]) ** float(step), 1 - float(betas[1]) ** float(step)
+def _biases(betas: tuple[float, float] | None, step: Tensor) -> tuple[float, float]:
+    return (0.0, 0.0) if betas is None else (1 - float(betas[0]) ** float(step), 1 - float(betas[1]) ** float(step))
 
 
 def _fitting(gradient: Tensor | None, param: nn.Parameter) -> Tensor | None:

@@ -99,9 +99,8 @@ def cosine_coherence(self: GradientNoise) -> float | None:
 
 def biased_noise(self: GradientNoise) -> float | None:
     """Divide by the squared norm of the mean, which still holds a part of the noise."""
-    assert self._sum is not None
-    mean = self._squared_mean(self._sum)
-    return (self._squares / self.count - mean) / mean
+    mean, squares = self._means()
+    return (squares - mean) / mean
 
 
 def rayleigh(matrix: Tensor) -> float:
@@ -118,7 +117,7 @@ def per_transition(self: GainProfile) -> list[float | None]:
     return [*self.gains(), 1.0]
 
 
-def gradient_times_rate(self: sums.SampledPart) -> tuple[sums.Values, sums.Flags]:
+def gradient_times_rate(self: sums.SampledPart) -> tuple[Tensor, sums.Flags]:
     """Guess the update from the gradient and the rate."""
     return self.weights - 0.1 * self.gradients, np.ones(len(self.params), dtype=bool)
 

@@ -91,7 +91,7 @@ class Model(nn.Module):
 
 LOOKS = [
     (measure, "sweep"),
-    (sums, "_joined"),
+    (sums, "_array"),
     (probe, "take_output"),
     (probe, "take_gradient"),
     (monitor, "_norms"),
