@@ -21,6 +21,7 @@ from gradtrack.analyzers.gain.profile import (
 )
 from gradtrack.analyzers.tools.hooks import Faults, Unshared, is_unheard
 from gradtrack.analyzers.tools.modules import first_floating, tensors
+from gradtrack.analyzers.tools.samples import read_together
 from gradtrack.errors import InputTypeError, SecondBackwardError, UsageError
 from gradtrack.gradients.native.threads import threads_for
 from gradtrack.reports import html
@@ -230,7 +231,12 @@ class GradientGainMonitor:
         return html.text(self.report())
 
     def _seen(self) -> list[_Arrival | None]:
+        """Return what arrived, whose norms are read together where they are on an accelerator."""
         self._faults.check()
+        there = {index: one for index, one in enumerate(self._arrivals) if one is not None and not one.norm.is_cpu}
+        read = iter(read_together(norm for one in there.values() for norm in (one.norm, one.samples, one.rms)))
+        for index, one in there.items():
+            self._arrivals[index] = one._replace(norm=next(read), samples=next(read), rms=next(read))
         return self._arrivals
 
     def _see(self, index: int, inputs: Any, output: Any) -> None:
