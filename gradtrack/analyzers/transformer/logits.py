@@ -33,7 +33,7 @@ def rows_of_attention(
     q, k = _split(query)[: limits.sequences], _split(key)[: limits.sequences]
     mask = mask if mask is None or mask.shape[0] == 1 else mask[: limits.sequences]
     length, num_keys = q.shape[-2], k.shape[-2]
-    rows = limits.chosen_rows(length).to(q.device)
+    rows = limits.chosen_rows(length, q.device)
     kind = torch.float64 if q.dtype == torch.float64 else torch.float32
     k = k.to(kind)
     if enable_gqa and k.shape[1] != q.shape[1]:
@@ -64,7 +64,7 @@ def rows_of_softmax(logits: Tensor, num_heads: int | None = None, *, limits: Lim
     shaped = logits.reshape(-1, num_heads, *logits.shape[1:]) if num_heads and logits.ndim == 3 else _split(logits)
     part = shaped[: limits.sequences]
     length, num_keys = part.shape[-2:]
-    rows = limits.chosen_rows(length).to(part.device)
+    rows = limits.chosen_rows(length, part.device)
     shown = _unmasked(part[:, 0])
     chosen = part[:, :, rows]
     kind = torch.float64 if part.dtype == torch.float64 else torch.float32

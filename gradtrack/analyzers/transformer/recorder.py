@@ -18,6 +18,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from gradtrack.analyzers.tools.hooks import is_unheard
 from gradtrack.analyzers.tools.modules import tensors
+from gradtrack.analyzers.tools.samples import read_together
 from gradtrack.analyzers.transformer.interception import Interception, SharedChange
 from gradtrack.analyzers.transformer.logits import (
     is_attention_softmax,
@@ -29,10 +30,12 @@ from gradtrack.analyzers.transformer.statistics import (
     AttentionRows,
     HeadStatistics,
     Limits,
+    TokenSample,
     TokenStatistics,
     are_alike,
     call_sizes,
     measure_heads,
+    sample_tokens,
     sequences_of,
     token_statistics,
 )
@@ -60,11 +63,27 @@ class ForwardPass:
     heads: dict[str, list[HeadStatistics]] = field(default_factory=dict)
     tokens: dict[str, list[TokenStatistics]] = field(default_factory=dict)
     wiring: Wiring = field(default_factory=Wiring)
+    samples: dict[str, list[list[TokenSample]]] = field(default_factory=dict)
     scopes: set[int] = field(default_factory=set)
     num_calls: int = 0
     num_unread: int = 0
     watched: bool = False
     confirmed: bool = False
+
+    def read(self) -> None:
+        """Read the statistics of all heads and the samples of all tokens together, and measure the samples."""
+        heads = [one for found in self.heads.values() for one in found]
+        samples = [one for calls in self.samples.values() for call in calls for one in call]
+        sides = [one.tensors() for one in heads] + [list(one) for one in samples]
+        read = iter(read_together(tensor for side in sides for tensor in side))
+        for name, found in self.heads.items():
+            known = [one.of(read) for one in found]
+            self.heads[name] = [one for one in known if one.num_rows]
+        self.heads = {name: found for name, found in self.heads.items() if found}
+        for name, calls in self.samples.items():
+            measured = [token_statistics([TokenSample(next(read), next(read)) for _ in call]) for call in calls]
+            self.tokens[name] = [one for one in measured if one is not None]
+        self.tokens = {name: found for name, found in self.tokens.items() if found}
 
 
 @dataclass(slots=True)
@@ -137,6 +156,8 @@ class AttentionRecorder:
         found, self._pass = self._pass, None
         if found is None or (self._gradients_only and found.watched and not found.confirmed):
             return None
+        with one_thread():
+            self._guard(found.read)
         return found
 
     def _enter(self, module: nn.Module, inputs: Any) -> None:
@@ -307,9 +328,9 @@ class AttentionRecorder:
                 for issue in judge_block(frame.name, frame.module, heads, before, after):
                     self._pass.wiring.add(issue)
             _, rows, sizes = frame.attended[-1]
-            found = token_statistics(sequences_of(after, sizes, frame.module), rows, self._limits)
-            if found is not None:
-                self._pass.tokens.setdefault(frame.name, []).append(found)
+            found = sample_tokens(sequences_of(after, sizes, frame.module), rows, self._limits)
+            if found:
+                self._pass.samples.setdefault(frame.name, []).append(found)
                 return
         if self._frames:
             self._frames[-1].attended += frame.attended

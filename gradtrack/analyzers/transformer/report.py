@@ -168,7 +168,7 @@ def _layer(name: str, found: Sequence[HeadStatistics], softmax_jacobian: bool) -
         head_diversity=None if diversity is None or math.isnan(diversity) else diversity,
         softmax_jacobian=sum(softness) / len(softness) if softmax_jacobian else None,
         heads=heads,
-        num_rows=sum(one.num_rows for one in found),
+        num_rows=int(sum(one.num_rows for one in found)),
         num_keys=max(one.num_keys for one in found),
     )
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,10 +22,10 @@ class Limits:
     sequences: int = 2
     rows: int = 64
 
-    def chosen_rows(self, length: int) -> Tensor:
+    def chosen_rows(self, length: int, device: torch.device | None = None) -> Tensor:
         """Return the chosen rows of a sequence, always with the last, which sees the most."""
         count = min(self.rows, length)
-        steps = torch.arange(count) * (length - 1) // max(count - 1, 1)
+        steps = torch.arange(count, device=device) * (length - 1) // max(count - 1, 1)
         return (length - 1 - steps).flip(0)
 
 
@@ -113,7 +113,10 @@ def mean_cosine(tokens: Tensor) -> float:
 
 @dataclass(frozen=True, slots=True)
 class HeadStatistics:
-    """The sums of one attention call: a vector over heads for each quantity, and numbers for the whole layer."""
+    """The sums of one attention call: a vector over heads for each quantity, and numbers for the whole layer.
+
+    Without a genuine row that sees two keys `num_rows` is 0, and the rest means nothing.
+    """
 
     entropy: Tensor
     floor: Tensor
@@ -122,19 +125,31 @@ class HeadStatistics:
     softness: Tensor
     low_entropy: Tensor
     diversity: Tensor
-    num_rows: int
+    num_rows: Tensor
     num_keys: int
+
+    def tensors(self) -> list[Tensor]:
+        """Return what has to be read."""
+        return [getattr(self, name) for name in self._read()]
+
+    def of(self, tensors: Iterator[Tensor]) -> HeadStatistics:
+        """Return the same with the next tensors that were read."""
+        parts: dict[str, Any] = {name: next(tensors) for name in self._read()}
+        return replace(self, **parts)
+
+    def _read(self) -> list[str]:
+        return [one.name for one in fields(self) if one.name != "num_keys"]
 
 
 def measure_heads(rows: AttentionRows) -> HeadStatistics | None:
-    """Reduce the rows of one call over sequences and queries; None where no genuine row sees two keys.
+    """Reduce the rows of one call over sequences and queries; None where no genuine row is known to see two keys.
 
     All but the largest logit is NaN for a head with a logit that is not finite.
     """
     count = rows.visible.sum(-1)
     counted = (count >= 2) & rows.genuine.unsqueeze(1)
-    num_rows = int(counted.any(1).sum())
-    if num_rows == 0:
+    num_rows = counted.any(1).sum()
+    if num_rows.is_cpu and not num_rows:
         return None
     hidden, masked = ~rows.visible, rows.masked
     weights, shown = weights_of(masked), rows.logits.masked_fill(hidden, 0.0)
@@ -192,15 +207,30 @@ def sequences_of(tokens: Tensor, sizes: tuple[int, int] | None, module: nn.Modul
     return (values.transpose(0, 1) if _sequence_first(values, sizes, module) else values).unbind()
 
 
-def token_statistics(sequences: Sequence[Tensor], rows: AttentionRows | None, limits: Limits) -> TokenStatistics | None:
-    """Measure the tokens of the first sequences, without those that are padding."""
+class TokenSample(NamedTuple):
+    """Tokens of one sequence, and which of them are no padding."""
+
+    tokens: Tensor
+    genuine: Tensor
+
+
+def sample_tokens(sequences: Sequence[Tensor], rows: AttentionRows | None, limits: Limits) -> list[TokenSample]:
+    """Pick tokens of the first sequences; nothing of those that are known to have fewer than two."""
     found = []
     for index, sequence in enumerate(sequences[: limits.sequences]):
-        picked = sequence[limits.chosen_rows(len(sequence)).to(sequence.device)]
+        picked = sequence[limits.chosen_rows(len(sequence), sequence.device)]
+        genuine = torch.ones(len(picked), dtype=torch.bool, device=picked.device)
         if rows is not None and rows.genuine.shape[0] > index and rows.genuine.shape[1] == len(picked):
-            picked = picked[rows.genuine[index]]
-        if len(picked) >= 2:
-            found.append((*residual_and_rank(picked), mean_cosine(picked)))
+            genuine = rows.genuine[index]
+        if len(picked) >= 2 and not (genuine.is_cpu and genuine.sum() < 2):
+            found.append(TokenSample(picked, genuine))
+    return found
+
+
+def token_statistics(samples: Sequence[TokenSample]) -> TokenStatistics | None:
+    """Measure the tokens of some sequences, without those that are padding."""
+    sequences = [tokens[genuine] for tokens, genuine in samples]
+    found = [(*residual_and_rank(picked), mean_cosine(picked)) for picked in sequences if len(picked) >= 2]
     if not found:
         return None
     cosines = [cosine for _, _, cosine in found if not math.isnan(cosine)]
