@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
@@ -12,11 +12,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from gradtrack.analyzers.recurrent.cells import Cell, Step, function_cell, single_cell
+from gradtrack.analyzers.recurrent.cells import Cell, Step, function_cell, is_small, single_cell
 from gradtrack.analyzers.recurrent.dynamics import pull_back
-from gradtrack.analyzers.recurrent.trajectories import Sequences, Trajectory, batch_first, batched, follow, replay
+from gradtrack.analyzers.recurrent.trajectories import (
+    Sequences,
+    Trajectory,
+    batch_first,
+    batched,
+    follow,
+    pick,
+    replay,
+)
 from gradtrack.analyzers.tools.hooks import Faults
-from gradtrack.analyzers.tools.modules import evaluating
+from gradtrack.analyzers.tools.modules import evaluating, replace, tensors
+from gradtrack.analyzers.tools.samples import HostCopies
 
 SINGLE_CELLS: Final = (nn.RNNCell, nn.LSTMCell, nn.GRUCell)
 """Torch's own cells."""
@@ -38,8 +47,12 @@ class Capture(ABC):
         """Keep one call."""
 
     @abstractmethod
-    def trajectories(self) -> list[Trajectory]:
+    def trajectories(self, copies: HostCopies) -> list[Trajectory]:
         """Replay what was kept."""
+
+    def replayed(self) -> Iterator[Tensor]:
+        """Yield what is replayed on the CPU, wherever it is now."""
+        yield from ()
 
     def _listen(self, tensor: Tensor, call: Callable[[Tensor], None]) -> None:
         """Call a function with the gradient that arrives at a tensor."""
@@ -62,7 +75,7 @@ class FunctionCapture(Capture):
             rows = first if getattr(module, "batch_first", True) else first.transpose(0, 1)
             self._inputs = rows[: self._max_sequences].clone()
 
-    def trajectories(self) -> list[Trajectory]:
+    def trajectories(self, copies: HostCopies) -> list[Trajectory]:
         if self._inputs is None:
             return []
         inputs = self._inputs.transpose(0, 1)
@@ -138,12 +151,13 @@ class CellCapture(Capture):
             self._final = self._joined(following)
             self._listen(following[0], partial(self._hear, self._calls[-1]))
 
-    def trajectories(self) -> list[Trajectory]:
+    def trajectories(self, copies: HostCopies) -> list[Trajectory]:
         if self._final is None or len(self._calls) < (1 if self._is_single else 2):
             return []
-        cell, calls = self._cell(), self._calls[-self._max_steps :]
+        cell, last = self._cell(copies), self._calls[-self._max_steps :]
+        calls = [_Call(replace(one.values, copies), replace(one.gradient, copies)) for one in last]
         inputs = torch.stack([self._inputs_of(call.values) for call in calls])
-        states = torch.stack([*(self._joined(self._state_of(call.values)) for call in calls), self._final])
+        states = torch.stack([*(self._joined(self._state_of(call.values)) for call in calls), copies(self._final)])
         if not self._is_single:  # under autocast the states may have been kept in a lower precision than the weights
             dtype = next((param.dtype for param in self._module.parameters()), states.dtype)
             inputs, states = inputs.to(dtype) if inputs.is_floating_point() else inputs, states.to(dtype)
@@ -155,6 +169,10 @@ class CellCapture(Capture):
         if self._seen:
             found.gradients = self._gradients(found, calls)
         return [found]
+
+    def replayed(self) -> Iterator[Tensor]:
+        if self._is_single and is_small(self._module):
+            yield from tensors([self._final, *((call.values, call.gradient) for call in self._calls)])
 
     def _continues(self, values: list[Any]) -> bool:
         """Find the state among what the last call returned."""
@@ -241,9 +259,9 @@ class CellCapture(Capture):
     def _joined(self, state: tuple[Tensor, ...]) -> Tensor:
         return torch.cat([self._rows(part) for part in state], dim=-1)
 
-    def _cell(self) -> Cell:
+    def _cell(self, copies: HostCopies) -> Cell:
         if self._is_single:
-            return single_cell(self._module, self._name)
+            return single_cell(self._module, self._name, copies)
         sizes = [part.shape[-1] for part in self._state_of(self._calls[-1].values)]
         return function_cell(self._name, self._step, sum(sizes), sizes[0])
 
@@ -313,18 +331,26 @@ class FusedCapture(Capture):
         self._handed_on = _state_parts(output[1])
         self._hear(segment, output[0])
 
-    def trajectories(self) -> list[Trajectory]:
+    def trajectories(self, copies: HostCopies) -> list[Trajectory]:
         if not self._segments:
             return []
         sequences = Sequences(
-            inputs=torch.cat([segment.sequences.inputs for segment in self._segments], dim=1),
+            inputs=torch.cat([copies(segment.sequences.inputs) for segment in self._segments], dim=1),
             lengths=torch.stack([segment.sequences.lengths for segment in self._segments]).sum(dim=0),
-            state=self._segments[0].sequences.state,
+            state=tuple(map(copies, self._segments[0].sequences.state)),
         )
         if not any(segment.seen for segment in self._segments):
-            return replay(self._module, sequences, self._name)
-        direct = torch.cat([self._filled(segment) for segment in self._segments], dim=1), self._final_gradients()
-        return replay(self._module, sequences, self._name, direct, max_steps=self._max_steps)
+            return replay(self._module, sequences, self._name, copies=copies)
+        output = torch.cat([self._filled(segment, copies) for segment in self._segments], dim=1)
+        direct = output, self._final_gradients(copies)
+        return replay(self._module, sequences, self._name, direct, max_steps=self._max_steps, copies=copies)
+
+    def replayed(self) -> Iterator[Tensor]:
+        if is_small(self._module):
+            for segment in self._segments:
+                parts = (*segment.sequences.state, segment.output, *segment.final)
+                yield segment.sequences.inputs
+                yield from (part for part in parts if part is not None)
 
     def _follows(self, state: tuple[Tensor, ...], segment: _Segment) -> bool:
         if not self._segments or not state or self._module.bidirectional:
@@ -334,11 +360,11 @@ class FusedCapture(Capture):
     def _hear(self, segment: _Segment, output: Tensor | PackedSequence) -> None:
         def keep_output(grad: Tensor) -> None:
             whole = output._replace(data=grad) if isinstance(output, PackedSequence) else grad
-            segment.output = batch_first(self._module, whole)[0][segment.chosen.to(grad.device)].detach()
+            segment.output = pick(batch_first(self._module, whole)[0], segment.chosen).detach()
             segment.seen = True
 
         def keep_final(position: int, grad: Tensor) -> None:
-            segment.final[position] = batched(grad)[:, segment.chosen.to(grad.device)].detach()
+            segment.final[position] = pick(batched(grad), segment.chosen, 1).detach()
             segment.seen = True
 
         self._listen(output.data if isinstance(output, PackedSequence) else output, keep_output)
@@ -346,22 +372,23 @@ class FusedCapture(Capture):
         for position, state in enumerate(self._handed_on):
             self._listen(state, partial(keep_final, position))
 
-    def _filled(self, segment: _Segment) -> Tensor:
+    def _filled(self, segment: _Segment, copies: HostCopies) -> Tensor:
         """Return the direct gradient at the outputs of a segment, zero where none arrived."""
         if segment.output is not None:
-            return segment.output
-        inputs, width = segment.sequences.inputs, self._module.proj_size or self._module.hidden_size
+            return copies(segment.output)
+        inputs, width = copies(segment.sequences.inputs), self._module.proj_size or self._module.hidden_size
         return inputs.new_zeros(*inputs.shape[:2], width * (2 if self._module.bidirectional else 1))
 
-    def _final_gradients(self) -> list[Tensor | None]:
+    def _final_gradients(self, copies: HostCopies) -> list[Tensor | None]:
         """Return the direct gradient at the final state of every layer and direction."""
         segment, count = self._segments[-1], self._module.num_layers * (2 if self._module.bidirectional else 1)
-        like = next((grad for grad in segment.final if grad is not None), None)
+        final = [None if grad is None else copies(grad) for grad in segment.final]
+        like = next((grad for grad in final if grad is not None), None)
         if like is None:
             return [None] * count
         sizes = [self._module.proj_size or self._module.hidden_size, self._module.hidden_size]
         parts = [
             like.new_zeros(count, len(segment.chosen), size) if grad is None else grad
-            for grad, size in zip(segment.final, sizes, strict=False)
+            for grad, size in zip(final, sizes, strict=False)
         ]
         return list(torch.cat(parts, dim=-1))

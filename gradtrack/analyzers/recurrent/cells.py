@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from gradtrack.analyzers.tools.modules import evaluating
+from gradtrack.analyzers.tools.samples import HostCopies
 from gradtrack.errors import InputTypeError
 
 DENSE_LIMIT: Final = 512
@@ -169,21 +170,30 @@ class GRU(TorchCell):
         return reset, update, (from_input[2] + reset * from_state[2]).tanh(), from_state[2]
 
 
+_NO_COPIES: Final = HostCopies()
 _CLASSES: Final[dict[str, type[TorchCell]]] = {"rnn_tanh": RNN, "rnn_relu": RNN, "lstm": LSTM, "gru": GRU}
 
 
-def layer_cells(module: nn.RNNBase, name: str) -> list[list[TorchCell]]:
+def is_small(module: nn.Module) -> bool:
+    """Say whether the states of a module of torch's own are replayed on the CPU."""
+    hidden: Any = module.hidden_size
+    is_lstm = isinstance(module, (nn.LSTM, nn.LSTMCell))
+    memory = (getattr(module, "proj_size", 0) or hidden) if is_lstm else 0
+    return int(hidden + memory) <= DENSE_LIMIT
+
+
+def layer_cells(module: nn.RNNBase, name: str, copies: HostCopies = _NO_COPIES) -> list[list[TorchCell]]:
     """Return the cells of a fused module by layer, the forward direction before the reverse one."""
     directions = ("", "_reverse") if module.bidirectional else ("",)
     kind, prefix = module.mode.lower(), f"{name}." if name else ""
     with evaluating(module):
         return [
-            [_cell(f"{prefix}l{layer}{suffix}", kind, module, f"_l{layer}{suffix}") for suffix in directions]
+            [_cell(f"{prefix}l{layer}{suffix}", kind, module, f"_l{layer}{suffix}", copies) for suffix in directions]
             for layer in range(module.num_layers)
         ]
 
 
-def single_cell(module: nn.Module, name: str) -> TorchCell:
+def single_cell(module: nn.Module, name: str, copies: HostCopies = _NO_COPIES) -> TorchCell:
     """Return the cell of nn.RNNCell, nn.LSTMCell or nn.GRUCell."""
     if isinstance(module, nn.RNNCell):
         kind = f"rnn_{module.nonlinearity}"
@@ -194,7 +204,7 @@ def single_cell(module: nn.Module, name: str) -> TorchCell:
     else:
         raise InputTypeError(f"cell {type(module).__name__}: expected nn.RNNCell, nn.LSTMCell or nn.GRUCell.")
     with evaluating(module):
-        return _cell(name, kind, module, "")
+        return _cell(name, kind, module, "", copies)
 
 
 def function_cell(name: str, step: Step, state_size: int, output_size: int | None = None) -> FunctionCell:
@@ -203,7 +213,7 @@ def function_cell(name: str, step: Step, state_size: int, output_size: int | Non
     return FunctionCell(name=name, kind="custom", state_size=state_size, output_size=output_size, function=step)
 
 
-def _cell(name: str, kind: str, module: nn.Module, suffix: str) -> TorchCell:
+def _cell(name: str, kind: str, module: nn.Module, suffix: str, copies: HostCopies) -> TorchCell:
     """Copy the weights: small states are replayed in float64 on the CPU, large ones in float32 where they are."""
     names = ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_hr")
     found = {name: getattr(module, f"{name}{suffix}", None) for name in names}
@@ -214,7 +224,7 @@ def _cell(name: str, kind: str, module: nn.Module, suffix: str) -> TorchCell:
     dtype = torch.float64 if state_size <= DENSE_LIMIT or recurrent.dtype == torch.float64 else torch.float32
     device = torch.device("cpu") if state_size <= DENSE_LIMIT else recurrent.device
     weights: dict[str, Any] = {
-        name: value.detach().to(device=device, dtype=dtype, copy=True)
+        name: copies(value).detach().to(device=device, dtype=dtype, copy=True)
         for name, value in found.items()
         if isinstance(value, Tensor)
     }

@@ -7,7 +7,7 @@ import inspect
 import pkgutil
 import re
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, Final
@@ -19,6 +19,7 @@ from gradtrack.analyzers.recurrent.cells import TorchCell
 from gradtrack.analyzers.recurrent.trajectories import Trajectory
 from gradtrack.analyzers.tools.hooks import ModuleHook
 from gradtrack.analyzers.tools.modules import evaluating
+from gradtrack.analyzers.tools.samples import HostCopies
 from gradtrack.errors import UsageError
 from gradtrack.registry import nearest
 from gradtrack.support.interrupts import Changes
@@ -74,14 +75,15 @@ class RecurrentRecorder:
         """Replay what was seen, the parts of a custom cell left out where the whole of it was followed."""
         found: list[CellRecord] = []
         outer: list[str] = []
+        copies = HostCopies(self._replayed())
         for name, capture in self._captures.items():
             if any(not ancestor or name.startswith(f"{ancestor}.") for ancestor in outer):
                 continue
             capture.faults.check()
-            trajectories = capture.trajectories()
+            trajectories = capture.trajectories(copies)
             if trajectories and isinstance(capture, (CellCapture, FunctionCapture)):
                 outer.append(name)
-            found += [self._describe(name, trajectory) for trajectory in trajectories if trajectory.window]
+            found += [self._describe(name, trajectory, copies) for trajectory in trajectories if trajectory.window]
         return found
 
     @property
@@ -95,12 +97,20 @@ class RecurrentRecorder:
         self._changes.undo()
         self._captures = {}
 
-    def _describe(self, name: str, trajectory: Trajectory) -> CellRecord:
+    def _replayed(self) -> Iterator[Tensor]:
+        """Yield what is replayed on the CPU: what captures have kept, with the weights and gradients of the modules."""
+        for name, capture in self._captures.items():
+            kept = list(capture.replayed())
+            yield from kept
+            for param in self._modules[name].parameters() if kept else ():
+                yield from (param, *([] if param.grad is None else [param.grad]))
+
+    def _describe(self, name: str, trajectory: Trajectory, copies: HostCopies) -> CellRecord:
         module = self._modules[name]
         suffix = f"_{trajectory.cell.name.rpartition('.')[2]}" if isinstance(module, nn.RNNBase) else ""
         weight = module._parameters.get(f"weight_hh{suffix}") if isinstance(trajectory.cell, TorchCell) else None
         dropout = module.dropout if isinstance(module, nn.RNNBase) and module.training else 0.0
-        gradient = None if weight is None else weight.grad
+        gradient = None if weight is None or weight.grad is None else copies(weight.grad)
         return CellRecord(module=name, gradient=gradient, dropout=dropout, trajectory=trajectory)
 
 

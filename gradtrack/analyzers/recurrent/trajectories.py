@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
 from gradtrack.analyzers.recurrent.cells import Cell, layer_cells
+from gradtrack.analyzers.tools.samples import HostCopies
 
 _SHORTEST: Final = 0.5
 
@@ -55,9 +56,9 @@ class Sequences:
         parts = (state,) if isinstance(state, Tensor) else tuple(state or ())
         lengths = lengths[chosen]
         return cls(
-            inputs=padded[chosen.to(padded.device), : int(lengths.max())].detach(),
+            inputs=pick(padded, chosen)[:, : int(lengths.max())].detach(),
             lengths=lengths,
-            state=tuple(batched(part)[:, chosen.to(part.device)].detach() for part in parts),
+            state=tuple(pick(batched(part), chosen, 1).detach() for part in parts),
         ), chosen
 
 
@@ -84,6 +85,13 @@ def choose(lengths: Tensor, limit: int) -> Tensor:
     return order[lengths[order] >= _SHORTEST * longest].sort().values
 
 
+def pick(values: Tensor, chosen: Tensor, dim: int = 0) -> Tensor:
+    """Return a copy of the chosen sequences; the first ones need no indices on the device."""
+    if chosen.tolist() == list(range(len(chosen))):
+        return values.narrow(dim, 0, len(chosen)).clone()
+    return values.index_select(dim, chosen.to(values.device, non_blocking=True))
+
+
 def replay(
     module: nn.RNNBase,
     sequences: Sequences,
@@ -91,6 +99,7 @@ def replay(
     direct: tuple[Tensor, Sequence[Tensor | None]] | None = None,
     *,
     max_steps: int = 0,
+    copies: HostCopies | None = None,
 ) -> list[Trajectory]:
     """Run a fused module's equations on sequences; return the trajectories by layer and direction.
 
@@ -102,7 +111,7 @@ def replay(
     steps: list[list[Tensor]] = []
     inputs = sequences.inputs
     with torch.set_grad_enabled(direct is not None):
-        for cells in layer_cells(module, name):
+        for cells in layer_cells(module, name, copies or HostCopies()):
             layer = []
             for direction, cell in enumerate(cells):
                 path, states = _run(cell, inputs, sequences, len(steps), direction == 1, max_steps)

@@ -46,6 +46,18 @@ def read_together(tensors: Iterable[Tensor]) -> list[Tensor]:
     return found
 
 
+class HostCopies:
+    """Copies of tensors on the CPU, all read together; any other tensor stands for itself."""
+
+    def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
+        self._kept = [tensor for tensor in tensors if not tensor.is_cpu]  # so that no other tensor gets their ids
+        self._found = dict(zip(map(id, self._kept), read_together(self._kept), strict=True))
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        """Return the copy of a tensor."""
+        return self._found.get(id(tensor), tensor)
+
+
 def _as_bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
