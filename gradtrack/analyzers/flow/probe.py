@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from gradtrack.analyzers.flow.call import Node, axis_of, take_gradient, take_output
 from gradtrack.analyzers.tools.hooks import Faults, ModuleHook
 from gradtrack.analyzers.tools.modules import floating, has_parts, kind_of, layers, owns_parameters, unnested
+from gradtrack.analyzers.tools.samples import Reading
 from gradtrack.gradients.native.threads import threads_for
 from gradtrack.support.interrupts import Changes
 
@@ -30,6 +32,7 @@ class Probe:
         self.nodes: list[Node] = []
         self.without_grad: set[str] = set()
         self.faults = Faults()
+        self.reading = Reading()
         self._calls: dict[str, int] = {}
         self._functions: dict[Any, int] = {}
         changes.note(self._functions.clear)  # lets go of the graph
@@ -65,14 +68,19 @@ class Probe:
         axis = axis_of(kind, parametric, values, first)
         width = values.shape[axis] if values.ndim > 1 else 1
         node = Node(name, kind, parametric, axis, width, parents)
-        take_output(node, values)
-        if not node.finite:
-            node.finite_input = all(bool(torch.isfinite(unnested(value)).all()) for value in floating(inputs))
-        if not node.finite_input:
-            node.made_in = self._made_in(node)
+        take_output(node, values, self.reading)
+        if not values.is_cpu or not node.finite:
+            finite = [torch.isfinite(unnested(value)).all() for value in floating(inputs)]
+            self.reading.add(finite, partial(self._trace, node))
         self._functions[function] = len(self.nodes)
         self.nodes.append(node)
         output.register_hook(lambda gradient: self._receive(node, gradient))  # type: ignore[no-untyped-call]
+
+    def _trace(self, node: Node, *finite: Tensor) -> None:
+        """Find where values come from that are not finite, where a call was given some."""
+        node.finite_input = node.finite or all(map(bool, finite))
+        if not node.finite_input:
+            node.made_in = self._made_in(node)
 
     def _made_in(self, node: Node) -> str:
         """Return the innermost module that has code of its own, around a finite parent of a call but not around it."""
@@ -87,7 +95,9 @@ class Probe:
 
     def _receive(self, node: Node, gradient: Tensor) -> None:
         if not _is_transformed(gradient):
-            self.faults.guarded(_apart)(gradient, lambda: take_gradient(node, unnested(gradient.detach())))
+            self.faults.guarded(_apart)(
+                gradient, lambda: take_gradient(node, unnested(gradient.detach()), self.reading)
+            )
 
     def _walk(self, start: Any) -> Iterator[tuple[int, tuple[str, ...]]]:
         """Find the recorded calls that a function's value was computed from, with the functions on the way."""

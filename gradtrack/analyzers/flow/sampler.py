@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -20,6 +21,7 @@ from gradtrack.analyzers.flow.samples import Case, ParameterSample, Sample, pack
 from gradtrack.analyzers.flow.verdict import UnitVerdicts
 from gradtrack.analyzers.tools.offline import InputFunction, LossFunction, offline_steps
 from gradtrack.analyzers.tools.optimizer_hooks import StepWatch
+from gradtrack.analyzers.tools.samples import Reading, read_together
 from gradtrack.gradients.distributed.shards import local_numbers, local_part, unwrapped
 from gradtrack.gradients.measurer import Measurer
 from gradtrack.gradients.moments import finite_norm, log_norm, true_norm
@@ -35,35 +37,41 @@ class StaleWatch:
     another model, whose own old gradients are cleared only before its own pass.
     """
 
-    def __init__(self, model: nn.Module, changes: Changes) -> None:
+    def __init__(self, model: nn.Module, changes: Changes, reading: Reading) -> None:
         self._stale: dict[str, None] = {}
         self._fresh: set[str] = set()
+        self._reading = reading
         for name, param in model.named_parameters():
             if param.requires_grad:
                 changes.hook(param.register_hook, self._hook(name, param))
 
     @property
     def found(self) -> list[str]:
-        """Name the parameters whose old gradients were added to and never cleared."""
+        """Name the parameters whose old gradients were added to and never cleared, once `reading` is done."""
         return list(self._stale)
 
     def _hook(self, name: str, param: nn.Parameter) -> Callable[[Tensor], None]:
         version = param._version
 
         def hook(_: Tensor) -> None:
-            if name in self._fresh:
-                return
-            if _is_empty(param.grad):
-                self._fresh.add(name)
-                self._stale.pop(name, None)
-            elif param._version != version:
-                self._stale[name] = None
+            if name not in self._fresh:
+                old = [] if param.grad is None else [_values(param.grad).any()]
+                self._reading.add(old, partial(self._note, name, param._version != version))
 
         return hook
 
+    def _note(self, name: str, changed: bool, *old: Tensor) -> None:
+        if name in self._fresh:
+            return
+        if not any(map(bool, old)):
+            self._fresh.add(name)
+            self._stale.pop(name, None)
+        elif changed:
+            self._stale[name] = None
 
-def _is_empty(grad: Tensor | None) -> bool:
-    return grad is None or not bool((grad.coalesce().values() if grad.is_sparse else grad).any())
+
+def _values(grad: Tensor) -> Tensor:
+    return grad.coalesce().values() if grad.is_sparse else grad
 
 
 _NATIVE: Final = "gradtrack.gradients.native.engine"
@@ -90,6 +98,7 @@ class FlowSampler:
         self._stale: StaleWatch | None = None
         self._elements: Elements | None = None
         self._alike: set[str] | None = None
+        self._maybe_alike: dict[str, tuple[Tensor, Tensor]] = {}
 
     @property
     def waiting(self) -> bool:
@@ -105,7 +114,7 @@ class FlowSampler:
         """Hook a model for the coming step."""
         if self._elements is None or not stale:
             self._probe = Probe(model, self._changes)
-            self._stale = StaleWatch(model, self._changes) if stale else None
+            self._stale = StaleWatch(model, self._changes, self._probe.reading) if stale else None
 
     def look(self, snapshot: Snapshot) -> Sample | None:
         """Complete the last sample, and return a new one where the model was hooked."""
@@ -117,10 +126,13 @@ class FlowSampler:
         if self._probe is not None:
             self._probe.faults.check()
         params = snapshot.params()
-        sample = self._sample(snapshot, params)
+        reading = Reading() if self._probe is None else self._probe.reading
+        finite = not snapshot.skipped and math.isfinite(sum(snapshot.norms.values()))
+        elements = Elements(params, snapshot.gradients, reading) if finite else None
+        sample = self._sample(snapshot, params, reading)
         self._keep(sample)
-        if not snapshot.skipped and math.isfinite(sum(snapshot.norms.values())):
-            self._elements = Elements(params, snapshot.gradients)
+        if elements is not None:
+            self._elements = elements
             sample.turned = min((self._elements.cosine_to(one) for one in self._past), default=math.nan)
             self._past.append(self._elements)
             self._watch_step(snapshot, sample, params)
@@ -160,9 +172,11 @@ class FlowSampler:
         if self._elements is None:
             return
         elements, self._elements = self._elements, None
-        params = snapshot.params()
-        self.samples[-1].changes = elements.changes(params) if snapshot.optimizers else None
-        self.samples[-1].cosine = elements.cosine(params, snapshot.gradients)
+        changes, cosine, left = elements.follow(snapshot.params(), snapshot.gradients)
+        self.samples[-1].changes = changes if snapshot.optimizers else None
+        self.samples[-1].cosine = cosine
+        if not math.isnan(left):
+            self.samples[-1].clip = left
 
     def _watch_step(self, snapshot: Snapshot, sample: Sample, params: Params) -> None:
         """See what is left of the gradients when the optimizer takes them: others may clip in between."""
@@ -178,12 +192,18 @@ class FlowSampler:
 
         snapshot.call_before_step(before_step)
 
-    def _sample(self, snapshot: Snapshot, params: Params) -> Sample:
+    def _sample(self, snapshot: Snapshot, params: Params, reading: Reading) -> Sample:
+        """Read what the hooks and the parameters have on an accelerator, and return all of it."""
         probe, stale = self._probe, self._stale
+        found = self._parameters(snapshot, params, reading)
+        modes = _modes(snapshot.model, reading)
+        reading.read()
+        for name in self._alike_names() & found.keys():
+            found[name].alike = True
         return Sample(
             step=snapshot.step,
             nodes=[] if probe is None else list(probe.nodes),
-            params=self._parameters(snapshot, params),
+            params=found,
             without_grad=set() if probe is None else probe.without_grad,
             stale=[] if stale is None else stale.found,
             lr=max((float(rate) for rate in snapshot.lr.values()), default=math.nan),
@@ -191,55 +211,79 @@ class FlowSampler:
             skipped=snapshot.skipped,
             scaled=snapshot.scaled,
             lowest_lr=_lowest_rate(snapshot.optimizers),
-            **_modes(snapshot.model),
+            **modes,
         )
 
-    def _parameters(self, snapshot: Snapshot, params: Params) -> dict[str, ParameterSample]:
+    def _find_alike(self, named: Params, gradients: Mapping[str, Tensor], reading: Reading) -> None:
+        """Find the matrices with equal rows whose gradients have equal rows too, among those that always had them."""
+        before, self._alike, self._maybe_alike = self._alike, set(), {}
+        for name, param in named.items():
+            both = _rows_of_both(param, gradients.get(name)) if before is None or name in before else None
+            if both is None:
+                continue
+            if both[0].is_cpu:
+                if all(bool(_begin_equal(rows)) and bool(_are_equal(rows)) for rows in both):
+                    self._alike.add(name)
+            else:
+                reading.add(map(_begin_equal, both), partial(self._suspect, name, both))
+
+    def _suspect(self, name: str, both: tuple[Tensor, Tensor], *begin: Tensor) -> None:
+        if all(map(bool, begin)):
+            self._maybe_alike[name] = both
+
+    def _alike_names(self) -> set[str]:
+        """Return the names of what `_find_alike` found, and look at all rows of the few that begin alike."""
+        flags = iter(read_together(_are_equal(rows) for both in self._maybe_alike.values() for rows in both))
+        found = {name for name in self._maybe_alike if all([bool(next(flags)), bool(next(flags))])}
+        self._alike, self._maybe_alike = (self._alike or set()) | found, {}
+        return self._alike
+
+    def _parameters(self, snapshot: Snapshot, params: Params, reading: Reading) -> dict[str, ParameterSample]:
         owned = {id(param) for one in snapshot.optimizers for group in one.param_groups for param in group["params"]}
         named = {name: param for name, param in params.items() if param.requires_grad}
-        alike = self._alike = {
-            name
-            for name, param in named.items()
-            if (self._alike is None or name in self._alike) and _has_equal_units(param, snapshot.gradients.get(name))
-        }
-        return {
+        found = {
             name: ParameterSample(
                 norm=snapshot.norms.get(name, 0.0),
-                weight=weight,
+                weight=math.nan,
                 ndim=param.ndim,
                 count=param.numel(),
                 owned=id(param) in owned if snapshot.optimizers else None,
                 has_grad=name in snapshot.norms,
-                zeros=self._zeros(snapshot.gradients.get(name)),
                 coarse=param.dtype in (torch.float16, torch.bfloat16),
-                alike=name in alike,
             )
-            for (name, param), weight in zip(named.items(), _norms(named.values()), strict=True)
+            for name, param in named.items()
         }
-
-    def _zeros(self, gradient: Tensor | None) -> float:
-        """Return the share of zeros of a gradient, where the absolute threshold of dead parameters needs it."""
-        if gradient is None or not self._with_zeros:
-            return 0.0
-        return float((gradient == 0).double().mean())
+        self._find_alike(named, snapshot.gradients, reading)
+        _weigh([*zip(found.values(), named.values(), strict=True)], reading)
+        for name, sample in found.items() if self._with_zeros else ():  # the threshold of dead parameters needs them
+            if name in snapshot.gradients:
+                share = (snapshot.gradients[name] == 0).double().mean()
+                reading.add([share], lambda zeros, sample=sample: setattr(sample, "zeros", float(zeros)))
+        return found
 
 
 _EQUAL: Final = 1e-3
 
 
-def _has_equal_units(param: Tensor, gradient: Tensor | None) -> bool:
-    """Whether a matrix has equal rows and so has its gradient, of which the first two tell that most have not."""
+def _rows_of_both(param: Tensor, gradient: Tensor | None) -> tuple[Tensor, Tensor] | None:
+    """Return the rows of a matrix and those of its gradient, where they can be compared."""
     if param.ndim < 2 or len(param) < 2 or gradient is None or gradient.layout is not torch.strided:
-        return False
-    weight, gradient = local_numbers(param.detach()), local_numbers(gradient)
-    return all(
-        len(rows) > 1 and _is_small(rows[1] - rows[0], rows[0]) and _is_small(rows - rows[0], rows)
-        for rows in (weight, gradient)
-    )
+        return None
+    both = local_numbers(param.detach()), local_numbers(gradient)
+    return both if min(map(len, both)) > 1 else None
 
 
-def _is_small(difference: Tensor, values: Tensor) -> bool:
-    return bool(difference.norm() <= _EQUAL * values.norm())
+def _begin_equal(rows: Tensor) -> Tensor:
+    """Say whether the first two rows are equal, which tells of most matrices that not all are."""
+    return _is_small(rows[1] - rows[0], rows[0])
+
+
+def _are_equal(rows: Tensor) -> Tensor:
+    return _is_small(rows - rows[0], rows)
+
+
+def _is_small(difference: Tensor, values: Tensor) -> Tensor:
+    return difference.norm() <= _EQUAL * values.norm()
 
 
 def _lowest_rate(optimizers: Iterable[Any]) -> float:
@@ -252,18 +296,19 @@ _RANDOM: Final = (nn.modules.dropout._DropoutNd,)
 _BATCHES: Final = (nn.modules.batchnorm._BatchNorm,)
 
 
-def _modes(model: nn.Module) -> dict[str, Any]:
+def _modes(model: nn.Module, reading: Reading) -> dict[str, Any]:
     """Return whether a model is in training mode, and which of the parts that depend on that are."""
     parts = [(name, part) for name, part in model.named_modules() if isinstance(part, (*_RANDOM, *_BATCHES))]
-    untrained = [
-        name
-        for name, part in parts
-        if isinstance(part, _BATCHES)
-        and not part.training
-        and part.num_batches_tracked is not None
-        and int(part.num_batches_tracked) == 0
-        and not (part.running_mean is not None and bool(part.running_mean.any()))
-    ]
+    untrained: list[str] = []
+
+    def note(name: str, batches: Tensor, *moved: Tensor) -> None:
+        if not (int(batches) or any(map(bool, moved))):
+            untrained.append(name)
+
+    for name, part in parts:
+        if isinstance(part, _BATCHES) and not part.training and part.num_batches_tracked is not None:
+            moved = [] if part.running_mean is None else [part.running_mean.any()]
+            reading.add([part.num_batches_tracked, *moved], partial(note, name))
     return {
         "training": model.training,
         "in_training": [name for name, part in parts if part.training and getattr(part, "p", 1.0) > 0],
@@ -271,19 +316,27 @@ def _modes(model: nn.Module) -> dict[str, Any]:
     }
 
 
-def _norms(params: Iterable[Tensor]) -> list[float]:
-    """Return the norms of parameters, estimated from what this rank holds where they are spread over ranks."""
-    pairs = [(param.numel(), local_part(param)) for param in params]
-    if not pairs:
+def _weigh(samples: Sequence[tuple[ParameterSample, Tensor]], reading: Reading) -> None:
+    """Note the norms of parameters, estimated from what this rank holds where they are spread over ranks."""
+    parts = [local_numbers(param.detach()) for _, param in samples]
+    shares = [math.sqrt(param.numel() / max(1, local_part(param).numel())) for _, param in samples]
+
+    def note(*norms: float | Tensor) -> None:
+        for (sample, _), norm, share in zip(samples, norms, shares, strict=True):
+            sample.weight = float(norm) * share
+
+    if all(part.is_cpu for part in parts):
+        note(*_norms(parts))
+    else:
+        reading.add([torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts], note)
+
+
+def _norms(parts: Sequence[Tensor]) -> list[float]:
+    if not parts:
         return []
     measurer = Measurer("auto" if _NATIVE in sys.modules else "torch")  # loading the compiler takes half a second
-    moments = measurer.measure(
-        [local_numbers(part.detach()) for _, part in pairs], np.zeros(len(pairs), dtype=np.int64), 1
-    )
-    return [
-        true_norm(row, moments.exponent) * math.sqrt(size / max(1, part.numel()))
-        for row, (size, part) in zip(moments.rows.tolist(), pairs, strict=True)
-    ]
+    moments = measurer.measure(parts, np.zeros(len(parts), dtype=np.int64), 1)
+    return [true_norm(row, moments.exponent) for row in moments.rows.tolist()]
 
 
 def sample_offline(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from typing import Any, Final
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from gradtrack.gradients.distributed.shards import local_part
+
+Found = TypeVar("Found")
 
 MOST: Final = 65_536
 _NUMPY: Final = (torch.float32, torch.float64)
@@ -44,6 +46,52 @@ def read_together(tensors: Iterable[Tensor]) -> list[Tensor]:
         for index, part in zip(there, copied, strict=True):
             found[index] = part.view(found[index].dtype).reshape(found[index].shape)
     return found
+
+
+class Pending(Generic[Found]):
+    """A result that follows from small tensors, once they are read."""
+
+    def __init__(self, tensors: Sequence[Tensor], finish: Callable[..., Found]) -> None:
+        self.tensors, self.finish = list(tensors), finish
+
+    def value(self) -> Found:
+        """Read the tensors and return the result."""
+        return self.finish(*read_together(self.tensors))
+
+    @classmethod
+    def joined(cls, parts: Sequence[Pending[Any]], combine: Callable[..., Found]) -> Pending[Found]:
+        """Return the result that follows from several others, whose tensors are read together."""
+
+        def finish(*values: Tensor) -> Found:
+            rest = iter(values)
+            return combine(*[part.finish(*[next(rest) for _ in part.tensors]) for part in parts])
+
+        return Pending([tensor for part in parts for tensor in part.tensors], finish)
+
+
+class Reading:
+    """Small tensors that wait to be read together, each with a function that takes their values.
+
+    A function whose tensors lie on the CPU is called at once.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[list[Tensor], Callable[..., None]]] = []
+
+    def add(self, tensors: Iterable[Tensor], take: Callable[..., None]) -> None:
+        """Call a function with tensors on the CPU: now, or when they are read."""
+        found = list(tensors)
+        if all(tensor.is_cpu for tensor in found):
+            take(*found)
+        else:
+            self._waiting.append((found, take))
+
+    def read(self) -> None:
+        """Read what waits, and call its functions in order."""
+        waiting, self._waiting = self._waiting, []
+        values = iter(read_together(tensor for tensors, _ in waiting for tensor in tensors))
+        for tensors, take in waiting:
+            take(*[next(values) for _ in tensors])
 
 
 class HostCopies:
@@ -81,6 +129,17 @@ def sampled(tensor: Tensor, most: int = MOST) -> Tensor:
     if values.is_contiguous():
         return values.view(-1)[::stride]
     return values.take(torch.arange(0, count, stride, device=values.device))
+
+
+def places_of(chosen: Tensor, most: int, distance: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return the places of some of the chosen elements of a vector, found without a read.
+
+    These are the first of them and each one at a distance, which is a function of their number. Behind the last of them
+    any place may follow.
+    """
+    ranks = chosen.cumsum(0)
+    wanted = torch.arange(most, device=chosen.device) * distance(ranks[-1]) + 1
+    return torch.searchsorted(ranks, wanted).clamp_max(len(chosen) - 1)
 
 
 def weighed_sample(tensor: Tensor, most: int) -> Tensor:
