@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar, final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gradtrack.analyzers.base import Analyzer, Schedule, Snapshot, model_of, panel, rarely
 from gradtrack.analyzers.jacobian.inputs import BlockCall, BlockInputs
@@ -21,6 +22,7 @@ from gradtrack.analyzers.jacobian.report import (
 from gradtrack.analyzers.tools.linear_maps import differentiable_twice
 from gradtrack.analyzers.tools.modules import Blocks, evaluating, find_chain, first_floating
 from gradtrack.analyzers.tools.offline import InputFunction, call, kept, untouched
+from gradtrack.analyzers.tools.samples import Pending, Reading
 from gradtrack.errors import UsageError
 from gradtrack.records import Panel
 from gradtrack.reports import Report
@@ -146,24 +148,35 @@ class JacobianAnalyzer(Analyzer):
     def _measure(self, blocks: Mapping[str, nn.Module], calls: Mapping[str, BlockCall]) -> JacobianReport:
         found: dict[str, BlockJacobian] = {}
         skipped: dict[str, str] = {}
+        reading = Reading()
+
+        def take(name: str, finish: Callable[..., BlockJacobian], *values: Tensor) -> None:
+            try:
+                found[name] = finish(*values)
+            except (UsageError, RuntimeError) as fault:
+                skipped[name] = str(fault).splitlines()[0]
+
         for name, block in counted(blocks.items(), "Measuring blocks", total=len(blocks)):
             if name not in calls:
                 skipped[name] = "it was not called"
                 continue
             try:
-                found[name] = self._block(block, calls[name])
+                pending = self._block(block, calls[name])
             except (UsageError, RuntimeError) as fault:
                 skipped[name] = str(fault).splitlines()[0]
+            else:
+                reading.add(pending.tensors, partial(take, name, pending.finish))
+        reading.read()
         return sum_up(found, skipped)
 
-    def _block(self, block: nn.Module, inputs: BlockCall) -> BlockJacobian:
+    def _block(self, block: nn.Module, inputs: BlockCall) -> Pending[BlockJacobian]:
         numbers = []
         with differentiable_twice(block):
             for sample in range(inputs.num_samples):
                 function, at = inputs.function(block, sample)
                 generator = torch.Generator().manual_seed(self._seed)
                 numbers.append(measure_jacobian(function, at, generator, exact_limit=self._exact_limit))
-        return middle(numbers)
+        return Pending.joined(numbers, middle)
 
 
 class _Chain(nn.Module):

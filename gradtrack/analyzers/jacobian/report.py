@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Annotated, Any, Final
 
 import torch
@@ -13,11 +14,13 @@ from torch import Tensor
 
 from gradtrack.analyzers.tools.linear_maps import (
     LinearMap,
+    condensed,
     largest_singular_value,
     leading_singular_values,
     squared_frobenius,
 )
-from gradtrack.analyzers.tools.spectra import arnoldi_radius, condition_number, effective_rank, spectral_radius
+from gradtrack.analyzers.tools.samples import Pending
+from gradtrack.analyzers.tools.spectra import arnoldi, condition_number, effective_rank, spectral_radius
 from gradtrack.records import Metric
 from gradtrack.reports import Report
 from gradtrack.reports.base import measured
@@ -62,7 +65,7 @@ def measure_jacobian(
     generator: torch.Generator,
     *,
     exact_limit: int = EXACT_LIMIT,
-) -> BlockJacobian:
+) -> Pending[BlockJacobian]:
     """Measure the Jacobian of a function: all of it up to a limit on the smaller side, by products beyond."""
     linear = LinearMap.of(function, at)
     if min(linear.num_inputs, linear.num_outputs) <= exact_limit:
@@ -70,44 +73,57 @@ def measure_jacobian(
     return _from_products(linear, generator)
 
 
-def _from_matrix(linear: LinearMap) -> BlockJacobian:
-    matrix = linear.matrix().double()
+def _from_matrix(linear: LinearMap) -> Pending[BlockJacobian]:
+    sizes = linear.num_inputs, linear.num_outputs
+    return Pending([condensed(linear.matrix().double())], partial(_exact, sizes))
+
+
+def _exact(sizes: tuple[int, int], matrix: Tensor) -> BlockJacobian:
     if not torch.isfinite(matrix).all():
         names = ("sigma_max", "sigma_min", "condition", "effective_rank", "mean_square_gain")
-        return _report(linear, exact=True, **dict.fromkeys(names, math.nan))
+        return _report(sizes, exact=True, **dict.fromkeys(names, math.nan))
     values = torch.linalg.svdvals(matrix)
     return _report(
-        linear,
+        sizes,
         exact=True,
         sigma_max=float(values.max()),
         sigma_min=float(values.min()),
         condition=condition_number(values),
         effective_rank=effective_rank(values),
-        mean_square_gain=float(values.square().sum()) / linear.num_outputs,
-        spectral_radius=spectral_radius(matrix) if linear.num_inputs == linear.num_outputs else None,
+        mean_square_gain=float(values.square().sum()) / sizes[1],
+        spectral_radius=spectral_radius(matrix) if sizes[0] == sizes[1] else None,
     )
 
 
-def _from_products(linear: LinearMap, generator: torch.Generator) -> BlockJacobian:
-    squares, error = squared_frobenius(linear, generator, num_probes=_PROBES)
+def _from_products(linear: LinearMap, generator: torch.Generator) -> Pending[BlockJacobian]:
+    squares = squared_frobenius(linear, generator, num_probes=_PROBES)
     values = leading_singular_values(linear, generator, count=_VALUES)
-    sigma_max = max(largest_singular_value(linear, generator), float(values.max()))
+    largest = largest_singular_value(linear, generator)
     start = linear.random(linear.num_outputs, generator)
+    sizes = linear.num_inputs, linear.num_outputs
+    spectrum = [arnoldi(linear.pull, start)] if sizes[0] == sizes[1] else []
+    return Pending.joined([squares, values, largest, *spectrum], partial(_estimated, sizes))
+
+
+def _estimated(
+    sizes: tuple[int, int], found: tuple[float, float], values: Tensor, largest: float, spectrum: Tensor | None = None
+) -> BlockJacobian:
+    squares, error = found
     return _report(
-        linear,
+        sizes,
         exact=False,
-        sigma_max=sigma_max,
-        effective_rank=_completed_rank(values, squares, min(linear.num_inputs, linear.num_outputs)),
-        mean_square_gain=squares / linear.num_outputs,
-        mean_square_gain_error=error / linear.num_outputs,
-        spectral_radius=arnoldi_radius(linear.pull, start) if linear.num_inputs == linear.num_outputs else None,
+        sigma_max=max(largest, float(values.max())),
+        effective_rank=_completed_rank(values, squares, min(sizes)),
+        mean_square_gain=squares / sizes[1],
+        mean_square_gain_error=error / sizes[1],
+        spectral_radius=None if spectrum is None else float(spectrum[0].abs()),
     )
 
 
-def _report(linear: LinearMap, **numbers: Any) -> BlockJacobian:
+def _report(sizes: tuple[int, int], **numbers: Any) -> BlockJacobian:
     return BlockJacobian(
-        num_inputs=linear.num_inputs,
-        num_outputs=linear.num_outputs,
+        num_inputs=sizes[0],
+        num_outputs=sizes[1],
         num_samples=1,
         log10_condition=_log10(numbers.get("condition")),
         **numbers,
@@ -168,7 +184,7 @@ class JacobianReport(Report):
         return "\n".join([*lines, *(f"{name}: {reason}" for name, reason in self.skipped.items())])
 
 
-def middle(samples: Sequence[BlockJacobian]) -> BlockJacobian:
+def middle(*samples: BlockJacobian) -> BlockJacobian:
     """Return the median of every number over the samples of one block."""
     known = [name for name, value in dict(samples[0]).items() if isinstance(value, float)]
     values = {name: statistics.median(one[name] for one in samples) for name in known}

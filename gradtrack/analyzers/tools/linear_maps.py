@@ -6,13 +6,14 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from gradtrack.analyzers.tools.spectra import norm
+from gradtrack.analyzers.tools.samples import Pending
+from gradtrack.analyzers.tools.spectra import column_of, norm
 from gradtrack.errors import UsageError
 from gradtrack.support.interrupts import Changes
 
@@ -72,7 +73,7 @@ class LinearMap:
             drawn = torch.randint(0, 2, (size,), generator=generator) * 2 - 1
         else:
             drawn = torch.randn(size, generator=generator, dtype=torch.float64)
-        return _precise(drawn.to(self._outputs))
+        return _precise(drawn.to(self._outputs, non_blocking=True))
 
     def _transposed(self) -> tuple[Tensor, Tensor]:
         if self._pulled is None or self._cotangent is None:
@@ -124,47 +125,76 @@ def differentiable_twice(module: nn.Module | None = None) -> Iterator[None]:
         yield
 
 
-def largest_singular_value(linear: LinearMap, generator: torch.Generator) -> float:
-    """Return the largest singular value, by Golub-Kahan bidiagonalisation with every vector orthogonalised twice.
+def largest_singular_value(linear: LinearMap, generator: torch.Generator) -> Pending[float]:
+    """Find the largest singular value, by Golub-Kahan bidiagonalisation with every vector orthogonalised twice.
 
     Each iteration is one product with J and one with its transpose, as in power iteration, but the largest value of the
-    bidiagonal matrix converges much faster.
+    bidiagonal matrix converges much faster. Where nothing is left of a vector the CPU stops; an accelerator goes on, so
+    that the processor need not wait, and what came after is left out.
     """
     right = [_unit(linear.random(linear.num_inputs, generator))]
     left: list[Tensor] = []
-    diagonal: list[float] = []
-    above: list[float] = []
+    diagonal: list[float | Tensor] = []
+    above: list[float | Tensor] = []
     for step in range(min(_ITERATIONS, linear.num_inputs, linear.num_outputs)):
         image = _orthogonal(linear.push(right[step]), left)
         diagonal.append(norm(image))
-        if not diagonal[-1] > 0:
+        if image.is_cpu and not diagonal[-1] > 0:
             break
         left.append(_unit(image))
         image = _orthogonal(linear.pull(left[step]), right)
         above.append(norm(image))
-        if above[-1] <= 1e-12 * max(diagonal):
+        if image.is_cpu and _is_spent(above[-1], diagonal):
             break
         right.append(_unit(image))
-    rows = [torch.tensor(values, dtype=torch.float64) for values in (diagonal, above[: len(diagonal) - 1])]
-    matrix = torch.diag(rows[0]) + torch.diag(rows[1], 1)
+    return Pending([column_of(diagonal), column_of(above)], _largest_of_bidiagonal)
+
+
+def _is_spent(last: Any, diagonal: Sequence[Any]) -> bool:
+    return bool(last <= 1e-12 * max(diagonal))
+
+
+def _largest_of_bidiagonal(diagonal: Tensor, above: Tensor) -> float:
+    """Return the largest singular value from the iterations up to the one that left nothing."""
+    sizes, others = diagonal.tolist(), above.tolist()
+    count = next(
+        (step + 1 for step, size in enumerate(sizes) if not size > 0 or _is_spent(others[step], sizes[: step + 1])),
+        len(sizes),
+    )
+    matrix = torch.diag(diagonal[:count]) + torch.diag(above[: count - 1], 1)
     return float(torch.linalg.svdvals(matrix)[0]) if torch.isfinite(matrix).all() else math.nan
 
 
-def squared_frobenius(linear: LinearMap, generator: torch.Generator, *, num_probes: int) -> tuple[float, float]:
-    """Return the mean of ‖Jᵀv‖² over random signs v, which is ‖J‖², and its standard error."""
+def squared_frobenius(
+    linear: LinearMap, generator: torch.Generator, *, num_probes: int
+) -> Pending[tuple[float, float]]:
+    """Find the mean of ‖Jᵀv‖² over random signs v, which is ‖J‖², and its standard error."""
     probes = torch.stack([linear.random(linear.num_outputs, generator, signs=True) for _ in range(num_probes)])
-    found = linear.pulls(probes).double().square().sum(dim=1)
-    error = float(found.std()) / math.sqrt(num_probes) if num_probes > 1 else math.nan
-    return float(found.mean()), error
+
+    def finish(found: Tensor) -> tuple[float, float]:
+        error = float(found.std()) / math.sqrt(num_probes) if num_probes > 1 else math.nan
+        return float(found.mean()), error
+
+    return Pending([linear.pulls(probes).double().square().sum(dim=1)], finish)
 
 
-def leading_singular_values(linear: LinearMap, generator: torch.Generator, *, count: int) -> Tensor:
-    """Return about `count` of the largest singular values, from a randomised range finder (Halko et al. 2011)."""
+def leading_singular_values(linear: LinearMap, generator: torch.Generator, *, count: int) -> Pending[Tensor]:
+    """Find about `count` of the largest singular values, by a randomised range finder (Halko et al. 2011)."""
     size = min(count, linear.num_inputs, linear.num_outputs)
     sketch = torch.stack([linear.random(linear.num_inputs, generator) for _ in range(size)])
     basis = torch.linalg.qr(linear.pushes(sketch).double().T)[0]
-    values: Tensor = torch.linalg.svdvals(linear.pulls(basis.T.to(sketch)).double())
-    return values
+    return Pending([condensed(linear.pulls(basis.T.to(sketch)).double())], torch.linalg.svdvals)
+
+
+def condensed(matrix: Tensor) -> Tensor:
+    """Return a smaller matrix with the same singular values where it has to be copied, NaN for what is not finite.
+
+    An accelerator would have to be waited for by its singular values.
+    """
+    if matrix.is_cpu or matrix.shape[0] == matrix.shape[1]:
+        return matrix
+    triangle = torch.linalg.qr(matrix if matrix.shape[0] > matrix.shape[1] else matrix.T, mode="r")[1]
+    return torch.where(matrix.isfinite().all(), triangle, math.nan)
 
 
 def check_differentiable(value: Tensor, what: str) -> None:

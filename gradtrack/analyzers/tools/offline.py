@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from gradtrack.analyzers.tools.samples import read_together
 from gradtrack.errors import InputTypeError, UsageError
 from gradtrack.support.interrupts import Changes
 from gradtrack.support.progress import counted
@@ -73,8 +74,9 @@ def kept(model: nn.Module | None, *, weights: bool = False) -> Iterator[None]:
                 names.clear()
                 names.update(before)
         with torch.no_grad():
+            same = iter(read_together(tensor.eq(value).all() for tensor, value in values if not tensor.is_cpu))
             for tensor, value in values:
-                if not torch.equal(tensor, value):
+                if not (torch.equal(tensor, value) if tensor.is_cpu else next(same)):
                     tensor.copy_(value)
 
     with _apart(model), Changes() as changes:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 import torch
 from torch import Tensor, nn
 
-from gradtrack.analyzers.tools.samples import as_real, read_together
+from gradtrack.analyzers.tools.samples import Pending, as_real, read_together
 from gradtrack.support.statistics import cosine, mean
 
 KRYLOV: Final = 80
@@ -63,30 +63,44 @@ def arnoldi_radius(matvec: Callable[[Tensor], Tensor], start: Tensor) -> float:
 
 
 def arnoldi_spectrum(matvec: Callable[[Tensor], Tensor], start: Tensor, *, num_vectors: int = KRYLOV) -> Tensor:
-    """Return the outermost eigenvalues by Arnoldi's method with every vector orthogonalised twice, the largest first.
+    """Return the outermost eigenvalues by Arnoldi's method, the largest first; see `arnoldi`."""
+    return arnoldi(matvec, start, num_vectors=num_vectors).value()
+
+
+def arnoldi(matvec: Callable[[Tensor], Tensor], start: Tensor, *, num_vectors: int = KRYLOV) -> Pending[Tensor]:
+    """Find the outermost eigenvalues by Arnoldi's method with every vector orthogonalised twice, the largest first.
 
     Of the eigenvalues of the small matrix those are kept whose residual is under a hundredth of the largest, and the
-    largest in any case.
+    largest in any case. Where nothing is left of a vector the CPU stops; an accelerator goes on, so that the processor
+    need not wait, and what came after is left out.
     """
     count = min(num_vectors, start.numel())
     basis = start.new_zeros(count, start.numel())
     basis[0] = start / norm(start)
-    above, lengths = start.new_zeros(count, count), []
+    above = start.new_zeros(count, count)
+    lengths: list[float | Tensor] = []
+    scales: list[float | Tensor] = []
+    smallest = 1e3 * torch.finfo(start.dtype).eps
     for column in range(count):
         image, known = matvec(basis[column]), basis[: column + 1]
-        scale, shares = norm(image), above[column, : column + 1]
+        shares = above[column, : column + 1]
+        scales.append(norm(image))
         for _ in range(2):
             share = known @ image
             image = image - share @ known
             shares += share
-        left = norm(image)
-        if column + 1 == count or left <= 1e3 * torch.finfo(start.dtype).eps * scale:
+        lengths.append(norm(image))
+        if column + 1 == count or (start.is_cpu and lengths[-1] <= smallest * scales[-1]):
             break
-        lengths.append(left)
-        basis[column + 1] = image / left
-    small = above[: column + 1, : column + 1].double().cpu().T
-    below = torch.tensor(lengths[:column], dtype=torch.float64)
-    return _outermost(small + torch.diag(below, -1), left)
+        basis[column + 1] = image / lengths[-1]
+
+    def finish(above: Tensor, left: Tensor, sizes: Tensor) -> Tensor:
+        ends = (left <= smallest * sizes).nonzero()[:, 0].tolist()
+        last = min([*ends, len(left) - 1])
+        small = above[: last + 1, : last + 1].double().T
+        return _outermost(small + torch.diag(left[:last], -1), float(left[last]))
+
+    return Pending([above, column_of(lengths), column_of(scales)], finish)
 
 
 def _relative(singular_values: Tensor) -> Tensor:
@@ -112,9 +126,16 @@ def _outermost(hessenberg: Tensor, left: float) -> Tensor:
     return ordered
 
 
-def norm(vector: Tensor) -> float:
-    """Return the norm of a vector whose squares may leave the range of its precision."""
-    return float(torch.linalg.vector_norm(vector, dtype=torch.float64))
+def norm(vector: Tensor) -> float | Tensor:
+    """Return the norm of a vector whose squares may leave the range of its precision; a tensor off the CPU."""
+    found = torch.linalg.vector_norm(vector, dtype=torch.float64)
+    return float(found) if found.is_cpu else found
+
+
+def column_of(numbers: Sequence[float | Tensor]) -> Tensor:
+    """Return norms as one tensor, where they are."""
+    there = [number for number in numbers if isinstance(number, Tensor)]
+    return torch.stack(there) if there else torch.tensor(numbers, dtype=torch.float64)
 
 
 class GradientCoherence:
