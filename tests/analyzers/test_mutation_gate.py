@@ -39,7 +39,7 @@ NAIVE: dict[str, tuple[object, str, Any, Callable[[], object]]] = {
         direct_gradients,
         recurrent_goldens.r11_gradients_through_time,
     ),
-    "Rayleigh power iteration": (dynamics, "arnoldi_spectrum", rayleigh_alone, recurrent_goldens.r10_complex_pair),
+    "Rayleigh power iteration": (dynamics, "arnoldi", rayleigh_alone, recurrent_goldens.r10_complex_pair),
     "ln T for ln visible": (
         statistics,
         "normalized_entropy",

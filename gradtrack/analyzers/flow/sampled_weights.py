@@ -221,9 +221,9 @@ def _sparse(
             continue
         if np.count_nonzero(taken[number]) < _SPARSE * len(taken[number]):
             flat = grad.detach().reshape(-1)
-            places, count = _touched(flat)
+            places, total = _touched(flat)
             found[number] = places
-            parts += [places, count, own.detach().reshape(-1)[places], flat[places]]
+            parts += [places, total, own.detach().reshape(-1)[places], flat[places]]
     read = iter(read_together(parts))
     chosen: dict[int, tuple[Values, Values, Index, int]] = {}
     for number, places in found.items():

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from gradtrack.analyzers.recurrent.cells import Cell, TorchCell
 from gradtrack.analyzers.recurrent.trajectories import Trajectory
-from gradtrack.analyzers.tools.spectra import arnoldi_spectrum
+from gradtrack.analyzers.tools.samples import Pending
+from gradtrack.analyzers.tools.spectra import arnoldi
 
 _BLOCKS: Final = 4
 _ROWS: Final = 2048
@@ -74,18 +75,18 @@ def jacobian(cell: Cell, states: Tensor, drives: Tensor) -> Tensor:
     return torch.cat(parts)
 
 
-def step_spectrum(cell: Cell, states: Tensor, drives: Tensor) -> Tensor:
-    """Return the eigenvalues (N, S) of the Jacobians at states (N, S), from the whole matrices."""
-    eigenvalues: Tensor = torch.linalg.eigvals(jacobian(cell, states, drives))
-    return eigenvalues
+def step_spectrum(cell: Cell, states: Tensor, drives: Tensor) -> Pending[Tensor]:
+    """Find the eigenvalues (N, S) of the Jacobians at states (N, S), from the whole matrices."""
+    return Pending([jacobian(cell, states, drives)], torch.linalg.eigvals)
 
 
-def outer_spectrum(cell: Cell, state: Tensor, drive: Tensor, generator: torch.Generator) -> Tensor:
-    """Return the outermost eigenvalues of the Jacobian at one state (S), from products with it."""
+def outer_spectrum(cell: Cell, state: Tensor, drive: Tensor, generator: torch.Generator) -> Pending[Tensor]:
+    """Find the outermost eigenvalues of the Jacobian at one state (S), from products with it."""
     pull = _pulls(cell, state[None, None], drive[None, None])
-    return arnoldi_spectrum(
+    drawn = torch.randn(state.numel(), generator=generator, dtype=torch.float64)
+    return arnoldi(
         lambda vector: pull(0, vector.reshape(1, 1, -1)).reshape(-1),
-        torch.randn(state.numel(), generator=generator, dtype=torch.float64).to(state.device, _precise(state)),
+        drawn.to(state.device, _precise(state), non_blocking=True),
     )
 
 
@@ -97,7 +98,7 @@ def sweep(
     num_probes: int = 8,
     num_exponents: int = 4,
     warm_up: int | None = None,
-) -> Decay:
+) -> Pending[Decay]:
     """Carry random gradients and an orthonormal frame backwards over the last steps of a trajectory.
 
     The probes start as orthonormal vectors in the part of the state that is read, so that as many of them as it has
@@ -121,16 +122,19 @@ def sweep(
         frame = orthonormal.mT
         norms.append(lengths)
         stretches.append(triangle)
-    logs = torch.stack(norms).log().cumsum(dim=0).flatten(1).cpu()
-    each = torch.stack(stretches).diagonal(dim1=-2, dim2=-1).abs().double().log().cpu()
-    kept = each[min(window // 5 if warm_up is None else warm_up, max(window - 1, 0)) :]
-    return Decay(
-        log_profile=torch.cat([logs.new_zeros(1), _log_mean_square(logs)]),
-        exponents=kept.mean(dim=(0, 1)),
-        error=_error(kept[..., 0]),
-        count=len(kept),
-        num_sequences=num_sequences,
-    )
+    begin = min(window // 5 if warm_up is None else warm_up, max(window - 1, 0))
+
+    def finish(lengths: Tensor, stretched: Tensor) -> Decay:
+        logs, kept = lengths.log().cumsum(dim=0).flatten(1), stretched.double().log()[begin:]
+        return Decay(
+            log_profile=torch.cat([logs.new_zeros(1), _log_mean_square(logs)]),
+            exponents=kept.mean(dim=(0, 1)),
+            error=_error(kept[..., 0]),
+            count=len(kept),
+            num_sequences=num_sequences,
+        )
+
+    return Pending([torch.stack(norms), torch.stack(stretches).diagonal(dim1=-2, dim2=-1).abs()], finish)
 
 
 def effective_memory(log_profile: Sequence[float], share: float = math.exp(-1.0)) -> Memory | None:
@@ -191,7 +195,7 @@ def _orthonormal(path: Trajectory, size: int, count: int, generator: torch.Gener
     """Draw so many orthonormal vectors for every sequence."""
     drawn = torch.randn(path.states.shape[1], size, count, dtype=torch.float64, generator=generator)
     basis: Tensor = torch.linalg.qr(drawn)[0]
-    return basis.mT.to(path.states.device, _precise(path.states))
+    return basis.mT.to(path.states.device, _precise(path.states), non_blocking=True)
 
 
 def _log_mean_square(logs: Tensor) -> Tensor:

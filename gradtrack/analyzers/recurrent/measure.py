@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Annotated, Final
+from functools import partial
+from typing import Annotated, Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +16,9 @@ from gradtrack.analyzers.recurrent.cells import DENSE_LIMIT
 from gradtrack.analyzers.recurrent.dynamics import Decay, jacobian, outer_spectrum, spaced, step_spectrum, sweep
 from gradtrack.analyzers.recurrent.recorder import RecurrentRecorder
 from gradtrack.analyzers.recurrent.trajectories import Trajectory
+from gradtrack.analyzers.tools.linear_maps import condensed
 from gradtrack.analyzers.tools.offline import kept
+from gradtrack.analyzers.tools.samples import Pending, Reading
 from gradtrack.analyzers.tools.spectra import centred, effective_rank, participation_ratio
 from gradtrack.gradients.native.threads import threads_for
 from gradtrack.records import Metric
@@ -27,6 +31,10 @@ _MOST_STATES: Final = 256
 _MOST_FIELDS: Final = 8
 _SMALL_WORK: Final = 4096
 """What the eigenvalues of even the smallest matrix cost, where those of a large one cost its size cubed."""
+
+
+Note = Callable[[Pending[Any], Callable[[Any], None]], None]
+"""Takes a part of a look, and what to do with it once it is read."""
 
 
 class GateStatistics(Report):
@@ -106,12 +114,13 @@ def look_around(recorder: RecurrentRecorder, model: nn.Module, options: LookOpti
     """Measure every cell that was recorded, with no trace in the random generators or in the kind of arithmetic."""
     generator = torch.Generator().manual_seed(seed)
     device = next((param.device.type for param in model.parameters()), "cpu")
-    looks = {}
+    looks, reading = {}, Reading()
     with threads_for(recorder.largest), kept(model), torch.autocast(device_type=device, enabled=False):
         for recorded in recorder.recorded():
-            look = look_at(recorded.trajectory, recorded.gradient, options, generator)
+            look = _look(recorded.trajectory, recorded.gradient, options, generator, reading)
             look.module, look.dropout = recorded.module, recorded.dropout
             looks[recorded.trajectory.cell.name] = look
+        reading.read()
     return looks
 
 
@@ -119,65 +128,115 @@ def look_at(
     path: Trajectory, weight_gradient: Tensor | None, options: LookOptions, generator: torch.Generator
 ) -> CellLook:
     """Measure one trajectory."""
+    reading = Reading()
+    look = _look(path, weight_gradient, options, generator, reading)
+    reading.read()
+    return look
+
+
+def _look(
+    path: Trajectory,
+    weight_gradient: Tensor | None,
+    options: LookOptions,
+    generator: torch.Generator,
+    reading: Reading,
+) -> CellLook:
+    """Measure one trajectory; what is on an accelerator is known once it is read."""
     look = CellLook(
         module=path.cell.name,
         kind=path.cell.kind,
         state_size=path.cell.state_size,
         num_sequences=path.states.shape[1],
         window=min(path.window, options.max_steps),
-        finite=bool(path.states.isfinite().all()),
     )
+    finite = path.states.isfinite().all()
+    reading.add([finite], lambda known: setattr(look, "finite", bool(known)))
     if not look.finite:
         return look
+
+    def note(part: Pending[Any], take: Callable[[Any], None]) -> None:
+        def finish(*values: Tensor) -> None:
+            if look.finite:
+                take(part.finish(*values))
+
+        reading.add(part.tensors, finish)
+
     with torch.no_grad():
         if options.jacobian:
-            _measure_jacobian(path, look, options, generator)
+            _measure_jacobian(path, look, options, generator, note)
         if options.states:
-            _measure_ranks(path, look, weight_gradient)
-            _measure_gates(path, look)
+            _measure_ranks(path, look, weight_gradient, note)
+            _measure_gates(path, look, note)
         if options.vector and path.cell.state_size <= DENSE_LIMIT:
-            look.state_field = _state_field(path, look.window)
-        look.gradient_profile = _gradient_profile(path, look.window)
+            note(_state_field(path, look.window), lambda found: setattr(look, "state_field", found))
+        if path.gradients is not None:
+            norms = path.gradients[-look.window :].double().square().sum(dim=-1).mean(dim=1).sqrt().flip(0)
+            note(Pending([norms], _shares), lambda found: setattr(look, "gradient_profile", found))
     return look
 
 
-def _measure_jacobian(path: Trajectory, look: CellLook, options: LookOptions, generator: torch.Generator) -> None:
-    look.decay = sweep(
+def _measure_jacobian(
+    path: Trajectory, look: CellLook, options: LookOptions, generator: torch.Generator, note: Note
+) -> None:
+    decay = sweep(
         path,
         generator,
         max_steps=look.window,
         num_probes=options.num_probes,
         num_exponents=options.num_exponents,
     )
-    backs, sequences = zip(*options.radius_states(path, look.window), strict=True)
-    states = path.states[[-2 - back for back in backs], list(sequences)]
-    drives = path.drives[[-1 - back for back in backs], list(sequences)]
+    note(decay, lambda found: setattr(look, "decay", found))
+    backs, sequences = map(torch.tensor, zip(*options.radius_states(path, look.window), strict=True))
+    device, number = path.states.device, path.states.shape[1]
+    states, drives = (
+        values.flatten(0, 1)[((len(values) - behind - backs) * number + sequences).to(device, non_blocking=True)]
+        for values, behind in ((path.states, 2), (path.drives, 1))
+    )
     if path.cell.state_size <= options.dense_limit:
-        found = list(step_spectrum(path.cell, states, drives).reshape(-1, path.cell.state_size))
+        spectra = [step_spectrum(path.cell, states, drives)]
     else:
         pairs = zip(states, drives, strict=True)
-        found = [outer_spectrum(path.cell, state, drive, generator) for state, drive in pairs]
-    look.radii = [float(eigenvalues.abs().max()) for eigenvalues in found]
-    middle = statistics.median(look.radii)
-    typical = min(range(len(found)), key=lambda at: (abs(look.radii[at] - middle), at))
-    look.eigenvalues = torch.view_as_real(found[typical]).tolist()
+        spectra = [outer_spectrum(path.cell, state, drive, generator) for state, drive in pairs]
+
+    def take(found: list[Tensor]) -> None:
+        rows = [row for spectrum in found for row in (spectrum if spectrum.dim() > 1 else [spectrum])]
+        look.radii = [float(eigenvalues.abs().max()) for eigenvalues in rows]
+        middle = statistics.median(look.radii)
+        typical = min(range(len(rows)), key=lambda at: (abs(look.radii[at] - middle), at))
+        look.eigenvalues = torch.view_as_real(rows[typical]).tolist()
+
+    note(Pending.joined(spectra, lambda *found: list(found)), take)
 
 
-def _measure_ranks(path: Trajectory, look: CellLook, gradient: Tensor | None) -> None:
+def _measure_ranks(path: Trajectory, look: CellLook, gradient: Tensor | None, note: Note) -> None:
     """Find the ranks of the hidden states and what they could be at most, and that of the weight's gradient.
 
     The latter comes from the Gram matrix of the tall gradient, where that is finite and not too wide.
     """
     hidden = _centred(path.states[-look.window :, :, : path.cell.output_size])
-    values, inputs = torch.linalg.svdvals(hidden), torch.linalg.svdvals(_centred(path.inputs[-look.window :]))
-    bound = min(float(hidden.shape[1]), float(hidden.shape[0] - 1), effective_rank(inputs) if inputs.numel() else 0.0)
-    look.numbers["effective_rank"] = effective_rank(values)
-    look.numbers["participation_ratio"] = participation_ratio(values)
-    look.numbers["rank_bound"] = bound
-    if gradient is not None and gradient.shape[1] <= _WIDEST and bool(gradient.isfinite().all()):
-        dense = gradient.double() / gradient.abs().max().clamp_min(torch.finfo(gradient.dtype).tiny)
-        squares = torch.linalg.eigvalsh(dense.T @ dense).clamp_min(0.0)
-        look.numbers["weight_gradient_rank"] = effective_rank(squares.sqrt())
+    inputs = _centred(path.inputs[-look.window :])
+    highest = min(float(hidden.shape[1]), float(hidden.shape[0] - 1))
+
+    def take(found: tuple[Tensor, Tensor]) -> None:
+        values, of_inputs = map(torch.linalg.svdvals, found)
+        look.numbers["effective_rank"] = effective_rank(values)
+        look.numbers["participation_ratio"] = participation_ratio(values)
+        look.numbers["rank_bound"] = min(highest, effective_rank(of_inputs) if of_inputs.numel() else 0.0)
+
+    note(Pending([condensed(hidden), condensed(inputs)], lambda *found: found), take)
+    if gradient is None or gradient.shape[1] > _WIDEST:
+        return
+    finite = gradient.isfinite().all()
+    if finite.is_cpu and not finite:
+        return
+    dense = gradient.double() / gradient.abs().max().clamp_min(torch.finfo(gradient.dtype).tiny)
+
+    def take_gram(found: tuple[Tensor, Tensor]) -> None:
+        if found[0]:
+            squares = torch.linalg.eigvalsh(found[1]).clamp_min(0.0)
+            look.numbers["weight_gradient_rank"] = effective_rank(squares.sqrt())
+
+    note(Pending([finite, dense.T @ dense], lambda *found: found), take_gram)
 
 
 def _centred(values: Tensor) -> Tensor:
@@ -186,20 +245,24 @@ def _centred(values: Tensor) -> Tensor:
     return centred(rows[:: max(1, math.ceil(rows.shape[0] / _MOST_ROWS))].double())
 
 
-def _measure_gates(path: Trajectory, look: CellLook) -> None:
+def _measure_gates(path: Trajectory, look: CellLook, note: Note) -> None:
     low, high = _SATURATED
     for name, gate in path.cell.gates(path.states[-1 - look.window : -1], path.drives[-look.window :]).items():
-        saturated = float(((gate < low) | (gate > high)).double().mean())
-        look.gates[name] = GateStatistics(mean=float(gate.mean()), saturated=saturated)
+        saturated = ((gate < low) | (gate > high)).double().mean()
+        note(Pending([gate.mean(), saturated], _gate), partial(look.gates.__setitem__, name))
         if name in ("forget", "update"):
             per_unit = 1.0 / gate.double().log().mean(dim=(0, 1)).abs()  # infinite where a gate is open for good
-            look.numbers["cell_memory_length"] = float(per_unit.median())
+            note(Pending([per_unit.median()], float), partial(look.numbers.__setitem__, "cell_memory_length"))
 
 
-def _state_field(path: Trajectory, window: int) -> StateField:
+def _gate(mean: Tensor, saturated: Tensor) -> GateStatistics:
+    return GateStatistics(mean=float(mean), saturated=float(saturated))
+
+
+def _state_field(path: Trajectory, window: int) -> Pending[StateField]:
     """Measure the field f(s) - s at some states, and how its direction turns from one step to the next."""
     count = max(1, min(_MOST_FIELDS, 256 // path.cell.state_size))
-    backs = torch.tensor(spaced(window, count))
+    backs = torch.tensor(spaced(window, count)).to(path.states.device, non_blocking=True)
     states, drives = path.states[-2 - backs, 0], path.drives[-1 - backs, 0]
     derivative = jacobian(path.cell, states, drives)
     derivative = derivative - torch.eye(derivative.shape[-1], dtype=derivative.dtype, device=derivative.device)
@@ -207,16 +270,19 @@ def _state_field(path: Trajectory, window: int) -> StateField:
     rotating, rest = (derivative - turned).square().sum(), (derivative + turned).square().sum()
     changes = path.states.diff(dim=0)
     cosines = torch.cosine_similarity(changes[1:], changes[:-1], dim=-1)
-    return StateField(
-        divergence=float(derivative.diagonal(dim1=1, dim2=2).sum(dim=-1).mean()),
-        rotation=float(rotating / (rotating + rest)) if float(rotating + rest) > 0 else 0.0,
-        coherence=float(cosines.mean()) if cosines.numel() else 1.0,
-    )
+    divergence = derivative.diagonal(dim1=1, dim2=2).sum(dim=-1).mean()
+
+    def finish(divergence: Tensor, rotating: Tensor, rest: Tensor, *cosine: Tensor) -> StateField:
+        return StateField(
+            divergence=float(divergence),
+            rotation=float(rotating / (rotating + rest)) if float(rotating + rest) > 0 else 0.0,
+            coherence=float(cosine[0]) if cosine else 1.0,
+        )
+
+    return Pending([divergence, rotating, rest, *([cosines.mean()] if cosines.numel() else [])], finish)
 
 
-def _gradient_profile(path: Trajectory, window: int) -> list[float]:
-    if path.gradients is None:
-        return []
-    norms = path.gradients[-window:].double().square().sum(dim=-1).mean(dim=1).sqrt().flip(0)
+def _shares(norms: Tensor) -> list[float]:
+    """Return norms as shares of the largest."""
     largest = float(norms.max())
     return (norms / largest).tolist() if math.isfinite(largest) and largest > 0 else []

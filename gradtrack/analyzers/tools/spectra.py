@@ -54,22 +54,10 @@ def spectral_radius(matrix: Tensor) -> float:
     return float(torch.linalg.eigvals(matrix).abs().max()) if matrix.numel() else 0.0
 
 
-def arnoldi_radius(matvec: Callable[[Tensor], Tensor], start: Tensor) -> float:
-    """Return the largest magnitude of an eigenvalue by Arnoldi's method.
-
-    Unlike the Rayleigh quotient of power iteration this is right for complex pairs and for matrices far from normal.
-    """
-    return float(arnoldi_spectrum(matvec, start)[0].abs())
-
-
-def arnoldi_spectrum(matvec: Callable[[Tensor], Tensor], start: Tensor, *, num_vectors: int = KRYLOV) -> Tensor:
-    """Return the outermost eigenvalues by Arnoldi's method, the largest first; see `arnoldi`."""
-    return arnoldi(matvec, start, num_vectors=num_vectors).value()
-
-
 def arnoldi(matvec: Callable[[Tensor], Tensor], start: Tensor, *, num_vectors: int = KRYLOV) -> Pending[Tensor]:
     """Find the outermost eigenvalues by Arnoldi's method with every vector orthogonalised twice, the largest first.
 
+    Unlike the Rayleigh quotient of power iteration this is right for complex pairs and for matrices far from normal.
     Of the eigenvalues of the small matrix those are kept whose residual is under a hundredth of the largest, and the
     largest in any case. Where nothing is left of a vector the CPU stops; an accelerator goes on, so that the processor
     need not wait, and what came after is left out.

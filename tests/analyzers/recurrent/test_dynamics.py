@@ -20,10 +20,11 @@ from gradtrack.analyzers.recurrent.dynamics import (
     sweep,
 )
 from gradtrack.analyzers.recurrent.trajectories import Sequences, follow, replay
-from gradtrack.analyzers.tools.spectra import arnoldi_radius, spectral_radius
+from gradtrack.analyzers.tools.spectra import spectral_radius
 from tests.analyzers.recurrent.recurrent_goldens import (
     GOLDENS,
     L4_GAINS,
+    arnoldi_radius,
     generator,
     l4_random_network,
     random_network_exponent,
@@ -55,7 +56,7 @@ def test_exponents_of_a_whole_frame_add_up_to_the_volume(case: Case) -> None:
     """The sum of all exponents is the mean ln|det J|, whatever the cell."""
     path = replay(case.module, Sequences.of(case.module, case.inputs, case.state, 4)[0])[0]
     size = path.cell.state_size
-    found = sweep(path, generator(), num_exponents=size, warm_up=0).exponents
+    found = sweep(path, generator(), num_exponents=size, warm_up=0).value().exponents
     states, drives = path.states[:-1].flatten(0, 1), path.drives.flatten(0, 1)
     volumes = torch.linalg.slogdet(jacobian(path.cell, states, drives)).logabsdet
     if bool(volumes.min() > -30):
@@ -104,7 +105,7 @@ def test_what_happens_before_the_first_lag_is_no_forgetting(profile: list[float]
 def test_memory_that_is_lost_at_once_is_none() -> None:
     """A map that ignores its state remembers nothing, and says so without a warning."""
     path = follow(function_cell("none", lambda s, x: x, 2), torch.zeros(1, 2), torch.ones(5, 1, 2))
-    found = sweep(path, generator())
+    found = sweep(path, generator()).value()
     profile = found.log_profile.tolist()
     memory = effective_memory(profile)
     assert profile[1:] == [-math.inf] * 5
@@ -130,7 +131,7 @@ def test_neutral_dynamics_never_forget() -> None:
 def test_long_decays_do_not_underflow() -> None:
     """Logarithms are carried, so a thousand steps of halving are still told apart in single precision."""
     path = follow(function_cell("half", lambda s, x: 0.5 * s, 2), torch.ones(1, 2), torch.zeros(1000, 1, 0))
-    profile = sweep(path, generator()).log_profile
+    profile = sweep(path, generator()).value().log_profile
     assert float(profile[-1]) == pytest.approx(-1000 * math.log(2), rel=1e-6)
 
 
@@ -138,7 +139,7 @@ def test_a_sweep_draws_from_its_own_generator() -> None:
     """The state of the global generator stays, and the same seed gives the same numbers."""
     path = follow(function_cell("half", lambda s, x: s * s, 2), torch.ones(1, 2) / 2, torch.zeros(9, 1, 0))
     before = torch.get_rng_state()
-    one, other = sweep(path, generator()), sweep(path, generator())
+    one, other = sweep(path, generator()).value(), sweep(path, generator()).value()
     assert torch.equal(torch.get_rng_state(), before)
     assert torch.equal(one.log_profile, other.log_profile)
 

@@ -12,16 +12,16 @@ from torch import Tensor
 from gradtrack.analyzers.recurrent import dynamics, measure, trajectories
 from gradtrack.analyzers.recurrent.cells import Cell
 from gradtrack.analyzers.recurrent.trajectories import Trajectory
+from gradtrack.analyzers.tools.samples import Pending
 from gradtrack.analyzers.tools.spectra import spectral_radius
 from tests.analyzers.recurrent import recurrent_goldens as goldens
 from tests.analyzers.recurrent.recurrent_goldens import GOLDENS, weight_of
 
 
-def spectrum_of_the_weights(cell: Cell, *_: object, **__: object) -> Tensor:
+def spectrum_of_the_weights(cell: Cell, *_: object, **__: object) -> Pending[Tensor]:
     """Take the eigenvalues of weight_hh, as if the state did not matter."""
     weight = weight_of(cell)
-    found: Tensor = torch.linalg.eigvals(weight[: weight.shape[1]])
-    return found
+    return Pending([weight[: weight.shape[1]]], torch.linalg.eigvals)
 
 
 def rayleigh(matvec: Callable[[Tensor], Tensor], start: Tensor, **_: object) -> float:
@@ -33,9 +33,9 @@ def rayleigh(matvec: Callable[[Tensor], Tensor], start: Tensor, **_: object) -> 
     return float((vector @ matvec(vector)).abs())
 
 
-def rayleigh_alone(matvec: Callable[[Tensor], Tensor], start: Tensor, **_: object) -> Tensor:
+def rayleigh_alone(matvec: Callable[[Tensor], Tensor], start: Tensor, **_: object) -> Pending[Tensor]:
     """Take the Rayleigh quotient for the whole of the outer spectrum."""
-    return torch.tensor([rayleigh(matvec, start)])
+    return Pending([torch.tensor([rayleigh(matvec, start)])], lambda found: found)
 
 
 def direct_gradients(paths: list[Trajectory], _: object, ends: list[tuple[Tensor, Tensor]]) -> None:
@@ -43,20 +43,21 @@ def direct_gradients(paths: list[Trajectory], _: object, ends: list[tuple[Tensor
     paths[-1].gradients = ends[0][1].transpose(0, 1)
 
 
-def mean_radius_growth(path: Trajectory, *_: object, **options: Any) -> dynamics.Decay:
+def mean_radius_growth(path: Trajectory, *_: object, **options: Any) -> Pending[dynamics.Decay]:
     """Take the mean radius of single steps for the growth over many."""
     radii = [spectral_radius(one) for one in dynamics.jacobian(path.cell, path.states[:-1, 0], path.drives[:, 0])]
     logs = torch.tensor(radii, dtype=torch.float64).log().nan_to_num(neginf=-30.0)
     profile = torch.cat([logs.new_zeros(1), logs.cumsum(0)])
-    return dynamics.Decay(
+    decay = dynamics.Decay(
         log_profile=profile, exponents=logs.mean().reshape(1), error=0.0, count=len(logs), num_sequences=1
     )
+    return Pending([], lambda: decay)
 
 
 MUTATIONS = [
     (measure, "step_spectrum", spectrum_of_the_weights, {"r3_saturation", "r4_gru", "r5_lstm", "r6_chrono"}),
     (goldens, "arnoldi_radius", rayleigh, {"ginibre"}),
-    (dynamics, "arnoldi_spectrum", rayleigh_alone, {"r10_complex_pair"}),
+    (dynamics, "arnoldi", rayleigh_alone, {"r10_complex_pair"}),
     (trajectories, "_differentiate", direct_gradients, {"r11_gradients_through_time"}),
     (measure, "sweep", mean_radius_growth, {"r9_growth_without_radius"}),
 ]
