@@ -18,7 +18,6 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from gradtrack.analyzers.tools.hooks import is_unheard
 from gradtrack.analyzers.tools.modules import tensors
-from gradtrack.analyzers.tools.samples import read_together
 from gradtrack.analyzers.transformer.interception import Interception, SharedChange
 from gradtrack.analyzers.transformer.logits import (
     is_attention_softmax,
@@ -72,18 +71,25 @@ class ForwardPass:
 
     def read(self) -> None:
         """Read the statistics of all heads and the samples of all tokens together, and measure the samples."""
-        heads = [one for found in self.heads.values() for one in found]
-        samples = [one for calls in self.samples.values() for call in calls for one in call]
-        sides = [one.tensors() for one in heads] + [list(one) for one in samples]
-        read = iter(read_together(tensor for side in sides for tensor in side))
-        for name, found in self.heads.items():
-            known = [one.of(read) for one in found]
-            self.heads[name] = [one for one in known if one.num_rows]
-        self.heads = {name: found for name, found in self.heads.items() if found}
-        for name, calls in self.samples.items():
-            measured = [token_statistics([TokenSample(next(read), next(read)) for _ in call]) for call in calls]
-            self.tokens[name] = [one for one in measured if one is not None]
-        self.tokens = {name: found for name, found in self.tokens.items() if found}
+        reading, heads, tokens = self.wiring.reading, self.heads, self.samples
+        self.heads, self.samples = {}, {}
+        for name, found in heads.items():
+            for one in found:
+                reading.add(one.tensors(), partial(self._add_heads, name, one))
+        for name, calls in tokens.items():
+            for call in calls:
+                reading.add([part for sample in call for part in sample], partial(self._add_tokens, name))
+        reading.read()
+
+    def _add_heads(self, name: str, one: HeadStatistics, *values: Tensor) -> None:
+        read = one.of(iter(values))
+        if read.num_rows:
+            self.heads.setdefault(name, []).append(read)
+
+    def _add_tokens(self, name: str, *values: Tensor) -> None:
+        found = token_statistics([*map(TokenSample, values[::2], values[1::2])])
+        if found is not None:
+            self.tokens.setdefault(name, []).append(found)
 
 
 @dataclass(slots=True)
@@ -313,8 +319,8 @@ class AttentionRecorder:
         if statistics is not None:
             found.heads.setdefault(name, []).append(statistics)
         if rows is not None:
-            self._look(lambda wiring: wiring.add(judge_mask(name, rows, wiring.ids)))
-            self._look(lambda wiring: wiring.add(judge_blind(name, rows) if is_softmax else None))
+            self._look(lambda wiring: wiring.wait(judge_mask(name, rows, wiring.ids)))
+            self._look(lambda wiring: wiring.wait(judge_blind(name, rows)) if is_softmax else None)
         frame.attended.append((name, rows, call_sizes(first, num_heads)))
 
     def _close_block(self, frame: _Frame, inputs: Any, output: Any) -> None:

@@ -19,11 +19,13 @@ import re
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
+from gradtrack.analyzers.tools.samples import Pending, Reading
 from gradtrack.analyzers.transformer.statistics import AttentionRows
 from gradtrack.reports import Issue, IssueSeverity, IssueType
 
@@ -69,6 +71,7 @@ class Wiring:
     """What a forward pass shows of how attention is wired; `issues` has the first of each type."""
 
     issues: dict[IssueType, Issue] = field(default_factory=dict)
+    reading: Reading = field(default_factory=Reading)
     ids: Tensor | None = None
     _product: _Product | None = None
     _weights: _Weights | None = None
@@ -77,6 +80,10 @@ class Wiring:
         """Keep an issue, unless one of its type was found in an earlier layer."""
         if found is not None:
             self.issues.setdefault(found.issue_type, found)
+
+    def wait(self, found: Pending[Issue | None]) -> None:
+        """Keep an issue once its tensors are read."""
+        self.reading.add(found.tensors, lambda *values: self.add(found.finish(*values)))
 
     def release(self) -> None:
         """Let go of the tensors of the pass."""
@@ -102,13 +109,19 @@ class Wiring:
             return
         raw, scores = product.plane.double(), _plane(logits).double()
         seen = scores.isfinite() & (scores.abs() < _REACHABLE) & (raw.abs() > 1e-3 * raw.abs().amax())
-        if int(seen.sum()) < _FEWEST:
+        count = seen.sum()
+        if count.is_cpu and int(count) < _FEWEST:
             return
-        ratios = scores[seen] / raw[seen]
-        factor = float(ratios.median())
-        if float((ratios - factor).abs().amax()) <= _EXACT * abs(factor):
-            lengths = [operand.norm(dim=axis) for operand, axis in zip(product.operands, product.axes, strict=True)]
-            self.add(wrong_scale(layer, factor, product.size, logits.shape[1] if logits.ndim == 4 else 1, lengths))
+        ratios = torch.where(seen, scores / raw, math.nan)
+        factor = ratios.nanmedian()
+        gap = torch.where(seen, (ratios - factor).abs(), 0.0).amax()
+        heads = logits.shape[1] if logits.ndim == 4 else 1
+        if count.is_cpu and not float(gap) <= _EXACT * abs(float(factor)):
+            return
+        lengths = [operand.norm(dim=axis) for operand, axis in zip(product.operands, product.axes, strict=True)]
+        constant = torch.stack([_are_constant(length) for length in lengths])
+        judge = partial(_judge_scale, layer, product.size, heads)
+        self.wait(Pending([count, factor, gap, constant], judge))
 
     def on_weights(self, layer: str, dim: int | None, result: Tensor) -> None:
         """Take the result of a softmax over the last product."""
@@ -118,13 +131,24 @@ class Wiring:
             self._weights = _Weights(layer, dim, result.shape, _plane(result))
 
 
+def _judge_scale(
+    layer: str, size: int, heads: int, count: Tensor, factor: Tensor, gap: Tensor, constant: Tensor
+) -> Issue | None:
+    if int(count) < _FEWEST or not float(gap) <= _EXACT * abs(float(factor)):
+        return None
+    return None if bool(constant.all()) else _wrong_factor(layer, float(factor), size, heads)
+
+
 def wrong_scale(layer: str, factor: float, size: int, heads: int, lengths: Sequence[Tensor]) -> Issue | None:
     """Judge the factor of scores that were summed over `size` features; `lengths` are those of queries and keys."""
+    found = _wrong_factor(layer, factor, size, heads)
+    return None if found is None or all(bool(_are_constant(length)) for length in lengths) else found
+
+
+def _wrong_factor(layer: str, factor: float, size: int, heads: int) -> Issue | None:
     root = math.sqrt(size)
     wrong = (root, size, math.sqrt(size * heads), size * heads)
     if size < 4 or not any(abs(factor - one) <= _EXACT * one and one > _LARGE for one in wrong):
-        return None
-    if all(_is_constant(length) for length in lengths):
         return None
     return Issue(
         issue_type=IssueType.ATTN_SCALE,
@@ -142,14 +166,21 @@ def wrong_scale(layer: str, factor: float, size: int, heads: int, lengths: Seque
     )
 
 
-def judge_mask(layer: str, rows: AttentionRows, ids: Tensor | None) -> Issue | None:
+def judge_mask(layer: str, rows: AttentionRows, ids: Tensor | None) -> Pending[Issue | None]:
     """Judge which keys the rows of a self-attention see."""
-    index, visible = rows.index, rows.visible
-    if index is None:
-        return None
-    seen = visible.any(1).any(0)
+    if rows.index is None:
+        return Pending([], lambda: None)
+    shown = rows.visible.any(1)
+    num_keys = shown.shape[-1]
+    tokens = []
+    if ids is not None and ids.ndim == 2 and num_keys in ids.shape:
+        tokens = [(ids if ids.shape[1] == num_keys else ids.T)[: len(shown)]]
+    return Pending([rows.index, shown.any(0), shown.any(1), *tokens], partial(_judge_mask, layer))
+
+
+def _judge_mask(layer: str, index: Tensor, seen: Tensor, keys: Tensor, tokens: Tensor | None = None) -> Issue | None:
     odd = seen.all(-1) if not bool(seen.all()) else torch.zeros_like(seen[:, 0])  # a finite mask that hides all
-    place = torch.arange(seen.shape[-1], device=seen.device)
+    place = torch.arange(seen.shape[-1])
     told = ~odd & (index >= 2) & (index < len(place) - 1)
     if int(told.sum()) < 3:
         return None
@@ -180,17 +211,11 @@ def judge_mask(layer: str, rows: AttentionRows, ids: Tensor | None) -> Issue | N
             "Invert the mask. True means hidden in nn.MultiheadAttention, seen in scaled_dot_product_attention.",
             IssueSeverity.HIGH,
         )
-    return _only_padding(layer, visible, ids)
+    return None if tokens is None else _only_padding(layer, keys, tokens)
 
 
-def _only_padding(layer: str, visible: Tensor, ids: Tensor | None) -> Issue | None:
+def _only_padding(layer: str, keys: Tensor, tokens: Tensor) -> Issue | None:
     """Judge keys that all rows of a sequence share: one token repeated, while all others are hidden, is padding."""
-    shown = visible.any(1)
-    num_keys = shown.shape[-1]
-    if ids is None or ids.ndim != 2 or num_keys not in ids.shape:
-        return None
-    tokens = (ids if ids.shape[1] == num_keys else ids.T)[: len(shown)].to(shown.device)
-    keys = shown.any(1)
     hides = [
         (set(token[~key].tolist()), set(token[key].tolist()))
         for token, key in zip(tokens, keys, strict=False)
@@ -219,17 +244,21 @@ def _mask(layer: str, message: str, recommendation: str, severity: IssueSeverity
     )
 
 
-def judge_blind(layer: str, rows: AttentionRows) -> Issue | None:
+def judge_blind(layer: str, rows: AttentionRows) -> Pending[Issue | None]:
     """Judge rows whose every key is hidden by minus infinity: their softmax is NaN."""
     blind = ~rows.visible.any(-1)
-    count = int(blind.sum())
+    return Pending([blind.sum()], partial(_judge_blind, layer, blind.numel()))
+
+
+def _judge_blind(layer: str, num_rows: int, blind: Tensor) -> Issue | None:
+    count = int(blind)
     if not count:
         return None
     return Issue(
         issue_type=IssueType.NUMERICAL,
         severity=IssueSeverity.CRITICAL,
         layer=layer,
-        message=f"{count} of {blind.numel()} rows of attention see no key: a softmax over nothing but -inf is NaN.",
+        message=f"{count} of {num_rows} rows of attention see no key: a softmax over nothing but -inf is NaN.",
         statistic="rows_without_keys",
         value=float(count),
         threshold=0.0,
@@ -387,6 +416,6 @@ def _is_within(part: str, module: str) -> bool:
     return not module or part == module or part.startswith(f"{module}.")
 
 
-def _is_constant(lengths: Tensor) -> bool:
+def _are_constant(lengths: Tensor) -> Tensor:
     found = lengths.double()
-    return bool(found.std() <= _EQUAL_LENGTHS * found.mean())
+    return found.std() <= _EQUAL_LENGTHS * found.mean()
