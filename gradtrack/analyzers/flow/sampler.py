@@ -283,7 +283,8 @@ def _are_equal(rows: Tensor) -> Tensor:
 
 
 def _is_small(difference: Tensor, values: Tensor) -> Tensor:
-    return difference.norm() <= _EQUAL * values.norm()
+    found: Tensor = difference.norm() <= _EQUAL * values.norm()
+    return found
 
 
 def _lowest_rate(optimizers: Iterable[Any]) -> float:
