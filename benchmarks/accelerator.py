@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks import looks
 from benchmarks.shapes import SHAPES, Shape
 from benchmarks.timing import Row
 from gradtrack.gradients.torch_device import Orders, TorchPlan
@@ -38,6 +39,12 @@ class Candidate(NamedTuple):
 
 
 def run(quick: bool = False, device: str = "cpu") -> Iterator[Row]:
+    """Compare steps, and count what the looks of analyzers cost."""
+    yield from steps()
+    yield from looks.run()
+
+
+def steps() -> Iterator[Row]:
     """Compare for float32 gradients of two models, where clipping engages and where it does not."""
     for name in ("gpt2_124m", "tiny_2000"):
         shapes = SHAPES[name]

@@ -22,7 +22,8 @@ class Block(nn.Module):
         parts = self.qkv(self.ln_1(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(parts[0], parts[1], parts[2], is_causal=True)
         x = x + self.proj(mixed.transpose(1, 2).reshape(batch, length, width))
-        return x + self.out(F.gelu(self.fc(self.ln_2(x))))
+        after: Tensor = x + self.out(F.gelu(self.fc(self.ln_2(x))))
+        return after
 
 
 class SmallGPT(nn.Module):

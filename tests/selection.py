@@ -71,6 +71,7 @@ LONG: Final = (
     "tests/analyzers/recurrent/test_recurrent.py::test_beyond_512_dimensions_eigenvalues_come_from_products",
     "tests/analyzers/recurrent/test_recurrent.py::test_of_a_large_state_the_outermost_eigenvalues_are_known",
     "tests/analyzers/recurrent/test_recurrent.py::test_training_is_bitwise_the_same_with_the_analyzer_at_every_step",
+    "tests/analyzers/test_looks.py",
     "tests/analyzers/test_observer_effect.py",
     "tests/analyzers/test_odd_models.py::test_all_analyzers_look_and_change_nothing",
     "tests/analyzers/test_odd_models.py::test_what_is_picked_and_why",

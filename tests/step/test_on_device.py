@@ -253,7 +253,7 @@ def test_the_last_step_is_among_the_reports(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_the_model_of_a_gpu_counts_what_runs() -> None:
     """Of the launches that the documentation tells, Triton's are as many for any model, copies included."""
-    rows = [row for row in accelerator.run() if "Triton" in row.case]
+    rows = [row for row in accelerator.steps() if "Triton" in row.case]
     assert {row.note.partition(" launches")[0] for row in rows} == {"6"}
     text = (ROOT / "docs/benchmarks.md").read_text(encoding="utf-8")
     assert all(row.note in text for row in rows)
