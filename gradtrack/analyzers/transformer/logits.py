@@ -111,6 +111,19 @@ def is_attention_softmax(logits: Any, dim: int | None, named: str, *, is_product
     return logits.ndim == 4 or (square and told)
 
 
+def contraction(equation: str, first: Tensor, second: Tensor) -> tuple[int, int] | None:
+    """Return the axes of two operands of an einsum that it sums over, where it is one of each."""
+    terms, arrow, result = equation.replace(" ", "").partition("->")
+    names = terms.split(",")
+    if not arrow or "." in equation or len(names) != 2 or (len(names[0]), len(names[1])) != (first.ndim, second.ndim):
+        return None
+    summed = set(names[0]) & set(names[1]) - set(result)
+    if len(summed) != 1:
+        return None
+    letter = summed.pop()
+    return names[0].index(letter), names[1].index(letter)
+
+
 def _split(values: Tensor) -> Tensor:
     """Shape (..., rows, columns) as (batch, heads, rows, columns)."""
     if values.ndim == 2:

@@ -20,6 +20,7 @@ from gradtrack.analyzers.tools.hooks import is_unheard
 from gradtrack.analyzers.tools.modules import tensors
 from gradtrack.analyzers.transformer.interception import Interception, SharedChange
 from gradtrack.analyzers.transformer.logits import (
+    contraction,
     is_attention_softmax,
     rows_of_attention,
     rows_of_packed,
@@ -40,7 +41,6 @@ from gradtrack.analyzers.transformer.statistics import (
 )
 from gradtrack.analyzers.transformer.wiring import (
     Wiring,
-    contraction,
     judge_blind,
     judge_block,
     judge_mask,

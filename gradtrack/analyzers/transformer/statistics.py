@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from gradtrack.analyzers.tools.spectra import centred, effective_rank
 
 _SPARSE: float = 0.1
+_EQUAL_LENGTHS: float = 0.03
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,3 +276,9 @@ def _only(values: Tensor, counted: Tensor) -> Tensor:
 def _mean(values: Tensor) -> Tensor:
     """Reduce (batch, heads, rows) to a vector over heads."""
     return torch.nanmean(values.transpose(0, 1).flatten(1), dim=1)
+
+
+def are_constant(lengths: Tensor) -> Tensor:
+    """Say whether lengths differ by no more than a few percent."""
+    found = lengths.double()
+    return found.std() <= _EQUAL_LENGTHS * found.mean()

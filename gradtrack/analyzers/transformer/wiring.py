@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from gradtrack.analyzers.tools.samples import Pending, Reading
-from gradtrack.analyzers.transformer.statistics import AttentionRows
+from gradtrack.analyzers.transformer.statistics import AttentionRows, are_constant
 from gradtrack.reports import Issue, IssueSeverity, IssueType
 
 KINDS: Final = (
@@ -41,7 +41,6 @@ KINDS: Final = (
 _EXACT: Final = 0.01
 _FEWEST: Final = 8
 _LARGE: Final = 1.5
-_EQUAL_LENGTHS: Final = 0.03
 _REACHABLE: Final = 5000.0
 
 
@@ -119,7 +118,7 @@ class Wiring:
         if count.is_cpu and not float(gap) <= _EXACT * abs(float(factor)):
             return
         lengths = [operand.norm(dim=axis) for operand, axis in zip(product.operands, product.axes, strict=True)]
-        constant = torch.stack([_are_constant(length) for length in lengths])
+        constant = torch.stack([are_constant(length) for length in lengths])
         judge = partial(_judge_scale, layer, product.size, heads)
         self.wait(Pending([count, factor, gap, constant], judge))
 
@@ -142,7 +141,7 @@ def _judge_scale(
 def wrong_scale(layer: str, factor: float, size: int, heads: int, lengths: Sequence[Tensor]) -> Issue | None:
     """Judge the factor of scores that were summed over `size` features; `lengths` are those of queries and keys."""
     found = _wrong_factor(layer, factor, size, heads)
-    return None if found is None or all(bool(_are_constant(length)) for length in lengths) else found
+    return None if found is None or all(bool(are_constant(length)) for length in lengths) else found
 
 
 def _wrong_factor(layer: str, factor: float, size: int, heads: int) -> Issue | None:
@@ -370,9 +369,7 @@ def _wrong_axis(weights: _Weights, operands: tuple[Tensor, Tensor], axes: tuple[
     else:
         return None
     used, plane = _plane(operand).double(), weights.plane.double()
-    kept = (
-        (used != 0) & used.isfinite() & plane.isfinite()
-    )  # a softmax over another axis may be NaN where all is hidden
+    kept = (used != 0) & used.isfinite() & plane.isfinite()  # over another axis it may be NaN where all is hidden
     ratios = used[kept] / plane[kept]
     if not len(ratios) or not bool(((ratios - ratios[0]).abs() <= _EXACT * ratios[0].abs()).all()):
         return None  # changed since: turned round, or made to sum up to one again
@@ -388,19 +385,6 @@ def _wrong_axis(weights: _Weights, operands: tuple[Tensor, Tensor], axes: tuple[
     )
 
 
-def contraction(equation: str, first: Tensor, second: Tensor) -> tuple[int, int] | None:
-    """Return the axes of two operands of an einsum that it sums over, where it is one of each."""
-    terms, arrow, result = equation.replace(" ", "").partition("->")
-    names = terms.split(",")
-    if not arrow or "." in equation or len(names) != 2 or (len(names[0]), len(names[1])) != (first.ndim, second.ndim):
-        return None
-    summed = set(names[0]) & set(names[1]) - set(result)
-    if len(summed) != 1:
-        return None
-    letter = summed.pop()
-    return names[0].index(letter), names[1].index(letter)
-
-
 def _plane(values: Tensor) -> Tensor:
     """Return a copy of the first (rows, columns) of a tensor."""
     return values.detach()[(0,) * (values.ndim - 2)].clone()
@@ -414,8 +398,3 @@ def _is_same(first: Iterable[int], second: Iterable[int]) -> bool:
 
 def _is_within(part: str, module: str) -> bool:
     return not module or part == module or part.startswith(f"{module}.")
-
-
-def _are_constant(lengths: Tensor) -> Tensor:
-    found = lengths.double()
-    return found.std() <= _EQUAL_LENGTHS * found.mean()
