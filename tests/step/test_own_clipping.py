@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -70,6 +69,7 @@ def test_the_norm_is_that_before_the_programs_own_clipping(
     run: Callable[[nn.Module, Any, int], list[float]], tmp_path: Path
 ) -> None:
     """Each step is measured once, before it is clipped, and the training is the same to the bit."""
+    before = clip_grad._clip_grads_with_norm_  # which the watch of another test may still hear
     plain_norms, plain_weights, _ = train(run, None)
     norms, weights, manager = train(run, {"run_dir": tmp_path, "backends": [], "grad_log_every_n_steps": 1})
     assert manager is not None
@@ -80,8 +80,7 @@ def test_the_norm_is_that_before_the_programs_own_clipping(
     limit = "1" if run is like_nanogpt else "0.5"
     assert notes == [f"the program clips by itself, at a norm of {limit}: what is reported is before its clipping."]
     assert load_run(tmp_path).caveats == []
-    gc.collect()  # a watch of another test may not have been collected yet
-    assert clip_grad._clip_grads_with_norm_ is ORIGINAL
+    assert clip_grad._clip_grads_with_norm_ in (before, ORIGINAL)
 
 
 def clips_each_micro_batch(model: nn.Module, optimizer: Any, step: int) -> list[float]:
