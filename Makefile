@@ -8,7 +8,7 @@ ARGS ?=
 INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-rest test-slow test-exhaustive fuzz torture check bench docs clean
+.PHONY: help demo test test-fast test-rest test-kernels test-slow test-exhaustive fuzz torture check bench docs clean
 
 help: ## Show the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' Makefile
@@ -28,6 +28,9 @@ test-fast: $(VENV)/.all-installed ## Run the tests that start no process and tak
 
 test-rest: $(VENV)/.all-installed ## Run the tests that test-fast leaves out, but for the slow ones
 	@$(BIN)/python -m pytest -m '(process or long) and not $(LEFT)' -n $(WORKERS) --dist loadfile $(ARGS)
+
+test-kernels: $(VENV)/.all-installed ## Run the slow tests of the engines: bounds checks, machine code, many elements
+	@$(BIN)/python -m pytest -m slow -n $(WORKERS) --dist worksteal tests/gradients $(ARGS)
 
 # Ranks want the machine for themselves; the other tests share nothing.
 # pytest ends with 5 when no test was selected.
