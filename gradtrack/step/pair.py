@@ -242,26 +242,27 @@ class Pair:
         elif data.skipped:
             self.optimizer_steps.skip_step()
         error, skips = data.error, data.skipped and data.scale is None
-        if data.repeated:
-            data.health = self.judge.health
-            data.release()
-        else:
-            scaled = data.scale is not None
-            self.measurement.measure_weights(data, self.owned())
-            self._judge(moments, data)
-            self.measurement.measure_weights(data, self.owned())
-            measurement = self.measurement
-            noted = self.coming_notes or measurement.coming_notes or self.analyzers.chosen
-            if noted or measurement.table.ranks is not None or self.config.per_rank:
-                self._note(data)
-            if self.analyzers.running:
-                self._run_analyzers(grads, data)
-            self._complete(moments, data)
-            self.monitor.keep(report)
-            self._conclude(report, data)
-            self.fast_path.open(grads, scaled=scaled)
-        if skips and can_skip:
-            clear_gradients(self._stepped())
+        try:
+            if data.repeated:
+                data.health = self.judge.health
+                data.release()
+            else:
+                scaled = data.scale is not None
+                self.measurement.measure_weights(data, self.owned())
+                self._judge(moments, data)
+                self.measurement.measure_weights(data, self.owned())
+                noted = self.coming_notes or self.measurement.coming_notes or self.analyzers.chosen
+                if noted or self.table.ranks is not None or self.config.per_rank:
+                    self._note(data)
+                if self.analyzers.running:
+                    self._run_analyzers(grads, data)
+                self._complete(moments, data)
+                self.monitor.keep(report)
+                self._conclude(report, data)
+                self.fast_path.open(grads, scaled=scaled)
+        finally:  # also where a callback of the user stops the training: nothing that is not finite is left behind
+            if skips and can_skip:
+                clear_gradients(self._stepped())
         if error is not None:
             raise error
 

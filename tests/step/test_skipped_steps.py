@@ -151,6 +151,20 @@ def test_a_skip_leaves_zeros_to_read() -> None:
     assert all(map(torch.equal, before, model.parameters()))
 
 
+def test_a_callback_that_raises_leaves_zeros_as_well() -> None:
+    """A program that goes on after the exception, and steps by hand, moves nothing by what is not finite."""
+
+    def stop(*_: object) -> None:
+        raise RuntimeError("enough")
+
+    model, manager = small_model(), GradientManager()
+    manager.on_issue(stop)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(RuntimeError, match="enough"):
+        safe_backward(spoiled(model, 0, bad=True), model, optimizer, manager)
+    assert all(float(param.grad.abs().sum()) == 0.0 for param in model.parameters() if param.grad is not None)
+
+
 def test_a_step_that_was_kept_from_before_finds_no_gradient() -> None:
     """A bound method goes past what stands in its place: momentum moves nothing, and the next step is whole."""
     model, manager = small_model(), GradientManager()
