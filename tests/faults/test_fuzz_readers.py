@@ -282,3 +282,15 @@ def test_name_that_is_not_unicode_is_shown(whole: Path, tmp_path: Path) -> None:
     run = load_run(tmp_path / "run")
     assert "\ud800" in run.tracks
     assert write_html_report(run).stat().st_size > 1000
+
+
+def test_a_panel_without_metrics_is_shown(whole: Path, tmp_path: Path) -> None:
+    """It has no curve, and breaks neither the terminal nor the page."""
+    shutil.copytree(whole, tmp_path / "run")
+    header, first, *others = (tmp_path / "run" / PART).read_bytes().splitlines(keepends=True)
+    row = json.loads(first)
+    row.pop(CHECKSUM)
+    row["panels"][0][2] = []
+    first = with_checksum(f"{json.dumps(row)}\n".encode())
+    (tmp_path / "run" / PART).write_bytes(b"".join([header, first, *others]))
+    read_everything(tmp_path / "run")

@@ -197,7 +197,7 @@ def analyzer_curves(track: Track) -> list[tuple[str, str, bool]]:
 
     Each panel gives one curve before any gives a second one.
     """
-    panels = [panel for panel in track.panels if not panel.metrics[0].startswith("train/")]
+    panels = [one for one in track.panels if one.metrics and not one.metrics[0].startswith("train/")]
     names = frozenset(track.names)
     found = [(at, metric, panel) for panel in panels for at, metric in enumerate(panel.metrics) if metric in names]
     chosen = {metric for _, metric, _ in sorted(found, key=lambda curve: curve[0])[:_ANALYZER_CURVES]}
