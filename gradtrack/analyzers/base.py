@@ -96,6 +96,19 @@ class Series(Stateful):
         if not step % OFTEN_EVERY and often(step):
             self._keep_level()
 
+    def extend(self, log_norms: Sequence[float], losses: Sequence[float | None], missing: Sequence[str]) -> None:
+        """Add the losses and the finite norms of several steps, as `append` does one by one."""
+        known = [loss for loss in losses if loss is not None]
+        is_full = self.num_steps >= OFTEN_UNTIL and len(self.first_losses) == self.FIRST and len(known) == len(losses)
+        keeps_no_level = self.num_steps % OFTEN_UNTIL + len(losses) < OFTEN_UNTIL
+        if is_full and keeps_no_level and not (missing or self.missing_since):
+            self.num_steps += len(losses)
+            self.losses.extend(known)
+            self.log_norms.extend(log_norms)
+            return
+        for log_norm, loss in zip(log_norms, losses, strict=True):
+            self.append(log_norm, loss, missing, finite=True)
+
     @property
     def has_halved(self) -> bool:
         """Say whether the loss is under half of what it was at first."""

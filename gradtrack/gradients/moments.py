@@ -164,21 +164,24 @@ def describe(
     Pass the sum of the squared deviations from their mean if it is known more exactly than from the row.
     """
     total, squares, low, high, zeros, nan, positive, negative = row
-    infinite = int(positive + negative)
-    finite = count - int(nan) - infinite
-    if finite < 2:
-        squared_deviations = 0.0
-    elif squared_deviations is None:
-        squared_deviations = max(0.0, squares - total * total / finite)
+    nans, infinite = int(nan), int(positive + negative)
+    finite = count - nans - infinite
+    mean, variance = total / finite if finite else math.nan, 0.0
+    if finite > 1:
+        if squared_deviations is None:
+            squared_deviations = max(0.0, squares - total * total / finite)
+        variance = squared_deviations / (finite - 1)
+    if not low <= high:
+        low = high = math.nan
     found = {
         "norm": math.sqrt(squares),
-        "mean": total / finite if finite else math.nan,
-        "variance": squared_deviations / (finite - 1) if finite > 1 else 0.0,
-        "min": low if low <= high else math.nan,
-        "max": high if low <= high else math.nan,
+        "mean": mean,
+        "variance": variance,
+        "min": low,
+        "max": high,
         "zero_fraction": zeros / count if count else 0.0,
         "element_count": count,
-        "nan_count": int(nan),
+        "nan_count": nans,
         "inf_count": infinite,
     }
     if exponent:

@@ -20,14 +20,14 @@ LEAST_LEFT: Final = 0.01
 """A step of which clipping leaves less than this share of the norm is judged at once, see `ClipSaturatedRule`."""
 
 
-class CalmStep(NamedTuple):
-    """A step on which no issue can open: the numbers of it that rules remember."""
+class CalmSteps(NamedTuple):
+    """Steps on which no issue can open, the oldest first: the numbers of each that rules remember."""
 
-    log_norm: float
-    loss: float | None
-    limit: float | None
-    """The limit of the norm, if the user has set it."""
-    clipped: bool
+    log_norms: Sequence[float]
+    losses: Sequence[float | None]
+    limits: Sequence[float | None]
+    """The limits of the norm, if the user has set one."""
+    clipped: Sequence[bool]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -81,6 +81,13 @@ class RollingMedian:
 
     def __len__(self) -> int:
         return len(self._ordered)
+
+    def extend(self, values: Sequence[float]) -> None:
+        """Add values, and drop the oldest ones when the window is full."""
+        self.values.extend(values)
+        for _ in range(len(self.values) - self.size):
+            self.values.popleft()
+        self._ordered = sorted(self.values)
 
     def push(self, value: float) -> None:
         """Add a value, and drop the oldest one when the window is full."""
@@ -140,7 +147,7 @@ class Rule(Stateful, ABC):
         """
         return None
 
-    def remember(self, steps: Sequence[CalmStep]) -> None:
+    def remember(self, steps: CalmSteps) -> None:
         """Remember steps within the band of `calm`, as `judge` would have done one by one."""
 
     def open(

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from itertools import chain
 from operator import attrgetter
 from typing import Any, Final, TypeVar
 
 from gradtrack.config import GradientConfig
 from gradtrack.health.open_issues import unmuted
-from gradtrack.health.rule import ANY, Band, CalmStep, Evidence, Rule
+from gradtrack.health.rule import ANY, Band, CalmSteps, Evidence, Rule
 from gradtrack.health.rules.norm import SpikeRule, UnstableRule, VanishingRule
 from gradtrack.health.rules.values import ClipSaturatedRule, LossJumpRule, NoGradientsRule, NumericalRule, UnchangedRule
 from gradtrack.reports import Issue
@@ -59,7 +59,7 @@ class Health:
             low, high = max(low, band[0]), min(high, band[1])
         return low, high
 
-    def remember(self, steps: Sequence[CalmStep]) -> None:
+    def remember(self, steps: CalmSteps) -> None:
         """Update the rules with steps that were within the band."""
         self._ask(lambda rule: rule.remember(steps))
 

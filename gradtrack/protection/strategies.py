@@ -114,13 +114,14 @@ class ZScoreStrategy(Strategy):
         return self._mean + config.zscore_threshold * math.sqrt(self._variance) or config.max_grad_norm
 
     def observe(self, norms: Sequence[ClippedNorm], memory: Memory) -> None:
+        mean, variance, seen, least = self._mean, self._variance, self._seen, 1.0 - memory.alpha
         for norm, clipped_norm in norms:
-            value, seen = norm if self._seen < WARMUP else clipped_norm, self._seen + 1
+            value, seen = norm if seen < WARMUP else clipped_norm, seen + 1
             # While few norms are known the weight of each is 1/n, so that the first one does not own the average.
-            weight = max(1.0 - memory.alpha, 1.0 / seen)
-            change = value - self._mean
-            mean, variance = self._mean + weight * change, (1.0 - weight) * (self._variance + weight * change * change)
-            self._mean, self._variance, self._seen = mean, variance, seen  # together, whatever interrupts
+            weight = max(least, 1.0 / seen)
+            change = value - mean
+            mean, variance = mean + weight * change, (1.0 - weight) * (variance + weight * change * change)
+        self._mean, self._variance, self._seen = mean, variance, seen  # together, whatever interrupts
 
 
 def percentile(ordered: list[float], percent: float) -> float:

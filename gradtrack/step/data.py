@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
+from itertools import repeat
 from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, Final
@@ -102,7 +103,7 @@ class StepData:
         """
         shown = self.full and with_statistics
         with_parameters = shown and self.with_parameters and self.rows is not None
-        return _Fields(self, _made(statistics=shown, groups=shown and self.with_groups, parameters=with_parameters))
+        return _Fields(self, _made(shown, shown and self.with_groups, with_parameters))
 
     def metrics(self, *, with_statistics: bool = True) -> dict[str, float]:
         """Return what `report.metrics()` does, without the report; without statistics only health and clipping."""
@@ -177,12 +178,11 @@ class StepData:
 
     def described_groups(self) -> dict[str, dict[str, Any]]:
         """Return the statistics of every group that has a gradient."""
-        layout, known, found = self.layout, self.deviations, dict[str, dict[str, Any]]()
-        for index, row in enumerate(self.group_rows.tolist()):
-            count = layout.group_counts[index]
+        layout, found = self.layout, dict[str, dict[str, Any]]()
+        known = repeat(None) if self.deviations is None else self.deviations.groups.tolist()
+        rows = zip(layout.group_names, layout.group_counts, self.group_rows.tolist(), known, strict=False)
+        for name, count, row, deviations in rows:
             if count:
-                name = layout.group_names[index]
-                deviations = None if known is None else float(known.groups[index])
                 found[name] = describe(row, count, self.exponent, squared_deviations=deviations)
                 found[name]["weight_norm"] = self.weight_norms.get(name)
         return found
@@ -208,7 +208,8 @@ _FIELDS: Final[Mapping[str, Callable[[StepData], Any]]] = {
 
 
 @cache
-def _made(**shown: bool) -> Mapping[str, Callable[[StepData], Any]]:
+def _made(statistics: bool, groups: bool, parameters: bool) -> Mapping[str, Callable[[StepData], Any]]:
+    shown = {"statistics": statistics, "groups": groups, "parameters": parameters}
     return {name: make for name, make in _FIELDS.items() if shown.get(name, True)}
 
 
@@ -222,7 +223,8 @@ class _Fields(Mapping[str, Any]):
         return self._made[name](self._data)
 
     def get(self, name: str, default: Any = None) -> Any:
-        return self._made[name](self._data) if name in self._made else default
+        make = self._made.get(name)
+        return default if make is None else make(self._data)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._made)

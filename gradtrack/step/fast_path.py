@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Mapping
 from functools import partial
 from math import inf, isfinite, log
-from operator import attrgetter
+from operator import attrgetter, mul
 from time import time as now
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, final
 
@@ -21,12 +21,12 @@ from gradtrack.gradients.collected import Gradients
 from gradtrack.gradients.groups import Layout
 from gradtrack.gradients.moments import SMALLEST_SQUARES
 from gradtrack.gradients.parameters import ParameterTable
-from gradtrack.health.rule import LEAST_LEFT, MOST_TOGETHER, SLACK, TENFOLD, Band, CalmStep, has_chosen_limit
+from gradtrack.health.rule import LEAST_LEFT, MOST_TOGETHER, SLACK, TENFOLD, Band, CalmSteps, has_chosen_limit
 from gradtrack.protection.clipping import clipping_fields, coefficient_of
-from gradtrack.protection.strategies import ClippedNorm, Memory
+from gradtrack.protection.strategies import Memory
 from gradtrack.reports import HEALTHY, StepReport
 from gradtrack.step.data import StepData, next_row
-from gradtrack.step.history import History, StepNumbers
+from gradtrack.step.history import History
 from gradtrack.step.pending import PendingSteps
 from gradtrack.support.interrupts import pass_on
 
@@ -45,8 +45,9 @@ _grad = attrgetter("grad")
 _logger = logging.getLogger("gradtrack")
 
 
-FastStep = tuple[float | None, float, float, float, Any, float | None]
-"""The numbers of a fast step beside its sums: loss, norm, ln of the norm, clip rate, learning rates and limit."""
+FastStep = tuple[float | None, float, float, float, Any, float | None, float]
+"""The numbers of a fast step beside its sums: loss, norm, ln of the norm, clip rate, learning rates, limit of the norm
+and the factor of clipping."""
 
 
 class Terms(NamedTuple):
@@ -131,7 +132,7 @@ class FastSteps:
 
     def _make(self, slot: int) -> StepData:
         terms, results, first = self.terms, self._results[slot], self._first
-        loss, norm, _, clip_rate, rates, limit = self.steps[slot]
+        loss, norm, _, clip_rate, rates, limit, _ = self.steps[slot]
         data = StepData(terms.layout, {})
         data.aliases = terms.aliases
         data.with_groups, data.with_parameters = terms.with_groups, terms.with_parameters
@@ -217,7 +218,7 @@ class FastPath:
                 norm = self._plan.look(list(map(_grad, table.params)), slot, self._low, high)
                 if not norm > 0:
                     return None
-                log_norm, rate = log(norm), 0.0
+                log_norm, rate, coefficient = log(norm), 0.0, 1.0
                 report = StepReport.deferred(
                     partial(steps.fields, slot),
                     terms.shared,
@@ -232,7 +233,7 @@ class FastPath:
                     if terms.limit == inf:
                         pair.clipper.observe([(norm, norm * coefficient)], terms.memory)
                     rate = pair.clipper.engage(coefficient < 1.0)
-                steps.steps.append((loss, norm, log_norm, rate, pair.optimizer_steps.rates(), limit))
+                steps.steps.append((loss, norm, log_norm, rate, pair.optimizer_steps.rates(), limit, coefficient))
                 pair.step_count = step
                 steps.reports.append(report)
                 self._failures = 0
@@ -297,19 +298,16 @@ class FastPath:
         if not steps.reports:
             return
         pair, terms, reports = self._pair, steps.terms, steps.reports
-        calm, norms, known = list[CalmStep](), list[ClippedNorm](), list[StepNumbers]()
-        for loss, norm, log_norm, _, _, limit in steps.steps:
-            coefficient = 1.0 if limit is None else coefficient_of(norm, limit, terms.epsilon)
-            clipped = coefficient < 1.0
-            calm.append(CalmStep(log_norm, loss, limit if terms.has_chosen_limit else None, clipped))
-            norms.append((norm, norm * coefficient))
-            known.append(StepNumbers(norm, clipped))
+        losses, norms, log_norms, _, _, limits, coefficients = zip(*steps.steps, strict=True)
+        clipped = [coefficient < 1.0 for coefficient in coefficients]
+        calm = CalmSteps(log_norms, losses, limits if terms.has_chosen_limit else (None,) * len(norms), clipped)
+        clipped_norms = list(zip(norms, map(mul, norms, coefficients), strict=True))
         components: tuple[Callable[[], object], ...] = (
-            lambda: pair.clipper.observe(norms, terms.memory) if terms.limit not in (None, inf) else None,
+            lambda: pair.clipper.observe(clipped_norms, terms.memory) if terms.limit not in (None, inf) else None,
             lambda: pair.judge.remember(calm, terms.layout.missing),
             lambda: pair.flight_recorder.push(reports, steps.data, steps.shrink),
             lambda: pair.monitor.keep(*reports),
-            lambda: self._history.extend(reports, known, size=pair.config.max_gradient_history),
+            lambda: self._history.extend(reports, norms, size=pair.config.max_gradient_history, clipped=sum(clipped)),
         )
         while steps.num_applied < len(components):
             apply = components[steps.num_applied]

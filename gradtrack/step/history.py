@@ -24,15 +24,6 @@ _OF_STEPS: Final = ("steps", "norms", "unhealthy", "skipped", "clipped")
 _OF_ELEMENTS: Final = ("nan", "inf", "nonfinite", "replaced")
 
 
-class StepNumbers(NamedTuple):
-    """The numbers of one step that the running sums need, known without reading its report."""
-
-    norm: float | None
-    clipped: bool = False
-    skipped: bool = False
-    healthy: bool = True
-
-
 class _Sums(NamedTuple):
     """Running sums over all steps. They are replaced as a whole, so an exception leaves the old or the new ones."""
 
@@ -47,13 +38,10 @@ class _Sums(NamedTuple):
     min: float = math.inf
     max: float = -math.inf
 
-    def plus(self, steps: Sequence[StepNumbers]) -> _Sums:
-        """Return the sums with further steps; mean and squares by Welford's method."""
-        num, norms, unhealthy, skipped, clipped, mean, squares, last, least, most = self
-        for norm, is_clipped, is_skipped, is_healthy in steps:
-            clipped += is_clipped
-            skipped += is_skipped
-            unhealthy += not is_healthy
+    def plus(self, found: Sequence[float | None], clipped: int, skipped: int, unhealthy: int) -> _Sums:
+        """Return the sums with the norms of further steps; mean and squares by Welford's method."""
+        _, norms, _, _, _, mean, squares, last, least, most = self
+        for norm in found:
             if norm is not None and math.isfinite(norm):
                 norms += 1
                 change = norm - mean
@@ -62,7 +50,8 @@ class _Sums(NamedTuple):
                 last = norm
                 least = norm if norm < least else least
                 most = norm if norm > most else most
-        return _Sums(num + len(steps), norms, unhealthy, skipped, clipped, mean, squares, last, least, most)
+        counts = self.steps + len(found), norms, self.unhealthy + unhealthy, self.skipped + skipped
+        return _Sums(*counts, self.clipped + clipped, mean, squares, last, least, most)
 
 
 class History:
@@ -82,13 +71,22 @@ class History:
         """Return how many steps there were."""
         return self._sums.steps
 
-    def extend(self, reports: Sequence[StepReport], known: Sequence[StepNumbers], *, size: int) -> None:
-        """Add the reports of steps to the last `size` ones, and their numbers to the running sums."""
+    def extend(
+        self,
+        reports: Sequence[StepReport],
+        norms: Sequence[float | None],
+        *,
+        size: int,
+        clipped: int = 0,
+        skipped: int = 0,
+        unhealthy: int = 0,
+    ) -> None:
+        """Add the reports of steps to the last `size` ones, and their numbers, known without reading, to the sums."""
         if self.reports.maxlen != size:
             self.reports = deque(self.reports, maxlen=size)
         self.reports.extend(reports)
         with self._adding:
-            self._sums = self._sums.plus(known)
+            self._sums = self._sums.plus(norms, clipped, skipped, unhealthy)
 
     def add_nonfinite(self, nan_inf: Mapping[str, Any]) -> None:
         """Count the non-finite elements of a step that had some."""

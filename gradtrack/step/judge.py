@@ -14,7 +14,7 @@ from gradtrack.gradients.moments import SQUARES, Moments
 from gradtrack.health.change_detector import Jump
 from gradtrack.health.monitor import GradientMonitor
 from gradtrack.health.open_issues import COLLAPSES, OpenIssues, from_plain, order, to_plain, unmuted
-from gradtrack.health.rule import CalmStep, Evidence
+from gradtrack.health.rule import CalmSteps, Evidence
 from gradtrack.reports import HEALTHY, HealthReport, Issue
 from gradtrack.step.data import StepData
 from gradtrack.support.state import Stateful
@@ -89,12 +89,11 @@ class Judge(Stateful):
         self.jumped = self._jump.update(log_norm, loss)
         return self.jumped
 
-    def remember(self, steps: Sequence[CalmStep], missing: Sequence[str]) -> None:
+    def remember(self, steps: CalmSteps, missing: Sequence[str]) -> None:
         """Remember steps on which no issue can open; `jumps` was called for each of them."""
-        for step in steps:
-            self.series.append(step.log_norm, step.loss, missing, finite=True)
+        self.series.extend(steps.log_norms, steps.losses, missing)
         self._monitor.health.remember(steps)
-        self.last_log_norm = steps[-1].log_norm
+        self.last_log_norm = steps.log_norms[-1]
 
     def set_analyzer_issues(self, issues: Sequence[Issue]) -> None:
         """Set the issues of the analyzers, which are open from the coming judgement on until they are set again."""

@@ -108,9 +108,11 @@ class PairOptimizers:
         """
         groups = self.optimizers[0].param_groups if self._last_rates else None
         if groups is not None and groups is self._last_groups:
-            with suppress(KeyError):  # a group has lost its rate
+            try:  # `suppress` would cost half a microsecond on each step
                 if list(map(_lr, groups)) == self._last_rates:
                     return self._rates
+            except KeyError:  # a group has lost its rate
+                pass
         found, plain = list[list[tuple[Any, Any]]](), True
         for optimizer in self.optimizers:
             rates = []

@@ -24,7 +24,7 @@ from gradtrack.step.analyzers import RunningAnalyzers
 from gradtrack.step.arguments import add_loss
 from gradtrack.step.data import StepData, next_row
 from gradtrack.step.fast_path import FastPath
-from gradtrack.step.history import FlightRecorder, History, StepNumbers
+from gradtrack.step.history import FlightRecorder, History
 from gradtrack.step.judge import Judge
 from gradtrack.step.loss_scale import Scale, ScalerLog
 from gradtrack.step.measure import Measurement
@@ -286,8 +286,8 @@ class Pair:
         """Keep and record a step, then call the user's callbacks, which may stop the training."""
         healthy, opened = data.health.healthy, data.opened
         self.flight_recorder.push((report,), lambda _: data, data.shrink)
-        known = StepNumbers(data.norm, data.clipped, data.skipped, healthy)
-        self.history.extend((report,), (known,), size=self.config.max_gradient_history)
+        counts = {"clipped": data.clipped, "skipped": data.skipped, "unhealthy": not healthy}
+        self.history.extend((report,), (data.norm,), size=self.config.max_gradient_history, **counts)
         if "nan_count" in data.nan_inf:
             self.history.add_nonfinite(data.nan_inf)
         for issue in data.issues:

@@ -20,7 +20,7 @@ from gradtrack.health.rule import (
     SLACK,
     TENFOLD,
     Band,
-    CalmStep,
+    CalmSteps,
     Evidence,
     Rule,
     has_chosen_limit,
@@ -52,7 +52,7 @@ class Together:
     """Remembers steps of which the rules say that nothing can open together, as the fast path does."""
 
     def __init__(self, made: Judge, config: GradientConfig) -> None:
-        self._made, self._config, self._steps = made, config, list[CalmStep]()
+        self._made, self._config, self._steps = made, config, list[tuple[float, float | None, float | None, bool]]()
         self._low, self._high = self._band = NEVER
         self.num_remembered = 0
 
@@ -68,7 +68,7 @@ class Together:
         ):
             return False
         limit = clipping["threshold"] if has_chosen_limit(self._config) else None
-        self._steps.append(CalmStep(log_norm(moments.norm), data.loss, limit, clipping["clipped"]))
+        self._steps.append((log_norm(moments.norm), data.loss, limit, clipping["clipped"]))
         self._made.jumps(log_norm(moments.norm), data.loss)
         self._close_in(log_norm(moments.norm))
         return True
@@ -76,7 +76,7 @@ class Together:
     def settle(self) -> None:
         """Update the rules with the steps that were held back."""
         if self._steps:
-            self._made.remember(self._steps, LAYOUT.missing)
+            self._made.remember(CalmSteps(*zip(*self._steps, strict=True)), LAYOUT.missing)
             self.num_remembered += len(self._steps)
         self._steps = []
         self._low, self._high = self._band = NEVER
@@ -278,5 +278,7 @@ def test_every_rule_says_which_steps_can_open_nothing(name: str) -> None:
     band = rule.calm(config)
     assert band is not None
     assert band[0] < 0.0 < band[1]
-    rule.remember([CalmStep(0.0, 1.0, None, False)] * MOST_TOGETHER)
+    rule.remember(
+        CalmSteps([0.0] * MOST_TOGETHER, [1.0] * MOST_TOGETHER, [None] * MOST_TOGETHER, [False] * MOST_TOGETHER)
+    )
     assert rule.calm(config) is not None

@@ -12,7 +12,7 @@ import pytest
 
 from gradtrack import GradientManager, StepReport
 from gradtrack.delivery.run_files import new_run_id, write_atomically
-from gradtrack.step.history import History, StepNumbers
+from gradtrack.step.history import History
 from tests.training import train
 
 
@@ -54,7 +54,7 @@ def test_a_summary_may_be_asked_for_in_other_threads() -> None:
         for reader in readers:
             reader.start()
         for step in range(5_000):
-            history.extend([StepReport(step=step)], [StepNumbers(1.0, clipped=True)], size=5)
+            history.extend([StepReport(step=step)], [1.0], size=5, clipped=1)
     finally:
         training.set()
         for reader in readers:

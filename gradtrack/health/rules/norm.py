@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Sequence
 from typing import Final, final
 
 import numpy as np
@@ -18,7 +17,7 @@ from gradtrack.health.rule import (
     SLACK,
     TENFOLD,
     Band,
-    CalmStep,
+    CalmSteps,
     Evidence,
     RollingMedian,
     Rule,
@@ -107,11 +106,10 @@ class SpikeRule(Rule):
         limit = math.inf if config.exploding_threshold is None else math.log(config.exploding_threshold)
         return (-math.inf, min(self.window[surely_below_median] + _JUMP, limit) - SLACK)
 
-    def remember(self, steps: Sequence[CalmStep]) -> None:
-        for step in steps:
-            self.window.push(step.log_norm)
-        self.last = steps[-1].log_norm
-        self.largest = max(self.largest, *(step.log_norm for step in steps))
+    def remember(self, steps: CalmSteps) -> None:
+        self.window.extend(steps.log_norms)
+        self.last = steps.log_norms[-1]
+        self.largest = max(self.largest, *steps.log_norms)
 
     def judge(self, evidence: Evidence, config: GradientConfig) -> list[Issue]:
         found = beyond_limit(self, evidence, config.exploding_threshold)
@@ -197,11 +195,11 @@ class UnstableRule(Rule):
     def calm(self, config: GradientConfig) -> Band | None:
         return None if self.opened or self._is_jumping() or math.isnan(self.last) else ANY
 
-    def remember(self, steps: Sequence[CalmStep]) -> None:
-        for step in steps:
-            self._follow(step.loss)
-        self.jumps.extend([0] * len(steps))
-        self.last, loss = steps[-1].log_norm, steps[-1].loss
+    def remember(self, steps: CalmSteps) -> None:
+        for loss in steps.losses:
+            self._follow(loss)
+        self.jumps.extend([0] * len(steps.losses))
+        self.last, loss = steps.log_norms[-1], steps.losses[-1]
         self.last_loss = math.nan if loss is None else loss
 
     def judge(self, evidence: Evidence, config: GradientConfig) -> list[Issue]:
@@ -282,7 +280,7 @@ class VanishingRule(Rule):
         limit = config.vanishing_threshold
         return (max(max(self.first_norms) + _FALL, -math.inf if limit is None else math.log(limit)) + SLACK, math.inf)
 
-    def remember(self, steps: Sequence[CalmStep]) -> None:
+    def remember(self, steps: CalmSteps) -> None:
         self.streak = 0
 
     def judge(self, evidence: Evidence, config: GradientConfig) -> list[Issue]:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Sequence
 from typing import Final, final
 
 from gradtrack.config import GradientConfig
-from gradtrack.health.rule import ANY, LEAST_LEFT, MOST_TOGETHER, Band, CalmStep, Evidence, Rule, has_chosen_limit
+from gradtrack.health.rule import ANY, LEAST_LEFT, MOST_TOGETHER, Band, CalmSteps, Evidence, Rule, has_chosen_limit
 from gradtrack.reports import Issue, IssueSeverity, IssueType
 
 _PATIENCE: Final = 3
@@ -27,7 +26,7 @@ class _StreakRule(Rule):
     def calm(self, config: GradientConfig) -> Band | None:
         return ANY
 
-    def remember(self, steps: Sequence[CalmStep]) -> None:
+    def remember(self, steps: CalmSteps) -> None:
         self.streak = 0
 
 
@@ -136,10 +135,10 @@ class ClipSaturatedRule(Rule):
     def calm(self, config: GradientConfig) -> Band | None:
         return ANY if max(self.excess, default=0.0) < _EXCESS else None
 
-    def remember(self, steps: Sequence[CalmStep]) -> None:
-        for step in steps:
-            if step.limit is not None:
-                self.excess.append(step.log_norm - math.log(step.limit) if step.clipped else _NOT_CLIPPED)
+    def remember(self, steps: CalmSteps) -> None:
+        for log_norm, limit, clipped in zip(steps.log_norms, steps.limits, steps.clipped, strict=True):
+            if limit is not None:
+                self.excess.append(log_norm - math.log(limit) if clipped else _NOT_CLIPPED)
 
     def judge(self, evidence: Evidence, config: GradientConfig) -> list[Issue]:
         log_norm, limit = evidence.log_norm, evidence.clip_threshold
@@ -193,8 +192,8 @@ class LossJumpRule(Rule):
     def calm(self, config: GradientConfig) -> Band | None:
         return None if self.streak else ANY
 
-    def remember(self, steps: Sequence[CalmStep]) -> None:
-        losses = [step.loss for step in steps if step.loss is not None]
+    def remember(self, steps: CalmSteps) -> None:
+        losses = [loss for loss in steps.losses if loss is not None]
         largest = max(losses, default=0.0)
         if self.streak or largest > _FURTHER * self.largest:
             for loss in losses:
