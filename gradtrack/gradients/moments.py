@@ -20,8 +20,6 @@ SMALLEST_FACTOR: Final = 2.0**-100
 """The smallest factor that keeps its digits as a float32."""
 SMALLEST_SQUARES: Final = 1e-280
 """The smallest sum of squares that has surely not lost precision by underflow."""
-_POWERS: Final = {"norm": 1, "mean": 1, "variance": 2, "min": 1, "max": 1}
-"""How each statistic scales: multiplying gradients by `s` multiplies it by `s ** power`."""
 Rows = NDArray[np.float64]
 
 
@@ -163,31 +161,37 @@ def describe(
 
     Pass the sum of the squared deviations from their mean if it is known more exactly than from the row.
     """
-    total, squares, low, high, zeros, nan, positive, negative = row
-    nans, infinite = int(nan), int(positive + negative)
-    finite = count - nans - infinite
-    mean, variance = total / finite if finite else math.nan, 0.0
+    _, _, low, high, zeros, nan, positive, negative = row
+    norm, variance, mean = spread(row, count, exponent, squared_deviations=squared_deviations)
+    if not low <= high:
+        low = high = math.nan
+    return {
+        "norm": norm,
+        "mean": mean,
+        "variance": variance,
+        "min": _scaled(low, exponent),
+        "max": _scaled(high, exponent),
+        "zero_fraction": zeros / count if count else 0.0,
+        "element_count": count,
+        "nan_count": int(nan),
+        "inf_count": int(positive + negative),
+    }
+
+
+def spread(
+    row: Sequence[float], count: int, exponent: int = 0, *, squared_deviations: float | None = None
+) -> tuple[float, float, float]:
+    """Return norm, variance and mean over the finite elements of a row of this many elements, see `describe`."""
+    total, squares, _, _, _, nan, positive, negative = row
+    finite = count - int(nan) - int(positive + negative)
+    norm, variance, mean = math.sqrt(squares), 0.0, total / finite if finite else math.nan
     if finite > 1:
         if squared_deviations is None:
             squared_deviations = max(0.0, squares - total * total / finite)
         variance = squared_deviations / (finite - 1)
-    if not low <= high:
-        low = high = math.nan
-    found = {
-        "norm": math.sqrt(squares),
-        "mean": mean,
-        "variance": variance,
-        "min": low,
-        "max": high,
-        "zero_fraction": zeros / count if count else 0.0,
-        "element_count": count,
-        "nan_count": nans,
-        "inf_count": infinite,
-    }
     if exponent:
-        for name, power in _POWERS.items():
-            found[name] = _scaled(found[name], power * exponent)
-    return found
+        return _scaled(norm, exponent), _scaled(variance, 2 * exponent), _scaled(mean, exponent)
+    return norm, variance, mean
 
 
 def _scaled(value: float, exponent: int) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import Any, Final
 
@@ -63,15 +63,17 @@ CORE_METRICS: Final = (
 """A sentence on every name that a step can have, but for those of the analyzers."""
 
 Fields = Mapping[str, Any] | Report
+Spreads = Iterable[tuple[str, tuple[float, float, float]]]
 _STATISTICS: Final = {f"train/grad_{name}": name for name in ("variance", "mean", "std", "max", "min", "zero_fraction")}
 _EXTREMES: Final = 3
 _NOT_CHECKED: Final = frozenset({"off", "unchecked"})
 
 
-def flat_metrics(report: Fields, step: int, source: str) -> dict[str, float]:
+def flat_metrics(report: Fields, step: int, source: str, groups: Spreads | None = None) -> dict[str, float]:
     """Return the metrics of a step, `train/grad_*` first and then those of every analyzer.
 
-    `report` is a StepReport, or its fields as plain data; what is missing has its default.
+    `report` is a StepReport, or its fields as plain data; what is missing has its default. Pass `groups` where their
+    norm, variance and mean are known without the rest.
     """
     values: dict[str, float] = {}
     clipping, nan_inf, health = report.get("clipping", {}), report.get("nan_inf", {}), report["health"]
@@ -108,9 +110,12 @@ def flat_metrics(report: Fields, step: int, source: str) -> dict[str, float]:
     tail = tail_of(source)
     if tail:
         values = {f"{name}{tail}": value for name, value in values.items()}
-    for group, found in report.get("groups", {}).items():
-        norm, variance, mean = _names_of_group(group, tail)
-        values[norm], values[variance], values[mean] = found["norm"], found["variance"], found["mean"]
+    if groups is None:
+        of_groups = report.get("groups", {}).items()
+        groups = ((group, (found["norm"], found["variance"], found["mean"])) for group, found in of_groups)
+    for group, (norm, variance, mean) in groups:
+        names = _names_of_group(group, tail)
+        values[names[0]], values[names[1]], values[names[2]] = norm, variance, mean
     if parameters := report.get("parameters"):
         by_norm = sorted(parameters, key=lambda name: parameters[name]["norm"])
         for name in dict.fromkeys((*by_norm[-_EXTREMES:], *by_norm[:_EXTREMES])):

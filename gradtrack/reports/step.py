@@ -202,7 +202,11 @@ class StepReport(Report):
 
     def metrics(self) -> dict[str, float]:
         """Return the flat metrics of the step, `train/grad_*` first and then those of every analyzer."""
-        return flat_metrics(self._fields(), self.step, self.source)
+        fields = self._fields()
+        if fields is self or not hasattr(fields, "metrics"):
+            return flat_metrics(fields, self.step, self.source)
+        found: dict[str, float] = fields.metrics(self.step, self.source)
+        return found
 
 
 @cache

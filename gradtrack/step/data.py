@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gradtrack.errors import NonFiniteGradientError
 from gradtrack.gradients.groups import Layout
-from gradtrack.gradients.moments import Moments, Rows, describe, describe_whole, finite_norm
+from gradtrack.gradients.moments import Moments, Rows, describe, describe_whole, finite_norm, spread
 from gradtrack.gradients.variance import Deviations
 from gradtrack.records import Histogram
 from gradtrack.reports import HealthReport, Issue, LateReport, Report
@@ -96,7 +96,7 @@ class StepData:
         self.rows, self.group_rows = moments.rows, moments.group_rows
         self.total, self.exponent = moments.total, moments.exponent
 
-    def fields(self, *, with_statistics: bool = True) -> Mapping[str, Any]:
+    def fields(self, *, with_statistics: bool = True) -> _Fields:
         """Return the fields of the report, but for those that it has from the start, such as its step.
 
         Each is made when it is looked up.
@@ -107,7 +107,7 @@ class StepData:
 
     def metrics(self, *, with_statistics: bool = True) -> dict[str, float]:
         """Return what `report.metrics()` does, without the report; without statistics only health and clipping."""
-        return flat_metrics(self.fields(with_statistics=with_statistics), self.step, self.source)
+        return self.fields(with_statistics=with_statistics).metrics(self.step, self.source)
 
     def shrink(self) -> None:
         """Drop the histograms, and the rows of the single parameters unless the report has to show them."""
@@ -178,14 +178,23 @@ class StepData:
 
     def described_groups(self) -> dict[str, dict[str, Any]]:
         """Return the statistics of every group that has a gradient."""
-        layout, found = self.layout, dict[str, dict[str, Any]]()
-        known = repeat(None) if self.deviations is None else self.deviations.groups.tolist()
-        rows = zip(layout.group_names, layout.group_counts, self.group_rows.tolist(), known, strict=False)
-        for name, count, row, deviations in rows:
-            if count:
-                found[name] = describe(row, count, self.exponent, squared_deviations=deviations)
-                found[name]["weight_norm"] = self.weight_norms.get(name)
+        found = dict[str, dict[str, Any]]()
+        for name, count, row, deviations in self._group_rows():
+            found[name] = describe(row, count, self.exponent, squared_deviations=deviations)
+            found[name]["weight_norm"] = self.weight_norms.get(name)
         return found
+
+    def spread_of_groups(self) -> Iterator[tuple[str, tuple[float, float, float]]]:
+        """Yield norm, variance and mean of every group that has a gradient."""
+        for name, count, row, deviations in self._group_rows():
+            yield name, spread(row, count, self.exponent, squared_deviations=deviations)
+
+    def _group_rows(self) -> Iterator[tuple[str, int, list[float], float | None]]:
+        """Yield name, count, row and, if known, squared deviations of every group that has a gradient."""
+        layout, known = self.layout, self.deviations
+        deviations = repeat(None) if known is None else known.groups.tolist()
+        found = zip(layout.group_names, layout.group_counts, self.group_rows.tolist(), deviations, strict=False)
+        return (one for one in found if one[1])
 
 
 _FIELDS: Final[Mapping[str, Callable[[StepData], Any]]] = {
@@ -225,6 +234,11 @@ class _Fields(Mapping[str, Any]):
     def get(self, name: str, default: Any = None) -> Any:
         make = self._made.get(name)
         return default if make is None else make(self._data)
+
+    def metrics(self, step: int, source: str) -> dict[str, float]:
+        """Return the metrics of the step, without all statistics of its groups."""
+        groups = self._data.spread_of_groups() if "groups" in self._made else ()
+        return flat_metrics(self, step, source, groups)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._made)
