@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import torch.distributed
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 
 from gradtrack.errors import UsageError
 from gradtrack.gradients.distributed.shards import is_distributed, local_part, num_shards, widest_mesh
@@ -120,9 +120,9 @@ def _unmark(marked: float) -> tuple[float, int]:
     return float(norm.view(np.float64)), int(bits - norm)
 
 
-_SUMMED: Final = (SUM, SQUARES, ZEROS, NAN, POSINF, POSINF + 1)
-_NONFINITE: Final = slice(_SUMMED.index(NAN), len(_SUMMED))
-_PRESENT, _EXTRA, _MORE = range(len(_SUMMED), len(_SUMMED) + 3)
+SUMMED: Final = (SUM, SQUARES, ZEROS, NAN, POSINF, POSINF + 1)
+NONFINITE: Final = slice(SUMMED.index(NAN), len(SUMMED))
+_PRESENT, _EXTRA, _MORE = range(len(SUMMED), len(SUMMED) + 3)
 _groups: dict[tuple[int, ...], Any] = {}
 
 
@@ -197,91 +197,136 @@ class Ranks:
         shards = [
             len(self.members) if is_shard else num_shards(one) for one, is_shard in zip(params, plain, strict=True)
         ]
-        self._plain_shards = any(plain)
-        self._wide = any(map(is_wide, params))
-        self._shards = np.array(shards, dtype=np.float64)
-        self.sharded: NDArray[np.bool_] = self._shards > 1
+        self.has_plain_shards = any(plain)
+        """Whether plain tensors are shards, whose sizes the ranks have to tell each other."""
+        self.is_wide = any(map(is_wide, params))
+        """Whether the squares of a gradient can leave the range of a float64."""
+        self.shards = np.array(shards, dtype=np.float64)
+        """Into how many parts each parameter is cut."""
+        self.sharded: NDArray[np.bool_] = self.shards > 1
         """Which parameters a rank holds only parts of."""
 
     def once(self, counts: Rows, positions: NDArray[np.int64]) -> Rows:
         """Weigh what this rank has counted of the parameters at these positions so that a sum has each element once."""
-        found: Rows = counts * (self._shards[positions] / len(self.members))[:, None]
+        found: Rows = counts * (self.shards[positions] / len(self.members))[:, None]
         return found
 
     def counts_as(self) -> list[float]:
         """Return for each parameter how often a sum over the ranks has to count what this rank holds of it."""
-        found: list[float] = (self._shards / len(self.members)).tolist()
+        found: list[float] = (self.shards / len(self.members)).tolist()
         return found
 
     @property
     def bytes_of_each(self) -> int:
         """Return how many bytes a rank gives to a report for each parameter, whatever the settings."""
-        return 80 + 8 * self._wide + 8 * self._plain_shards
+        return 80 + 8 * self.is_wide + 8 * self.has_plain_shards
 
     def merge(self, share: Share) -> MergedSums:
         """Merge the sums that this rank has measured with those of all others."""
-        highs, apart = self._find_ends(share) if share.ends else (None, None)
-        centres = np.zeros(len(self._shards)) if highs is None else centres_between(-highs[:, 0], highs[:, 1])
-        sums, loss, more = self._add_up(share, centres)
-        if highs is None and share.ends_if_nonfinite and bool(sums[:, _NONFINITE].any()):
-            highs, apart = self._find_ends(share)
-        spread = Spread.read(more, apart, len(self.members)) if share.spread and apart is not None else None
-        copies = len(self.members) / self._shards
-        there = np.where(self._shards == 1, np.maximum(sums[:, _PRESENT], 1.0), copies)
-        rows = _count_once(sums, highs, there)
-        exponent = join(rows, sums[:, _MORE] / there, float(abs(centres).max())) if self._wide else 0
-        rest = sums[:, _MORE + self._wide :] / there[:, None]
-        counts = np.rint(rest[:, 0]).astype(np.int64) if self._plain_shards else None
-        finite = (share.sizes if counts is None else counts) - rows[:, NAN:].sum(axis=1)
-        centred = take_back(rows, np.ldexp(centres, -exponent), finite) if centres.any() else None
-        limited = None if share.limited is None else rest[:, self._plain_shards :]
-        tail = more[3 * share.spread :]
-        tallies, others = np.rint(tail[: len(tail) - len(share.more)]), tail[len(tail) - len(share.more) :].tolist()
-        mean = float(loss[0] / loss[1]) if loss[1] else None
-        present, extra = sums[:, _PRESENT] > 0, sums[:, _EXTRA] / copies
+        ends = self._find_ends(share) if share.ends else None
+        centres = np.zeros(len(self.shards)) if ends is None else centres_between(*self._lows_and_highs(ends))
+        sums = self._add_up(share, centres)
+        asked = {"spread": share.spread, "limited": share.limited is not None, "num_more": len(share.more)}
+        if ends is None and share.ends_if_nonfinite:
+            rows = sums[: self.num_sums(limited=share.limited is not None)].reshape(len(self.shards), -1)
+            ends = self._find_ends(share) if bool(rows[:, NONFINITE].any()) else None
+        return self.read(sums, ends, share.sizes, centres, **asked)
+
+    def num_sums(self, *, limited: bool = False) -> int:
+        """Return how many numbers of the sum are those of the parameters, which come first."""
+        return len(self.shards) * (_MORE + self.is_wide + self.has_plain_shards + 2 * limited)
+
+    def read(
+        self,
+        sums: NDArray[np.float64],
+        ends: NDArray[np.float64] | None,
+        sizes: NDArray[np.int64],
+        centres: Floats | None = None,
+        *,
+        spread: bool = False,
+        limited: bool = False,
+        num_more: int = 0,
+    ) -> MergedSums:
+        """Return what the numbers say that the ranks have added up, and the greatest of those of the ends.
+
+        `sizes` are the element counts of all parameters; the sums are about `centres`, and have what else was asked for.
+        """
+        size = self.num_sums(limited=limited)
+        sums, loss, more = sums[:size].reshape(len(self.shards), -1), sums[size : size + 2], sums[size + 2 :]
+        copies = len(self.members) / self.shards
+        there = np.where(self.shards == 1, np.maximum(sums[:, _PRESENT], 1.0), copies)
+        rows = _count_once(sums, there)
+        apart = None
+        if ends is not None:
+            (rows[:, MIN], rows[:, MAX]), apart = self._lows_and_highs(ends), ends[2 * len(self.shards) :]
+        largest = 0.0 if centres is None else float(abs(centres).max())
+        exponent = join(rows, sums[:, _MORE] / there, largest) if self.is_wide else 0
+        rest = sums[:, _MORE + self.is_wide :] / there[:, None]
+        counts = np.rint(rest[:, 0]).astype(np.int64) if self.has_plain_shards else None
+        finite = (sizes if counts is None else counts) - rows[:, NAN:].sum(axis=1)
+        centred = None
+        if centres is not None and centres.any():
+            centred = take_back(rows, np.ldexp(centres, -exponent), finite)
+        tail = more[3 * spread :]
         return MergedSums(
-            rows, exponent, present, extra, counts, limited, tallies, others, mean, spread, highs is not None, centred
+            rows,
+            exponent,
+            present=sums[:, _PRESENT] > 0,
+            extra=sums[:, _EXTRA] / copies,
+            counts=counts,
+            limited=rest[:, self.has_plain_shards :] if limited else None,
+            tallies=np.rint(tail[: len(tail) - num_more]),
+            more=tail[len(tail) - num_more :].tolist(),
+            loss=float(loss[0] / loss[1]) if loss[1] else None,
+            spread=Spread.read(more, apart, len(self.members)) if spread and apart is not None else None,
+            has_ends=ends is not None,
+            centred=centred,
         )
 
-    def _add_up(self, share: Share, centres: Floats) -> tuple[Rows, NDArray[np.float64], NDArray[np.float64]]:
+    def _lows_and_highs(self, ends: NDArray[np.float64]) -> tuple[Floats, Floats]:
+        """Return the smallest and the largest elements of the parameters."""
+        highs = ends[: 2 * len(self.shards)].reshape(-1, 2)
+        return -highs[:, 0], highs[:, 1]
+
+    def _add_up(self, share: Share, centres: Floats) -> NDArray[np.float64]:
         """Return the sums over all ranks: those of the parameters, of the loss, and of what is not by parameter."""
         rows = share.rows.copy()
         if centres.any():
             rows[:, [SUM, SQUARES]] = share.around(centres[share.present])
-        columns = [rows[:, _SUMMED], np.ones((len(share.rows), 1)), share.extra[share.present, None]]
-        if self._wide:
+        columns = [rows[:, SUMMED], np.ones((len(share.rows), 1)), share.extra[share.present, None]]
+        if self.is_wide:
             columns[0], high = split(columns[0], share.exponent)
             columns.append(high)
-        if self._plain_shards:
+        if self.has_plain_shards:
             columns.append(share.counts[:, None].astype(np.float64))
         if share.limited is not None:
             columns.append(share.limited)
         found = np.concatenate(columns, axis=1)
-        sums = np.zeros((len(self._shards), found.shape[1]))
+        sums = np.zeros((len(self.shards), found.shape[1]))
         sums[:, _EXTRA] = share.extra  # of parameters without a gradient, too
         sums[share.present] = found
         loss = [0.0 if share.loss is None else share.loss, float(share.loss is not None)]
         tail = Spread.sums(share.rows, share.exponent) if share.spread else []
         tallies = np.zeros(0) if share.tallies is None else share.tallies.ravel()
-        found = self._reduce(
-            np.concatenate([sums.ravel(), loss, tail, tallies, share.more]), torch.distributed.ReduceOp.SUM
-        )
-        size = sums.size
-        return found[:size].reshape(sums.shape), found[size : size + 2], found[size + 2 :]
+        numbers = np.concatenate([sums.ravel(), loss, tail, tallies, share.more])
+        return self._reduce(numbers, torch.distributed.ReduceOp.SUM)
 
-    def _find_ends(self, share: Share) -> tuple[Rows, NDArray[np.float64]]:
+    def _find_ends(self, share: Share) -> NDArray[np.float64]:
         """Return the negated smallest and the largest elements over all ranks, and what tells of their spread."""
-        ends = np.full((len(self._shards), 2), -math.inf)
+        ends = np.full((len(self.shards), 2), -math.inf)
         ends[share.present, 0] = -np.ldexp(share.rows[:, MIN], share.exponent)
         ends[share.present, 1] = np.ldexp(share.rows[:, MAX], share.exponent)
         tail = Spread.highs(share.rows, share.exponent) if share.spread else []
-        found = self._reduce(np.concatenate([ends.ravel(), tail]), torch.distributed.ReduceOp.MAX)
-        return found[: ends.size].reshape(ends.shape), found[ends.size :]
+        return self._reduce(np.concatenate([ends.ravel(), tail]), torch.distributed.ReduceOp.MAX)
 
     def _reduce(self, values: NDArray[np.float64], operation: Any) -> NDArray[np.float64]:
         tensor = torch.from_numpy(np.ascontiguousarray(values)).to(self._device)
-        torch.distributed.all_reduce(tensor, op=operation, group=self._group())
-        return tensor.cpu().numpy()
+        return self.reduce(tensor, operation).cpu().numpy()
+
+    def reduce(self, numbers: Tensor, operation: Any) -> Tensor:
+        """Return numbers that all ranks have reduced in place, on their device."""
+        torch.distributed.all_reduce(numbers, op=operation, group=self._group())
+        return numbers
 
     def _group(self) -> Any:
         """Return the process group of all ranks of the mesh; one that torch has not made yet is made once."""
@@ -297,14 +342,12 @@ class Ranks:
         return _groups[self.members]
 
 
-def _count_once(sums: Rows, highs: Rows | None, there: NDArray[np.float64]) -> Rows:
+def _count_once(sums: Rows, there: NDArray[np.float64]) -> Rows:
     """Count every element once, however many ranks have sent it."""
     rows = np.tile(np.array(empty_row()), (len(sums), 1))
-    rows[:, _SUMMED] = sums[:, : len(_SUMMED)] / there[:, None]
+    rows[:, SUMMED] = sums[:, : len(SUMMED)] / there[:, None]
     # Replicas that disagree about an element leave a part of it, which must not vanish.
     rows[:, ZEROS:WIDTH] = np.ceil(rows[:, ZEROS:WIDTH])
-    if highs is not None:
-        rows[:, MIN], rows[:, MAX] = -highs[:, 0], highs[:, 1]
     return rows
 
 
