@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Container, Mapping, Sequence
 from itertools import compress
 from typing import ClassVar, NamedTuple
@@ -130,7 +131,7 @@ class SharedGradients(Gradients):
     Before the measurement there is a tensor for every parameter, after it for those with a gradient on any rank.
     """
 
-    __slots__ = ("_has_gradient", "_lay_out", "_num_foreseen", "_positions", "deviations", "merged", "ranks")
+    __slots__ = ("_lay_out", "_num_foreseen", "deviations", "has_gradient", "merged", "positions", "ranks")
 
     def __init__(
         self,
@@ -142,9 +143,11 @@ class SharedGradients(Gradients):
         add_up(params)
         super().__init__(list(map(local_gradient, params)), lay_out(range(len(params))), {})
         self.ranks, self._lay_out = ranks, lay_out
-        self._positions = np.arange(len(params))
+        self.positions = np.arange(len(params))
+        """The parameters with a gradient on any rank, of all; before the measurement all of them."""
         wanted = [only is None or id(param) in only for param in params]
-        self._has_gradient = np.array([param.grad is not None for param in params]) & wanted
+        self.has_gradient = np.array([param.grad is not None for param in params]) & wanted
+        """Which parameters have a gradient on this rank."""
         self.deviations: Deviations | None = None
         self.merged: MergedSums
         """The result of the last measurement over all ranks."""
@@ -169,9 +172,9 @@ class SharedGradients(Gradients):
         Without `ends` the smallest and largest elements stay unknown, which saves a collective, unless
         `ends_if_nonfinite` is set and some element is not finite.
         """
-        positions, layout = self._positions, self.layout
+        positions, layout = self.positions, self.layout
         here, counts = self._measure_local(measurer)
-        there, sizes = self._has_gradient[positions], np.zeros(len(self._has_gradient), dtype=np.int64)
+        there, sizes = self.has_gradient[positions], np.zeros(len(self.has_gradient), dtype=np.int64)
         counts = counts[there]
         sizes[positions] = layout.sizes
         tensors = list(compress(self.tensors, there))
@@ -183,7 +186,7 @@ class SharedGradients(Gradients):
             counts=counts,
             sizes=sizes,
             around=lambda centres: sums_around(tensors, here.rows[there], counts, centres, here.exponent),
-            extra=np.zeros(len(self._has_gradient)) if extra is None else extra,
+            extra=np.zeros(len(self.has_gradient)) if extra is None else extra,
             limited=None if foreseen is None else foreseen.rows[there],
             tallies=self._tally() if tally else None,
             more=more if foreseen is None else [*foreseen.sums, *more],
@@ -193,8 +196,12 @@ class SharedGradients(Gradients):
             spread=spread,
             exponent=here.exponent,
         )
-        self.merged = merged = self.ranks.merge(share)
-        rows = merged.rows[positions]
+        return self.take(self.ranks.merge(share))
+
+    def take(self, merged: MergedSums) -> Moments:
+        """Return the sums that the ranks have merged, and leave out the parameters without a gradient on any rank."""
+        positions, layout = self.positions, self.layout
+        self.merged, rows = merged, merged.rows[positions]
         found = merge(rows, layout.group_of, len(layout.group_names))
         moments = Moments(rows, *found, merged.exponent, has_ends=merged.has_ends)
         if not merged.present[positions].all():
@@ -203,12 +210,24 @@ class SharedGradients(Gradients):
             moments = moments.of(kept)
         centred, layout = merged.centred, self.layout
         if merged.counts is not None:  # here a parameter has the size of its shard
-            counts_of_all = merged.counts[self._positions].tolist()
+            counts_of_all = merged.counts[self.positions].tolist()
             if counts_of_all != layout.counts:
                 layout.recount(counts_of_all)
         if centred is not None:
-            self.deviations = centred.deviations(self._positions, layout.group_of, len(layout.group_names))
+            self.deviations = centred.deviations(self.positions, layout.group_of, len(layout.group_names))
         return moments
+
+    def without_tensors(self) -> SharedGradients:
+        """Return what `take` needs, which keeps no gradient alive until the numbers of a step are read."""
+        found = copy.copy(self)
+        found.tensors, found._batch, found.layout = [], None, copy.copy(self.layout)
+        return found
+
+    @property
+    def parts(self) -> list[Tensor]:
+        """Return a part for every parameter, which is empty without a gradient on this rank."""
+        pairs = zip(self.tensors, self.has_gradient, strict=True)
+        return [tensor if there else tensor.new_empty(0) for tensor, there in pairs]
 
     def prepare(self, measurer: Measurer) -> None:
         """Sort this rank's parts by engine; their sizes are not those of the layout."""
@@ -227,7 +246,7 @@ class SharedGradients(Gradients):
     def limited(self) -> NDArray[np.float64]:
         """Return the effect of elementwise clipping over all ranks: how much it limits, and the squares after that."""
         assert self.merged.limited is not None, "the measurement was made without `limited`"
-        found: NDArray[np.float64] = self.merged.limited[self._positions].sum(axis=0)
+        found: NDArray[np.float64] = self.merged.limited[self.positions].sum(axis=0)
         return found
 
     @property
@@ -247,17 +266,17 @@ class SharedGradients(Gradients):
     def _tally(self) -> Rows:
         """Return this rank's histogram counts, weighted so that a sum over the ranks has each element once."""
         counts = count_elements(self.tensors, range(len(self.tensors)), len(self.tensors))
-        counts[~self._has_gradient[self._positions]] = 0.0
+        counts[~self.has_gradient[self.positions]] = 0.0
         groups = np.zeros((len(self.layout.group_names), counts.shape[1]))
-        np.add.at(groups, self.layout.group_of, self.ranks.once(counts, self._positions))
+        np.add.at(groups, self.layout.group_of, self.ranks.once(counts, self.positions))
         return groups
 
     def _narrow(self, kept: NDArray[np.int64]) -> None:
         """Leave out the parameters that have a gradient on no rank."""
         if self.tensors:
             self._batch, self.tensors = None, [self.tensors[index] for index in kept]
-        self._positions = self._positions[kept]
-        self.layout = self._lay_out(self._positions.tolist())
+        self.positions = self.positions[kept]
+        self.layout = self._lay_out(self.positions.tolist())
 
 
 def _is_expanded(grad: Tensor) -> bool:

@@ -60,13 +60,13 @@ class PassedShards(SharedGradients):
         assert table.ranks is not None
         super().__init__(table.params, table.ranks, table.lay_out)
         self.tensors = []
-        self._has_gradient = np.array([id(param) in rows for param in table.params])
+        self.has_gradient = np.array([id(param) in rows for param in table.params])
         self._rows = np.array([rows.get(id(param), empty_row()) for param in table.params])
         self._counts = np.array([counts.get(id(param), 0) for param in table.params])
 
     def _measure_local(self, measurer: Measurer) -> tuple[Moments, NDArray[np.int64]]:
-        rows, layout = self._rows[self._positions], self.layout
-        return Moments(rows, *merge(rows, layout.group_of, len(layout.group_names))), self._counts[self._positions]
+        rows, layout = self._rows[self.positions], self.layout
+        return Moments(rows, *merge(rows, layout.group_of, len(layout.group_names))), self._counts[self.positions]
 
     def _tally(self) -> Rows:
         return count_elements([], [], len(self.layout.group_names))

@@ -95,8 +95,8 @@ class ParameterTable:
             self.ranks = Ranks(self.params, group, replicas=replicated_params(wrapped))
         self.plan_of_weights: Any = None
         """The measurer's plan for the weights, which it uses again for the next row."""
-        self._layout: Layout | None = None
-        self._present: Sequence[int] = ()
+        self._laid_out: tuple[Sequence[int], Layout | None] = ((), None)
+        """The last layout and the positions that it is of: in one piece, since another thread may read a report."""
         self._everything = list(range(len(self.params)))
 
     def within(self, by_name: dict[str, Value]) -> dict[str, Value]:
@@ -124,7 +124,9 @@ class ParameterTable:
             present = [index for index, grad in enumerate(found) if grad is not None]
             if only is not None:
                 present = [index for index in present if id(self.params[index]) in only]
-        layout = self._layout if self._layout is not None and present is self._present else self.lay_out(present)
+        known, layout = self._laid_out
+        if layout is None or present is not known:
+            layout = self.lay_out(present)
         tensors = found if len(present) == len(found) else [found[index] for index in present]
         if not self._has_complex and _DENSE.issuperset(map(_layout, tensors)):
             return Gradients(tensors, layout, {})
@@ -132,14 +134,17 @@ class ParameterTable:
 
     def resize(self, grads: Gradients) -> None:
         """Update the layout with the sizes of parameters that were given data of another shape."""
-        self._layout = None
-        grads.layout = self.lay_out(self._present)
+        present, _ = self._laid_out
+        self._laid_out = present, None
+        grads.layout = self.lay_out(present)
 
     def lay_out(self, present: Sequence[int]) -> Layout:
         """Return the layout of the gradients of the parameters at these positions."""
-        if self._layout is None or present != self._present:
-            self._layout, self._present = self._lay_out_anew(present), present
-        return self._layout
+        known, layout = self._laid_out
+        if layout is None or present != known:
+            layout = self._lay_out_anew(present)
+            self._laid_out = present, layout
+        return layout
 
     def _lay_out_anew(self, present: Sequence[int]) -> Layout:
         there = set(present)

@@ -128,6 +128,7 @@ class TorchPlan:
             lines = self._length(one) // self._line
             self._windows.append(self._window(one, halves, self._filled[first : first + lines]))
             first += lines
+        self._tables: tuple[Tensor, ...] | None = None
         self._num_gaps = int((self._line - self._filled).sum())
         self.found_inf: Tensor
 
@@ -170,6 +171,31 @@ class TorchPlan:
                 norm = torch.linalg.vector_norm(lines.select(0, _NORM_AFTER if replaces else _NORM))
                 _scale(grads, coefficient_on_device(norm, orders.limit, orders.epsilon, None if replaces else bad))
             return lines.flatten() if around is None else torch.cat([lines.flatten(), around.flatten()])
+
+    def local_sums(self, grads: Sequence[Tensor], orders: Orders) -> tuple[Tensor, Tensor]:
+        """Measure gradients and replace what is not finite; return sums and ends of each, on their device.
+
+        The sums are those of the row of a gradient but for the ends: the negated smallest and the largest element.
+        """
+        lines, _ = self._measure(grads, orders)
+        if self._tables is None:
+            tables = self._tensor_of, self._filled
+            self._tables = tuple(torch.from_numpy(one).to(self.device, non_blocking=True) for one in tables)
+        of, filled = self._tables
+        total, norm, low, high, nonzero, codes, *_ = lines.unbind()
+        kinds = [codes % self._code - (self._line - filled)]
+        kinds += [(codes / self._code**power).floor() % self._code for power in (1, 2)]
+        zeros = filled - nonzero - torch.stack(kinds).sum(dim=0)
+        columns = torch.stack([total, norm.square(), zeros, *kinds])
+        sums = columns.new_zeros(6, self._num_tensors).index_add_(1, of, columns)
+        ends = columns.new_full((2, self._num_tensors), -math.inf)
+        ends.scatter_reduce_(1, of.expand(2, -1), torch.stack([-low, high]), "amax")
+        return sums.t(), ends.t()
+
+    def change(self, grads: Sequence[Tensor], orders: Orders, coefficient: Tensor | None, bad: Tensor) -> None:
+        """Clip gradients, of which what is not finite was replaced while they were measured."""
+        if coefficient is not None:
+            _scale(grads, coefficient)
 
     def read(self, values: NDArray[np.float64], orders: Orders) -> Sums:
         """Return the sums of a step from the numbers that `start` has returned, on the host now."""

@@ -128,6 +128,11 @@ class RunningAnalyzers:
         self._sharing = {name: self.running.get(name) or self._sharing[name] for name in wanted}
         self._idle.difference_update(wanted)
 
+    def adds_up(self, step: int) -> bool:
+        """Say whether ranks add up numbers of analyzers at a step."""
+        numbers = any(one.num_sums(step, 0) for one in self._sharing.values())
+        return numbers or (self._judges and exchanges_verdicts(step))
+
     def contribute(
         self, step: int, groups: Sequence[str], snapshot: Callable[[], Snapshot]
     ) -> tuple[list[float], Callable[[Sequence[float], int], None]]:

@@ -44,6 +44,11 @@ class Scale:
         for param in self.under_way:
             param.grad = None
 
+    def leave_out_where(self, found: Tensor) -> None:
+        """Do so where a flag on a device is set, without reading it; no step may be under way."""
+        for flag in self.flags:
+            local_part(flag).copy_(torch.maximum(local_part(flag), found.to(flag.device, flag.dtype)))
+
 
 class ScalerLog(Stateful):
     """The number of steps that the loss scaler has skipped, in all and in a row."""

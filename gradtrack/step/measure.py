@@ -257,7 +257,7 @@ class Measurement:
 
     def fit(self, grads: Gradients, data: StepData) -> None:
         """Update the sizes in the layout, where a parameter was given data of another shape."""
-        if grads.tensors and list(map(Tensor.numel, grads.tensors)) != grads.layout.counts:
+        if self.table.ranks is None and grads.tensors and list(map(Tensor.numel, grads.tensors)) != grads.layout.counts:
             self.table.resize(grads)
             data.layout = grads.layout
 

@@ -2,37 +2,52 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from gradtrack.config import GradientConfig
-from gradtrack.gradients.collected import Gradients
+from gradtrack.gradients.collected import Gradients, SharedGradients
+from gradtrack.gradients.distributed.device_sums import SharedPlan, fits_on_device
 from gradtrack.gradients.moments import Moments, merge
+from gradtrack.gradients.torch_device import Sums
 from gradtrack.gradients.variance import Deviations, Parts, deviations_of_parts
 from gradtrack.protection.clipping import GradientClipper
 from gradtrack.protection.nonfinite import NaNInfHandler, count_nonfinite
 from gradtrack.reports import StepReport
 from gradtrack.step.data import StepData
+from gradtrack.step.loss_scale import Scale
 
 
 def can_wait(
-    config: GradientConfig, optimizers: Sequence[Any], grads: Gradients, clipper: GradientClipper, *, scaled: bool
+    config: GradientConfig,
+    optimizers: Sequence[Any],
+    grads: Gradients,
+    clipper: GradientClipper,
+    *,
+    scale: Scale | None,
 ) -> bool:
     """Say whether a step can be protected without copying its numbers to the host first.
 
     A step can be skipped by optimizers that support `found_inf`; for all others the host has to decide. Elements and
-    units are limited on a device by Triton only.
+    units are limited on a device by Triton only, and by the host where ranks have parts of them.
     """
+    if isinstance(grads, SharedGradients):
+        too_late = scale is not None and scale.under_way
+        if clipper.is_elementwise or too_late or not fits_on_device(grads):
+            return False
     if clipper.is_elementwise:
         weights = [] if grads.stand_ins else grads.layout.params
         plan = clipper.measurer.accelerators.plan(grads.tensors)
         if not plan.clips(config.effective_clip_type, grads.tensors, weights):
             return False
-    if scaled or not config.enable_nan_inf_check or config.nonfinite_action in ("replace", "report"):
+    if scale is not None or not config.enable_nan_inf_check or config.nonfinite_action in ("replace", "report"):
         return True
     return config.nonfinite_action == "skip" and bool(optimizers) and all(map(takes_found_inf, optimizers))
 
@@ -45,7 +60,8 @@ def takes_found_inf(optimizer: Any) -> bool:
 class DeviceStep:
     """A step that is measured, clipped and protected on its device; `read` waits for the numbers.
 
-    With `variances` those of float64 gradients are exact where their means hide them.
+    In a `full` one the variances of float64 gradients are exact where their means hide them, and ranks that share the
+    parameters tell each other the smallest and largest elements.
     """
 
     def __init__(
@@ -55,32 +71,42 @@ class DeviceStep:
         clipper: GradientClipper,
         handler: NaNInfHandler,
         *,
-        variances: bool = False,
+        full: bool = False,
     ) -> None:
-        self._layout, self._loss = grads.layout, loss
+        self.layout, self._loss = grads.layout, loss
         self._dtypes = [grad.dtype for grad in grads.tensors]
-        self._clipper, self._handler, self._variances = clipper, handler, variances
+        self._clipper, self._handler, self._full = clipper, handler, full
         self.deviations: Deviations | None = None
+        self._shares = grads.without_tensors() if isinstance(grads, SharedGradients) else None
+        self.ranks: Mapping[str, Any] | None = None
+        """The differences between ranks, where they are asked for."""
 
-    def protect(self, grads: Gradients, optimizers: Sequence[Any], *, scaled: bool) -> None:
+    def protect(self, grads: Gradients, optimizers: Sequence[Any], *, scale: Scale | None) -> None:
         """Measure the gradients, replace non-finite values, skip and clip, all on the device."""
         config = self._clipper.config
-        self._action = "off" if not config.enable_nan_inf_check else "scaler" if scaled else config.nonfinite_action
+        checks, scaled = config.enable_nan_inf_check, scale is not None
+        self._action = "off" if not checks else "scaler" if scaled else config.nonfinite_action
         replacements = None
         if self._action == "replace":
             replacements = {dtype: self._handler.replacement(dtype) for dtype in set(self._dtypes)}
-        self._orders = orders = self._clipper.orders(grads, replacements=replacements, variances=self._variances)
+        self._orders = orders = self._clipper.orders(grads, replacements=replacements, variances=self._full)
         changes = orders.limit is not None or replacements is not None
         if changes:
             grads.own()
-        self._plan = self._clipper.measurer.accelerators.plan(grads.tensors)
+        tensors = grads.parts if isinstance(grads, SharedGradients) else grads.tensors
+        self._plan = self._clipper.measurer.accelerators.plan(tensors)
+        if self._shares is not None:
+            self._plan = SharedPlan(self._plan, self._shares, self._loss, ends=self._full, spread=config.per_rank)
+            self._loss = None
         weights = grads.layout.params if orders.clip_type == "agc" else ()
-        numbers = self._plan.start(grads.tensors, orders, weights)
+        numbers = self._plan.start(tensors, orders, weights)
         if changes:
             grads.install()
         if self._action == "skip":
             for optimizer in optimizers:
                 optimizer.found_inf = self._plan.found_inf
+        elif scale is not None and self._shares is not None:
+            scale.leave_out_where(self._plan.found_inf)
         self._start_copy(numbers)
 
     @property
@@ -93,9 +119,11 @@ class DeviceStep:
         if self._done is not None:
             self._done.synchronize()
         values, loss = self._host.double().numpy(), self._loss
+        if self._shares is not None:
+            return self._read_shared(self._shares, values)
         if self._has_loss:
             values, loss = values[:-1], float(values[-1])
-        layout = self._layout
+        layout = self.layout
         num_groups = len(layout.group_names)
         self._sums = sums = self._plan.read(values, self._orders)
         if sums.parts is not None:
@@ -104,15 +132,23 @@ class DeviceStep:
         moments = Moments(sums.rows, *merge(sums.rows, layout.group_of, num_groups))
         return moments, None if loss is None else float(loss)
 
+    def _read_shared(self, shares: SharedGradients, values: NDArray[np.float64]) -> tuple[Moments, float | None]:
+        """Return the sums of all ranks and their loss."""
+        merged = self._plan.read(values)
+        moments = shares.take(merged)
+        self.layout, self.ranks, self._sums = copy.copy(shares.layout), merged.spread, Sums(moments.rows)
+        self._dtypes = [self._dtypes[position] for position in shares.positions]
+        return moments, merged.loss
+
     def protection(self, moments: Moments) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the fields of a `NanInfReport` and of a `ClippingReport`; the clipper remembers the step."""
         action, now = self._action, moments
         nan_inf: dict[str, Any] = {"action": "off" if action == "off" else "none"}
         if action != "off" and not moments.finite:
-            nan_inf = {**count_nonfinite(self._layout.names, moments), "action": action}
+            nan_inf = {**count_nonfinite(self.layout.names, moments), "action": action}
             if action == "replace":
                 nan_inf["replaced_count"] = moments.nonfinite_count
-                now = self._handler.replaced(self._layout, self._dtypes, moments)
+                now = self._handler.replaced(self.layout, self._dtypes, moments)
         clipping = self._clipper.clipped(now.norm, self._orders, self._sums.num_limited, self._sums.squares_after)
         clipping["norm_before"] = moments.norm
         if nan_inf["action"] == "skip":
@@ -180,7 +216,7 @@ class PendingDeviceStep:
             data = self._data
             moments, data.loss = step.read()
             data.set_moments(moments)
-            data.deviations = step.deviations
+            data.deviations, data.layout, data.ranks = step.deviations, step.layout, step.ranks
             data.nan_inf, data.clipping = step.protection(moments)
             data.skipped = data.nan_inf["action"] in ("skip", "scaler")
             self._judge(moments, data)

@@ -177,6 +177,7 @@ class Pair:
         data = self._begin(grads, scale, epoch=epoch, repeated=repeated)
         if self.analyzers.running and self.analyzers.due(data.step):
             data.loss_graph = getattr(loss, "grad_fn", None)
+        self._rank_exchange.agree(data.step)
         report = StepReport.deferred(
             data.fields, step=data.step, epoch=epoch, source=self.name, time=data.time, batch=batch
         )
@@ -202,19 +203,18 @@ class Pair:
 
     def _can_stay_on_device(self, grads: Gradients, data: StepData) -> bool:
         """Whether the numbers of this step, which are on a device, are not needed before the next one."""
-        return (
-            self.table.ranks is None
-            and not (data.event or data.repeated or self.analyzers.due(self.step_count))
-            and can_wait(self.config, self.optimizers, grads, self.clipper, scaled=data.scale is not None)
-        )
+        step = self.step_count
+        if data.event or data.repeated or self.analyzers.due(step) or self.analyzers.adds_up(step):
+            return False
+        return can_wait(self.config, self.optimizers, grads, self.clipper, scale=data.scale)
 
     def _leave_on_device(
         self, grads: Gradients, report: StepReport, data: StepData, loss: Tensor | float | None
     ) -> None:
         """Measure and protect a step on its device, and hold it in the pending ring."""
         self.measurement.fit(grads, data)
-        step = DeviceStep(grads, loss, self.clipper, self.handler, variances=data.full)
-        step.protect(grads, self.optimizers, scaled=data.scale is not None)
+        step = DeviceStep(grads, loss, self.clipper, self.handler, full=data.full)
+        step.protect(grads, self.optimizers, scale=data.scale)
         self.optimizer_steps.may_hold_found_inf = True
         self.pending.hold(PendingDeviceStep(report, data, step, judge=self._judge_device_step, conclude=self._conclude))
         self.monitor.keep(report)

@@ -27,6 +27,13 @@ class RankExchange:
     ) -> None:
         self._measurement, self._protection, self._judge, self._analyzers = measurement, protection, judge, analyzers
 
+    def agree(self, step: int) -> None:
+        """Check that all ranks do the same from now on, if the settings or the parameters have changed."""
+        if self._measurement.table.ranks is not None:
+            common = self._measurement.agree_with_ranks(partial(self._remembered, step), self._analyzers.offers)
+            if common is not None:
+                self._analyzers.share(common)
+
     def read(
         self,
         grads: SharedGradients,
@@ -37,9 +44,6 @@ class RankExchange:
         shown: Callable[[], Snapshot],
     ) -> Moments:
         """Measure the gradients over all ranks; `shown` returns a snapshot of this rank's shards."""
-        common = self._measurement.agree_with_ranks(partial(self._remembered, data.step), self._analyzers.offers)
-        if common is not None:
-            self._analyzers.share(common)
         analyzers, contributes = self._analyzers, self._measurement.has_shards and not data.repeated
         groups = self._measurement.groups_to_send() if contributes else ()
         more, take = analyzers.contribute(data.step, groups, shown) if contributes else ((), None)

@@ -85,6 +85,14 @@ class Spread:
         return [-marked, marked, -float(rank) if rows[:, NAN:].any() else -math.inf]
 
     @staticmethod
+    def on_device(squares: Tensor, bad: Tensor) -> tuple[Tensor, Tensor]:
+        """Return both from the sum of squares of this rank, and whether an element is not finite, on their device."""
+        rank, norm = torch.distributed.get_rank(), squares.sqrt()
+        marked = (norm.view(torch.int64) >> _RANK_BITS << _RANK_BITS | rank).view(torch.float64)
+        first = torch.where(bad, -float(rank), -math.inf).to(norm)
+        return torch.stack([norm, squares, bad.to(norm)]), torch.stack([-marked, marked, first])
+
+    @staticmethod
     def read(sums: NDArray[np.float64], highs: NDArray[np.float64], num_ranks: int) -> dict[str, Any]:
         """Return the fields of a `RankStatistics`."""
         mean = float(sums[0]) / num_ranks
@@ -122,7 +130,7 @@ def _unmark(marked: float) -> tuple[float, int]:
 
 SUMMED: Final = (SUM, SQUARES, ZEROS, NAN, POSINF, POSINF + 1)
 NONFINITE: Final = slice(SUMMED.index(NAN), len(SUMMED))
-_PRESENT, _EXTRA, _MORE = range(len(SUMMED), len(SUMMED) + 3)
+PRESENT, _EXTRA, _MORE = range(len(SUMMED), len(SUMMED) + 3)
 _groups: dict[tuple[int, ...], Any] = {}
 
 
@@ -203,6 +211,8 @@ class Ranks:
         """Whether the squares of a gradient can leave the range of a float64."""
         self.shards = np.array(shards, dtype=np.float64)
         """Into how many parts each parameter is cut."""
+        self.device_constants: Any = None
+        """What an accelerator knows of the gradients that this rank has, see `device_sums`."""
         self.sharded: NDArray[np.bool_] = self.shards > 1
         """Which parameters a rank holds only parts of."""
 
@@ -226,11 +236,11 @@ class Ranks:
         ends = self._find_ends(share) if share.ends else None
         centres = np.zeros(len(self.shards)) if ends is None else centres_between(*self._lows_and_highs(ends))
         sums = self._add_up(share, centres)
-        asked = {"spread": share.spread, "limited": share.limited is not None, "num_more": len(share.more)}
+        limited, num_more = share.limited is not None, len(share.more)
         if ends is None and share.ends_if_nonfinite:
-            rows = sums[: self.num_sums(limited=share.limited is not None)].reshape(len(self.shards), -1)
+            rows = sums[: self.num_sums(limited=limited)].reshape(len(self.shards), -1)
             ends = self._find_ends(share) if bool(rows[:, NONFINITE].any()) else None
-        return self.read(sums, ends, share.sizes, centres, **asked)
+        return self.read(sums, ends, share.sizes, centres, spread=share.spread, limited=limited, num_more=num_more)
 
     def num_sums(self, *, limited: bool = False) -> int:
         """Return how many numbers of the sum are those of the parameters, which come first."""
@@ -249,12 +259,12 @@ class Ranks:
     ) -> MergedSums:
         """Return what the numbers say that the ranks have added up, and the greatest of those of the ends.
 
-        `sizes` are the element counts of all parameters; the sums are about `centres`, and have what else was asked for.
+        `sizes` are the element counts of all parameters, whole. Sums are about `centres`.
         """
         size = self.num_sums(limited=limited)
         sums, loss, more = sums[:size].reshape(len(self.shards), -1), sums[size : size + 2], sums[size + 2 :]
         copies = len(self.members) / self.shards
-        there = np.where(self.shards == 1, np.maximum(sums[:, _PRESENT], 1.0), copies)
+        there = np.where(self.shards == 1, np.maximum(sums[:, PRESENT], 1.0), copies)
         rows = _count_once(sums, there)
         apart = None
         if ends is not None:
@@ -271,7 +281,7 @@ class Ranks:
         return MergedSums(
             rows,
             exponent,
-            present=sums[:, _PRESENT] > 0,
+            present=sums[:, PRESENT] > 0,
             extra=sums[:, _EXTRA] / copies,
             counts=counts,
             limited=rest[:, self.has_plain_shards :] if limited else None,

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from triton.runtime import JITFunction
 
-from gradtrack.gradients.moments import NAN, WIDTH, Rows
+from gradtrack.gradients.moments import MAX, MIN, NAN, WIDTH, ZEROS, Rows
 from gradtrack.gradients.torch_cpu import PLAIN_TYPES, is_plain
 from gradtrack.gradients.torch_device import Orders, Plans, Sums, halves_of
 from gradtrack.gradients.triton import changes, kernels
@@ -101,40 +101,53 @@ class Plan:
         self._send(grads, self._numbers(orders), weights)
         self._measure(_FACTORS)
         self.found_inf = torch.empty((), dtype=torch.float32, device=self.device)
-        replaces, elementwise = orders.replacements is not None, orders.clip_type != "norm"
-        clips = orders.limit is not None
-        facts = self.inputs, self.sizes, self.codes
-        common: dict[str, Any] = {"COLUMNS": self.columns, "REPLACES": replaces}
         with _on(self.device):
-            sums = self.rows, self._outcome
             launch(
                 changes.decide,
                 1,
                 self.inputs,
                 self.codes,
-                *sums,
+                self.rows,
+                self._outcome,
                 self.found_inf,
                 self.num_tensors,
-                CLIPS=clips and not elementwise,
-                **common,
+                COLUMNS=self.columns,
+                CLIPS=orders.limit is not None and orders.clip_type == "norm",
+                REPLACES=orders.replacements is not None,
             )
-            common["TYPES"] = self.types
+        self._change(grads, orders)
+        return self.results.clone() if self.device.type == "cpu" else self.results
+
+    def local_sums(self, grads: Sequence[Tensor], orders: Orders) -> tuple[Tensor, Tensor]:
+        """Measure gradients; return sums and ends of each, as the plan of torch does."""
+        self._send(grads, self._numbers(orders))
+        self._measure(_FACTORS)
+        rows = self.rows.view(self.num_tensors, self.columns)
+        return torch.cat([rows[:, :MIN], rows[:, ZEROS:WIDTH]], dim=1), torch.stack(
+            [-rows[:, MIN], rows[:, MAX]], dim=1
+        )
+
+    def change(self, grads: Sequence[Tensor], orders: Orders, coefficient: Tensor | None, bad: Tensor) -> None:
+        """Clip gradients that were measured last by a coefficient on their device, and replace what is not finite."""
+        one, flag = self._outcome.new_ones(1), bad.reshape(1).to(torch.float64)
+        self._outcome[:2] = torch.cat([one if coefficient is None else coefficient.reshape(1), flag])
+        self._change(grads, orders)
+
+    def _change(self, grads: Sequence[Tensor], orders: Orders) -> None:
+        """Change gradients by what was decided on the device."""
+        clips, replaces = orders.limit is not None, orders.replacements is not None
+        facts, sums = (self.inputs, self.sizes, self.codes), (self.rows, self._outcome)
+        common: dict[str, Any] = {"COLUMNS": self.columns, "REPLACES": replaces, "TYPES": self.types}
+        with _on(self.device):
             if clips and orders.clip_type == "agc":
                 firsts, tensor_of = self._units_of(grads)
                 self._after = self._memory(tensor_of.numel())
                 tables: tuple[Any, ...] = firsts, tensor_of, *sums, self._after
-                launch(
-                    changes.limit_units,
-                    tensor_of.numel(),
-                    *facts,
-                    *tables,
-                    self.num_tensors,
-                    tensor_of.numel(),
-                    **common,
-                )
+                counts = self.num_tensors, tensor_of.numel()
+                launch(changes.limit_units, tensor_of.numel(), *facts, *tables, *counts, **common)
                 launch(changes.merge_limited, 1, self._after, self._outcome, tensor_of.numel())
             elif clips or replaces:
-                clamps = clips and elementwise
+                clamps = clips and orders.clip_type != "norm"
                 self._after = self._memory(self.num_chunks) if clamps else self.partial
                 tables = self.firsts, self.tensor_of, self.partial, *sums, self._after
                 counts = self.num_tensors, self.num_chunks
@@ -143,7 +156,6 @@ class Plan:
                 )
                 if clamps:
                     launch(changes.merge_limited, 1, self._after, self._outcome, self.num_chunks)
-        return self.results.clone() if self.device.type == "cpu" else self.results
 
     def read(self, values: NDArray[np.float64], orders: Orders) -> Sums:
         """Return the sums of a step from the numbers that `start` has returned, on the host now."""
