@@ -36,11 +36,12 @@ def can_wait(
     """Say whether a step can be protected without copying its numbers to the host first.
 
     A step can be skipped by optimizers that support `found_inf`; for all others the host has to decide. Elements and
-    units are limited on a device by Triton only, and by the host where ranks have parts of them.
+    units are limited on a device by Triton only, and units of which ranks have parts by the host.
     """
     if isinstance(grads, SharedGradients):
         too_late = scale is not None and scale.under_way
-        if clipper.is_elementwise or too_late or not fits_on_device(grads):
+        by_unit = clipper.is_elementwise and config.effective_clip_type == "agc"
+        if by_unit or too_late or not fits_on_device(grads):
             return False
     if clipper.is_elementwise:
         weights = [] if grads.stand_ins else grads.layout.params
@@ -96,8 +97,8 @@ class DeviceStep:
         tensors = grads.parts if isinstance(grads, SharedGradients) else grads.tensors
         self._plan = self._clipper.measurer.accelerators.plan(tensors)
         if self._shares is not None:
-            self._plan = SharedPlan(self._plan, self._shares, self._loss, ends=self._full, spread=config.per_rank)
-            self._loss = None
+            asked = {"ends": self._full, "spread": config.per_rank, "limits": self._clipper.is_elementwise}
+            self._plan, self._loss = SharedPlan(self._plan, self._shares, self._loss, **asked), None
         weights = grads.layout.params if orders.clip_type == "agc" else ()
         numbers = self._plan.start(tensors, orders, weights)
         if changes:
@@ -136,7 +137,9 @@ class DeviceStep:
         """Return the sums of all ranks and their loss."""
         merged = self._plan.read(values)
         moments = shares.take(merged)
-        self.layout, self.ranks, self._sums = copy.copy(shares.layout), merged.spread, Sums(moments.rows)
+        self.layout, self.ranks = copy.copy(shares.layout), merged.spread
+        self._sums = Sums(moments.rows, None, *(() if merged.limited is None else shares.limited.tolist()))
+        self._orders = self._orders._replace(num_limitable=self.layout.total_count)
         self._dtypes = [self._dtypes[position] for position in shares.positions]
         return moments, merged.loss
 

@@ -47,11 +47,18 @@ class SharedPlan:
     """
 
     def __init__(
-        self, plan: Any, grads: SharedGradients, loss: Tensor | float | None, *, ends: bool, spread: bool
+        self,
+        plan: Any,
+        grads: SharedGradients,
+        loss: Tensor | float | None,
+        *,
+        ends: bool,
+        spread: bool,
+        limits: bool,
     ) -> None:
         self._plan, self._ranks, self._loss = plan, grads.ranks, loss
         self._has_gradient, self._sizes = grads.has_gradient, grads.layout.sizes
-        self._ends, self._spread, self._num_sums = ends, ends and spread, 0
+        self._ends, self._spread, self._limits, self._num_sums = ends, ends and spread, limits, 0
         self.found_inf: Tensor
 
     def start(self, grads: Sequence[Tensor], orders: Orders, weights: Sequence[Tensor] = ()) -> Tensor:
@@ -64,7 +71,8 @@ class SharedPlan:
             highs = []
             if self._ends:
                 highs = [self._ranks.reduce(_together(ends, None if own is None else own[1]), kinds.MAX)]
-            columns, loss = torch.cat([rows, known.beside], dim=1), self._loss_on(rows)
+            limited = [self._plan.foresee(orders)] if self._limits else []
+            columns, loss = torch.cat([rows, known.beside, *limited], dim=1), self._loss_on(rows)
             sums = self._ranks.reduce(_together(columns, loss, None if own is None else own[0]), kinds.SUM)
             self._num_sums = sums.numel()
             bad, coefficient = _decide(sums.narrow(0, 0, columns.numel()).view(columns.shape), known, orders)
@@ -75,7 +83,7 @@ class SharedPlan:
     def read(self, values: NDArray[np.float64]) -> MergedSums:
         """Return the sums of all ranks from the numbers that `start` has returned, on the host now."""
         sums, ends = values[: self._num_sums], values[self._num_sums :] if self._ends else None
-        return self._ranks.read(sums, ends, self._sizes, spread=self._spread)
+        return self._ranks.read(sums, ends, self._sizes, spread=self._spread, limited=self._limits)
 
     def _loss_on(self, rows: Tensor) -> Tensor:
         """Return the loss and a one, beside the rows; two zeros without a loss."""
@@ -122,7 +130,7 @@ def _bad(sums: Tensor) -> Tensor:
 def _decide(sums: Tensor, known: _Constants, orders: Orders) -> tuple[Tensor, Tensor | None]:
     """Return whether any element is not finite, and the factor to clip by, from the sums of all ranks."""
     bad = _bad(sums).sum() > 0
-    if orders.limit is None:
+    if orders.limit is None or orders.clip_type != "norm":
         return bad, None
     present = sums.select(1, PRESENT).clamp(min=1.0)
     there = torch.where(known.is_single, present, known.copies)

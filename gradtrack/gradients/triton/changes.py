@@ -76,8 +76,8 @@ def _replaced(x, nan, infinity, REPLACES: tl.constexpr):
 
 
 @triton.jit
-def _store(pointer, lanes, x, mask, TYPE: tl.constexpr):
-    """Store a tile, rounded to even, and return what is stored in the wider type."""
+def _store(pointer, lanes, x, mask, TYPE: tl.constexpr, STORES: tl.constexpr):
+    """Store a tile, rounded to even, if it is to be stored, and return what is stored in the wider type."""
     if TYPE == tl.bfloat16:
         bits = x.to(tl.int32, bitcast=True)
         bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
@@ -88,10 +88,11 @@ def _store(pointer, lanes, x, mask, TYPE: tl.constexpr):
         x = stored.to(tl.float32)
     else:
         stored = x
-    if mask is None:
-        tl.store(pointer + lanes, stored)
-    else:
-        tl.store(pointer + lanes, stored, mask=mask)
+    if STORES:
+        if mask is None:
+            tl.store(pointer + lanes, stored)
+        else:
+            tl.store(pointer + lanes, stored, mask=mask)
     return x
 
 
@@ -120,6 +121,7 @@ def _change_chunk(
     CHUNK: tl.constexpr,
     CLAMPS: tl.constexpr,
     REPLACES: tl.constexpr,
+    STORES: tl.constexpr,
 ):
     """Change a chunk; return the number of its elements that were beyond the limit, and their squares afterwards."""
     TYPE: tl.constexpr = (
@@ -142,7 +144,7 @@ def _change_chunk(
         for place in range(0, CHUNK, TILE):
             x = load_tile(aligned + place, lanes, None, TYPE)
             x, beyond = _changed(x, first, second, bound, nan, infinity, CLAMPS, REPLACES)
-            x = _store(aligned + place, lanes, x, None, TYPE).to(tl.float64)
+            x = _store(aligned + place, lanes, x, None, TYPE, STORES).to(tl.float64)
             if CLAMPS:
                 squares += x * x
                 count += beyond.to(tl.int32)
@@ -151,7 +153,7 @@ def _change_chunk(
             here = place + lanes < left
             x = load_tile(pointer + place, lanes, here, TYPE)
             x, beyond = _changed(x, first, second, bound, nan, infinity, CLAMPS, REPLACES)
-            x = _store(pointer + place, lanes, x, here, TYPE).to(tl.float64)
+            x = _store(pointer + place, lanes, x, here, TYPE, STORES).to(tl.float64)
             if CLAMPS:
                 squares += tl.where(here, x * x, 0.0)
                 count += (beyond & here).to(tl.int32)
@@ -176,8 +178,12 @@ def change(
     COLUMNS: tl.constexpr,
     CLAMPS: tl.constexpr,
     REPLACES: tl.constexpr,
+    STORES: tl.constexpr,
 ):
-    """Scale or clamp one chunk and replace what is not finite, if any of this engages in its tensor."""
+    """Scale or clamp one chunk and replace what is not finite, if any of this engages in its tensor.
+
+    Without STORES count what would change, and change nothing.
+    """
     chunk = tl.program_id(0)
     index = tl.load(tensor_of + chunk)
     place = rows + index * COLUMNS
@@ -210,7 +216,7 @@ def change(
             if (TYPES >> kind) & 1:
                 if code == kind:
                     count, squares = _change_chunk(
-                        address, start, left, coefficient, limit, nan, infinity, kind, CHUNK, CLAMPS, REPLACES
+                        address, start, left, coefficient, limit, nan, infinity, kind, CHUNK, CLAMPS, REPLACES, STORES
                     )
     if CLAMPS:
         tl.store(after + chunk, count)
@@ -251,7 +257,7 @@ def _limit_unit(
         for place in range(0, length, TILE):
             here = place + lanes < length
             x = _replaced(load_tile(pointer + place, lanes, here, TYPE), nan, infinity, REPLACES) * scale
-            x = _store(pointer + place, lanes, x, here, TYPE).to(tl.float64)
+            x = _store(pointer + place, lanes, x, here, TYPE, True).to(tl.float64)
             found += tl.where(here, x * x, 0.0)
         after = tl.sum(found)
     return tl.where(beyond, 1.0, 0.0).to(tl.float64), after
@@ -301,6 +307,16 @@ def limit_units(
                 )
     tl.store(after + unit, count)
     tl.store(after + num_units + unit, squares)
+
+
+@triton.jit
+def merge_limited_chunks(after, firsts, limited, num_chunks):
+    """Merge how much would be limited in each chunk of one tensor, and the squares afterwards."""
+    index = tl.program_id(0)
+    begin = tl.load(firsts + index)
+    end = tl.load(firsts + index + 1)
+    tl.store(limited + 2 * index, merge_column(after, 1, num_chunks, begin, end, 0, 128))
+    tl.store(limited + 2 * index + 1, merge_column(after, 1, num_chunks, begin, end, 1, 128))
 
 
 @triton.jit

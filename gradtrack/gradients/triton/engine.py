@@ -123,9 +123,20 @@ class Plan:
         self._send(grads, self._numbers(orders))
         self._measure(_FACTORS)
         rows = self.rows.view(self.num_tensors, self.columns)
-        return torch.cat([rows[:, :MIN], rows[:, ZEROS:WIDTH]], dim=1), torch.stack(
-            [-rows[:, MIN], rows[:, MAX]], dim=1
-        )
+        ends = torch.stack([-rows[:, MIN], rows[:, MAX]], dim=1)
+        return torch.cat([rows[:, :MIN], rows[:, ZEROS:WIDTH]], dim=1), ends
+
+    def foresee(self, orders: Orders) -> Tensor:
+        """Return how many elements clamping would limit in each gradient that was measured last, and the squares then.
+
+        No gradient changes, so that ranks can add up both before they decide.
+        """
+        self._outcome.zero_()
+        limited = self._empty(2 * self.num_tensors)
+        self._change_chunks(orders, stores=False)
+        with _on(self.device):
+            launch(changes.merge_limited_chunks, self.num_tensors, self._after, self.firsts, limited, self.num_chunks)
+        return limited.view(-1, 2)
 
     def change(self, grads: Sequence[Tensor], orders: Orders, coefficient: Tensor | None, bad: Tensor) -> None:
         """Clip gradients that were measured last by a coefficient on their device, and replace what is not finite."""
@@ -136,26 +147,44 @@ class Plan:
     def _change(self, grads: Sequence[Tensor], orders: Orders) -> None:
         """Change gradients by what was decided on the device."""
         clips, replaces = orders.limit is not None, orders.replacements is not None
-        facts, sums = (self.inputs, self.sizes, self.codes), (self.rows, self._outcome)
-        common: dict[str, Any] = {"COLUMNS": self.columns, "REPLACES": replaces, "TYPES": self.types}
+        if clips and orders.clip_type == "agc":
+            self._limit_units(grads, replaces)
+        elif clips or replaces:
+            self._change_chunks(orders, stores=True)
+        if clips and orders.clip_type != "norm":
+            with _on(self.device):
+                launch(changes.merge_limited, 1, self._after, self._outcome, self._after.numel() // 2)
+
+    def _limit_units(self, grads: Sequence[Tensor], replaces: bool) -> None:
+        firsts, tensor_of = self._units_of(grads)
+        self._after = self._memory(tensor_of.numel())
         with _on(self.device):
-            if clips and orders.clip_type == "agc":
-                firsts, tensor_of = self._units_of(grads)
-                self._after = self._memory(tensor_of.numel())
-                tables: tuple[Any, ...] = firsts, tensor_of, *sums, self._after
-                counts = self.num_tensors, tensor_of.numel()
-                launch(changes.limit_units, tensor_of.numel(), *facts, *tables, *counts, **common)
-                launch(changes.merge_limited, 1, self._after, self._outcome, tensor_of.numel())
-            elif clips or replaces:
-                clamps = clips and orders.clip_type != "norm"
-                self._after = self._memory(self.num_chunks) if clamps else self.partial
-                tables = self.firsts, self.tensor_of, self.partial, *sums, self._after
-                counts = self.num_tensors, self.num_chunks
-                launch(
-                    changes.change, self.num_chunks, *facts, *tables, *counts, CHUNK=self.chunk, CLAMPS=clamps, **common
-                )
-                if clamps:
-                    launch(changes.merge_limited, 1, self._after, self._outcome, self.num_chunks)
+            launch(
+                changes.limit_units,
+                tensor_of.numel(),
+                *(self.inputs, self.sizes, self.codes, firsts, tensor_of, self.rows, self._outcome, self._after),
+                *(self.num_tensors, tensor_of.numel()),
+                TYPES=self.types,
+                COLUMNS=self.columns,
+                REPLACES=replaces,
+            )
+
+    def _change_chunks(self, orders: Orders, *, stores: bool) -> None:
+        clamps = orders.limit is not None and orders.clip_type != "norm"
+        self._after = self._memory(self.num_chunks) if clamps else self.partial
+        with _on(self.device):
+            launch(
+                changes.change,
+                self.num_chunks,
+                *(self.inputs, self.sizes, self.codes, self.firsts, self.tensor_of, self.partial, self.rows),
+                *(self._outcome, self._after, self.num_tensors, self.num_chunks),
+                TYPES=self.types,
+                CHUNK=self.chunk,
+                COLUMNS=self.columns,
+                CLAMPS=clamps,
+                REPLACES=orders.replacements is not None,
+                STORES=stores,
+            )
 
     def read(self, values: NDArray[np.float64], orders: Orders) -> Sums:
         """Return the sums of a step from the numbers that `start` has returned, on the host now."""

@@ -36,6 +36,7 @@ POINTERS: Final = {
     "rows": "*fp64",
     "outcome": "*fp64",
     "after": "*fp64",
+    "limited": "*fp64",
     "found_inf": "*fp32",
     "unit_firsts": "*i32",
     "tensor_of_unit": "*i32",
@@ -51,13 +52,16 @@ def variants() -> Iterator[Any]:
             columns = {"COLUMNS": 11 if types & 2 else 8, "REPLACES": scaled, "TYPES": types}
             words = f"{name}{' replacing' if scaled else ''}"
             chunks = {"CHUNK": 1 << 14, **columns}
-            yield pytest.param(changes.change, {"CLAMPS": False, **chunks}, id=f"scale {words}")
-            yield pytest.param(changes.change, {"CLAMPS": True, **chunks}, id=f"clamp {words}")
+            yield pytest.param(changes.change, {"CLAMPS": False, "STORES": True, **chunks}, id=f"scale {words}")
+            for stores in (True, False):
+                constants = {"CLAMPS": True, "STORES": stores, **chunks}
+                yield pytest.param(changes.change, constants, id=f"{'clamp' if stores else 'foresee'} {words}")
             yield pytest.param(changes.limit_units, columns, id=f"limit_units {words}")
     for wide in (False, True):
         yield pytest.param(kernels.merge_chunks, {"WIDE": wide, "FACTORS": True}, id=f"merge_chunks {wide}")
         yield pytest.param(changes.decide, {"COLUMNS": 8, "CLIPS": True, "REPLACES": wide}, id=f"decide {wide}")
     yield pytest.param(changes.merge_limited, {}, id="merge_limited")
+    yield pytest.param(changes.merge_limited_chunks, {}, id="merge_limited_chunks")
 
 
 @pytest.fixture(autouse=True)
