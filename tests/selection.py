@@ -32,6 +32,7 @@ PROCESS: Final = (
     "tests/delivery/test_status.py",
     "tests/delivery/test_subprocess.py",
     "tests/distributed/test_equality.py",
+    "tests/distributed/test_on_device.py",
     "tests/docs/test_blocks.py::test_blocks_run",
     "tests/docs/test_site.py::test_every_page_is_built",
     "tests/examples/test_custom_backend.py",

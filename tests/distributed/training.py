@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from gradtrack import GradientManager
+from gradtrack import GradientManager, StepReport
 from tests.distributed.communication import Counted
 
 BATCH, WIDTH = 12, 6
@@ -128,8 +129,27 @@ def plain(text: str) -> str:
     return text.replace("_fsdp_wrapped_module.", "").replace("module.", "")
 
 
-def run(mode: str, settings: dict[str, Any]) -> dict[str, Any]:
-    """Train 20 steps with a gradtrack manager; a process can make its own loss NaN at one step."""
+def show(report: StepReport) -> dict[str, Any]:
+    """Return a report without its clock."""
+    return report.model_dump(mode="json", exclude={"time"})
+
+
+def nothing(model: nn.Module) -> None:
+    """Look at nothing."""
+
+
+def run(
+    mode: str,
+    settings: dict[str, Any],
+    *,
+    look: Callable[[nn.Module], None] = nothing,
+    show: Callable[[StepReport], dict[str, Any]] = show,
+    at_end: bool = False,
+) -> dict[str, Any]:
+    """Train 20 steps with a gradtrack manager; a process can make its own loss NaN at one step.
+
+    `look` is called before each step, and `show` returns what a report says, after its step or after the last one.
+    """
     torch.manual_seed(0)
     dtype = getattr(torch, settings.pop("dtype", "float64"))
     model: Any = Model().to(dtype)
@@ -137,7 +157,7 @@ def run(mode: str, settings: dict[str, Any]) -> dict[str, Any]:
     if mode != "single":
         model, share, shares = spread(model, mode)
     kind = getattr(torch.optim, settings.pop("optimizer", "AdamW"))
-    optimizer = kind(model.parameters(), lr=settings.pop("lr", 0.01))
+    optimizer = kind(model.parameters(), lr=settings.pop("lr", 0.01), fused=settings.pop("fused", None))
     steps, nan_step, by_hand = settings.pop("steps", 20), settings.pop("nan_step", 0), settings.pop("by_hand", True)
     scale = settings.pop("scale", 0.0)
     scaler = torch.amp.GradScaler("cpu", init_scale=scale, enabled=bool(scale))
@@ -147,7 +167,7 @@ def run(mode: str, settings: dict[str, Any]) -> dict[str, Any]:
         **{"backends": ["memory"], "track_parameters": True, "grad_log_every_n_steps": 1, **settings},
     )
     generator = torch.Generator().manual_seed(1)
-    reports, sizes = [], []
+    reports, sizes = list[Any](), []
     for step in range(1, steps + 1):
         inputs = torch.randn(BATCH, 4, WIDTH, generator=generator, dtype=torch.float64).to(dtype)
         loss = model(inputs.chunk(shares)[share]).square().mean()
@@ -155,17 +175,18 @@ def run(mode: str, settings: dict[str, Any]) -> dict[str, Any]:
             loss = loss * float("nan")
         if by_hand:
             scaler.scale(loss).backward()
+            look(model)
         with Counted() if by_hand else nullcontext(Counted()) as counted:
             report = manager.step(model, optimizer, loss, backward=not by_hand, scaler=scaler if scale else None)
         sizes.append(counted.sizes)
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-        reports.append(report.model_dump(mode="json", exclude={"time"}))
+        reports.append(report if at_end else show(report))
     memory: Any = manager.backend("memory")
     histograms = [{name: list(found.counts) for name, found in one.histograms.items()} for one in memory.records]
     return {
-        "reports": reports,
+        "reports": [show(report) for report in reports] if at_end else reports,
         "weights": full(model, mode),
         "sizes": sizes,
         "scale": scaler.get_scale(),
