@@ -133,9 +133,9 @@ class Plan:
         """
         self._outcome.zero_()
         limited = self._empty(2 * self.num_tensors)
-        self._change_chunks(orders, stores=False)
+        after = self._change_chunks(orders, stores=False)
         with _on(self.device):
-            launch(changes.merge_limited_chunks, self.num_tensors, self._after, self.firsts, limited, self.num_chunks)
+            launch(changes.merge_limited_chunks, self.num_tensors, after, self.firsts, limited, self.num_chunks)
         return limited.view(-1, 2)
 
     def change(self, grads: Sequence[Tensor], orders: Orders, coefficient: Tensor | None, bad: Tensor) -> None:
@@ -147,37 +147,40 @@ class Plan:
     def _change(self, grads: Sequence[Tensor], orders: Orders) -> None:
         """Change gradients by what was decided on the device."""
         clips, replaces = orders.limit is not None, orders.replacements is not None
-        if clips and orders.clip_type == "agc":
-            self._limit_units(grads, replaces)
-        elif clips or replaces:
-            self._change_chunks(orders, stores=True)
+        if not (clips or replaces):
+            return
+        by_unit = clips and orders.clip_type == "agc"
+        after = self._limit_units(grads, replaces) if by_unit else self._change_chunks(orders, stores=True)
         if clips and orders.clip_type != "norm":
             with _on(self.device):
-                launch(changes.merge_limited, 1, self._after, self._outcome, self._after.numel() // 2)
+                launch(changes.merge_limited, 1, after, self._outcome, after.numel() // 2)
 
-    def _limit_units(self, grads: Sequence[Tensor], replaces: bool) -> None:
+    def _limit_units(self, grads: Sequence[Tensor], replaces: bool) -> Tensor:
+        """Limit each unit; return how many were limited, and their squares afterwards."""
         firsts, tensor_of = self._units_of(grads)
-        self._after = self._memory(tensor_of.numel())
+        after = self._after = self._memory(tensor_of.numel())
         with _on(self.device):
             launch(
                 changes.limit_units,
                 tensor_of.numel(),
-                *(self.inputs, self.sizes, self.codes, firsts, tensor_of, self.rows, self._outcome, self._after),
+                *(self.inputs, self.sizes, self.codes, firsts, tensor_of, self.rows, self._outcome, after),
                 *(self.num_tensors, tensor_of.numel()),
                 TYPES=self.types,
                 COLUMNS=self.columns,
                 REPLACES=replaces,
             )
+        return after
 
-    def _change_chunks(self, orders: Orders, *, stores: bool) -> None:
+    def _change_chunks(self, orders: Orders, *, stores: bool) -> Tensor:
+        """Scale or clamp each chunk; return how much was limited where it clamps, and the squares afterwards."""
         clamps = orders.limit is not None and orders.clip_type != "norm"
-        self._after = self._memory(self.num_chunks) if clamps else self.partial
+        after = self._after = self._memory(self.num_chunks) if clamps else self.partial
         with _on(self.device):
             launch(
                 changes.change,
                 self.num_chunks,
                 *(self.inputs, self.sizes, self.codes, self.firsts, self.tensor_of, self.partial, self.rows),
-                *(self._outcome, self._after, self.num_tensors, self.num_chunks),
+                *(self._outcome, after, self.num_tensors, self.num_chunks),
                 TYPES=self.types,
                 CHUNK=self.chunk,
                 COLUMNS=self.columns,
@@ -185,6 +188,7 @@ class Plan:
                 REPLACES=orders.replacements is not None,
                 STORES=stores,
             )
+        return after
 
     def read(self, values: NDArray[np.float64], orders: Orders) -> Sums:
         """Return the sums of a step from the numbers that `start` has returned, on the host now."""

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradtrack import GradientManager
+from gradtrack.gradients.distributed import agreement
 from gradtrack.step import measure, pair
 from tests.distributed.communication import Counted
 
@@ -34,8 +35,10 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 
 
-_START_NOTHING = ("prim.", "detach", "view", "empty", "select", "split", "narrow", "slice", "alias", "unbind")
-_START_NOTHING += ("expand", "aten.t.", "unsqueeze")
+_START_NOTHING = (
+    *("prim.", "detach", "view", "empty", "select", "split", "narrow", "slice", "alias", "unbind", "expand"),
+    *("aten.t.", "unsqueeze"),
+)
 
 
 class Waits(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -113,7 +116,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 def test_no_step_waits(case: str, settings: dict[str, Any]) -> None:
     """Steps between rows read no value, send what the host would, and the ranks meet before the first one only."""
     model, mode = spread(case)
-    with mock.patch.object(measure, "agree", wraps=measure.agree) as agree:
+    with mock.patch.object(measure, "agree", wraps=agreement.agree) as agree:
         waits, sizes = watched(model, mode, sgd(model), **settings)
     assert waits.places == []
     more = 24 * ("per_rank" in settings)
