@@ -106,7 +106,7 @@ class DeviceStep:
         if self._action == "skip":
             for optimizer in optimizers:
                 optimizer.found_inf = self._plan.found_inf
-        elif scale is not None and self._shares is not None:
+        elif scale is not None and self._action == "scaler" and self._shares is not None:
             scale.leave_out_where(self._plan.found_inf)
         self._start_copy(numbers)
 

@@ -177,11 +177,11 @@ class Pair:
         data = self._begin(grads, scale, epoch=epoch, repeated=repeated)
         if self.analyzers.running and self.analyzers.due(data.step):
             data.loss_graph = getattr(loss, "grad_fn", None)
-        self._rank_exchange.agree(data.step)
         report = StepReport.deferred(
             data.fields, step=data.step, epoch=epoch, source=self.name, time=data.time, batch=batch
         )
         loss, self.coming_loss = self.coming_loss, None
+        self._rank_exchange.agree(data.step)
         if on_device(grads.tensors) and self._can_stay_on_device(grads, data):
             self._leave_on_device(grads, report, data, loss)
         else:
