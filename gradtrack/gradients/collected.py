@@ -160,6 +160,7 @@ class SharedGradients(Gradients):
         loss: float | None = None,
         ends: bool = True,
         ends_if_nonfinite: bool = False,
+        centred: bool = True,
         spread: bool = False,
         limited: ForecastClipping | None = None,
         tally: bool = False,
@@ -170,7 +171,7 @@ class SharedGradients(Gradients):
         These are the sums of an `extra` number per parameter, the loss, the differences between ranks, the effect of
         elementwise clipping (`limited`), with `tally` the histogram counts of each group, and the sums of `more`.
         Without `ends` the smallest and largest elements stay unknown, which saves a collective, unless
-        `ends_if_nonfinite` is set and some element is not finite.
+        `ends_if_nonfinite` is set and some element is not finite. Sums are not about centres unless `centred`.
         """
         positions, layout = self.positions, self.layout
         here, counts = self._measure_local(measurer)
@@ -193,6 +194,7 @@ class SharedGradients(Gradients):
             loss=loss,
             ends=ends,
             ends_if_nonfinite=ends_if_nonfinite,
+            centred=centred,
             spread=spread,
             exponent=here.exponent,
         )

@@ -46,6 +46,8 @@ class StepData:
     deviations: Deviations | None = None
     aliases: Mapping[str, list[str]] = MappingProxyType({})
     full = with_groups = True
+    can_stay = False
+    """Whether the numbers stay on their device where no analyzer is due, as it may be on this rank alone."""
     with_parameters = repeated = False
     loss: float | None = None
     lr: Sequence[Sequence[tuple[Any, Any]]] = ()

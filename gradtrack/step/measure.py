@@ -227,15 +227,18 @@ class Measurement:
         `limited` adds the effect of clipping, and `first_nonfinite` the statistics of a row if any element is not
         finite. The arguments must follow from the step and the settings alone, so that all ranks send the same.
         """
-        # An issue may make a row of this step, but it opens after the ranks have sent their numbers.
-        with_weights, config = data.full and data.with_groups, self._config
+        # An issue may make a row of this step, but it opens after the ranks have sent their numbers. Where others leave
+        # theirs on a device, this rank sends the same as they.
+        config, alone = self._config, data.can_stay
+        with_weights = data.full and data.with_groups and not alone
         grads.prepare(self._measurer)
         moments = grads.measure(
             self._measurer,
             extra=weight_squares(self.table, self._measurer) if with_weights else None,
             loss=None if loss is None else float(loss),
             ends=data.full,
-            ends_if_nonfinite=first_nonfinite and config.enable_gradient_monitoring,
+            ends_if_nonfinite=first_nonfinite and config.enable_gradient_monitoring and not alone,
+            centred=not alone,
             spread=data.full and config.per_rank,
             limited=limited,
             tally=row_due and config.log_histograms,

@@ -182,7 +182,8 @@ class Pair:
         )
         loss, self.coming_loss = self.coming_loss, None
         self._rank_exchange.agree(data.step)
-        if on_device(grads.tensors) and self._can_stay_on_device(grads, data):
+        data.can_stay = on_device(grads.tensors) and self._can_stay_on_device(grads, data)
+        if data.can_stay and not self.analyzers.due(data.step):
             self._leave_on_device(grads, report, data, loss)
         else:
             self._finish(grads, report, data, loss)
@@ -202,9 +203,8 @@ class Pair:
         return data
 
     def _can_stay_on_device(self, grads: Gradients, data: StepData) -> bool:
-        """Whether the numbers of this step, which are on a device, are not needed before the next one."""
-        step = self.step_count
-        if data.event or data.repeated or self.analyzers.due(step) or self.analyzers.adds_up(step):
+        """Whether only an analyzer may need the numbers of this step, which are on a device, before the next one."""
+        if data.event or data.repeated or self.analyzers.adds_up(self.step_count):
             return False
         return can_wait(self.config, self.optimizers, grads, self.clipper, scale=data.scale)
 

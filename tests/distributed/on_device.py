@@ -94,12 +94,14 @@ def shown(report: StepReport) -> Found:
 
 
 def run(mode: str, settings: Found, *, late: bool) -> Found:
-    """Train, with the numbers read at the end or at once."""
+    """Train, with the numbers read at the end or at once; `first_rank` has settings of the first rank alone."""
     expected: list[Found] = []
+    own = settings.pop("first_rank", {}) if dist.get_rank() == 0 else {}
+    settings = {name: value for name, value in settings.items() if name != "first_rank"}
     with accelerator(late=late) as left:
         found = training.run(
             mode,
-            {"dtype": "float32", "grad_log_every_n_steps": 1000, **settings},
+            {"dtype": "float32", "grad_log_every_n_steps": 1000, **settings, **own},
             look=lambda model: expected.append(oracle(model, mode)),
             show=shown,
             at_end=late,

@@ -152,3 +152,23 @@ def test_between_reports_one_collective_is_enough(engine: str, tmp_path: Path, m
             assert not differences([one["clipping"], one["nan_inf"]], [other["clipping"], other["nan_inf"]])
         assert [report["measured"] for report in late["reports"]] == [False, False, True, False, False]
         assert late["reports"][3]["nan_inf"]["replaced_count"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("check_frequency", [1, 3])
+def test_an_analyzer_of_one_rank_makes_that_rank_wait_alone(
+    check_frequency: int, engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it looks, its rank reads the numbers at once and sends what the others do, which leave theirs there."""
+    settings = {"nonfinite_action": "replace", "check_frequency": check_frequency, "nan_step": 4, "max_grad_norm": 0.1}
+    settings |= {"optimizer": "SGD", "lr": 0.1, "first_rank": {"analyzers": ["flow"]}}
+    first, second = spread("fsdp", 2, tmp_path, monkeypatch, engine=engine, **settings)
+    assert first["late"]["late"] < second["late"]["late"] == 5
+    assert first["late"]["sizes"] == second["late"]["sizes"]
+    assert {json.dumps(found[way]["weights"]) for found in (first, second) for way in ("late", "at_once")} == {
+        json.dumps(second["late"]["weights"])
+    }
+    for one, other in zip(first["late"]["reports"], second["late"]["reports"], strict=True):
+        for part in ("clipping", "nan_inf", "statistics", "parameters", "loss", "groups"):
+            assert one["measured"] != other["measured"] or not differences(one[part], other[part]), part

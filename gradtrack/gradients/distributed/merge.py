@@ -141,9 +141,9 @@ class Share:
     `around` returns their sums and sums of squares about given centres, and `sizes` are the element counts of all
     parameters, whole. `limited` has for each of them what an elementwise clipping would limit and the sum of squares
     that it would leave, `tallies` are counts to be added up, and `more` other numbers. `ends` asks for the smallest and
-    largest elements, `ends_if_nonfinite` only where any element is not finite, and `spread` for the differences between
-    ranks, which come with them. All ranks must set the same fields and ask for the same results, or they would wait for
-    each other.
+    largest elements, `ends_if_nonfinite` only where any element is not finite, `centred` for sums about the middle
+    between them, and `spread` for the differences between ranks, which come with them. All ranks must set the same
+    fields and ask for the same results, or they would wait for each other.
     """
 
     rows: Rows
@@ -158,6 +158,7 @@ class Share:
     loss: float | None = None
     ends: bool = True
     ends_if_nonfinite: bool = False
+    centred: bool = True
     spread: bool = False
     exponent: int = 0
 
@@ -234,7 +235,9 @@ class Ranks:
     def merge(self, share: Share) -> MergedSums:
         """Merge the sums that this rank has measured with those of all others."""
         ends = self._find_ends(share) if share.ends else None
-        centres = np.zeros(len(self.shards)) if ends is None else centres_between(*self._lows_and_highs(ends))
+        centres = np.zeros(len(self.shards))
+        if ends is not None and share.centred:
+            centres = centres_between(*self._lows_and_highs(ends))
         sums = self._add_up(share, centres)
         limited, num_more = share.limited is not None, len(share.more)
         if ends is None and share.ends_if_nonfinite:
