@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import difflib
-import json
-import operator
 import os
 import re
-import tomllib
-from collections import UserList
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Final, Literal, Self
@@ -20,9 +16,8 @@ from gradtrack import registry
 from gradtrack.errors import ConfigError, InputTypeError
 from gradtrack.reports import IssueType
 from gradtrack.support.redact import redact, redact_values
-from gradtrack.support.regular_files import MEBIBYTE, read_regular
+from gradtrack.support.regular_files import plain, read_settings
 
-_MOST_BYTES = 16 * MEBIBYTE
 _NUMBERS = (float, int, float | None)
 ClipType = Literal["norm", "value", "adaptive", "agc", "zscore"]
 Action = Literal["skip", "replace", "raise", "report"]
@@ -45,8 +40,6 @@ _ELSEWHERE = {
     "mute": "ignore silence",
 }
 _PATH = ("Input is not a valid path for <class 'pathlib.Path'>", "expected a path")
-_LIBRARIES: Final = ("omegaconf", "ml_collections")
-"""Packages whose containers may be neither mappings nor lists for Python."""
 _WORD = re.compile(r"[A-Za-z_]+")
 
 
@@ -157,7 +150,7 @@ class GradientConfig(BaseModel):
         """Read a configuration; where the source has a `gradtrack` mapping, that is the configuration."""
         if isinstance(source, cls):
             return source if not overrides else cls(**{**explicit(source), **overrides})
-        values = _mapping(source)
+        values = read_settings(source)
         if SECTION in values and isinstance(values[SECTION] or {}, Mapping):
             values = dict(values[SECTION] or {})
         return cls(**{**values, **_environment(), **overrides})
@@ -276,23 +269,6 @@ def _environment() -> dict[str, Any]:
     return found
 
 
-def plain(value: Any) -> Any:
-    """Return mappings of any kind as dictionaries and lists of configuration libraries as lists, at every depth.
-
-    What holds no such container is returned itself, since an option may be a list that its owner keeps.
-    """
-    foreign = type(value).__module__.partition(".")[0] in _LIBRARIES
-    if isinstance(value, Mapping) or (foreign and hasattr(value, "keys")):
-        mapping = {name: plain(value[name]) for name in value}
-        same = type(value) is dict and all(entry is value[name] for name, entry in mapping.items())
-        return value if same else mapping
-    if isinstance(value, (list, UserList)) or (foreign and isinstance(value, Iterable)):
-        entries = [plain(entry) for entry in value]
-        same = type(value) is list and all(map(operator.is_, entries, value))
-        return value if same else entries
-    return value
-
-
 def explicit(config: GradientConfig) -> dict[str, Any]:
     """Return the settings that the user gave, those that equal a default included."""
     return {name: getattr(config, name) for name in config.model_fields_set}
@@ -329,48 +305,3 @@ def readable(fault: ValidationError) -> ConfigError:
         given = "[...]" if where.partition(".")[0] == "alerts" else repr(error["input"])
         lines.append(redact(f"{where} = {given}: {text}{end}{remedy}" if where else text))
     return ConfigError("; ".join(lines))
-
-
-def _mapping(source: object) -> dict[str, Any]:
-    if source is None:
-        return {}
-    source = plain(source)
-    if isinstance(source, dict):
-        return dict(source)
-    if isinstance(source, (str, Path)):
-        return _read(Path(source))
-    shown = redact(repr(source)) if isinstance(source, (int, float, bytes, list, tuple)) else type(source).__name__
-    raise InputTypeError(
-        f"config {shown}: expected a GradientConfig, a mapping or the path of a YAML, TOML or JSON file. "
-        "Model and optimizer go to safe_backward, watch or attach."
-    )
-
-
-def _content(path: Path) -> bytes:
-    """Read a file; of what is not regular only a pipe that the shell has opened, since any other may never end."""
-    if str(path).startswith(("/dev/fd/", "/dev/stdin", "/proc/self/fd/")):
-        return path.read_bytes()
-    return read_regular(os.path.realpath(path), most_bytes=_MOST_BYTES)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        text = _content(path).decode("utf-8")
-    except (OSError, UnicodeDecodeError) as fault:
-        raise ConfigError(
-            f"configuration {str(path)!r} cannot be read ({fault}). Check the path and its mode."
-        ) from None
-    readers = {".toml": tomllib.loads, ".json": json.loads}
-    try:
-        values = readers.get(path.suffix.lower(), yaml.safe_load)(text)
-    except (ValueError, yaml.YAMLError, RecursionError) as fault:
-        raise ConfigError(
-            f"configuration {str(path)!r} cannot be parsed: {redact(str(fault))}. Only plain data is accepted."
-        ) from None
-    if values is None:
-        return {}
-    if not isinstance(values, dict):
-        raise ConfigError(
-            f"configuration {str(path)!r} holds a {type(values).__name__}: expected a mapping of settings."
-        )
-    return values

@@ -1,15 +1,28 @@
-"""Regular files opened without following links, and read up to a size: the only files that a run directory gives."""
+"""Regular files opened without following links, and read up to a size: those of run directories, and configurations."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import json
+import operator
 import os
 import stat
+import tomllib
+from collections import UserList
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import Any, BinaryIO, Final
+
+import yaml
+
+from gradtrack.errors import ConfigError, InputTypeError
+from gradtrack.support.redact import redact
 
 MEBIBYTE: Final = 2**20
+_MOST_OF_CONFIGURATION: Final = 16 * MEBIBYTE
+_LIBRARIES: Final = ("omegaconf", "ml_collections")
+"""Packages whose containers may be neither mappings nor lists for Python."""
 _FLAGS: Final = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 _DIRECTORY_FLAGS: Final = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_DIRECTORY", 0)
 _WALKS: Final = os.open in os.supports_dir_fd and hasattr(os, "O_NOFOLLOW")
@@ -40,6 +53,39 @@ def read_inside(root: str | Path, path: str | Path, *, most_bytes: int) -> bytes
         if os.fstat(stream.fileno()).st_nlink > 1:
             raise OSError(errno.EMLINK, "it has a second name, which may lie elsewhere", str(path))
         return _read(stream, path, most_bytes)
+
+
+def read_settings(source: object) -> dict[str, Any]:
+    """Return a mapping of any kind, or that in a YAML, TOML or JSON file, as a dictionary; of None an empty one."""
+    if source is None:
+        return {}
+    source = plain(source)
+    if isinstance(source, dict):
+        return dict(source)
+    if isinstance(source, (str, Path)):
+        return _read_configuration(Path(source))
+    shown = redact(repr(source)) if isinstance(source, (int, float, bytes, list, tuple)) else type(source).__name__
+    raise InputTypeError(
+        f"config {shown}: expected a GradientConfig, a mapping or the path of a YAML, TOML or JSON file. "
+        "Model and optimizer go to safe_backward, watch or attach."
+    )
+
+
+def plain(value: Any) -> Any:
+    """Return mappings of any kind as dictionaries and lists of configuration libraries as lists, at every depth.
+
+    What holds no such container is returned itself, since an option may be a list that its owner keeps.
+    """
+    foreign = type(value).__module__.partition(".")[0] in _LIBRARIES
+    if isinstance(value, Mapping) or (foreign and hasattr(value, "keys")):
+        mapping = {name: plain(value[name]) for name in value}
+        same = type(value) is dict and all(entry is value[name] for name, entry in mapping.items())
+        return value if same else mapping
+    if isinstance(value, (list, UserList)) or (foreign and isinstance(value, Iterable)):
+        entries = [plain(entry) for entry in value]
+        same = type(value) is list and all(map(operator.is_, entries, value))
+        return value if same else entries
+    return value
 
 
 def is_regular(path: str | Path) -> bool:
@@ -116,3 +162,34 @@ def _link(path: str | Path) -> OSError:
 
 def _too_large(path: str | Path, most_bytes: int) -> OSError:
     return OSError(errno.EFBIG, f"it has more than {most_bytes} bytes", str(path))
+
+
+def _configuration(path: Path) -> bytes:
+    """Read a file; of what is not regular only a pipe that the shell has opened, since any other may never end."""
+    if str(path).startswith(("/dev/fd/", "/dev/stdin", "/proc/self/fd/")):
+        return path.read_bytes()
+    return read_regular(os.path.realpath(path), most_bytes=_MOST_OF_CONFIGURATION)
+
+
+def _read_configuration(path: Path) -> dict[str, Any]:
+    """Return the mapping in a YAML, TOML or JSON file."""
+    try:
+        text = _configuration(path).decode("utf-8")
+    except (OSError, UnicodeDecodeError) as fault:
+        raise ConfigError(
+            f"configuration {str(path)!r} cannot be read ({fault}). Check the path and its mode."
+        ) from None
+    readers = {".toml": tomllib.loads, ".json": json.loads}
+    try:
+        values = readers.get(path.suffix.lower(), yaml.safe_load)(text)
+    except (ValueError, yaml.YAMLError, RecursionError) as fault:
+        raise ConfigError(
+            f"configuration {str(path)!r} cannot be parsed: {redact(str(fault))}. Only plain data is accepted."
+        ) from None
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise ConfigError(
+            f"configuration {str(path)!r} holds a {type(values).__name__}: expected a mapping of settings."
+        )
+    return values
