@@ -11,11 +11,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from gradtrack.analyzers.base import Snapshot
 from gradtrack.config import GradientConfig
 from gradtrack.errors import UsageError
 from gradtrack.gradients.collected import ForecastClipping, Gradients, SharedGradients, find_deviations
 from gradtrack.gradients.distributed.agreement import agree, digest
-from gradtrack.gradients.distributed.shards import local_part
+from gradtrack.gradients.distributed.shards import local_part, unwrapped
 from gradtrack.gradients.in_backward import GradientsInBackward, may_step_in_backward, step_in_backward
 from gradtrack.gradients.measurer import Measurer
 from gradtrack.gradients.moments import SQUARES, Moments, finite_norm, histograms_of
@@ -283,6 +284,19 @@ class Measurement:
     def has_shards(self) -> bool:
         """Whether this rank holds only parts of any parameter."""
         return self.table.ranks is not None and bool(self.table.ranks.sharded.any())
+
+    def snapshot(self, grads: Gradients, step: int, optimizers: Sequence[Any], **fields: Any) -> Snapshot:
+        """Return a snapshot of the gradients alone: of this rank's shards, before the all-reduce of the sums."""
+        tensors = dict(zip(grads.layout.names, grads.tensors, strict=True)) if grads.tensors else {}
+        return Snapshot(
+            step=step,
+            model=unwrapped(self._model),
+            optimizers=optimizers,
+            gradients=self.table.within(tensors),
+            elsewhere=self.left_out,
+            counts_as=self.counts_as() if self.has_shards else None,
+            **fields,
+        )
 
     def notes(self, *, analyzed: bool) -> list[str]:
         """Return the notes on how parameters are spread over ranks or shared with other pairs, each once."""

@@ -231,7 +231,7 @@ class Pair:
             self.optimizer_steps.forget_found_inf()
         row_due = data.event and data.full
         if isinstance(grads, SharedGradients):
-            shown = partial(self._unmeasured_snapshot, grads)
+            shown = partial(self.measurement.snapshot, grads, self.step_count, self.optimizers)
             moments = self._rank_exchange.read(grads, data, loss, row_due=row_due, shown=shown)
         else:
             moments = self.measurement.read(grads, data, loss, row_due=row_due)
@@ -327,22 +327,11 @@ class Pair:
             data.event = data.event or len(reports) > len(data.late)
         self.analyzers.arm(self.model, step + 1)
 
-    def _unmeasured_snapshot(self, grads: Gradients, **fields: Any) -> Snapshot:
-        """Return a snapshot of the gradients alone: of this rank's shards, before the all-reduce of the sums."""
-        tensors = dict(zip(grads.layout.names, grads.tensors, strict=True)) if grads.tensors else {}
-        return Snapshot(
-            step=self.step_count,
-            model=unwrapped(self.model),
-            optimizers=self.optimizers,
-            gradients=self.table.within(tensors),
-            elsewhere=self.measurement.left_out,
-            counts_as=self.measurement.counts_as() if self.measurement.has_shards else None,
-            **fields,
-        )
-
     def _snapshot(self, grads: Gradients, data: StepData) -> Snapshot:
-        return self._unmeasured_snapshot(
+        return self.measurement.snapshot(
             grads,
+            self.step_count,
+            self.optimizers,
             epoch=data.epoch,
             loss=data.loss,
             norms=self.table.within(data.norms()),
