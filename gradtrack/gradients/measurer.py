@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from gradtrack.gradients.moments import MAX, MIN, SMALLEST_FACTOR, WIDTH, Moment
 from gradtrack.gradients.torch_device import Plans, TorchPlan, halves_of
 
 EngineName = Literal["auto", "torch", "native", "triton"]
+_HALVES: Final = frozenset({torch.float16, torch.bfloat16})
 _logger = logging.getLogger("gradtrack")
 
 
@@ -185,5 +186,11 @@ class TorchEngine:
 
     def scale(self, grads: Sequence[Tensor], coefficient: float | Tensor) -> None:
         """Multiply every tensor in place."""
-        if grads:
-            torch._foreach_mul_(list(grads), coefficient)
+        together = list[Tensor]()
+        for grad in grads:
+            if grad.is_cpu and grad.dtype in _HALVES:  # for which torch's loop over tensors rounds the factor as well
+                grad.mul_(coefficient)
+            else:
+                together.append(grad)
+        if together:
+            torch._foreach_mul_(together, coefficient)

@@ -98,6 +98,21 @@ def test_scaling_multiplies_in_place(engine: EngineName, grads: list[Tensor], co
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("coefficient", [2.4754e-6, 1.2e-8])
+def test_the_factor_is_not_rounded_to_half_precision(
+    engine: EngineName, dtype: torch.dtype, coefficient: float
+) -> None:
+    """A factor that float16 cannot hold scales as it is: what is left is rounded, and not the factor before it."""
+    grads = [torch.full((3,), 30000.0, dtype=dtype), torch.full((2,), 30000.0)]
+    expected = [grad.double() * coefficient for grad in grads]
+    Measurer(engine).scale(grads, coefficient)
+    for one, other in zip(grads, expected, strict=True):
+        finfo = torch.finfo(one.dtype)
+        assert torch.allclose(one.double(), other, rtol=finfo.eps, atol=0.0)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
 def test_any_memory_layout(engine: EngineName) -> None:
     """Transposed, strided, expanded and channels-last gradients are measured like contiguous ones."""
     base = torch.randn(4, 6)
