@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import difflib
+import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Final, Literal, Self
+from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    field_serializer,
+    field_validator,
+    model_validator,
+)
 
 from gradtrack import registry
 from gradtrack.errors import ConfigError, InputTypeError
@@ -39,6 +49,7 @@ _ELSEWHERE = {
     "analyzers": "plugins",
     "mute": "ignore silence",
 }
+_LIMIT: Final[TypeAdapter[float]] = TypeAdapter(Annotated[float, Field(gt=0, allow_inf_nan=False)])
 _PATH = ("Input is not a valid path for <class 'pathlib.Path'>", "expected a path")
 _WORD = re.compile(r"[A-Za-z_]+")
 
@@ -63,7 +74,12 @@ class GradientConfig(BaseModel):
     )
 
     enable_gradient_clipping: bool = Field(True, description="Clip gradients; off leaves them as they are.")
-    max_grad_norm: float = Field(1.0, gt=0, description="The limit: a norm, or an absolute value for clip_type value.")
+    max_grad_norm: Any = Field(
+        1.0, description="The limit: a norm, one for each group or pattern, or an absolute value for clip_type value."
+    )
+    norm_type: float = Field(
+        2.0, gt=0, allow_inf_nan=True, description="norm: the order of the norm that is limited; inf for the largest."
+    )
     clip_type: ClipType = Field("norm", description="The clipping strategy.")
     agc_clip_factor: float = Field(0.01, gt=0, description="agc: the largest ratio of a unit's gradient to its weight.")
     zscore_threshold: float = Field(2.5, gt=0, description="zscore: standard deviations above the mean norm.")
@@ -145,6 +161,11 @@ class GradientConfig(BaseModel):
         """Return the strategy in force: `adaptive_clipping` wins over `clip_type`."""
         return "adaptive" if self.adaptive_clipping else self.clip_type
 
+    @property
+    def limits_groups(self) -> bool:
+        """Whether norms of groups are limited, or norms of another order than 2, which the sums do not tell."""
+        return self.effective_clip_type == "norm" and (isinstance(self.max_grad_norm, dict) or self.norm_type != 2.0)
+
     @classmethod
     def load(cls, source: GradientConfig | Mapping[str, Any] | str | Path | None = None, **overrides: Any) -> Self:
         """Read a configuration; where the source has a `gradtrack` mapping, that is the configuration."""
@@ -160,14 +181,39 @@ class GradientConfig(BaseModel):
         """Return those entries of a training configuration that are settings of gradtrack."""
         return {name: value for name, value in values.items() if name in cls.model_fields}
 
+    @field_validator("max_grad_norm", mode="plain")
+    @classmethod
+    def _check_limit(cls, value: Any) -> Any:
+        """Return a limit, or a mapping of groups and patterns to limits."""
+        if not isinstance(value, dict):
+            return _LIMIT.validate_python(value)
+        if not value:
+            raise ValueError(f"expected at least one limit.{_REMEDIES['max_grad_norm']}")
+        return {_checked_key(key): _checked_limit(key, limit) for key, limit in value.items()}
+
+    @field_validator("max_grad_norm", "clip_type", "adaptive_clipping")
+    @classmethod
+    def _check_limit_fits(cls, value: Any, info: Any) -> Any:
+        known = {**info.data, info.field_name: value}
+        kind = "adaptive" if known.get("adaptive_clipping") else known.get("clip_type", "norm")
+        if isinstance(known.get("max_grad_norm"), dict) and kind != "norm":
+            raise ValueError(
+                f"limits by group are norms, and the gradients are clipped by {kind}. "
+                "Set clip_type='norm', or one number as max_grad_norm."
+            )
+        return value
+
     @field_validator("*", mode="before")
     @classmethod
     def _check_is_number(cls, value: Any, info: Any) -> Any:
         """Make plain containers of others, and refuse a switch as a number, which Python would count as 0 or 1."""
         value = plain(value)
-        if isinstance(value, bool) and cls.model_fields[info.field_name].annotation in _NUMBERS:
-            raise ValueError(f"expected a number, not a switch.{_REMEDIES.get(info.field_name, '')}")
-        return value
+        is_number = info.field_name == "max_grad_norm" or cls.model_fields[info.field_name].annotation in _NUMBERS
+        return _no_switch(value, _REMEDIES.get(info.field_name, "")) if is_number else value
+
+    @field_serializer("norm_type", when_used="json")
+    def _serialize_order(self, order: float) -> float | str:
+        return order if math.isfinite(order) else "inf"
 
     @field_validator("adaptive_percentile")
     @classmethod
@@ -280,6 +326,33 @@ def _unknown(name: str) -> str:
     close = f" Did you mean {known!r}?" if known else registry.nearest(name, names, cutoff=0.6)
     other = close or f" Where a file holds other settings as well, put these under {SECTION!r}."
     return f"unknown setting {name!r}: expected a field of GradientConfig.{other}"
+
+
+def _no_switch(value: Any, remedy: str = "") -> Any:
+    """Refuse a switch as a number, which Python would count as 0 or 1."""
+    if isinstance(value, bool):
+        raise ValueError(f"expected a number, not a switch.{remedy}")
+    return value
+
+
+def _checked_key(key: Any) -> str:
+    """Return the name or the pattern that a limit is for."""
+    remedy = " Write '.*' for all parameters." if key == "*" else " Escape its special characters."
+    try:
+        if not isinstance(key, str) or not key:
+            raise TypeError("no text")
+        re.compile(key)
+    except (TypeError, re.error) as fault:
+        raise ValueError(f"{key!r} is neither a group nor a regular expression ({fault}).{remedy}") from None
+    return key
+
+
+def _checked_limit(key: Any, limit: Any) -> float:
+    """Return the limit of a group."""
+    try:
+        return _LIMIT.validate_python(_no_switch(limit))
+    except ValueError:
+        raise ValueError(f"{limit!r} for {key!r}: expected a number above 0. Leave out what is not to clip.") from None
 
 
 def _check_issue_type(entry: str) -> None:

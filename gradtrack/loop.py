@@ -16,7 +16,7 @@ from gradtrack.manager import GradientManager
 from gradtrack.reports import StepReport
 from gradtrack.step.arguments import WatchSettings, as_sequence, check_hookable, check_model, hookable
 
-_CLIPPING: Final = {"enable_gradient_clipping", "max_grad_norm", "clip_type", "adaptive_clipping"}
+_CLIPPING: Final = {"enable_gradient_clipping", "max_grad_norm", "norm_type", "clip_type", "adaptive_clipping"}
 _ACTION: Final = {"nonfinite_action", "replace_nan_with", "replace_inf_with"}
 _OF_MANAGER: Final = ("backends", "analyzers", "process_group")
 """The keywords that a manager takes beside the settings."""
@@ -33,10 +33,12 @@ def safe_backward(
     epoch: int | None = None,
     batch: object = None,
     step: int | None = None,
+    max_grad_norm: float | Mapping[str, float] | None = None,
 ) -> StepReport:
     """Run the backward pass and make its gradients safe to step with; call it in place of `loss.backward()`.
 
     `step` is the place of its row on the trackers' axis, where your own curves count other things than optimizer steps.
+    `max_grad_norm` is the limit of this step alone, in the place of the setting: pass the same on every rank.
     Without a manager a model gets one of its own with the default configuration, which is kept until the program ends.
     """
     manager = gradient_manager if gradient_manager is not None else _default_manager(model, optimizer)
@@ -46,7 +48,16 @@ def safe_backward(
             "Make one before the loop, with GradientManager(config) for example."
         )
     return manager.step(
-        model, optimizer, loss, True, scaler=scaler, accumulate=accumulate, epoch=epoch, batch=batch, step=step
+        model,
+        optimizer,
+        loss,
+        True,
+        scaler=scaler,
+        accumulate=accumulate,
+        epoch=epoch,
+        batch=batch,
+        step=step,
+        max_grad_norm=max_grad_norm,
     )
 
 
@@ -64,7 +75,7 @@ def _default_manager(model: nn.Module, optimizer: Any) -> GradientManager:
 
 
 def create_gradient_manager(
-    max_grad_norm: float = 1.0,
+    max_grad_norm: float | Mapping[str, float] = 1.0,
     enable_monitoring: bool = True,
     enable_nan_inf_check: bool = True,
     verbose: bool = False,

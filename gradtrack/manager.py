@@ -86,20 +86,24 @@ class GradientManager:
         epoch: int | None = None,
         batch: object = None,
         step: int | None = None,
+        max_grad_norm: float | Mapping[str, float] | None = None,
     ) -> StepReport:
         """Run the backward pass if asked, then measure, protect and report the gradients, before the optimizer steps.
 
         With `accumulate=True` the gradients are those of a micro-batch: nothing is measured, clipped or counted yet.
         `step` is the place of the row on the trackers' axis, where that counts something else than optimizer steps.
+        `max_grad_norm` is the limit of this step alone, in the place of the setting.
         """
         if torch.compiler.is_dynamo_compiling():  # a loop that is compiled as a whole has a graph break here
             options = {"scaler": scaler, "accumulate": accumulate, "epoch": epoch, "batch": batch, "step": step}
+            options["max_grad_norm"] = max_grad_norm
             return uncompiled(self.step)(model, optimizer, loss, backward, **options)  # type: ignore[no-any-return]
         if self._closed and not self._at_exit.exiting:
             raise ClosedError(_CLOSED)
         if not (backward and type(loss) is Tensor):  # the backward pass checks a tensor by itself
             check_loss(loss, backward)
         pair = self._pairs.find(model, optimizer)
+        limited = None if max_grad_norm is None else pair.clipper.limited_to(max_grad_norm)
         if step is not None:
             self._rows.place(pair.name, pair.step_count + 1, as_place(step))
         if backward:
@@ -117,7 +121,12 @@ class GradientManager:
             return pair.unmeasured(epoch)
         scale = None if scaler is None else unscale(scaler, pair.optimizers, once=backward)
         pair.seen_before_step = True
-        report = pair.step(loss, scale=scale, epoch=epoch, batch=batch)
+        if limited is None:
+            report = pair.step(loss, scale=scale, epoch=epoch, batch=batch)
+        else:
+            pair.fast_path.close()
+            with limited:
+                report = pair.step(loss, scale=scale, epoch=epoch, batch=batch)
         if self._unused_settings.waits:
             self._check_settings()
         return report

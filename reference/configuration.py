@@ -55,12 +55,14 @@ wins:
 4. the default.
 """
 _GROUPS = {
-    "Clipping": r"enable_gradient_clipping|max_grad_norm|clip_type|agc_|zscore_|adaptive_",
+    "Clipping": r"enable_gradient_clipping|max_grad_norm|norm_type|clip_type|agc_|zscore_|adaptive_",
     "Values that are not finite": r"enable_nan_inf|nonfinite|nan_inf|replace_",
     "What is measured and judged": r"enable_gradient_mon|check_|max_gradient_|grad_track|track_|groups|.*ing_thr|mute",
     "What is recorded": r"grad_log|log_|save_|backends|analyzers|alerts|run_dir|close_",
     "How it runs": "",
 }
+_TAKES = {"max_grad_norm": "number, > 0, or a mapping to such"}
+"""What settings take whose annotation does not tell."""
 
 
 def page() -> str:
@@ -73,14 +75,16 @@ def page() -> str:
     parts = [_HEAD]
     for title, found in groups.items():
         rows = [
-            (code(name), _values(fields[name]), _default(fields[name]), fields[name].description or "")
+            (code(name), _values(name, fields[name]), _default(fields[name]), fields[name].description or "")
             for name in found
         ]
         parts.append(f"\n## {title}\n\n{table(('setting', 'takes', 'default', 'meaning'), rows)}")
     return "".join(parts)
 
 
-def _values(field: Any) -> str:
+def _values(name: str, field: Any) -> str:
+    if name in _TAKES:
+        return _TAKES[name]
     limits = [
         f"{sign} {getattr(rule, kind):g}"
         for rule in field.metadata

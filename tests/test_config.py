@@ -56,6 +56,14 @@ def test_a_configuration_is_not_copied() -> None:
         ({"max_grad_norm": -1}, "max_grad_norm = -1: expected greater than 0"),
         ({"max_grad_norm": 0}, "enable_gradient_clipping=False"),
         ({"max_grad_norm": float("nan")}, "finite"),
+        ({"max_grad_norm": {}}, "expected at least one limit. Set enable_gradient_clipping=False"),
+        ({"max_grad_norm": {"head": -1}}, "-1 for 'head': expected a number above 0. Leave out what is not to clip"),
+        ({"max_grad_norm": {"head": True}}, "True for 'head': expected a number above 0"),
+        ({"max_grad_norm": {"*": 1.0}}, "neither a group nor a regular expression .* Write '.\\*' for all parameters"),
+        ({"max_grad_norm": {"(": 1.0}}, "neither a group nor a regular expression .* Escape its special characters"),
+        ({"max_grad_norm": {"head": 1.0}, "clip_type": "agc"}, "clipped by agc. Set clip_type='norm'"),
+        ({"max_grad_norm": {"head": 1.0}, "adaptive_clipping": True}, "clipped by adaptive. Set clip_type='norm'"),
+        ({"norm_type": 0}, "norm_type = 0: expected greater than 0"),
         ({"clip_type": "nrm"}, "'norm', 'value', 'adaptive', 'agc' or 'zscore'"),
         ({"groups": {"a": "("}}, "not a regular expression"),
         ({"mute": ["["]}, "not a regular expression"),
@@ -375,6 +383,7 @@ def test_the_environment_asks_a_watch_to_clip(monkeypatch: pytest.MonkeyPatch) -
 
 
 _PUT_DOWN: dict[Any, Any] = {
+    Any: float | Mapping[str, float],  # of max_grad_norm
     list[Any]: Sequence[Any],
     list[str]: Sequence[str],
     dict[str, str]: Mapping[str, str],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Container, Mapping, Sequence
 from itertools import compress
 from typing import ClassVar, NamedTuple
@@ -17,6 +18,7 @@ from gradtrack.gradients.distributed.shards import add_up, local_gradient
 from gradtrack.gradients.groups import Layout
 from gradtrack.gradients.measurer import Batch, Measurer
 from gradtrack.gradients.moments import MAX, MIN, NAN, SQUARES, SUM, Moments, Rows, count_elements, merge
+from gradtrack.gradients.torch_device import WITHOUT_FLOAT64
 from gradtrack.gradients.variance import Deviations, hides, is_hidden, merge_deviations, sums_around, take_back
 
 
@@ -77,6 +79,22 @@ class Gradients:
         self.own()
         measurer.scale(self.batch, coefficient)
         self.install()
+
+    def scale_some(self, measurer: Measurer, factors: Sequence[float]) -> None:
+        """Multiply each gradient in place by a factor of its own; those whose factor is 1 are not written to."""
+        self.own()
+        for factor in sorted({factor for factor in factors if factor != 1.0}):
+            some = [tensor for tensor, own in zip(self.tensors, factors, strict=True) if own == factor]
+            measurer.scale(some, factor)
+        self.install()
+
+    def norms(self, order: float, sets: NDArray[np.int64], num_sets: int) -> NDArray[np.float64]:
+        """Return the norms of an order of sets of gradients, as torch's `clip_grad_norm_` has them.
+
+        `sets` has the set of each gradient, and -1 for those that are in none. Each element is read once more.
+        """
+        found = _norms(self.tensors, self.layout.params, order)
+        return _of_sets(found, order, sets, num_sets)
 
     def own(self) -> None:
         """Give each parameter a gradient of its own, where parameters share one or elements share their memory.
@@ -261,6 +279,13 @@ class SharedGradients(Gradients):
         """Return the sums of the numbers that were passed as `more`."""
         return self.merged.more[self._num_foreseen :]
 
+    def norms(self, order: float, sets: NDArray[np.int64], num_sets: int) -> NDArray[np.float64]:
+        """Return the norms over all ranks, by one collective more for the largest elements, else by two."""
+        found = _norms(self.tensors, self.layout.params, order) if self.tensors else np.zeros(len(sets))
+        if math.isfinite(order):
+            found *= np.array(self.ranks.counts_as())[self.positions] ** (1.0 / order)
+        return self.ranks.norms(_of_sets(found, order, sets, num_sets), order)
+
     def count(self) -> Rows:
         """Return the histogram counts of each group over all ranks, from the measurement."""
         return self.merged.tallies.reshape(len(self.layout.group_names), -1)
@@ -279,6 +304,42 @@ class SharedGradients(Gradients):
             self._batch, self.tensors = None, [self.tensors[index] for index in kept]
         self.positions = self.positions[kept]
         self.layout = self._lay_out(self.positions.tolist())
+
+
+def _norms(grads: Sequence[Tensor], params: Sequence[Tensor], order: float) -> NDArray[np.float64]:
+    """Return the norm of an order of each gradient, read together; anew where powers leave the range of a float64."""
+    if not grads:
+        return np.zeros(0)
+    narrow = grads[0].device.type in WITHOUT_FLOAT64
+    kinds = (torch.float32, torch.complex64) if narrow else (torch.float64, torch.complex128)
+    several = list[Tensor]()
+    norms = list[Tensor]()
+    for grad, param in zip(grads, params, strict=True):
+        one = grad.detach()
+        one = torch.view_as_complex(one) if param.is_complex() and not one.is_complex() else one
+        several.append(one if one.numel() else one.new_zeros(1))
+        norm = torch.linalg.vector_norm(several[-1], order, dtype=kinds[one.is_complex()])
+        norms.append(norm.to(grads[0].device))
+    found: NDArray[np.float64] = torch.stack(norms).cpu().double().numpy()
+    for index in np.flatnonzero(~((found > 0) & np.isfinite(found))).tolist():
+        one = several[index].to(kinds[several[index].is_complex()])
+        largest = one.abs().max()
+        if largest > 0:
+            found[index] = float(largest) * float(torch.linalg.vector_norm(one / largest, order))
+    return found
+
+
+def _of_sets(norms: NDArray[np.float64], order: float, sets: NDArray[np.int64], num_sets: int) -> NDArray[np.float64]:
+    """Return the norm of each set of gradients together, from the norm of each gradient; the set -1 is left out."""
+    inside = sets >= 0
+    largest = np.zeros(num_sets)
+    np.maximum.at(largest, sets[inside], norms[inside])
+    if math.isinf(order):
+        return largest
+    of_each = largest[sets[inside]]
+    shares = np.divide(norms[inside], of_each, out=np.zeros(len(of_each)), where=of_each > 0)
+    powers: NDArray[np.float64] = largest * np.bincount(sets[inside], shares**order, num_sets) ** (1.0 / order)
+    return powers
 
 
 def _is_expanded(grad: Tensor) -> bool:

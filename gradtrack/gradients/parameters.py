@@ -35,6 +35,14 @@ class OutsideParameter(NamedTuple):
     param: nn.Parameter
 
 
+class NamedParameter(NamedTuple):
+    """The names of a parameter, its group in reports, and the name of its optimizer's group, each if it has one."""
+
+    names: tuple[str, ...]
+    group: str
+    label: str
+
+
 class ParameterTable:
     """The trainable parameters of a model by name and group, each once, with the other names of tied ones.
 
@@ -102,6 +110,17 @@ class ParameterTable:
     def within(self, by_name: dict[str, Value]) -> dict[str, Value]:
         """Leave out parameters that are in no module, since analyzers look at modules only."""
         return {name: value for name, value in by_name.items() if name not in self.outside} if self.outside else by_name
+
+    def named(self, labels: Mapping[int, str]) -> tuple[list[NamedParameter], list[NamedParameter]]:
+        """Return what the trainable parameters are called, and the frozen ones; `labels` are by the ids of all."""
+
+        def called(name: str, group: str, param: Tensor) -> NamedParameter:
+            return NamedParameter((name, *self.aliases.get(name, ())), group, labels.get(id(param), ""))
+
+        groups = [self.group_names[group] for group in self.group_of.tolist()]
+        kept = [param for param, trains in zip(self.everything, self._trainable, strict=True) if not trains]
+        frozen = [called(name, "", param) for name, param in zip(self.frozen, kept, strict=True)]
+        return list(map(called, self.names, groups, self.params)), frozen
 
     @property
     def has_dtensors(self) -> bool:

@@ -57,7 +57,9 @@ class Evidence:
 
 
 def has_chosen_limit(config: GradientConfig) -> bool:
-    """Say whether norms are limited, and by a limit that the user has set."""
+    """Say whether the norm of all gradients is limited, and by a limit that the user has set."""
+    if config.limits_groups:
+        return False
     return "max_grad_norm" in config.model_fields_set and config.effective_clip_type not in ("value", "agc")
 
 

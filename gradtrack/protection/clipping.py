@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, Final
 
@@ -11,18 +12,21 @@ import numpy as np
 from torch import Tensor, nn
 
 from gradtrack.config import ClipType, GradientConfig
+from gradtrack.errors import UsageError
 from gradtrack.gradients.collected import ClippingForecast, Gradients, SharedGradients
 from gradtrack.gradients.distributed.merge import Ranks
 from gradtrack.gradients.measurer import Measurer
-from gradtrack.gradients.moments import MAX, MIN, SQUARES, Moments
+from gradtrack.gradients.moments import MAX, MIN, SQUARES, Moments, finite_norm
 from gradtrack.gradients.parameters import ParameterTable
 from gradtrack.gradients.torch_device import Orders
 from gradtrack.protection.agc import CutUnits, limit_units, num_units
 from gradtrack.protection.nonfinite import rounded
 from gradtrack.protection.strategies import (
+    EVERYTHING,
     AdaptiveStrategy,
     ClippedNorm,
     FixedStrategy,
+    GroupLimits,
     Memory,
     Strategy,
     ZScoreStrategy,
@@ -54,6 +58,9 @@ class GradientClipper:
         self._engaged = (0, 0)
         """The window of the clip rate: its number of steps, at most a hundred, and a bit for each, set if clipped."""
         self._cut: tuple[Ranks, ClipType, CutUnits] | None = None
+        self.limit_of_step: Any = None
+        """What this step is clipped at in the place of `max_grad_norm`."""
+        self.group_limits = GroupLimits()
 
     @property
     def clip_rate(self) -> float:
@@ -63,7 +70,10 @@ class GradientClipper:
 
     def clip_gradients(self, model: nn.Module) -> ClippingReport:
         """Measure and clip the gradients that a model has now."""
-        grads = ParameterTable(model).gradients()
+        table = ParameterTable(model, self.config.groups)
+        grads = table.gradients()
+        if self.limits_groups:
+            self.group_limits.find(self.limits, table)
         if isinstance(grads, SharedGradients) and self.is_elementwise:
             moments = grads.measure(self.measurer, limited=partial(self.foresee, replace=None))
         else:
@@ -78,6 +88,8 @@ class GradientClipper:
             return self._left_alone(norm)
         if clip_type in _ELEMENTWISE:
             found = self._clip_elements(grads, moments, norm)
+        elif self.limits_groups:
+            found = self._clip_groups(grads, moments, norm)
         else:
             found = coefficient_for(norm, self.limit(), self.epsilon)
             if found["clipped"]:
@@ -134,8 +146,47 @@ class GradientClipper:
         found["clip_rate"] = self.clip_rate
         return found
 
+    @property
+    def max_grad_norm(self) -> Any:
+        """Return the limit of this step, or the limits by group: those of the configuration unless it has its own."""
+        return self.config.max_grad_norm if self.limit_of_step is None else self.limit_of_step
+
+    def limited_to(self, limit: float | Mapping[str, float]) -> AbstractContextManager[None]:
+        """Check another limit, and return a context within which it is in the place of `max_grad_norm`."""
+        config = self.config
+        kind = config.effective_clip_type if config.enable_gradient_clipping else "enable_gradient_clipping=False"
+        if kind not in ("norm", "value", "adaptive", "zscore"):
+            raise UsageError(
+                f"max_grad_norm={limit!r} for one step with {kind}: expected a clip_type that has such a limit. "
+                "Set clip_type='norm', or leave it out."
+            )
+        checked = GradientConfig(max_grad_norm=limit, clip_type=config.effective_clip_type, adaptive_clipping=False)
+        return self._limited_to(checked.max_grad_norm)
+
+    @contextmanager
+    def _limited_to(self, limit: Any) -> Iterator[None]:
+        self.limit_of_step = limit
+        try:
+            yield
+        finally:
+            self.limit_of_step = None
+
+    @property
+    def limits_groups(self) -> bool:
+        """Whether this step limits norms of groups, or norms of another order than the sums of squares tell."""
+        limits_norm = self.config.effective_clip_type == "norm"
+        return limits_norm and (isinstance(self.max_grad_norm, dict) or self.config.norm_type != 2.0)
+
+    @property
+    def limits(self) -> dict[str, float]:
+        """Return the limit of each group or pattern; a limit of all gradients is that of one group."""
+        limit = self.max_grad_norm
+        return limit if isinstance(limit, dict) else {EVERYTHING: limit}
+
     def limit(self) -> float:
-        """Return the limit of the norm for the coming step, for the strategies that have one."""
+        """Return the limit of the norm for this step, for the strategies that have one."""
+        if self.limit_of_step is not None:
+            return float(self.limit_of_step)
         return self._strategies[self.config.effective_clip_type].threshold(self.config)
 
     @property
@@ -205,6 +256,34 @@ class GradientClipper:
             self._cut = ranks, clip_type, CutUnits(grads.layout.params if clip_type == "agc" else (), ranks)
         return self._cut[2]
 
+    def _clip_groups(self, grads: Gradients, moments: Moments, norm: float) -> dict[str, Any]:
+        """Scale each group by a factor of its own, and return the report; what is in no group stays as it is."""
+        limits, order = self.limits, self.config.norm_type
+        sets = self.group_limits.sets(grads.layout)
+        squares = np.bincount(sets + 1, moments.rows[:, SQUARES], len(limits) + 1)  # the first of what is in no group
+        if order == 2.0:
+            norms = [finite_norm([0.0, value], moments.exponent) for value in squares[1:].tolist()]
+        else:
+            norms = grads.norms(order, sets, len(limits)).tolist()
+        found = {
+            key: {**coefficient_for(before, limit, _TORCH_EPSILON), "norm_before": before}
+            for (key, limit), before in zip(limits.items(), norms, strict=True)
+        }
+        factors = np.array([1.0, *(one["coefficient"] for one in found.values())])
+        clipped, after = bool((factors < 1.0).any()), norm
+        if clipped:
+            grads.scale_some(self.measurer, factors[sets + 1].tolist())
+            after = finite_norm([0.0, float(squares @ factors**2)], moments.exponent)
+        alone = not isinstance(self.max_grad_norm, dict)
+        return {
+            "clipped": clipped,
+            "threshold": self.max_grad_norm if alone else None,
+            "coefficient": float(factors[1]) if alone else after / norm if clipped else 1.0,
+            "norm_after": after,
+            "norm_type": order,
+            "groups": {"all": next(iter(found.values()))} if alone else found,
+        }
+
     def _clip_elements(self, grads: Gradients, moments: Moments, norm: float) -> dict[str, Any]:
         """Limit elements or units, and return the report; over ranks the counts come from `foresee`."""
         count: float
@@ -224,7 +303,7 @@ class GradientClipper:
     def _elementwise_limit(self, grads: Gradients) -> tuple[float, int]:
         """Return the limit of each element or unit, and the number of them."""
         if self.config.effective_clip_type == "value":
-            return self.config.max_grad_norm, grads.layout.total_count
+            return self.max_grad_norm, grads.layout.total_count
         return self.config.agc_clip_factor, num_units(grads)
 
     def _clip_together(self, grads: SharedGradients, norm: float) -> tuple[float, float]:
@@ -245,18 +324,23 @@ class GradientClipper:
         """Return the tensors that may have elements or units beyond the limit."""
         if self.config.effective_clip_type == "agc":
             return range(len(moments.rows))
-        if not moments.exponent and max(moments.total[MAX], -moments.total[MIN]) <= self.config.max_grad_norm:
+        if not moments.exponent and max(moments.total[MAX], -moments.total[MIN]) <= self.max_grad_norm:
             return ()
         ends = np.maximum(moments.rows[:, MAX], -moments.rows[:, MIN])
         with np.errstate(over="ignore"):
-            beyond = np.flatnonzero(np.ldexp(ends, moments.exponent) > self.config.max_grad_norm)
+            beyond = np.flatnonzero(np.ldexp(ends, moments.exponent) > self.max_grad_norm)
         return [int(index) for index in beyond]
 
     def _limit(self, tensor: Tensor, param: nn.Parameter, stand_in: Tensor | None) -> int:
         """Limit the elements or units of a tensor in place; return how many were beyond their limit."""
         if self.config.effective_clip_type == "value":
-            return _clamp(tensor, self.config.max_grad_norm)
+            return _clamp(tensor, self.max_grad_norm)
         return limit_units(tensor, param, self.config.agc_clip_factor, stand_in)
+
+
+def clips_apart(config: GradientConfig) -> bool:
+    """Say whether gradients are clipped otherwise than all by one factor, which follows from their sum of squares."""
+    return config.effective_clip_type in _ELEMENTWISE or config.limits_groups
 
 
 def clips_by_default(config: GradientConfig) -> bool:

@@ -1,15 +1,23 @@
-"""Clipping strategies: the limit of the norm, fixed or computed from the norms of the steps before."""
+"""Clipping strategies: the limit of the norm, fixed, by group, or computed from the norms of the steps before."""
 
 from __future__ import annotations
 
 import math
+import re
 from abc import ABC, abstractmethod
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Final, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
+from gradtrack import registry
 from gradtrack.config import GradientConfig
+from gradtrack.errors import UsageError
+from gradtrack.gradients.groups import Layout
+from gradtrack.gradients.parameters import NamedParameter, ParameterTable
 from gradtrack.support.state import Stateful
 
 WARMUP: Final = 10
@@ -48,7 +56,7 @@ class FixedStrategy(Strategy):
     """The limit `max_grad_norm` of the configuration."""
 
     def threshold(self, config: GradientConfig) -> float:
-        return config.max_grad_norm
+        return float(config.max_grad_norm)
 
 
 class AdaptiveStrategy(Strategy):
@@ -66,12 +74,12 @@ class AdaptiveStrategy(Strategy):
 
     def threshold(self, config: GradientConfig) -> float:
         if self._seen < WARMUP:
-            return config.max_grad_norm
+            return float(config.max_grad_norm)
         if len(self._recent) > config.adaptive_window_size:
             self._change((), config.adaptive_window_size)
         if self._sorted is None:
             self._sorted = sorted(self._recent)
-        return percentile(self._sorted, config.adaptive_percentile) or config.max_grad_norm
+        return percentile(self._sorted, config.adaptive_percentile) or float(config.max_grad_norm)
 
     def observe(self, norms: Sequence[ClippedNorm], memory: Memory) -> None:
         self._change([norm for norm, _ in norms], memory.window_size)
@@ -110,8 +118,8 @@ class ZScoreStrategy(Strategy):
 
     def threshold(self, config: GradientConfig) -> float:
         if self._seen < WARMUP:
-            return config.max_grad_norm
-        return self._mean + config.zscore_threshold * math.sqrt(self._variance) or config.max_grad_norm
+            return float(config.max_grad_norm)
+        return self._mean + config.zscore_threshold * math.sqrt(self._variance) or float(config.max_grad_norm)
 
     def observe(self, norms: Sequence[ClippedNorm], memory: Memory) -> None:
         mean, variance, seen, least = self._mean, self._variance, self._seen, 1.0 - memory.alpha
@@ -122,6 +130,106 @@ class ZScoreStrategy(Strategy):
             change = value - mean
             mean, variance = mean + weight * change, (1.0 - weight) * (variance + weight * change * change)
         self._mean, self._variance, self._seen = mean, variance, seen  # together, whatever interrupts
+
+
+def members(key: str, params: Sequence[NamedParameter]) -> list[int]:
+    """Return the positions of the parameters that a key means.
+
+    It is the name of an optimizer's group, else that of a group in reports, else a regular expression that is found in
+    a name, as in the setting `groups`.
+    """
+    for kind in ("label", "group"):
+        found = [index for index, param in enumerate(params) if getattr(param, kind) == key]
+        if found:
+            return found
+    return [index for index, param in enumerate(params) if any(re.search(key, name) for name in param.names)]
+
+
+def assign_limits(limits: Iterable[str], params: Sequence[NamedParameter]) -> list[int]:
+    """Return for each parameter the position of the first key that means it, or -1."""
+    found = [-1] * len(params)
+    for position, key in enumerate(limits):
+        for index in members(key, params):
+            if found[index] < 0:
+                found[index] = position
+    return found
+
+
+EVERYTHING: Final = ".*"
+"""The pattern for the parameters that no key before it means, of which there may be none."""
+
+
+def check_limits(limits: Iterable[str], params: Sequence[NamedParameter]) -> None:
+    """Refuse a key that means none of these parameters, and one whose parameters all belong to keys before it."""
+    keys = list(limits)
+    taken = assign_limits(keys, params)
+    for position, key in enumerate(keys):
+        if position in taken or key == EVERYTHING:
+            continue
+        found = members(key, params)
+        if found:
+            raise UsageError(
+                f"max_grad_norm of {key!r} limits nothing: expected parameters that no key before it has, and "
+                f"{keys[taken[found[0]]]!r} has them. Write {key!r} first."
+            )
+        known = dict.fromkeys(name for param in params for name in (param.label, param.group, *param.names) if name)
+        raise UsageError(
+            f"max_grad_norm of {key!r} limits nothing: expected the name of an optimizer's group, of a group in "
+            f"report.groups, or a regular expression that is found in a parameter's name."
+            f"{registry.nearest(key, list(known)) or f' There are {_some(known)}.'}"
+        )
+
+
+class GroupLimits:
+    """Finds the gradients that each key of limits by group is for, anew where keys, parameters or optimizers change."""
+
+    def __init__(self) -> None:
+        self._keys: list[str] = []
+        self._checked: list[str] = []
+        self._table: ParameterTable | None = None
+        self._position: dict[str, int] = {}
+        self._sets: tuple[Layout | None, NDArray[np.int64]] = None, np.zeros(0, np.int64)
+
+    def find(
+        self,
+        limits: Mapping[str, float],
+        table: ParameterTable,
+        labels: Callable[[], Mapping[int, str]] = dict,
+        others: Callable[[], Sequence[NamedParameter]] = tuple,
+    ) -> None:
+        """Find the parameters of a table that each key means; refuse one that means none, here or among `others`.
+
+        `labels` returns the names of the optimizers' groups by the ids of parameters.
+        """
+        keys = list(limits)
+        if keys == self._keys and table is self._table:
+            return
+        named, frozen = table.named(labels())
+        if keys != self._checked:  # what is frozen later on does not end the training
+            check_limits(keys, [*named, *frozen, *others()])
+        self._table = None  # until all of it is known
+        self._position = dict(zip(table.names, assign_limits(keys, named), strict=True))
+        self._sets = None, self._sets[1]
+        self._checked, self._keys, self._table = keys, keys, table
+
+    def forget(self) -> None:
+        """Find them anew at the next step, since the groups of the optimizers have changed."""
+        self._table = None
+
+    def sets(self, layout: Layout) -> NDArray[np.int64]:
+        """Return for each gradient the position of its key, or -1."""
+        if self._sets[0] is not layout:
+            found = [self._position[name] for name in layout.names]
+            self._sets = layout, np.array(found, dtype=np.int64)
+        return self._sets[1]
+
+
+def _some(names: Iterable[str]) -> str:
+    shown = list(names)
+    return ", ".join(map(repr, shown[:_SHOWN])) + (", ..." if len(shown) > _SHOWN else "")
+
+
+_SHOWN: Final = 6
 
 
 def percentile(ordered: list[float], percent: float) -> float:

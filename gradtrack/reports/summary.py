@@ -12,8 +12,22 @@ from gradtrack.reports.base import Report
 from gradtrack.support.names import plural
 
 
+class GroupClipping(Report):
+    """The clipping of one group: its norm of the order `norm_type` before and after, its limit and the factor."""
+
+    clipped: bool = False
+    threshold: float
+    coefficient: float = 1.0
+    norm_before: float
+    norm_after: float
+
+
 class ClippingReport(Report):
-    """The clipping of a step: the true norm before it, the norm after it, and how often clipping engages."""
+    """The clipping of a step: the true norm before it, the norm after it, and how often clipping engages.
+
+    Both are L2 norms of all gradients. With limits by group `threshold` is None, `coefficient` is the norm after over
+    the norm before, and `groups` has the numbers of each group or pattern, or of `all` where `norm_type` is not 2.
+    """
 
     enabled: bool = True
     clip_type: str = "norm"
@@ -24,6 +38,8 @@ class ClippingReport(Report):
     norm_after: float | None = None
     clip_rate: float = 0.0
     clipped_fraction: float | None = None
+    norm_type: float = 2.0
+    groups: dict[str, GroupClipping] = Field(default_factory=dict)
 
 
 class NonFiniteParameter(Report):

@@ -24,7 +24,8 @@ from gradtrack.support.interrupts import Changes
 # The settings of `GradientConfig` as keywords, for completion and type checkers. Each entry point takes some by name.
 class _Most(TypedDict, total=False):
     enable_gradient_clipping: bool
-    max_grad_norm: float
+    max_grad_norm: float | Mapping[str, float]
+    norm_type: float
     clip_type: ClipType
     agc_clip_factor: float
     zscore_threshold: float
@@ -94,6 +95,12 @@ def as_sequence(optimizer: Any) -> tuple[Any, ...]:
     if isinstance(optimizer, Sequence) and not hasattr(optimizer, "param_groups"):
         return tuple(optimizer)
     return (optimizer,)
+
+
+def labels_of(optimizers: Iterable[Any]) -> dict[int, str]:
+    """Return the names of the optimizers' groups that have one, by the ids of their parameters."""
+    groups = (group for optimizer in optimizers for group in optimizer.param_groups if group.get("name"))
+    return {id(param): str(group["name"]) for group in groups for param in group["params"]}
 
 
 def as_place(step: object) -> int:

@@ -22,7 +22,7 @@ from gradtrack.gradients.groups import Layout
 from gradtrack.gradients.moments import SMALLEST_SQUARES
 from gradtrack.gradients.parameters import ParameterTable
 from gradtrack.health.rule import LEAST_LEFT, MOST_TOGETHER, SLACK, TENFOLD, Band, CalmSteps, has_chosen_limit
-from gradtrack.protection.clipping import clipping_fields, coefficient_of
+from gradtrack.protection.clipping import clipping_fields, clips_apart, coefficient_of
 from gradtrack.protection.strategies import Memory
 from gradtrack.reports import HEALTHY, StepReport
 from gradtrack.step.data import StepData, next_row
@@ -268,7 +268,7 @@ class FastPath:
             and config.enable_gradient_monitoring
             and config.check_frequency == 1
             and not (config.debug_mode or config.per_rank)
-            and (not config.enable_gradient_clipping or config.effective_clip_type not in ("value", "agc"))
+            and not (config.enable_gradient_clipping and clips_apart(config))
             and pair.is_plain
         ):
             return

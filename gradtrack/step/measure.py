@@ -75,7 +75,7 @@ _OUTSIDE = (
 )
 _OF_EXCHANGE = (
     *("check_frequency", "enable_gradient_monitoring", "enable_nan_inf_check", "grad_log_every_n_steps"),
-    *("grad_track_per_weight_matrix", "log_histograms", "nonfinite_action", "per_rank"),
+    *("grad_track_per_weight_matrix", "log_histograms", "nonfinite_action", "norm_type", "per_rank"),
 )
 _MOST_BYTES, _BYTES_OF_GROUP, _BYTES_BESIDE = 128, 48, 184
 """Bytes of a report on one rank: at most for each parameter, for the numbers of a group, and for those of the whole."""
@@ -146,15 +146,18 @@ class Measurement:
             self._in_backward = GradientsInBackward(self.table.params, self._measurer)
             self.coming_notes.append(_IN_BACKWARD)
 
-    def collect(self, only: Container[int] | None = None) -> Gradients:
-        """Collect the gradients that the parameters have now; with `only`, those of the parameters with these ids."""
-        table, config = self.table, self._config
-        if table.stale() or table.patterns is not config.groups:
+    def refresh(self) -> None:
+        """Make the table of parameters anew where the model, the groups or the other pairs have changed."""
+        if self.table.stale() or self.table.patterns is not self._config.groups:
             self.share(self._process_group)
         if self.elsewhere is not frozenset:
             self.divide()
-        if self._measurer.engine != config.engine:
-            self._measurer.use(config.engine)
+
+    def collect(self, only: Container[int] | None = None) -> Gradients:
+        """Collect the gradients that the parameters have now; with `only`, those of the parameters with these ids."""
+        self.refresh()
+        if self._measurer.engine != self._config.engine:
+            self._measurer.use(self._config.engine)
         table = self.table
         grads = table.gradients(only)
         if not grads.tensors or table.ranks is not None:

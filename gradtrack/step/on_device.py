@@ -36,8 +36,11 @@ def can_wait(
     """Say whether a step can be protected without copying its numbers to the host first.
 
     A step can be skipped by optimizers that support `found_inf`; for all others the host has to decide. Elements and
-    units are limited on a device by Triton only, and units of which ranks have parts by the host.
+    units are limited on a device by Triton only, and by the host units of which ranks have parts,
+    and norms of groups or of another order.
     """
+    if config.enable_gradient_clipping and clipper.limits_groups:
+        return False
     if isinstance(grads, SharedGradients):
         too_late = scale is not None and scale.under_way
         by_unit = clipper.is_elementwise and config.effective_clip_type == "agc"

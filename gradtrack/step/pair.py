@@ -15,13 +15,13 @@ from gradtrack.gradients.collected import Gradients, SharedGradients, on_device
 from gradtrack.gradients.distributed.shards import unwrapped
 from gradtrack.gradients.measurer import Measurer
 from gradtrack.gradients.moments import Moments
-from gradtrack.gradients.parameters import ParameterTable
+from gradtrack.gradients.parameters import NamedParameter, ParameterTable
 from gradtrack.health.monitor import GradientMonitor
 from gradtrack.protection.clipping import GradientClipper
 from gradtrack.protection.nonfinite import NaNInfHandler, clear_gradients
 from gradtrack.reports import Issue, LateReport, StepReport
 from gradtrack.step.analyzers import RunningAnalyzers
-from gradtrack.step.arguments import add_loss
+from gradtrack.step.arguments import add_loss, labels_of
 from gradtrack.step.data import StepData, next_row
 from gradtrack.step.fast_path import FastPath
 from gradtrack.step.history import FlightRecorder, History
@@ -73,6 +73,8 @@ class Pair:
         self.coming_loss: Tensor | float | None = None
         """The sum of the losses of the coming step's micro-batches."""
         self.optimizer_steps = PairOptimizers()
+        self.named_elsewhere: Callable[[], Sequence[NamedParameter]] = tuple
+        """Returns the parameters of the other pairs, among which a limit by group may find its own."""
         self.history = history if history is not None else History(config.max_gradient_history)
         self._rows, self._callbacks = rows, callbacks
         self.components_are_shared = False
@@ -97,6 +99,7 @@ class Pair:
     def bind(self, optimizers: Sequence[Any]) -> None:
         """Set the optimizers that step the model; each must own at least one of its parameters."""
         self.fast_path.close()
+        self.clipper.group_limits.forget()
         self.optimizer_steps.bind(optimizers, self.table)
         self._add_outside()
         self.watch()
@@ -167,6 +170,12 @@ class Pair:
         self.optimizer_steps.restore_steps()
         if self.optimizer_steps.has_new_groups():
             self._add_outside()
+            self.clipper.group_limits.forget()
+        if self.clipper.limits_groups:
+            self.measurement.refresh()
+            self.clipper.group_limits.find(
+                self.clipper.limits, self.table, partial(labels_of, self.optimizers), self.named_elsewhere
+            )
         self.add_loss(loss)
         repeated = self.optimizer_steps.has_closures and self.optimizer_steps.calls_again()
         if self.optimizer_steps.outside_note:

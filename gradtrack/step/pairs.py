@@ -14,12 +14,13 @@ from gradtrack.config import GradientConfig
 from gradtrack.errors import UsageError
 from gradtrack.gradients.distributed.shards import unwrapped
 from gradtrack.gradients.measurer import Measurer
+from gradtrack.gradients.parameters import NamedParameter
 from gradtrack.health.monitor import GradientMonitor
 from gradtrack.protection.clipping import GradientClipper
 from gradtrack.protection.nonfinite import NaNInfHandler
 from gradtrack.reports import Issue, StepReport
 from gradtrack.step.analyzers import RunningAnalyzers, build_analyzers
-from gradtrack.step.arguments import as_sequence, check_model
+from gradtrack.step.arguments import as_sequence, check_model, labels_of
 from gradtrack.step.data import StepData
 from gradtrack.step.history import History
 from gradtrack.step.measure import Measurement
@@ -281,6 +282,7 @@ class Pairs:
         pairs = list(self)
         for pair in pairs if len(pairs) > 1 else ():
             pair.measurement.elsewhere = partial(self._shares.elsewhere, pair, pairs)
+            pair.named_elsewhere = partial(_named, [other for other in pairs if other is not pair])
         for pair in pairs:
             pair.measurement.divide()
 
@@ -331,6 +333,11 @@ class Pairs:
             GradientClipper(self._config, measurer=self._measurer),
             NaNInfHandler(self._config, measurer=self._measurer),
         )
+
+
+def _named(pairs: Iterable[Pair]) -> list[NamedParameter]:
+    """Return what the parameters of pairs are called, frozen ones too."""
+    return [one for pair in pairs for some in pair.table.named(labels_of(pair.optimizers)) for one in some]
 
 
 def _close_all(parts: Sequence[Measurement | RunningAnalyzers]) -> None:

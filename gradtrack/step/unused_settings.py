@@ -20,7 +20,7 @@ _LIMITS: Final = ("max_grad_norm", "clip_type", "adaptive_clipping")
 _ADAPTIVE: Final = ("adaptive_window_size", "adaptive_percentile")
 _AGC: Final = ("agc_clip_factor",)
 _ZSCORE: Final = ("zscore_threshold", "zscore_alpha")
-CLIPPING: Final = (*_LIMITS, *_ADAPTIVE, *_AGC, *_ZSCORE)
+CLIPPING: Final = (*_LIMITS, "norm_type", *_ADAPTIVE, *_AGC, *_ZSCORE)
 """The settings that say how gradtrack clips, which have no effect while clipping is off."""
 _REPLACING: Final = ("replace_nan_with", "replace_inf_with")
 _MONITORED: Final = ("vanishing_threshold", "exploding_threshold", "log_histograms", "track_parameters", "groups")
@@ -81,6 +81,7 @@ def switched_off(config: GradientConfig) -> Iterator[tuple[str, str]]:
         (not config.enable_gradient_clipping, CLIPPING, "enable_gradient_clipping is off"),
         (config.adaptive_clipping and config.clip_type != "adaptive", ("clip_type",), "adaptive_clipping wins over it"),
         (kind == "agc", ("max_grad_norm",), "clip_type agc limits each unit by agc_clip_factor"),
+        (kind != "norm", ("norm_type",), f"the gradients are clipped by {kind}"),
         *((kind != one, names, f"the gradients are clipped by {kind}") for one, names in others.items()),
         (not config.enable_nan_inf_check, ("nonfinite_action", *_REPLACING), "enable_nan_inf_check is off"),
         (config.nonfinite_action != "replace", _REPLACING, f"nonfinite_action is {config.nonfinite_action}"),

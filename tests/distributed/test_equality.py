@@ -214,6 +214,28 @@ def test_other_strategies_agree(mode: str, settings: dict[str, Any], tmp_path: P
     assert any(report["clipping"]["clipped"] for report in found[0]["reports"])
 
 
+@pytest.mark.parametrize(
+    ("mode", "num_processes", "order"),
+    [("fsdp", 2, 1), *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        ("fsdp", 2, 2), ("fsdp", 3, 3), ("fsdp", 4, "inf"), ("hsdp", 4, 1), ("tp", 2, 1), ("tp", 2, "inf"),
+        ("fsdp1", 2, 1), ("fsdp+tp", 4, 2), ("fsdp+tp", 4, 1), ("ddp", 2, 1), ("ddp+group", 2, 1),
+    ))],
+)  # fmt: skip
+def test_groups_are_clipped_alike(mode: str, num_processes: int, order: Any, tmp_path: Path) -> None:
+    """Limits by group and norms of other orders are those of one process; another order takes collectives more."""
+    settings: dict[str, Any] = {"max_grad_norm": {"blocks": 0.1, "head": 0.01}, "norm_type": order, "steps": 6}
+    found, single = spread(mode, num_processes, tmp_path, **settings), alone(**settings)
+    more = 0 if order == 2 or mode == "ddp" else 1 if order == "inf" else 2
+    for rank in found:
+        for one, other in zip(rank["reports"], single["reports"], strict=True):
+            assert not differences(one["clipping"], other["clipping"]), f"step {other['step']}"
+        used = {name: values for name, values in single["weights"].items() if name != "unused"}  # fsdp1 decays it
+        assert not differences({name: rank["weights"][name] for name in used}, used)
+        assert all(len(sizes) == (0 if mode == "ddp" else 2) + more for sizes in rank["sizes"])
+    first = single["reports"][0]["clipping"]["groups"]
+    assert [first[name]["clipped"] for name in ("blocks", "head")] == [True, True]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("mode", "num_processes"), [("fsdp", 2), ("fsdp", 4), ("hsdp", 4), ("tp", 2), ("fsdp+tp", 4)])
 def test_units_that_no_rank_has_whole_are_limited_alike(mode: str, num_processes: int, tmp_path: Path) -> None:

@@ -296,6 +296,14 @@ class Ranks:
             centred=centred,
         )
 
+    def norms(self, norms: NDArray[np.float64], order: float) -> NDArray[np.float64]:
+        """Return norms of an order over all ranks, from those of what this rank counts as; each is a set of its own."""
+        largest = self._reduce(norms.copy(), torch.distributed.ReduceOp.MAX)
+        if math.isinf(order):
+            return largest
+        parts = np.divide(norms, largest, out=np.zeros_like(norms), where=largest > 0)
+        return largest * self._reduce(parts**order, torch.distributed.ReduceOp.SUM) ** (1.0 / order)
+
     def _lows_and_highs(self, ends: NDArray[np.float64]) -> tuple[Floats, Floats]:
         """Return the smallest and the largest elements of the parameters."""
         highs = ends[: 2 * len(self.shards)].reshape(-1, 2)

@@ -14,6 +14,7 @@ _FILES: Final = (
     "tests/gradients/test_measurer.py",
     "tests/gradients/test_deviations.py",
     "tests/protection/test_clipping.py",
+    "tests/protection/test_group_limits.py",
 )
 
 
