@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import os
 import re
@@ -24,7 +23,7 @@ from pydantic import (
 
 from gradtrack import registry
 from gradtrack.errors import ConfigError, InputTypeError
-from gradtrack.reports import IssueType
+from gradtrack.reports.issues import check_issue_type
 from gradtrack.support.redact import redact, redact_values
 from gradtrack.support.regular_files import plain, read_settings
 
@@ -51,7 +50,6 @@ _ELSEWHERE = {
 }
 _LIMIT: Final[TypeAdapter[float]] = TypeAdapter(Annotated[float, Field(gt=0, allow_inf_nan=False)])
 _PATH = ("Input is not a valid path for <class 'pathlib.Path'>", "expected a path")
-_WORD = re.compile(r"[A-Za-z_]+")
 
 
 class Assignments:
@@ -245,7 +243,7 @@ class GradientConfig(BaseModel):
                     f"{pattern!r} is not a regular expression ({fault}). Escape its special characters."
                 ) from None
             if info.field_name == "mute":
-                _check_issue_type(pattern)
+                check_issue_type(pattern)
         return patterns
 
     @field_validator("backends", "analyzers", "alerts", mode="before")
@@ -353,17 +351,6 @@ def _checked_limit(key: Any, limit: Any) -> float:
         return _LIMIT.validate_python(_no_switch(limit))
     except ValueError:
         raise ValueError(f"{limit!r} for {key!r}: expected a number above 0. Leave out what is not to clip.") from None
-
-
-def _check_issue_type(entry: str) -> None:
-    """Refuse a misspelt issue type: an unknown word before a colon, or one in capitals that is close to a type."""
-    word, colon, _ = entry.partition(":")
-    types = [kind.value for kind in IssueType]
-    if not _WORD.fullmatch(word) or word.upper() in types:
-        return
-    if colon or (word.isupper() and difflib.get_close_matches(word, types, n=1, cutoff=0.75)):
-        close = registry.nearest(word.upper(), types) or f" There are {', '.join(types)}."
-        raise ValueError(f"unknown issue type {word!r}: expected TYPE, TYPE:layer or a layer.{close}")
 
 
 def readable(fault: ValidationError) -> ConfigError:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import difflib
+import re
 from enum import Enum
 from functools import total_ordering
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 from pydantic import ConfigDict, Field
 
+from gradtrack import registry
 from gradtrack.reports import html
 from gradtrack.reports.base import Report
 from gradtrack.support.names import plural
@@ -178,3 +181,17 @@ class HealthReport(Report):
 
 HEALTHY = HealthReport()
 """The health of every step without an open issue. It is shared, so what a user gets is a copy."""
+
+
+_WORD: Final = re.compile(r"[A-Za-z_]+")
+
+
+def check_issue_type(entry: str) -> None:
+    """Refuse a misspelt issue type: an unknown word before a colon, or one in capitals that is close to a type."""
+    word, colon, _ = entry.partition(":")
+    types = [kind.value for kind in IssueType]
+    if not _WORD.fullmatch(word) or word.upper() in types:
+        return
+    if colon or (word.isupper() and difflib.get_close_matches(word, types, n=1, cutoff=0.75)):
+        close = registry.nearest(word.upper(), types) or f" There are {', '.join(types)}."
+        raise ValueError(f"unknown issue type {word!r}: expected TYPE, TYPE:layer or a layer.{close}")

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import repeat
 from operator import attrgetter
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, Self
 
 from torch import Tensor
 
+from gradtrack.config import GradientConfig
 from gradtrack.errors import NonFiniteGradientError
+from gradtrack.gradients.collected import Gradients
 from gradtrack.gradients.groups import Layout
 from gradtrack.gradients.moments import Moments, Rows, describe, describe_whole, finite_norm, spread
 from gradtrack.gradients.variance import Deviations
@@ -82,6 +85,17 @@ class StepData:
 
     def __init__(self, layout: Layout, touched_rows: Mapping[str, int]) -> None:
         self.layout, self.touched_rows = layout, touched_rows
+
+    @classmethod
+    def begin(cls, grads: Gradients, config: GradientConfig, step: int, *, repeated: bool) -> Self:
+        """Return the data of a step before its gradients are measured: its number, time and settings."""
+        data = cls(grads.layout, grads.touched_rows)
+        data.step, data.time, data.repeated = step, time.time(), repeated
+        data.event = not repeated and step == next_row(step, config.grad_log_every_n_steps)
+        measured = data.event or not (repeated or step % config.check_frequency)
+        data.full = config.enable_gradient_monitoring and measured
+        data.with_groups, data.with_parameters = config.grad_track_per_weight_matrix, config.track_parameters
+        return data
 
     @property
     def clipped(self) -> bool:

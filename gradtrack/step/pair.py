@@ -22,7 +22,7 @@ from gradtrack.protection.nonfinite import NaNInfHandler, clear_gradients
 from gradtrack.reports import Issue, LateReport, StepReport
 from gradtrack.step.analyzers import RunningAnalyzers
 from gradtrack.step.arguments import add_loss, labels_of
-from gradtrack.step.data import StepData, next_row
+from gradtrack.step.data import StepData
 from gradtrack.step.fast_path import FastPath
 from gradtrack.step.history import FlightRecorder, History
 from gradtrack.step.judge import Judge
@@ -183,7 +183,9 @@ class Pair:
             self.optimizer_steps.outside_note = ""
         self.step_count += not repeated
         grads = self.measurement.collect(None if scale is None else {id(param) for param in self.owned()})
-        data = self._begin(grads, scale, epoch=epoch, repeated=repeated)
+        data = StepData.begin(grads, self.config, self.step_count, repeated=repeated)
+        data.epoch, data.source, data.aliases = epoch, self.name, self.measurement.table.aliases
+        data.scale, data.lr = scale, self.optimizer_steps.rates()
         if self.analyzers.running and self.analyzers.due(data.step):
             data.loss_graph = getattr(loss, "grad_fn", None)
         report = StepReport.deferred(
@@ -197,19 +199,6 @@ class Pair:
         else:
             self._finish(grads, report, data, loss)
         return report
-
-    def _begin(self, grads: Gradients, scale: Scale | None, *, epoch: int | None, repeated: bool) -> StepData:
-        """Return the data of a step before its gradients are measured: its number, time, rates and settings."""
-        config, step = self.config, self.step_count
-        data = StepData(grads.layout, grads.touched_rows)
-        data.step, data.epoch, data.source, data.time = step, epoch, self.name, time.time()
-        data.aliases, data.repeated = self.measurement.table.aliases, repeated
-        data.event = not repeated and step == next_row(step, config.grad_log_every_n_steps)
-        measured = data.event or not (repeated or step % config.check_frequency)
-        data.full = config.enable_gradient_monitoring and measured
-        data.with_groups, data.with_parameters = config.grad_track_per_weight_matrix, config.track_parameters
-        data.scale, data.lr = scale, self.optimizer_steps.rates()
-        return data
 
     def _can_stay_on_device(self, grads: Gradients, data: StepData) -> bool:
         """Whether only an analyzer may need the numbers of this step, which are on a device, before the next one."""

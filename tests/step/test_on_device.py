@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import accelerator
 from gradtrack import GradientManager, StepReport
-from gradtrack.step import pair
+from gradtrack.step import data, pair
 from gradtrack.step.on_device import PendingDeviceStep
 from tests.processes import ROOT
 from tests.training import batch_loss, optimizer_of, small_model, train, with_gradients
@@ -100,7 +100,7 @@ def test_fused_optimizers_leave_the_step_out_by_themselves(monkeypatch: pytest.M
 @pytest.fixture(autouse=True)
 def _between_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Begin between two rows, since a step that makes one waits for its device."""
-    monkeypatch.setattr(pair, "next_row", lambda step, every: every)
+    monkeypatch.setattr(data, "next_row", lambda step, every: every)
 
 
 class Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]

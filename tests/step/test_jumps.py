@@ -15,7 +15,7 @@ from torch import nn
 from gradtrack import GradientManager
 from gradtrack.analyzers.base import Snapshot
 from gradtrack.analyzers.flow import GradientFlowAnalyzer
-from gradtrack.health.change_detector import Jump
+from gradtrack.step.judge import Jump
 
 
 def noisy(count: int, seed: int = 0, spread: float = 0.2) -> list[float]:
