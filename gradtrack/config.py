@@ -30,10 +30,12 @@ from gradtrack.support.regular_files import plain, read_settings
 _NUMBERS = (float, int, float | None)
 ClipType = Literal["norm", "value", "adaptive", "agc", "zscore"]
 Action = Literal["skip", "replace", "raise", "report"]
+SpikeAction = Literal["report", "skip", "clip", "rollback"]
 SECTION = "gradtrack"
 _REMEDIES = {
     "max_grad_norm": " Set enable_gradient_clipping=False to train without clipping.",
     "mute": " Write mute=['DEAD', 'DEAD:encoder.*', 'decoder.*'], as far as they apply.",
+    "skip_steps": " Write skip_steps=[[1200, 1210], [1500, 1500]], first and last step of each range, from 1 on.",
     "groups": " Write groups={'encoder': 'enc.*'}, a regular expression for each name.",
     "run_dir": " Write the path of a directory.",
 }
@@ -95,6 +97,18 @@ class GradientConfig(BaseModel):
     )
     replace_nan_with: float = Field(0.0, description="replace: the value for NaN. Setting it chooses replace.")
     replace_inf_with: float = Field(1e6, gt=0, description="replace: the value for Inf, with the sign kept.")
+
+    spike_action: SpikeAction = Field("report", description="What to do with a finite step far above those before it.")
+    spike_threshold: float = Field(6.0, gt=0, description="spikes: deviations above the window of norms or losses.")
+    spike_window: int = Field(128, ge=4, description="spikes: the steps that are known; half as many come first.")
+    spike_robust: bool = Field(False, description="spikes: judge by median and MAD, not mean and standard deviation.")
+    spike_max_in_a_row: int = Field(5, ge=1, description="spikes: how many are acted on before the next one is made.")
+    spike_lr_factor: float = Field(
+        1.0, gt=0, le=1, description="rollback: what the learning rates are multiplied by after it."
+    )
+    skip_steps: list[tuple[int, int]] = Field(
+        default_factory=list, description="Steps to leave out: [first, last], a pair for each range."
+    )
 
     enable_gradient_monitoring: bool = Field(True, description="Compute statistics, groups and health.")
     log_gradient_stats: bool = Field(True, description="Record statistics; off records health and clipping only.")
@@ -158,6 +172,11 @@ class GradientConfig(BaseModel):
     def effective_clip_type(self) -> ClipType:
         """Return the strategy in force: `adaptive_clipping` wins over `clip_type`."""
         return "adaptive" if self.adaptive_clipping else self.clip_type
+
+    @property
+    def judges_spikes(self) -> bool:
+        """Whether a finite step may be left out or clipped as a spike, or because it is listed."""
+        return self.spike_action != "report" or bool(self.skip_steps)
 
     @property
     def limits_groups(self) -> bool:
@@ -245,6 +264,14 @@ class GradientConfig(BaseModel):
             if info.field_name == "mute":
                 check_issue_type(pattern)
         return patterns
+
+    @field_validator("skip_steps")
+    @classmethod
+    def _check_ranges(cls, ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        for first, last in ranges:
+            if not 1 <= first <= last:
+                raise ValueError(f"[{first}, {last}] is no range of steps.{_REMEDIES['skip_steps']}")
+        return ranges
 
     @field_validator("backends", "analyzers", "alerts", mode="before")
     @classmethod

@@ -23,6 +23,7 @@ from gradtrack.health.monitor import GradientMonitor
 from gradtrack.pages import at_close
 from gradtrack.protection.clipping import GradientClipper
 from gradtrack.protection.nonfinite import NaNInfHandler
+from gradtrack.protection.spikes import Rollback
 from gradtrack.reports import Issue, Issues, StepReport, TrainingSummary
 from gradtrack.step.arguments import Settings, as_place, as_sequence, check_loss, check_state, is_several, run_backward
 from gradtrack.step.history import History
@@ -62,12 +63,14 @@ class GradientManager:
         self._sink = Sink(self.config)
         self._rows, self._history = Rows(self.config, self._sink), History(self.config.max_gradient_history)
         self._callbacks: list[IssueCallback] = [self._sink.post] if self._sink.alerts else []
+        self._rollbacks: list[Rollback] = []
         self._pairs = Pairs(
             self.config,
             process_group,
             history=self._history,
             rows=self._rows,
             callbacks=self._callbacks,
+            rollbacks=self._rollbacks,
             on_first=self._sink.prepare,
         )
         self._hooks: list[Any] = []
@@ -218,6 +221,16 @@ class GradientManager:
             raise InputTypeError(f"on_issue callback {callback!r}: expected a function of an issue and a report.")
         self._callbacks.append(callback)
         return callback
+
+    def on_rollback(self, function: Rollback) -> Rollback:
+        """Call `function(step, report)` for a spike under `spike_action: rollback`, with the step to go back to.
+
+        It is the last step whose `state_dict` was taken, outside of a run of spikes; 0 where none was.
+        """
+        if not callable(function):
+            raise InputTypeError(f"on_rollback function {function!r}: expected a function of a step and a report.")
+        self._rollbacks.append(function)
+        return function
 
     def diagnose(self) -> list[Issue]:
         """Return the issues of the run so far, in every pair: root causes first, at most five of each pair."""

@@ -57,6 +57,7 @@ wins:
 _GROUPS = {
     "Clipping": r"enable_gradient_clipping|max_grad_norm|norm_type|clip_type|agc_|zscore_|adaptive_",
     "Values that are not finite": r"enable_nan_inf|nonfinite|nan_inf|replace_",
+    "Spikes": r"spike_|skip_steps",
     "What is measured and judged": r"enable_gradient_mon|check_|max_gradient_|grad_track|track_|groups|.*ing_thr|mute",
     "What is recorded": r"grad_log|log_|save_|backends|analyzers|alerts|run_dir|close_",
     "How it runs": "",

@@ -386,6 +386,7 @@ _PUT_DOWN: dict[Any, Any] = {
     Any: float | Mapping[str, float],  # of max_grad_norm
     list[Any]: Sequence[Any],
     list[str]: Sequence[str],
+    list[tuple[int, int]]: Sequence[Sequence[int]],
     dict[str, str]: Mapping[str, str],
     Path | None: str | Path | None,
     Literal["auto"] | list[Any]: Sequence[Any] | Literal["auto"],

@@ -172,6 +172,12 @@ class TorchPlan:
                 _scale(grads, coefficient_on_device(norm, orders.limit, orders.epsilon, None if replaces else bad))
             return lines.flatten() if around is None else torch.cat([lines.flatten(), around.flatten()])
 
+    def norm(self, numbers: Tensor) -> Tensor:
+        """Return the norm before clipping on the device, from what `start` has returned."""
+        size = len(self._filled)
+        norm: Tensor = torch.linalg.vector_norm(numbers.narrow(0, _NORM * size, size))
+        return norm
+
     def local_sums(self, grads: Sequence[Tensor], orders: Orders) -> tuple[Tensor, Tensor]:
         """Measure gradients and replace what is not finite; return sums and ends of each, on their device.
 

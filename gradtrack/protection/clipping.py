@@ -59,7 +59,6 @@ class GradientClipper:
         """The window of the clip rate: its number of steps, at most a hundred, and a bit for each, set if clipped."""
         self._cut: tuple[Ranks, ClipType, CutUnits] | None = None
         self.limit_of_step: Any = None
-        """What this step is clipped at in the place of `max_grad_norm`."""
         self.group_limits = GroupLimits()
 
     @property
@@ -85,7 +84,7 @@ class GradientClipper:
         config, norm = self.config, moments.norm
         clip_type = config.effective_clip_type
         if not (config.enable_gradient_clipping and math.isfinite(norm)):
-            return self._left_alone(norm)
+            return self.left_alone(norm)
         if clip_type in _ELEMENTWISE:
             found = self._clip_elements(grads, moments, norm)
         elif self.limits_groups:
@@ -110,7 +109,7 @@ class GradientClipper:
     def clipped(self, norm: float, orders: Orders, num_limited: float, squares_after: float) -> dict[str, Any]:
         """Return the fields of a `ClippingReport` for gradients that a device has clipped, and remember their norm."""
         if orders.limit is None or not math.isfinite(norm):
-            return self._left_alone(norm)
+            return self.left_alone(norm)
         if orders.clip_type == "norm":
             return self._describe(norm, coefficient_for(norm, orders.limit, orders.epsilon))
         after = math.sqrt(squares_after) if num_limited else norm
@@ -131,7 +130,16 @@ class GradientClipper:
         for clipped in state["engaged"]:
             self.engage(clipped)
 
-    def _left_alone(self, norm: float) -> dict[str, Any]:
+    def reduce(self, grads: Gradients, found: dict[str, Any], target: float) -> dict[str, Any]:
+        """Scale gradients, which may be clipped already, down to a norm; return the fields of the report after that."""
+        after = found["norm_after"]
+        if not after > target:
+            return found
+        factor = target / after
+        grads.scale(self.measurer, factor)
+        return {**found, "clipped": True, "coefficient": found.get("coefficient", 1.0) * factor, "norm_after": target}
+
+    def left_alone(self, norm: float) -> dict[str, Any]:
         """Return the report without clipping: it is off, or a norm that is not finite would spoil every gradient."""
         found = {"clip_type": self.config.effective_clip_type, "norm_before": norm, "norm_after": norm}
         if not self.config.enable_gradient_clipping:

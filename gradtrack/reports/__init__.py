@@ -22,4 +22,5 @@ from gradtrack.reports.summary import NormSummary as NormSummary
 from gradtrack.reports.summary import ParameterStatistics as ParameterStatistics
 from gradtrack.reports.summary import RankStatistics as RankStatistics
 from gradtrack.reports.summary import ScalerReport as ScalerReport
+from gradtrack.reports.summary import SpikeReport as SpikeReport
 from gradtrack.reports.summary import TrainingSummary as TrainingSummary

@@ -35,6 +35,7 @@ from gradtrack.reports.summary import (
     ParameterStatistics,
     RankStatistics,
     ScalerReport,
+    SpikeReport,
     has_finite,
 )
 
@@ -71,6 +72,7 @@ class StepReport(Report):
     parameters: dict[str, ParameterStatistics] = Field(default_factory=dict)
     ranks: RankStatistics | None = None
     scaler: ScalerReport | None = None
+    spike: SpikeReport | None = None
     analyzers: Annotated[
         dict[str, SerializeAsAny[Report] | dict[str, Any]], BeforeValidator(lambda found: _typed(found))
     ] = Field(default_factory=dict)

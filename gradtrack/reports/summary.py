@@ -102,6 +102,25 @@ class ScalerReport(Report):
     skips_in_a_row: int = 0
 
 
+SpikeActions = Literal["skip", "clip", "rollback", "accepted", "listed"]
+
+
+class SpikeReport(Report):
+    """A spike, and what was done about it: how many deviations above its window a step is, and what is no spike.
+
+    `action` is `accepted` after as many in a row as are allowed, and `listed` for a step that `skip_steps` leaves out.
+    `in_a_row` and `count` are the spikes so far, in a row and in all.
+    """
+
+    action: SpikeActions
+    norm_deviations: float | None = None
+    norm_limit: float | None = None
+    loss_deviations: float | None = None
+    loss_limit: float | None = None
+    in_a_row: int = 0
+    count: int = 0
+
+
 class GroupStatistics(Report):
     """The gradients of one group of parameters, over their finite elements; `total_norm` is the norm as well."""
 

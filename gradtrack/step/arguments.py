@@ -16,7 +16,7 @@ from typing import Any, Final, Literal, TypedDict
 import torch
 from torch import Tensor, nn
 
-from gradtrack.config import Action, ClipType
+from gradtrack.config import Action, ClipType, SpikeAction
 from gradtrack.errors import InputTypeError, UsageError
 from gradtrack.support.interrupts import Changes
 
@@ -38,6 +38,13 @@ class _Most(TypedDict, total=False):
     nan_inf_threshold: float
     replace_nan_with: float
     replace_inf_with: float
+    spike_action: SpikeAction
+    spike_threshold: float
+    spike_window: int
+    spike_robust: bool
+    spike_max_in_a_row: int
+    spike_lr_factor: float
+    skip_steps: Sequence[Sequence[int]]
     enable_gradient_monitoring: bool
     log_gradient_stats: bool
     save_gradient_plots: bool

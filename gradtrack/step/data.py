@@ -18,6 +18,7 @@ from gradtrack.gradients.collected import Gradients
 from gradtrack.gradients.groups import Layout
 from gradtrack.gradients.moments import Moments, Rows, describe, describe_whole, finite_norm, spread
 from gradtrack.gradients.variance import Deviations
+from gradtrack.protection.spikes import LEAVES_OUT
 from gradtrack.records import Histogram
 from gradtrack.reports import HealthReport, Issue, LateReport, Report
 from gradtrack.reports.metric_names import flat_metrics
@@ -66,6 +67,7 @@ class StepData:
     # 2 protect
     clipping: Mapping[str, Any] = MappingProxyType({})
     nan_inf: Mapping[str, Any] = MappingProxyType({"action": "none"})
+    spike: Mapping[str, Any] | None = None
     skipped = False
     error: NonFiniteGradientError | None = None
     """The exception that is raised at the end of the step."""
@@ -101,6 +103,11 @@ class StepData:
     def clipped(self) -> bool:
         """Whether clipping engaged."""
         return bool(self.clipping.get("clipped", False))
+
+    @property
+    def leaves_out_spike(self) -> bool:
+        """Whether the step is left out though its gradients are finite."""
+        return self.spike is not None and self.spike["action"] in LEAVES_OUT
 
     def release(self) -> None:
         """Drop what only the stages need, so that a report that is kept keeps no model alive."""
@@ -223,6 +230,7 @@ _FIELDS: Final[Mapping[str, Callable[[StepData], Any]]] = {
     "nan_inf": attrgetter("nan_inf"),
     "ranks": attrgetter("ranks"),
     "scaler": StepData.scaler_fields,
+    "spike": attrgetter("spike"),
     "analyzers": attrgetter("analyzers"),
     "notes": attrgetter("notes"),
     "statistics": StepData.statistics,

@@ -170,7 +170,8 @@ class FastPath:
         self._pair, self._history, self._pending = pair, history, pending
         self._failures = self._pause = 0
         self._is_open = self._is_to_close = self._is_watched = False
-        self._assignments = self._until = self._room = 0
+        self._assignments = self._room = 0
+        self._until: float = 0
         self._band: Band = (inf, -inf)
         self._low, self._high = self._band
         self._table: ParameterTable
@@ -267,7 +268,7 @@ class FastPath:
             and not scaled
             and config.enable_gradient_monitoring
             and config.check_frequency == 1
-            and not (config.debug_mode or config.per_rank)
+            and not (config.debug_mode or config.per_rank or config.spike_action != "report")
             and not (config.enable_gradient_clipping and clips_apart(config))
             and pair.is_plain
         ):
@@ -323,6 +324,8 @@ class FastPath:
         pair = self._pair
         following = pair.step_count + 1
         self._is_open, self._until = False, next_row(following, pair.config.grad_log_every_n_steps)
+        if pair.config.skip_steps:
+            self._until = min(self._until, pair.spikes.next_listed(following))
         self._is_watched = bool(pair.analyzers.running)
         room = min(MOST_TOGETHER, len(self._plan.results))
         if self._is_watched:  # the hooks of an analyzer are registered at the end of the step before

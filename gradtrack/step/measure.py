@@ -76,6 +76,7 @@ _OUTSIDE = (
 _OF_EXCHANGE = (
     *("check_frequency", "enable_gradient_monitoring", "enable_nan_inf_check", "grad_log_every_n_steps"),
     *("grad_track_per_weight_matrix", "log_histograms", "nonfinite_action", "norm_type", "per_rank"),
+    *("skip_steps", "spike_action", "spike_max_in_a_row", "spike_robust", "spike_threshold", "spike_window"),
 )
 _MOST_BYTES, _BYTES_OF_GROUP, _BYTES_BESIDE = 128, 48, 184
 """Bytes of a report on one rank: at most for each parameter, for the numbers of a group, and for those of the whole."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -20,6 +21,7 @@ from gradtrack.gradients.torch_device import Sums
 from gradtrack.gradients.variance import Deviations, Parts, deviations_of_parts
 from gradtrack.protection.clipping import GradientClipper
 from gradtrack.protection.nonfinite import NaNInfHandler, count_nonfinite
+from gradtrack.protection.spikes import SpikeGuard
 from gradtrack.reports import StepReport
 from gradtrack.step.data import StepData
 from gradtrack.step.loss_scale import Scale
@@ -41,6 +43,11 @@ def can_wait(
     """
     if config.enable_gradient_clipping and clipper.limits_groups:
         return False
+    has_flag = bool(optimizers) and all(map(takes_found_inf, optimizers))
+    if config.spike_action != "report" and (
+        scale is not None or config.spike_action != "skip" or not has_flag or isinstance(grads, SharedGradients)
+    ):
+        return False
     if isinstance(grads, SharedGradients):
         too_late = scale is not None and scale.under_way
         by_unit = clipper.is_elementwise and config.effective_clip_type == "agc"
@@ -53,7 +60,7 @@ def can_wait(
             return False
     if scale is not None or not config.enable_nan_inf_check or config.nonfinite_action in ("replace", "report"):
         return True
-    return config.nonfinite_action == "skip" and bool(optimizers) and all(map(takes_found_inf, optimizers))
+    return config.nonfinite_action == "skip" and has_flag
 
 
 def takes_found_inf(optimizer: Any) -> bool:
@@ -74,12 +81,17 @@ class DeviceStep:
         loss: Tensor | float | None,
         clipper: GradientClipper,
         handler: NaNInfHandler,
+        spikes: SpikeGuard,
         *,
         full: bool = False,
     ) -> None:
         self.layout, self._loss = grads.layout, loss
         self._dtypes = [grad.dtype for grad in grads.tensors]
         self._clipper, self._handler, self._full = clipper, handler, full
+        self._spikes = spikes
+        self._flag: Tensor | None = None
+        self.spiked: bool | None = None
+        """Whether the device has left the step out as a spike; None where it did not look for one."""
         self.deviations: Deviations | None = None
         self._shares = grads.without_tensors() if isinstance(grads, SharedGradients) else None
         self.ranks: Mapping[str, Any] | None = None
@@ -106,9 +118,12 @@ class DeviceStep:
         numbers = self._plan.start(tensors, orders, weights)
         if changes:
             grads.install()
-        if self._action == "skip":
+        if config.spike_action != "report":
+            self._flag = self._flag_spike(numbers)
+        if self._action == "skip" or self._flag is not None:
+            bad = self._plan.found_inf if self._action == "skip" else torch.zeros_like(self._plan.found_inf)
             for optimizer in optimizers:
-                optimizer.found_inf = self._plan.found_inf
+                optimizer.found_inf = bad if self._flag is None else torch.maximum(bad, self._flag)
         elif scale is not None and self._action == "scaler" and self._shares is not None:
             scale.leave_out_where(self._plan.found_inf)
         self._start_copy(numbers)
@@ -125,6 +140,8 @@ class DeviceStep:
         values, loss = self._host.double().numpy(), self._loss
         if self._shares is not None:
             return self._read_shared(self._shares, values)
+        if self._flag is not None:
+            values, self.spiked = values[:-1], bool(values[-1])
         if self._has_loss:
             values, loss = values[:-1], float(values[-1])
         layout = self.layout
@@ -155,11 +172,32 @@ class DeviceStep:
             if action == "replace":
                 nan_inf["replaced_count"] = moments.nonfinite_count
                 now = self._handler.replaced(self.layout, self._dtypes, moments)
+        if self.spiked:
+            return nan_inf, {**self._clipper.left_alone(moments.norm), "norm_after": None}
         clipping = self._clipper.clipped(now.norm, self._orders, self._sums.num_limited, self._sums.squares_after)
         clipping["norm_before"] = moments.norm
         if nan_inf["action"] == "skip":
             clipping["norm_after"] = None
         return nan_inf, clipping
+
+    def spike(self, moments: Moments, data: StepData) -> dict[str, Any] | None:
+        """Return the fields of a `SpikeReport`, if the step is a spike."""
+        if self.spiked is None or not moments.finite:
+            return None
+        found = self._spikes.judge(data.step, moments.norm, data.loss, flagged=self.spiked)
+        return {**found, "action": "skip"} if found is not None and self.spiked else found
+
+    def _flag_spike(self, numbers: Tensor) -> Tensor:
+        """Return 1.0 on the device where finite gradients or the loss are beyond the limits, else 0.0."""
+        with torch.no_grad():
+            limits, loss = self._spikes.limits(), self._loss
+            beyond = self._plan.norm(numbers) > limits.norm
+            if isinstance(loss, Tensor):
+                beyond = beyond | ((loss.detach().reshape(()) > limits.loss) & loss.detach().isfinite().reshape(()))
+            elif loss is not None:
+                beyond = beyond | (limits.loss < loss < math.inf)
+            flag: Tensor = (beyond & (self._plan.found_inf == 0)).float()
+            return flag
 
     def _start_copy(self, numbers: Tensor) -> None:
         """Start to copy the numbers of the report to the host, in one copy and without waiting."""
@@ -168,6 +206,8 @@ class DeviceStep:
         if isinstance(loss, Tensor) and self._has_loss:
             with torch.no_grad():
                 numbers = torch.cat([numbers, loss.reshape(1)])
+        if self._flag is not None:
+            numbers = torch.cat([numbers, self._flag.reshape(1)])
         self._packed = numbers
         self._done: Any = None
         if numbers.is_meta:
@@ -224,6 +264,7 @@ class PendingDeviceStep:
             data.set_moments(moments)
             data.deviations, data.layout, data.ranks = step.deviations, step.layout, step.ranks
             data.nan_inf, data.clipping = step.protection(moments)
-            data.skipped = data.nan_inf["action"] in ("skip", "scaler")
+            data.spike = step.spike(moments, data)
+            data.skipped = data.nan_inf["action"] in ("skip", "scaler") or data.leaves_out_spike
             self._judge(moments, data)
             self._report.defer_to(data.fields)  # so that a report that is kept keeps no model alive

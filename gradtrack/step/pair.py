@@ -19,6 +19,7 @@ from gradtrack.gradients.parameters import NamedParameter, ParameterTable
 from gradtrack.health.monitor import GradientMonitor
 from gradtrack.protection.clipping import GradientClipper
 from gradtrack.protection.nonfinite import NaNInfHandler, clear_gradients
+from gradtrack.protection.spikes import Rollback, SpikeGuard
 from gradtrack.reports import Issue, LateReport, StepReport
 from gradtrack.step.analyzers import RunningAnalyzers
 from gradtrack.step.arguments import add_loss, labels_of
@@ -56,11 +57,13 @@ class Pair:
         history: History | None = None,
         rows: Rows | None = None,
         callbacks: Sequence[IssueCallback] = (),
+        rollbacks: Sequence[Rollback] = (),
     ) -> None:
         self.model, self.name, self.horizon = model, name, horizon
         self.config, self.analyzers = config, analyzers
         self.monitor, self.clipper, self.handler = components
-        self.protection = Protection(self.handler, self.clipper)
+        self.spikes = SpikeGuard(config, rollbacks)
+        self.protection = Protection(self.handler, self.clipper, self.spikes)
         self.measurement = Measurement(model, config, measurer, process_group)
         self.judge = Judge(config, self.monitor)
         self._rank_exchange = RankExchange(self.measurement, self.protection, self.judge, analyzers)
@@ -171,12 +174,13 @@ class Pair:
         if self.optimizer_steps.has_new_groups():
             self._add_outside()
             self.clipper.group_limits.forget()
+        if self.config.judges_spikes:
+            self.spikes.check()
         if self.clipper.limits_groups:
             self.measurement.refresh()
-            self.clipper.group_limits.find(
-                self.clipper.limits, self.table, partial(labels_of, self.optimizers), self.named_elsewhere
-            )
-        self.add_loss(loss)
+            limits, labels = self.clipper.limits, partial(labels_of, self.optimizers)
+            self.clipper.group_limits.find(limits, self.table, labels, self.named_elsewhere)
+        total, self.coming_loss = add_loss(self.coming_loss, loss), None  # at once: an exception must not double it
         repeated = self.optimizer_steps.has_closures and self.optimizer_steps.calls_again()
         if self.optimizer_steps.outside_note:
             self.coming_notes.append(self.optimizer_steps.outside_note)
@@ -191,18 +195,18 @@ class Pair:
         report = StepReport.deferred(
             data.fields, step=data.step, epoch=epoch, source=self.name, time=data.time, batch=batch
         )
-        loss, self.coming_loss = self.coming_loss, None
         self._rank_exchange.agree(data.step)
         data.can_stay = on_device(grads.tensors) and self._can_stay_on_device(grads, data)
         if data.can_stay and not self.analyzers.due(data.step):
-            self._leave_on_device(grads, report, data, loss)
+            self._leave_on_device(grads, report, data, total)
         else:
-            self._finish(grads, report, data, loss)
+            self._finish(grads, report, data, total)
         return report
 
     def _can_stay_on_device(self, grads: Gradients, data: StepData) -> bool:
         """Whether only an analyzer may need the numbers of this step, which are on a device, before the next one."""
-        if data.event or data.repeated or self.analyzers.adds_up(self.step_count):
+        step, listed = self.step_count, self.config.skip_steps and self.spikes.lists(self.step_count)
+        if data.event or data.repeated or listed or self.analyzers.adds_up(step):
             return False
         return can_wait(self.config, self.optimizers, grads, self.clipper, scale=data.scale)
 
@@ -211,7 +215,7 @@ class Pair:
     ) -> None:
         """Measure and protect a step on its device, and hold it in the pending ring."""
         self.measurement.fit(grads, data)
-        step = DeviceStep(grads, loss, self.clipper, self.handler, full=data.full)
+        step = DeviceStep(grads, loss, self.clipper, self.handler, self.spikes, full=data.full)
         step.protect(grads, self.optimizers, scale=data.scale)
         self.optimizer_steps.may_hold_found_inf = True
         self.pending.hold(PendingDeviceStep(report, data, step, judge=self._judge_device_step, conclude=self._conclude))
@@ -233,13 +237,13 @@ class Pair:
             moments = self._rank_exchange.read(grads, data, loss, row_due=row_due, shown=shown)
         else:
             moments = self.measurement.read(grads, data, loss, row_due=row_due)
-        can_skip = self.optimizer_steps.can_skip if not moments.finite else True
-        self.protection.protect(grads, moments, data, tuple if can_skip else self._stepped)
-        if data.skipped and data.scale is not None:
-            data.scale.leave_out()
-        elif data.skipped:
+        self.protection.protect(grads, moments, data, self._to_remove)
+        skips = data.skipped and (data.scale is None or data.leaves_out_spike)  # the scaler skips what has overflowed
+        if skips:
             self.optimizer_steps.skip_step()
-        error, skips = data.error, data.skipped and data.scale is None
+        elif data.skipped and data.scale is not None:
+            data.scale.leave_out()
+        error = data.error
         try:
             if data.repeated:
                 data.health = self.judge.health
@@ -259,16 +263,19 @@ class Pair:
                 self._conclude(report, data)
                 self.fast_path.open(grads, scaled=scaled)
         finally:  # also where a callback of the user stops the training: nothing that is not finite is left behind
-            if skips and can_skip:
+            if skips and self.optimizer_steps.can_skip:
                 clear_gradients(self._stepped())
         if error is not None:
             raise error
+        if data.spike is not None and data.spike["action"] == "rollback":
+            self.spikes.roll_back(report, self.optimizers, self._rank_exchange.largest)
 
     def _judge(self, moments: Moments, data: StepData) -> None:
         scale = data.scale
         if scale is not None:
-            data.scaler = self.scaler_log.update(scale, skipped=data.skipped)
+            data.scaler = self.scaler_log.update(scale, skipped=data.skipped and not data.leaves_out_spike)
         self.protection.note_default_limit(data)
+        self.protection.remember(moments, data)
         critical = not moments.finite and self.handler.is_critical(moments, data.layout.total_count)
         self.judge.judge(moments, data, critical=critical, watched=bool(self.analyzers.running))
         if data.opened or self.judge.jumped:
@@ -353,6 +360,10 @@ class Pair:
         if self.table.ranks is not None:  # between its passes FSDP2 has whole parameters in the place of shards
             yield from self.table.params
 
+    def _to_remove(self) -> Iterable[nn.Parameter]:
+        """Return the parameters whose gradients have to go for a skip: none where the step itself is held back."""
+        return () if self.optimizer_steps.can_skip else self._stepped()
+
     def close(self) -> None:
         """Remove the hooks from the model and the optimizers."""
         self.fast_path.close()
@@ -365,6 +376,7 @@ class Pair:
         self.pending.settle()
         return {
             "step": self.step_count,
+            "spikes": self.spikes.state_dict(self.step_count),
             **self.judge.state_dict(),
             "clipper": self.clipper.state_dict(),
             "scaler": self.scaler_log.state_dict(),
@@ -380,6 +392,7 @@ class Pair:
         self.clipper.load_state_dict(state["clipper"])
         if "scaler" in state:  # which states of older versions do not have
             self.scaler_log.load_state_dict(state["scaler"])
+        self.spikes.load_state_dict(state.get("spikes"), self.step_count)
         self.analyzers.load_state_dict(state["analyzers"])
         self.analyzers.close_steps = list(state.get("close_steps", ()))
         self.analyzers.close()

@@ -18,6 +18,7 @@ from gradtrack.gradients.parameters import NamedParameter
 from gradtrack.health.monitor import GradientMonitor
 from gradtrack.protection.clipping import GradientClipper
 from gradtrack.protection.nonfinite import NaNInfHandler
+from gradtrack.protection.spikes import Rollback
 from gradtrack.reports import Issue, StepReport
 from gradtrack.step.analyzers import RunningAnalyzers, build_analyzers
 from gradtrack.step.arguments import as_sequence, check_model, labels_of
@@ -86,10 +87,12 @@ class Pairs:
         history: History | None = None,
         rows: Rows | None = None,
         callbacks: Sequence[IssueCallback] = (),
+        rollbacks: Sequence[Rollback] = (),
         on_first: Callable[[], object] = lambda: None,
     ) -> None:
         self._config, self._process_group, self._on_first = config, process_group, on_first
         self._history, self._rows, self._callbacks = history, rows, callbacks
+        self._rollbacks = rollbacks
         self._components_are_shared = False
         self._measurer = Measurer(config.engine)
         self.first_components = self._components()
@@ -254,6 +257,7 @@ class Pairs:
             history=self._history,
             rows=self._rows,
             callbacks=self._callbacks,
+            rollbacks=self._rollbacks,
         )
         key = (id(model), *map(id, optimizers))
         try:

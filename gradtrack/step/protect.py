@@ -1,4 +1,4 @@
-"""Stage 2: protects a step: handles non-finite gradients, then clips."""
+"""Stage 2: protects a step: handles non-finite gradients and spikes, then clips."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from gradtrack.gradients.collected import ForecastClipping, Gradients
 from gradtrack.gradients.moments import Moments, true_norm
 from gradtrack.protection.clipping import GradientClipper, clips_by_default
 from gradtrack.protection.nonfinite import NaNInfHandler, count_nonfinite
+from gradtrack.protection.spikes import SpikeGuard
 from gradtrack.step.data import StepData
 from gradtrack.support.rank import process_rank
 
@@ -29,10 +30,10 @@ _OFF: Final[Mapping[str, Any]] = {"action": "off"}
 
 
 class Protection:
-    """Handles non-finite gradients and clips, as the configuration of the handler and the clipper says."""
+    """Handles non-finite gradients and spikes and clips, as the configuration of the handler and the clipper says."""
 
-    def __init__(self, handler: NaNInfHandler, clipper: GradientClipper) -> None:
-        self._handler, self.clipper = handler, clipper
+    def __init__(self, handler: NaNInfHandler, clipper: GradientClipper, spikes: SpikeGuard) -> None:
+        self._handler, self.clipper, self.spikes = handler, clipper, spikes
         self.clips_by_default = clips_by_default(clipper.config)
         """Whether no step has been noted yet that was clipped at a limit which the user has not set."""
         self._told: set[bool] = set()
@@ -67,10 +68,16 @@ class Protection:
             data.nan_inf, data.clipping = self._too_late(grads, moments)
             return
         remember, checks = not data.repeated, self._handler.config.enable_nan_inf_check
+        if self._handler.config.judges_spikes and self._leaves_out(grads, moments, data):
+            for param in owned():
+                param.grad = None
+            return
         if moments.finite or not checks:
-            clipping = self.clipper.clip(grads, moments, remember=remember)
-            data.clipping = clipping if moments.finite else _with_true_norm(clipping, moments)
             data.nan_inf = _NONE if checks else _OFF
+            clipping = self.clipper.clip(grads, moments, remember=remember)
+            if data.spike is not None and data.spike["action"] == "clip":
+                clipping = self.clipper.reduce(grads, clipping, self.spikes.target())
+            data.clipping = clipping if moments.finite else _with_true_norm(clipping, moments)
             return
         if data.scale is not None:
             found = {**count_nonfinite(grads.layout.names, moments), "action": "scaler"}
@@ -86,6 +93,32 @@ class Protection:
             clipping["norm_after"] = None
         data.clipping, data.skipped = clipping, action in ("skip", "scaler")
         data.error = self._handler.error(found) if action == "raise" else None
+
+    def _leaves_out(self, grads: Gradients, moments: Moments, data: StepData) -> bool:
+        """Judge whether a step is a spike or listed, and set the fields of its report where it is to be left out."""
+        finite = moments.finite
+        if data.repeated or not (finite or (data.scale is None and self.spikes.lists(data.step))):
+            return False
+        data.spike = self.spikes.judge(data.step, moments.norm, data.loss)
+        if not data.leaves_out_spike:
+            return False
+        checks = self._handler.config.enable_nan_inf_check
+        counts = {} if finite or not checks else {**count_nonfinite(grads.layout.names, moments), "action": "skip"}
+        data.nan_inf = counts or (_NONE if checks else _OFF)
+        clipping = {**self.clipper.left_alone(moments.norm), "norm_after": None}
+        data.clipping, data.skipped = clipping if finite else _with_true_norm(clipping, moments), True
+        return True
+
+    def remember(self, moments: Moments, data: StepData) -> None:
+        """Let later steps be judged by a step, and note what was done about it where it is a spike."""
+        if not self._handler.config.judges_spikes:
+            return
+        if moments.finite:
+            self.spikes.remember(data.step, moments.norm, data.loss, data.spike)
+        if data.spike is not None:
+            data.notes, data.event = [*data.notes, self.spikes.tell(data.step, data.spike, data.source)], True
+        if self.spikes.coming_notes:
+            data.notes, self.spikes.coming_notes = [*data.notes, *self.spikes.coming_notes], []
 
     def note_default_limit(self, data: StepData) -> None:
         """Say once that gradients are clipped at a limit that the user has not set."""

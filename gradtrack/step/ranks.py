@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from gradtrack.analyzers.base import Snapshot
@@ -56,13 +58,20 @@ class RankExchange:
             limited=self._protection.foresight(scaled=data.scale is not None),
             more=more,
         )
+        self._protection.spikes.losses_are_shared = True
         if take is not None:
             take(grads.more, len(grads.ranks.members))
             if analyzers.verdicts is not None:
                 self._judge.set_analyzer_issues(analyzers.verdicts)
         return moments
 
+    def largest(self, step: int) -> int:
+        """Return the largest of a step of every rank that shares the parameters: one of them may save alone."""
+        ranks = self._measurement.table.ranks
+        return step if ranks is None else int(ranks.norms(np.array([float(step)]), math.inf)[0])
+
     def _remembered(self, step: int) -> dict[str, Any]:
         """Return the state by which a rank decides beside settings and sums; it must be equal on all ranks."""
-        memory = digest((self._protection.clipper.state_dict(), self._judge.nonfinite_before))
+        spikes = self._protection.spikes.state_dict()
+        memory = digest((self._protection.clipper.state_dict(), self._judge.nonfinite_before, spikes))
         return {"step": step, "max_grad_norm": self._protection.clipper.config.max_grad_norm, "memory": memory}

@@ -281,6 +281,27 @@ def test_nan_on_one_rank_skips_everywhere(mode: str, num_processes: int, tmp_pat
         assert all(math.isfinite(value) for values in rank["weights"].values() for value in values)
 
 
+@pytest.mark.parametrize(
+    ("mode", "num_processes", "action"),
+    [("fsdp", 2, "skip"), *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        ("ddp", 2, "skip"), ("ddp+group", 3, "skip"), ("hsdp", 4, "skip"), ("fsdp+tp", 4, "clip"), ("fsdp1", 2, "skip"),
+        ("fsdp", 4, "rollback"), ("tp", 2, "rollback"),
+    ))],
+)  # fmt: skip
+def test_a_spike_on_one_rank_is_one_everywhere(mode: str, num_processes: int, action: str, tmp_path: Path) -> None:
+    """Every rank acts on it, and goes back to the same step, though one rank alone has saved it."""
+    settings = {"spike_action": action, "spike_window": 8, "spike_threshold": 20.0, "spike_step": 14, "save_step": 12}
+    found = spread(mode, num_processes, tmp_path, **settings)
+    for rank in found:
+        spikes = {report["step"]: report["spike"]["action"] for report in rank["reports"] if report["spike"]}
+        assert spikes == {14: action}
+        assert [report["step"] for report in rank["reports"] if report["skipped"]] == [14] * (action != "clip")
+        assert rank["rollbacks"] == [11] * (action == "rollback")
+        assert not differences(rank["weights"], found[0]["weights"])
+        notes = " ".join(note for report in rank["reports"] for note in report["notes"])
+        assert ("judged by the norm alone" in notes) == (mode == "ddp")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["fsdp", "fsdp+tp"])
 @pytest.mark.parametrize("clipping", [{"max_grad_norm": 0.1}, {"clip_type": "value", "max_grad_norm": 0.003}])

@@ -146,7 +146,7 @@ def run(
     show: Callable[[StepReport], dict[str, Any]] = show,
     at_end: bool = False,
 ) -> dict[str, Any]:
-    """Train 20 steps with a gradtrack manager; a process can make its own loss NaN at one step.
+    """Train 20 steps with a gradtrack manager; a process can make its own loss NaN or huge at one step.
 
     `look` is called before each step, and `show` returns what a report says, after its step or after the last one.
     """
@@ -159,6 +159,7 @@ def run(
     kind = getattr(torch.optim, settings.pop("optimizer", "AdamW"))
     optimizer = kind(model.parameters(), lr=settings.pop("lr", 0.01), fused=settings.pop("fused", None))
     steps, nan_step, by_hand = settings.pop("steps", 20), settings.pop("nan_step", 0), settings.pop("by_hand", True)
+    spike_step, save_step, calls = settings.pop("spike_step", 0), settings.pop("save_step", 0), list[int]()
     scale = settings.pop("scale", 0.0)
     scaler = torch.amp.GradScaler("cpu", init_scale=scale, enabled=bool(scale))
     group = dist.group.WORLD if mode == "ddp+group" else None
@@ -166,6 +167,7 @@ def run(
         process_group=group,
         **{"backends": ["memory"], "track_parameters": True, "grad_log_every_n_steps": 1, **settings},
     )
+    manager.on_rollback(lambda step, report: calls.append(step))
     generator = torch.Generator().manual_seed(1)
     reports, sizes = list[Any](), []
     for step in range(1, steps + 1):
@@ -173,6 +175,10 @@ def run(
         loss = model(inputs.chunk(shares)[share]).square().mean()
         if step == nan_step and share == shares - 1:
             loss = loss * float("nan")
+        if step == spike_step and share == shares - 1:
+            loss = loss * 1e4
+        if step == save_step and (mode == "single" or dist.get_rank() == 0):  # where one rank alone saves
+            manager.state_dict()
         if by_hand:
             scaler.scale(loss).backward()
             look(model)
@@ -191,6 +197,7 @@ def run(
         "sizes": sizes,
         "scale": scaler.get_scale(),
         "histograms": histograms,
+        "rollbacks": calls,
     }
 
 

@@ -56,6 +56,13 @@ def _grow(model: nn.Module, step: int) -> None:
             param.grad.mul_(500.0)
 
 
+def _spike(model: nn.Module, step: int) -> None:
+    if step == QUIET + 1:
+        _grow(model, step)
+
+
+SPIKES: dict[str, Any] = {"engine": "native", "grad_log_every_n_steps": 40, "spike_window": 32}
+
 WAYS = {
     "fast path": Way(settings={"engine": "native", "grad_log_every_n_steps": 20}, watched=18, stride=1),
     "row": Way(settings={"engine": "native", "grad_log_every_n_steps": 1}, stride=1),
@@ -63,6 +70,12 @@ WAYS = {
     "statistics of parameters": Way(settings={"track_parameters": True, "grad_log_every_n_steps": 2}, watched=4),
     "adaptive": Way(settings={"clip_type": "adaptive", "engine": "native", "grad_log_every_n_steps": 5}, watched=6),
     "agc": Way(settings={"clip_type": "agc", "grad_log_every_n_steps": 3}, watched=3),
+    "groups": Way(settings={"max_grad_norm": {"0": 0.05, ".*": 0.3}, "grad_log_every_n_steps": 3}, watched=3),
+    "another norm": Way(settings={"max_grad_norm": 0.5, "norm_type": 1, "grad_log_every_n_steps": 3}, watched=3),
+    "spike left out": Way(settings={**SPIKES, "spike_action": "skip"}, watched=4, spoil=_spike),
+    "spike clipped": Way(settings={**SPIKES, "spike_action": "clip"}, watched=4, spoil=_spike),
+    "rollback": Way(settings={**SPIKES, "spike_action": "rollback", "spike_lr_factor": 0.5}, watched=4, spoil=_spike),
+    "listed": Way(settings={"engine": "native", "skip_steps": [[QUIET + 2, QUIET + 3]]}, watched=6, stride=3),
     "not finite": Way(settings={"engine": "native", "grad_log_every_n_steps": 40}, watched=4, spoil=_make_nan),
     "issue": Way(settings={"engine": "native", "grad_log_every_n_steps": 40}, watched=4, spoil=_grow),
     "analyzers": Way(
@@ -83,6 +96,7 @@ class Training:
             settings["run_dir"] = directory
         self.manager = GradientManager(**settings)
         self.manager.attach(self.model, self.optimizer)
+        self.manager.on_rollback(lambda step, report: None)
 
     def loss(self, step: int) -> Tensor:
         """Return the loss of a batch, which differs little from the last one."""

@@ -142,6 +142,24 @@ def test_no_step_waits_on_an_accelerator(settings: dict[str, Any]) -> None:
             assert manager.step(model, optimizer, loss, backward=False).step > 0
 
 
+def test_spikes_do_not_wait_with_fused_optimizers() -> None:
+    """The device itself leaves a spike out, by the limits of the steps before; other actions wait for the norm."""
+    for action in ("skip", "clip"):
+        with fake_cuda(fused) as (model, optimizer, loss):
+            manager = GradientManager(spike_action=action, spike_window=4)
+            manager.attach(model, optimizer)
+            (found,) = manager._pairs
+            for step in range(4):
+                found.spikes.remember(step, 1.0, 1.0, None)
+            if action == "skip":
+                for _ in range(3):
+                    manager.step(model, optimizer, loss, backward=False)
+                assert optimizer.found_inf.device.type == "cuda"
+            else:
+                with pytest.raises(Exception, match=r"fake|Fake|numpy|data"):
+                    manager.step(model, optimizer, loss, backward=False)
+
+
 def test_skip_does_not_wait_with_fused_optimizers() -> None:
     """The default action reads nothing where the optimizer takes `found_inf`, and once where it does not."""
     with fake_cuda(fused) as (model, optimizer, loss):

@@ -10,6 +10,7 @@ import torch
 from gradtrack import GradientClipper, GradientConfig, GradientManager, NaNInfHandler
 from gradtrack.gradients.measurer import Measurer
 from gradtrack.gradients.parameters import ParameterTable
+from gradtrack.protection.spikes import SpikeGuard
 from gradtrack.step.data import StepData
 from gradtrack.step.loss_scale import Scale
 from gradtrack.step.protect import Protection
@@ -21,7 +22,7 @@ def protect(*gradients: torch.Tensor, scaled: bool = False, **settings: object) 
     config, measurer = GradientConfig.load(None, **settings), Measurer("torch")
     model = with_gradients(list(gradients))
     grads = ParameterTable(model).gradients()
-    protection = Protection(NaNInfHandler(config), GradientClipper(config))
+    protection = Protection(NaNInfHandler(config), GradientClipper(config), SpikeGuard(config))
     moments = grads.measure(measurer)
     data = StepData(grads.layout, {})
     data.scale = create_autospec(Scale, instance=True) if scaled else None

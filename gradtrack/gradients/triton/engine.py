@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from triton.runtime import JITFunction
 
-from gradtrack.gradients.moments import MAX, MIN, NAN, WIDTH, ZEROS, Rows
+from gradtrack.gradients.moments import MAX, MIN, NAN, SQUARES, WIDTH, ZEROS, Rows
 from gradtrack.gradients.torch_cpu import PLAIN_TYPES, is_plain
 from gradtrack.gradients.torch_device import Orders, Plans, Sums, halves_of
 from gradtrack.gradients.triton import changes, kernels
@@ -117,6 +117,11 @@ class Plan:
             )
         self._change(grads, orders)
         return self.results.clone() if self.device.type == "cpu" else self.results
+
+    def norm(self, numbers: Tensor) -> Tensor:
+        """Return the norm before clipping on the device, from what `start` has returned."""
+        rows = numbers.narrow(0, 0, self.num_tensors * self.columns).view(-1, self.columns)
+        return rows.select(1, SQUARES).sum().sqrt()
 
     def local_sums(self, grads: Sequence[Tensor], orders: Orders) -> tuple[Tensor, Tensor]:
         """Measure gradients; return sums and ends of each, as the plan of torch does."""

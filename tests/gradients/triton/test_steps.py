@@ -79,6 +79,28 @@ def test_a_device_decides_as_the_host_does(clipping: Any, action: Any, grads: li
 
 
 @pytest.mark.parametrize("clipping", CLIPPING, ids=str)
+def test_a_spike_is_left_out_by_the_device(clipping: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the norm before clipping, of which the optimizer gets a flag; the next step is made."""
+    monkeypatch.setattr(pair, "on_device", lambda tensors: True)
+    monkeypatch.setattr("gradtrack.step.data.next_row", lambda step, every: every)
+    model = with_gradients([torch.ones(40, 5), torch.ones(7)])
+    manager = GradientManager(engine="triton", spike_action="skip", spike_window=8, **clipping)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, fused=True)
+    reports = []
+    for step in range(12):
+        for param in model.parameters():
+            param.grad = torch.full_like(param, 50.0 if step == 9 else 1.0 + 0.01 * (step % 3))
+        reports.append(manager.step(model, optimizer, None, backward=False))
+        assert manager._pairs.find(model, optimizer).pending.held is not None
+        optimizer.step()
+    assert [report.skipped for report in reports] == [step == 9 for step in range(12)]
+    spike = reports[9].spike
+    assert spike is not None
+    assert reports[9].clipping.norm_before == pytest.approx(50.0 * 207**0.5, rel=1e-6)
+    assert float(optimizer.state_dict()["state"][0]["step"]) == 11.0
+
+
+@pytest.mark.parametrize("clipping", CLIPPING, ids=str)
 @pytest.mark.parametrize("bad", [False, True])
 def test_nothing_is_written_where_nothing_engages(clipping: dict[str, Any], bad: bool) -> None:
     """Gradients below every limit, and those of a step with a NaN, are read only: their memory may be read-only."""
