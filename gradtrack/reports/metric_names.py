@@ -34,6 +34,17 @@ CORE_METRICS: Final = (
     Metric(
         "train/grad_clip_threshold", "The limit of this step: of a norm, a value, or a ratio with agc.", when="clipping"
     ),
+    Metric(
+        "train/grad_clip_group_norm/<group>",
+        "Norm of what one key of max_grad_norm limits, of the order norm_type, before clipping.",
+        when="limits by group, norm_type",
+    ),
+    Metric(
+        "train/grad_clip_group_coef/<group>",
+        "Factor by which clipping scaled these gradients; 1 where it did not engage.",
+        when="limits by group, norm_type",
+    ),
+    Metric("train/grad_spikes", "Spikes so far, in the row of each.", unit="steps", when="spike_action"),
     Metric("train/grad_rank_norm_min", "The smallest norm that a rank has of its own part.", when="per_rank, shards"),
     Metric("train/grad_rank_norm_max", "The largest norm that a rank has of its own part.", when="per_rank, shards"),
     Metric("train/grad_rank_norm_std", "How far these norms differ between ranks.", when="per_rank, shards"),
@@ -95,7 +106,9 @@ def flat_metrics(report: Fields, step: int, source: str, groups: Spreads | None 
         threshold = clipping.get("threshold")
         if threshold is not None:
             values["train/grad_clip_threshold"] = threshold
-    ranks, scaler = report.get("ranks"), report.get("scaler")
+    ranks, scaler, spike = report.get("ranks"), report.get("scaler"), report.get("spike")
+    if spike is not None and spike["action"] != "listed":
+        values["train/grad_spikes"] = float(spike["count"])
     if ranks is not None:
         values |= {f"train/grad_rank_{name}": ranks[name] for name in ("norm_min", "norm_max", "norm_std")}
     if scaler is not None:
@@ -110,6 +123,9 @@ def flat_metrics(report: Fields, step: int, source: str, groups: Spreads | None 
     tail = tail_of(source)
     if tail:
         values = {f"{name}{tail}": value for name, value in values.items()}
+    for group, found in clipping.get("groups", {}).items():
+        values[f"train/grad_clip_group_norm{tail}/{group}"] = found["norm_before"]
+        values[f"train/grad_clip_group_coef{tail}/{group}"] = found["coefficient"]
     if groups is None:
         of_groups = report.get("groups", {}).items()
         groups = ((group, (found["norm"], found["variance"], found["mean"])) for group, found in of_groups)

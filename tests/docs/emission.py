@@ -28,7 +28,7 @@ PAIR: Final = "second"
 def every() -> dict[str, Callable[[], Names]]:
     """Return what makes the core and each analyzer emit, by the name of the analyzer."""
     return {
-        "core": lambda: _core() | _scaled() | on_ranks(),
+        "core": lambda: _core() | _limited() | _scaled() | on_ranks(),
         "flow": lambda: _live(_blocks(), ["flow"]) | _live(_blocks().half(), ["flow"]),
         "gain": lambda: _live(_blocks(), ["gain"]),
         "jacobian": lambda: _live(_blocks(), ["jacobian"]),
@@ -106,6 +106,18 @@ def _core() -> Names:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         _train(manager, model, optimizer, torch.randn(8, 6), steps=2)
         _train(manager, model, optimizer, torch.full((8, 6), math.inf), steps=1)
+        return _recorded(manager)
+
+
+def _limited() -> Names:
+    """Clip by group, and skip a spike."""
+    model = _blocks()
+    with GradientManager(
+        backends=["memory"], max_grad_norm={"weight": 1.0}, spike_action="skip", spike_window=4
+    ) as manager:
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+        for scale in (1.0, 1.0, 1.0, 1e3):
+            _train(manager, model, optimizer, torch.full((8, 6), scale), steps=1)
         return _recorded(manager)
 
 
