@@ -4,22 +4,31 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
 import typer
-from rich.console import Console, RenderableType
+from rich.console import Console
 from rich.progress import Progress, TaskID
 
 from gradtrack._version import __version__
-from gradtrack.cli.runs import FAIL_ON, HERE, FailOn, exit_code, find_run, find_several, survive_poor_encodings
+from gradtrack.cli.runs import (
+    FAIL_ON,
+    HERE,
+    FailOn,
+    exit_code,
+    find_run,
+    find_several,
+    folded,
+    print_found,
+    survive_poor_encodings,
+    writing,
+)
 from gradtrack.errors import GradtrackError, UsageError
-from gradtrack.support.names import Printable, one_line, printable
+from gradtrack.support.names import one_line, printable
 
 _EPILOG: Final = (
     "Exit codes: 0 done; 1 done, but the run has an issue (show --check), issues appeared (diff --check), "
@@ -108,7 +117,7 @@ def demo(
     from gradtrack import demo as demonstration
 
     finding = demonstration.run(out, steps=steps)
-    typer.echo(json.dumps(finding.as_dict(), indent=1) if as_json else _folded(finding.describe()))
+    typer.echo(json.dumps(finding.as_dict(), indent=1) if as_json else folded(finding.describe()))
 
 
 @app.command(
@@ -151,9 +160,9 @@ def show(
         found = [load_run(path, watched=True) for path in paths]
         plain = [partial(overview.to_plain, one) for one in found]
         if len(found) == 1:
-            _print(plain[0], lambda: overview.show(found[0]), as_json=as_json)
+            print_found(plain[0], lambda: overview.show(found[0]), as_json=as_json)
         else:
-            _print(lambda: [one() for one in plain], lambda: Comparison(*found).show(), as_json=as_json)
+            print_found(lambda: [one() for one in plain], lambda: Comparison(*found).show(), as_json=as_json)
     level = fail_on or FailOn.open
     codes = [exit_code(one.faults(), level) for one in found] if check or fail_on is not None else [0]
     raise typer.Exit(max(codes))
@@ -173,7 +182,7 @@ def report(
 
     found = load_run(find_run(run), watched=True)
     path = found.directory / REPORT if out is None else out
-    with _writing(path, "--out"):
+    with writing(path, "--out"):
         write_html_report(found, path)
     typer.echo(
         json.dumps({"run": found.run.run_id, "report": str(path), "healthy": found.healthy})
@@ -214,7 +223,7 @@ def export(
         typer.echo(printable(text) if sys.stdout.isatty() else text, nl=False)
         return
     path = Path(tables.run.run_dir or "") / f"{table.value}.{kind.value}" if out is None else out
-    with _writing(path, "--out"):
+    with writing(path, "--out"):
         write_table(found, kind.value, path)
     numbers = {"rows": len(found["source"]), "columns": len(found)}
     typer.echo(
@@ -244,9 +253,9 @@ def diff(
 
     found = Comparison(*(load_run(run, watched=True) for run in find_several(runs)))
     if html is not None:
-        with _writing(html, "--html"):
+        with writing(html, "--html"):
             found.write_html(html)
-    _print(found.to_plain, found.show, as_json=as_json)
+    print_found(found.to_plain, found.show, as_json=as_json)
     raise typer.Exit(int(check and bool(found.appeared)))
 
 
@@ -325,7 +334,7 @@ def doctor(
     from gradtrack.pages.terminal.overview import show_diagnosis
 
     found = examine(config)
-    _print(lambda: {**asdict(found), "healthy": found.healthy}, lambda: show_diagnosis(found), as_json=as_json)
+    print_found(lambda: {**asdict(found), "healthy": found.healthy}, lambda: show_diagnosis(found), as_json=as_json)
     raise typer.Exit(int(not found.healthy))
 
 
@@ -341,38 +350,10 @@ def analyzers(as_json: AsJson = False) -> None:
     _list_plugins("analyzers", as_json)
 
 
-@contextmanager
-def _writing(path: Path, option: str) -> Iterator[None]:
-    """Say on one line why a file that an option names could not be written."""
-    try:
-        yield
-    except OSError as fault:
-        raise UsageError(
-            f"{str(path)!r}: expected a file that can be written ({fault.strerror or fault}). "
-            f"Choose another with {option}."
-        ) from fault
-
-
 def _backend_names() -> list[str]:
     from gradtrack import registry
 
     return list(registry.backends.names())
-
-
-def _folded(text: str) -> str:
-    """Break long lines between words for a person's terminal, below where they began; a pipe gets them whole."""
-    import shutil
-    import textwrap
-
-    if not sys.stdout.isatty():
-        return text
-    lines = []
-    width = shutil.get_terminal_size().columns
-    fold = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False)
-    for line in text.splitlines():
-        fold.subsequent_indent = " " * (len(line) - len(line.lstrip()) + 2)
-        lines += fold.wrap(line) or [""]
-    return "\n".join(lines)
 
 
 def _list_plugins(kind: str, as_json: bool) -> None:
@@ -380,15 +361,7 @@ def _list_plugins(kind: str, as_json: bool) -> None:
     from gradtrack.cli.plugins import describe_plugins, show_plugins
 
     found = describe_plugins(getattr(registry, kind))
-    _print(lambda: [*map(asdict, found)], lambda: show_plugins(kind.removesuffix("s"), found), as_json=as_json)
-
-
-def _print(plain: Callable[[], Any], shown: Callable[[], RenderableType], *, as_json: bool) -> None:
-    """Print data for scripts, or what a person reads."""
-    if as_json:
-        typer.echo(json.dumps(plain(), indent=1, default=str))
-    else:
-        Console(highlight=False).print(Printable(shown()), crop=False)
+    print_found(lambda: [*map(asdict, found)], lambda: show_plugins(kind.removesuffix("s"), found), as_json=as_json)
 
 
 if __name__ == "__main__":

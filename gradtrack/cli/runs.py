@@ -1,20 +1,24 @@
-"""The runs that commands are given, what `show --check` refuses in one, and the encoding of what commands print."""
+"""The runs that commands are given, what `show --check` refuses in one, and how commands print and write."""
 
 from __future__ import annotations
 
 import codecs
+import json
+import shutil
 import sys
+import textwrap
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from enum import StrEnum
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import typer
+from rich.console import Console, RenderableType
 
 from gradtrack.errors import JournalError, UsageError
-from gradtrack.support.names import names_run, one_line
+from gradtrack.support.names import Printable, names_run, one_line
 from gradtrack.support.regular_files import is_regular
 
 _PLACES: Final = (".", "gradtrack_runs/*", "lightning_logs/*")
@@ -124,3 +128,36 @@ def _spell(fault: UnicodeError) -> tuple[str, int]:
         raise fault
     lacking = fault.object[fault.start : fault.end]
     return "".join(_INSTEAD.get(letter, "?") for letter in lacking), fault.end
+
+
+@contextmanager
+def writing(path: Path, option: str) -> Iterator[None]:
+    """Say on one line why a file that an option names could not be written."""
+    try:
+        yield
+    except OSError as fault:
+        raise UsageError(
+            f"{str(path)!r}: expected a file that can be written ({fault.strerror or fault}). "
+            f"Choose another with {option}."
+        ) from fault
+
+
+def folded(text: str) -> str:
+    """Break long lines between words for a person's terminal, below where they began; a pipe gets them whole."""
+    if not sys.stdout.isatty():
+        return text
+    lines = []
+    width = shutil.get_terminal_size().columns
+    fold = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False)
+    for line in text.splitlines():
+        fold.subsequent_indent = " " * (len(line) - len(line.lstrip()) + 2)
+        lines += fold.wrap(line) or [""]
+    return "\n".join(lines)
+
+
+def print_found(plain: Callable[[], Any], shown: Callable[[], RenderableType], *, as_json: bool) -> None:
+    """Print data for scripts, or what a person reads."""
+    if as_json:
+        typer.echo(json.dumps(plain(), indent=1, default=str))
+    else:
+        Console(highlight=False).print(Printable(shown()), crop=False)
