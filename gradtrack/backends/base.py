@@ -26,6 +26,9 @@ class Backend(ABC):
     inline: ClassVar[bool] = False
     """Whether `write` is so quick that it runs on the training thread, within the step that made the record."""
 
+    code_options: ClassVar[frozenset[str]] = frozenset()
+    """The options that name code to import, which a replay takes from the user and never from a journal alone."""
+
     @abstractmethod
     def write(self, records: Sequence[Record]) -> None:
         """Deliver records in the order in which they were made; the first of a run carries its `RunInfo`."""

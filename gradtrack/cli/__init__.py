@@ -279,15 +279,22 @@ def replay(
         list[Path] | None,
         typer.Option(help="A directory beside the run's in which files that the journal names may be written."),
     ] = None,
+    log: Annotated[
+        str | None, typer.Option(help="The function that the backend callable calls, as in my_module:log.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Deliver the rows that the trackers of a run are missing. Every row arrives once, however often this is called.
 
     Where they go is printed first. Credentials come from the environment, as the tracker itself reads them. A server
     that only the journal names gets none: name it with --tracking-uri, unless it is on this machine or the environment
-    names it. Files are written in the run's directory, and elsewhere only below --allow.
+    names it. Files are written in the run's directory, and elsewhere only below --allow. Code is imported, here or from
+    where Python looks, only for --log.
     """
     from gradtrack.delivery.replay import replay as deliver
+
+    if log is not None:
+        sys.path.append("")  # a module of this directory, which the script of a command does not look in
 
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
@@ -305,6 +312,7 @@ def replay(
             find_run(run, every=True),
             to=to,
             tracking_uri=tracking_uri,
+            options={} if log is None else {"log": log},
             progress=advance,
             tell=announce,
             allowed=allow or (),

@@ -32,13 +32,19 @@ def settle(
 
     A server is on this machine, or the environment names it, or the user has `given` it: credentials are the user's.
     Where the environment names the same server, its address is used, with the credentials in it. A file is written
-    below the run's directory or one of those `allowed`: elsewhere it would take the place of another one.
+    below the run's directory or one of those `allowed`: elsewhere it would take the place of another one. Code is run
+    where the user has `given` it.
     """
     settled = dict(options)
-    configured, roots = _configured(name), (run_dir, *allowed)
+    configured, roots, code = _configured(name), (run_dir, *allowed), _code_options(name)
     for option, value in options.items():
         if option in given:
             continue
+        if option in code:
+            raise UsageError(
+                f"{name}: the journal names the code {shown(str(value))!r} as {shown(option)}: expected code that you "
+                f"have chosen, since it is run. If you trust it: --{shown(option)} {shown(str(value))}"
+            )
         if isinstance(value, str) and option in configured and _bare(value) == _bare(str(configured[option])):
             settled[option] = configured[option]
             continue
@@ -70,8 +76,11 @@ def consent(backends: Sequence[Mapping[str, Any]], run_dir: Path) -> list[str]:
     """Return the options of `gradtrack replay` by which a user allows the places that a journal's header names."""
     found: dict[tuple[str, str], None] = {}
     for backend in backends:
-        configured = _configured(backend["name"])
+        configured, code = _configured(backend["name"]), _code_options(backend["name"])
         for option, value in backend["options"].items():
+            if option in code:
+                found[f"--{option}", str(value)] = None
+                continue
             for text in _texts(value):
                 place = _file_of(option, text)
                 if place is not None and not is_inside(place, run_dir):
@@ -129,6 +138,14 @@ def _configured(name: str) -> dict[str, Any]:
         return dict(registry.backends.load(name).configured())
     except Exception:  # a backend that cannot be loaded is reported when it is made
         return {}
+
+
+def _code_options(name: str) -> frozenset[str]:
+    """Return the options of a backend that name code."""
+    try:
+        return registry.backends.load(name).code_options  # type: ignore[no-any-return]
+    except Exception:  # a backend that cannot be loaded is reported when it is made, and one of others may lack it
+        return frozenset()
 
 
 def _texts(value: object) -> Iterator[str]:

@@ -359,6 +359,8 @@ def _remedy(spec: object) -> str:
         return "Pass {'name': 'tensorboard', 'writer': ...} with this writer."
     if type(spec).__module__.partition(".")[0] == "wandb":
         return "Pass {'name': 'wandb', 'run': ...} with this run."
+    if callable(spec):
+        return "Pass {'name': 'callable', 'log': ...} with this function."
     return "Derive its class from that."
 
 
