@@ -14,6 +14,8 @@ PROCESS: Final = (
     "tests/backends/test_mlflow.py",
     "tests/backends/test_tensorboard.py::test_case_14_full_disk_takes_a_batch_wholly_or_not_at_all",
     "tests/backends/test_tensorboard.py::test_write_is_durable_without_close",
+    "tests/backends/test_trackio.py::test_a_run_that_is_sent_to_a_server_gets_its_rows",
+    "tests/backends/test_trackio.py::test_case_07_a_killed_training_is_completed",
     "tests/backends/test_wandb.py",
     "tests/backends/test_wandb_show.py",
     "tests/cli/test_cli.py",

@@ -28,7 +28,7 @@ except ImportError as fault:
     raise MissingExtraError("the callback for the Trainer", "transformers", "transformers") from fault
 
 _NORM: Final = "train/grad_norm"
-_TRACKERS: Final = ("wandb", "mlflow", "tensorboard")
+_TRACKERS: Final = ("wandb", "mlflow", "tensorboard", "trackio")
 # What the Trainer's loop calls; an exception out of one ends the training without a word to the callbacks.
 _PARTS: Final = ("_run_epoch", "get_batch_samples", "_maybe_log_save_evaluate", "_evaluate", "_finalize_training")
 _logger = logging.getLogger("gradtrack")
@@ -116,7 +116,7 @@ class GradtrackCallback(ManagedTraining, TrainerCallback, ExportableState):  # t
             # A second writer in the directory of the Trainer's own TensorBoard callback is not read.
             writers = [getattr(callback, "tb_writer", None) for callback in getattr(handler, "callbacks", ())]
             writer = next(filter(None, writers), None) if name == "tensorboard" else None
-            if name not in args.report_to or not (name == "wandb" or writer is not None):
+            if name not in args.report_to or not (name in ("wandb", "trackio") or writer is not None):
                 return None
             _logger.warning(
                 "%s is written to %s by the Trainer and is the same as ours; ours is left out there and kept in the "

@@ -10,7 +10,7 @@ from gradtrack import GradientManager
 from gradtrack.errors import MissingExtraError
 
 
-@pytest.mark.parametrize("name", ["mlflow", "tensorboard", "wandb"])
+@pytest.mark.parametrize("name", ["mlflow", "tensorboard", "trackio", "wandb"])
 def test_missing_tracker_names_the_command(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error comes when the manager is made, and its text can be pasted into a shell."""
     for module in [found for found in sys.modules if found == name or found.startswith(f"{name}.")]:

@@ -228,7 +228,7 @@ def test_import_is_light(name: str) -> None:
     """Loading a backend's module loads neither torch nor any tracker."""
     code = (
         f"import sys, gradtrack.backends.{name}\n"
-        "heavy = {'torch', 'wandb', 'mlflow', 'tensorboard'} & set(sys.modules)\n"
+        "heavy = {'torch', 'wandb', 'mlflow', 'opentelemetry', 'tensorboard', 'trackio'} & set(sys.modules)\n"
         "sys.exit(f'loaded {heavy}' if heavy else 0)\n"
     )
     root = Path(__file__).parents[2]

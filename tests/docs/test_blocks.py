@@ -15,6 +15,7 @@ from typing import Any, Final
 import pytest
 
 from gradtrack import GradientConfig, GradientManager
+from tests.backends.stores import moved_trackio
 from tests.docs import console
 from tests.docs.pages import PAGES, ROOT, Block, blocks, name_of
 from tests.docs.placeholders import placeholders
@@ -72,8 +73,13 @@ def _place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_blocks_run(page: Path) -> None:
+def test_blocks_run(page: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """Every block runs after those above it, and prints what the page says."""
+    if page.stem == "trackio":
+        pytest.importorskip("trackio")
+        moved = contextlib.ExitStack()
+        request.addfinalizer(moved.close)
+        moved.enter_context(moved_trackio(tmp_path / "trackio"))
     names, printed = placeholders(name_of(page)), ""
     for block in blocks(page):
         if block.language == "yaml":  # a reader has the file that a page shows after its loop

@@ -15,7 +15,7 @@ from gradtrack import GradientManager
 from gradtrack.errors import UsageError
 from gradtrack.support.interrupts import Changes
 from tests.backends.history import rows_of
-from tests.backends.stores import empty_store
+from tests.backends.stores import empty_store, moved_trackio
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -508,6 +508,24 @@ def test_case_04_wandb_has_one_run_and_one_norm(tmp_path: Path, monkeypatch: pyt
         assert [row["gradtrack/step"] for row in rows if name in row] == [1, 2, 3, 4, 5, 6], name
     logged = [row["loss"] for row in trainer.state.log_history if "loss" in row]
     assert [row["train/loss"] for row in rows if "train/loss" in row] == pytest.approx(logged)
+
+
+def test_trackio_has_one_run_and_one_norm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On this machine: the user's rows and ours are in one run, and the norm is the Trainer's."""
+    trackio: Any = pytest.importorskip("trackio")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with moved_trackio(tmp_path / "trackio"):
+        callback = GradtrackCallback(grad_log_every_n_steps=1)
+        trainer = train(callback, tmp_path / "out", report_to=["trackio"])
+        store = trackio.sqlite_storage.SQLiteStorage
+        (project,) = store.get_projects()
+        (run,) = store.get_run_records(project)
+        rows = store.get_logs(project, run_id=run["id"])
+    shown = [row["train/grad_norm"] for row in rows if "train/grad_norm" in row]
+    assert shown == pytest.approx(list(own_norms(trainer).values()), rel=1e-5)
+    ours = {name for report in callback.reports for name in report.metrics()} - {"train/grad_norm"}
+    for name in ours:
+        assert [row["step"] for row in rows if name in row] == [1, 2, 3, 4, 5, 6], name
 
 
 def test_an_issue_can_stop_the_training(tmp_path: Path) -> None:
