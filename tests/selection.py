@@ -12,6 +12,7 @@ PROCESS: Final = (
     "tests/analyzers/tools/test_samples.py::test_a_dot_product_wakes_no_other_thread",
     "tests/backends/test_all_trackers.py",
     "tests/backends/test_mlflow.py",
+    "tests/backends/test_otel.py",
     "tests/backends/test_tensorboard.py::test_case_14_full_disk_takes_a_batch_wholly_or_not_at_all",
     "tests/backends/test_tensorboard.py::test_write_is_durable_without_close",
     "tests/backends/test_trackio.py::test_a_run_that_is_sent_to_a_server_gets_its_rows",

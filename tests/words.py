@@ -34,8 +34,9 @@ REMEDIES: Final = {
 """A pattern, read without regard to case, and its remedy."""
 
 _ANY: Final = re.compile("|".join(REMEDIES).replace("(?-i:", "(?:"), re.IGNORECASE)
-ON_DISK: Final = re.compile(r"\"ledger\"|\bleavings\.json\b")
-"""Names in checkpoints and run directories, which cannot change: runs of earlier versions have them."""
+ON_DISK: Final = re.compile(r"\"ledger\"|\bleavings\.json\b|\b(_export|metric)\.[Gg]auge\b|\bOpenTelemetry gauges?\b")
+"""Names in checkpoints and run directories, which cannot change since runs of earlier versions have them, and those of
+OpenTelemetry."""
 
 _READ: Final = frozenset({".css", ".html", ".j2", ".js", ".md", ".py", ".sh", ".toml", ".yaml", ".yml", ""})
 _LEFT_OUT: Final = frozenset({"CHANGELOG.md", "tests/words.py", "tests/test_words.py"})

@@ -90,12 +90,12 @@ class Backend(ABC):
         return ""
 
 
-def package_of(name: str) -> Any:
-    """Return the package of the backend that has its name."""
+def package_of(name: str, *, package: str = "", extra: str = "") -> Any:
+    """Return the package of the backend that has its name, or a module of what `extra` installs."""
     try:
         return importlib.import_module(name)
     except ImportError as fault:
-        raise MissingExtraError(f"{name} backend", name, name) from fault
+        raise MissingExtraError(f"{extra or name} backend", package or name, extra or name) from fault
 
 
 def address_of(backend: Backend) -> dict[str, Any]:

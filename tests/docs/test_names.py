@@ -17,8 +17,8 @@ from tests.docs.pages import PAGES, ROOT, name_of, spans
 
 COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 OF_OTHERS = {"--samples_per_plugin", "--run-dir", "--write", "--half", "--help"}
-OF_OTHERS |= {"--multi_gpu", "--num_processes", "--use_fsdp"}
-"""Options of TensorBoard, of Accelerate, of the examples and of the benchmarks, and the one that every command has."""
+OF_OTHERS |= {"--multi_gpu", "--num_processes", "--use_fsdp", "--web.enable-otlp-receiver"}
+"""Options of TensorBoard, Accelerate, Prometheus, the examples and the benchmarks, and the one of every command."""
 
 
 def words_of(command: str) -> list[str]:
