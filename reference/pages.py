@@ -1,11 +1,13 @@
-"""The pages of docs/reference by file name, and where they are written."""
+"""The pages and schemas of docs/reference by file name, and where they are written."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Final
 
+from gradtrack.pages.documents import DOCUMENTS, schema_of
 from reference import commands, configuration, metrics, names, reports
 
 ROOT: Final = Path(__file__).parent.parent
@@ -16,13 +18,14 @@ PAGES: Final[dict[str, Callable[[], str]]] = {
     "commands.md": commands.page,
     "names.md": names.page,
     "reports.md": reports.page,
+    **{f"{name}.schema.json": partial(schema_of, name) for name in DOCUMENTS},
 }
 _ORIGIN: Final = "<!-- Written from the code by `python -m reference`: change the code, not this page. -->\n\n"
 
 
 def text_of(name: str) -> str:
-    """Return the whole text of a page."""
-    return _ORIGIN + PAGES[name]()
+    """Return the whole text of a page, or a schema."""
+    return _ORIGIN * name.endswith(".md") + PAGES[name]()
 
 
 def write() -> Iterator[Path]:

@@ -63,7 +63,7 @@ RUN: Final = (
 Run = Annotated[Path | None, typer.Argument(help=RUN, show_default=False)]
 
 
-ExportFormat = StrEnum("ExportFormat", ["csv", "parquet", "jsonl"])
+ExportFormat = StrEnum("ExportFormat", ["csv", "parquet", "jsonl", "sarif"])
 ExportTable = StrEnum("ExportTable", ["steps", "issues"])
 AsJson = Annotated[bool, typer.Option("--json", help="Print data for scripts instead of text.")]
 
@@ -146,6 +146,7 @@ def show(
     Several runs are compared, as by gradtrack diff.
     """
     from gradtrack.pages.comparison import Comparison
+    from gradtrack.pages.documents import show_document
     from gradtrack.pages.run_data import load_run
     from gradtrack.pages.terminal import overview
 
@@ -158,7 +159,7 @@ def show(
         found = [watch(paths[0], Console(highlight=False))]
     else:
         found = [load_run(path, watched=True) for path in paths]
-        plain = [partial(overview.to_plain, one) for one in found]
+        plain = [partial(show_document, one, share=len(found)) for one in found]
         if len(found) == 1:
             print_found(plain[0], lambda: overview.show(found[0]), as_json=as_json)
         else:
@@ -177,6 +178,7 @@ def report(
     as_json: AsJson = False,
 ) -> None:
     """Write a run as one HTML page that needs no network, and print where it is."""
+    from gradtrack.pages.documents import report_document
     from gradtrack.pages.html import REPORT, write_html_report
     from gradtrack.pages.run_data import load_run
 
@@ -184,15 +186,15 @@ def report(
     path = found.directory / REPORT if out is None else out
     with writing(path, "--out"):
         write_html_report(found, path)
-    typer.echo(
-        json.dumps({"run": found.run.run_id, "report": str(path), "healthy": found.healthy})
-        if as_json
-        else one_line(str(path))
-    )
+    typer.echo(json.dumps(report_document(found, path), indent=1) if as_json else one_line(str(path)))
 
 
 @app.command(
-    epilog=_epilog("gradtrack export exp1 --format parquet", "gradtrack export exp1 --table issues --out issues.csv")
+    epilog=_epilog(
+        "gradtrack export exp1 --format parquet",
+        "gradtrack export exp1 --table issues --out issues.csv",
+        "gradtrack export exp1 --format sarif --out gradients.sarif",
+    )
 )
 def export(
     run: Run = None,
@@ -210,21 +212,29 @@ def export(
 ) -> None:
     """Write the recorded steps of a run, or its issues, as a table, and print where it is.
 
-    parquet needs pyarrow or polars. In Python gradtrack.read_run gives the same tables.
+    parquet needs pyarrow or polars. sarif is for code hosts and pipelines, and holds the issues. In Python
+    gradtrack.read_run gives the same tables.
     """
-    from gradtrack.pages.tables import read_run, to_text, write_table
+    from gradtrack.delivery.run_files import write_atomically
+    from gradtrack.pages.run_data import load_run
+    from gradtrack.pages.sarif import to_sarif
+    from gradtrack.pages.tables import tables_of, to_text, write_table
 
-    tables = read_run(find_run(run))
+    recorded, is_sarif = load_run(find_run(run)), kind is ExportFormat.sarif
+    tables, table = tables_of(recorded), ExportTable.issues if is_sarif else table
     found = getattr(tables, table.value)
     if out == Path("-"):
         if kind is ExportFormat.parquet or as_json:
-            raise UsageError("--out -: expected csv or jsonl without --json. Name a file with --out.")
-        text = to_text(found, kind.value)
+            raise UsageError("--out -: expected csv, jsonl or sarif without --json. Name a file with --out.")
+        text = to_sarif(recorded) if is_sarif else to_text(found, kind.value)
         typer.echo(printable(text) if sys.stdout.isatty() else text, nl=False)
         return
     path = Path(tables.run.run_dir or "") / f"{table.value}.{kind.value}" if out is None else out
     with writing(path, "--out"):
-        write_table(found, kind.value, path)
+        if is_sarif:
+            write_atomically(path, to_sarif(recorded))
+        else:
+            write_table(found, kind.value, path)
     numbers = {"rows": len(found["source"]), "columns": len(found)}
     typer.echo(
         json.dumps({"run": tables.run.run_dir, "file": str(path), **numbers}) if as_json else one_line(str(path))

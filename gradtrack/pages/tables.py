@@ -44,7 +44,11 @@ class RunTables:
 
 def read_run(path: str | Path) -> RunTables:
     """Read the newest run of a directory as tables, or the one that `RUN_DIR@2` names, while it is running or later."""
-    run = load_run(path)
+    return tables_of(load_run(path))
+
+
+def tables_of(run: RunData) -> RunTables:
+    """Return a run that was read as tables."""
     return RunTables(run=run.run, state=run.state, steps=_steps(run), issues=_issues(run), resumed=run.resumed)
 
 

@@ -331,7 +331,7 @@ def test_report_prints_where_its_page_is(well: Path, tmp_path: Path) -> None:
     assert CliRunner().invoke(cli.app, ["report", str(well), "--out", str(other)]).output.strip() == str(other)
     assert "Run a-run" in other.read_text(encoding="utf-8")
     told = json.loads(CliRunner().invoke(cli.app, ["report", str(well), "--json"]).output)
-    assert told == {"run": "a-run", "report": str(well / "report.html"), "healthy": True}
+    assert {"run": "a-run", "report": str(well / "report.html"), "healthy": True}.items() <= told.items()
 
 
 def test_every_command_prints_data_for_scripts() -> None:

@@ -32,10 +32,11 @@ from gradtrack.delivery.replay import replay
 from gradtrack.delivery.run_files import LISTED_FILES, RUN_END, RunEnd, files_to_show, noted_files
 from gradtrack.errors import GradtrackError
 from gradtrack.pages.comparison import Comparison
+from gradtrack.pages.documents import show_document
 from gradtrack.pages.html import render, write_html_report
 from gradtrack.pages.run_data import load_run
 from gradtrack.pages.tables import read_run, write_table
-from gradtrack.pages.terminal.overview import show, to_plain
+from gradtrack.pages.terminal.overview import show
 from gradtrack.support.checksums import CHECKSUM, with_checksum
 from tests.delivery.training import Loop
 
@@ -136,7 +137,7 @@ def read_everything(directory: Path) -> None:
     run = load_run(directory)
     stream = io.StringIO()
     Console(file=stream, width=120).print(show(run))
-    json.dumps(to_plain(run), default=str)
+    json.dumps(show_document(run), allow_nan=False)
     render(run)
     run.faults()
     comparison = Comparison(run, run)

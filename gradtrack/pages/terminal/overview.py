@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,10 +21,9 @@ from gradtrack.delivery.preflight import Diagnosis
 from gradtrack.functional.verdict import visualize_layer_gradients
 from gradtrack.pages.charts import spans_decades
 from gradtrack.pages.issues import ADVICE, IssueHistory
-from gradtrack.pages.paths import listing, ways_to_open
+from gradtrack.pages.paths import listing
 from gradtrack.pages.run_data import LOSS, RunData, Track
 from gradtrack.reports import IssueSeverity
-from gradtrack.reports.step import spell
 from gradtrack.support.names import number, one_line, plural
 
 _STATE_COLOURS: Final = {"ready": "green", "not installed": "dim"}
@@ -131,36 +130,6 @@ def show(run: RunData, *, live: bool = False) -> RenderableType:
     if not live:
         below += _files(run)
     return Group(_head(run), *above, "", *_issues(run), *below)
-
-
-def to_plain(run: RunData) -> dict[str, Any]:
-    """Return a run as plain data for scripts."""
-    return {
-        "run_id": run.run.run_id,
-        "run_dir": str(run.directory),
-        "state": run.state,
-        "steps": run.total_steps,
-        "resumed": run.resumed,
-        "caveats": run.caveats,
-        "healthy": run.healthy,
-        "summary": None if run.end is None else run.end.summary.model_dump(mode="json"),
-        "last": {name: _last(track) for name, track in run.tracks.items()},
-        "issues": [
-            {
-                **spell(dict(issue.worst)),
-                "source": issue.source,
-                "open": issue.is_open,
-                "spans": issue.spans,
-                "worst_step": issue.worst_step,
-                "first": spell(dict(issue.first)),
-                "last": spell(dict(issue.last)),
-                "episode": number,
-            }
-            for number, episode in enumerate(run.episodes, 1)
-            for issue in (episode.cause, *episode.effects)
-        ],
-        "files": [str(path) for path, _ in ways_to_open(run.directory)],
-    }
 
 
 def _head(run: RunData) -> RenderableType:
@@ -328,13 +297,6 @@ def _files(run: RunData) -> Iterator[RenderableType]:
         yield Text(f"\nFiles in {run.directory}", style="bold")
         # A command that wraps onto two lines cannot be copied.
         yield from (Text(line, no_wrap=True, overflow="ignore") for line in found)
-
-
-def _last(track: Track) -> dict[str, Any]:
-    """Return the last recorded values without those that never were; NaN and infinities are words."""
-    steps = {"step": int(track.steps[-1])} if len(track.steps) else {}
-    values = {"loss": track.last(LOSS), **{name: track.last(name) for name in track.names}}
-    return {**steps, **{name: spell(value) for name, value in values.items() if value is not None}}
 
 
 def short(name: str, letters: int = _NAME) -> str:

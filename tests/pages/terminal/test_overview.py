@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import json
 import math
 
 import pytest
@@ -167,19 +166,6 @@ def test_names_are_not_markup() -> None:
     assert "<script>" in text
 
 
-def test_plain_data_is_json() -> None:
-    """The data for scripts has every number, and is JSON even where a number is not finite."""
-    run = gather(row(1), row(2, norm=math.inf, issues=[issue("encoder")]))
-    found = json.loads(json.dumps(overview.to_plain(run), allow_nan=False))
-    assert found["healthy"] is False
-    assert found["last"][""]["train/grad_norm"] == "Infinity"
-    assert found["last"][""]["train/grad_norm_clipped"] == 1.0
-    assert found["issues"][0]["layer"] == "encoder"
-    assert found["issues"][0]["spans"] == [[2, None]]
-    assert (found["issues"][0]["episode"], found["issues"][0]["worst_step"]) == (1, 2)
-    assert found["issues"][0]["first"] == found["issues"][0]["last"]
-
-
 def test_consequences_are_a_line_below_their_cause() -> None:
     """What followed is named and not advised on; an episode that is over is named with its time alone."""
     after = issue("b").model_copy(update={"explained_by": "EXPLODING:a", "message": "what b did"})
@@ -189,16 +175,6 @@ def test_consequences_are_a_line_below_their_cause() -> None:
     assert "what b did" not in text
     assert text.count("What to do") == 1
     assert text.index("DISCONNECTED at old  steps 1 to 2, closed") > text.index("Followed by")
-
-
-def test_data_for_scripts_end_as_the_run_ended() -> None:
-    """A NaN is not left out in favour of an older number, a metric of an older row is kept, and none is missing."""
-    metrics = {"train/grad_norm": math.nan, "train/grad_norm/head": 0.0, "train/grad_mean/head": math.nan}
-    run = gather(row(1, metrics={**metrics, "rnn/radius": 0.9}), row(2, loss=math.nan, metrics=metrics))
-    last = json.loads(json.dumps(overview.to_plain(run), allow_nan=False))["last"][""]
-    assert (last["step"], last["loss"], last["rnn/radius"]) == (2, "NaN", 0.9)
-    assert (last["train/grad_norm"], last["train/grad_norm/head"]) == ("NaN", "NaN")
-    assert "rl/entropy" not in last
 
 
 @pytest.mark.parametrize("rows", [[], [row(1, loss=None, metrics={})], [row(1, norm=math.nan, loss=math.nan)]])
