@@ -330,11 +330,7 @@ def replay(
     if as_json:
         typer.echo(json.dumps([{**asdict(one), "complete": one.complete} for one in found], indent=1))
     for one in [] if as_json else found:
-        text = f"{one.backend}: {one.rows} rows, {one.present} were there, {one.delivered} delivered, "
-        text += f"{one.refused} refused" + (f" ({one.fault})" if one.fault else "")
-        if one.damaged:
-            text += f"; {len(one.damaged)} line(s) of the journal left out: {one.damaged[0]}"
-        typer.echo(one_line(text))
+        typer.echo(one_line(str(one)))
     raise typer.Exit(int(not all(one.complete for one in found)))
 
 
@@ -359,27 +355,23 @@ def doctor(
 @app.command(epilog=_epilog("gradtrack backends", "gradtrack backends --json"))
 def backends(as_json: AsJson = False) -> None:
     """List the trackers that a run can write to, and whether what each needs is installed."""
-    _list_plugins("backends", as_json)
+    from gradtrack.cli.plugins import list_plugins
+
+    list_plugins("backends", as_json=as_json)
 
 
 @app.command(epilog=_epilog("gradtrack analyzers", "gradtrack analyzers --json"))
 def analyzers(as_json: AsJson = False) -> None:
     """List the analyzers that can look beyond the gradients themselves."""
-    _list_plugins("analyzers", as_json)
+    from gradtrack.cli.plugins import list_plugins
+
+    list_plugins("analyzers", as_json=as_json)
 
 
 def _backend_names() -> list[str]:
     from gradtrack import registry
 
     return list(registry.backends.names())
-
-
-def _list_plugins(kind: str, as_json: bool) -> None:
-    from gradtrack import registry
-    from gradtrack.cli.plugins import describe_plugins, show_plugins
-
-    found = describe_plugins(getattr(registry, kind))
-    print_found(lambda: [*map(asdict, found)], lambda: show_plugins(kind.removesuffix("s"), found), as_json=as_json)
 
 
 if __name__ == "__main__":

@@ -5,13 +5,15 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib import metadata, resources
 
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from gradtrack import registry
+from gradtrack.cli.runs import print_found
 from gradtrack.registry import Registry
 
 
@@ -28,6 +30,12 @@ class PluginInfo:
     def remedy(self) -> str:
         """Return the command that installs what is missing, or nothing."""
         return f'pip install "gradtrack[{self.name}]"' if self.missing else ""
+
+
+def list_plugins(kind: str, *, as_json: bool) -> None:
+    """Print the plugins of one kind, for the command of its name."""
+    found = describe_plugins(getattr(registry, kind))
+    print_found(lambda: [*map(asdict, found)], lambda: show_plugins(kind.removesuffix("s"), found), as_json=as_json)
 
 
 def describe_plugins(registry: Registry) -> list[PluginInfo]:

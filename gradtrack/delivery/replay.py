@@ -54,6 +54,13 @@ class Replayed:
         """Whether the destination now has every row that the journal has."""
         return self.fault is None and not self.refused
 
+    def __str__(self) -> str:
+        text = f"{self.backend}: {self.rows} rows, {self.present} were there, {self.delivered} delivered, "
+        text += f"{self.refused} refused" + (f" ({self.fault})" if self.fault else "")
+        if self.damaged:
+            text += f"; {len(self.damaged)} line(s) of the journal left out: {self.damaged[0]}"
+        return text
+
 
 def replay(
     run_dir: str | Path,
