@@ -20,6 +20,7 @@ PROCESS: Final = (
     "tests/backends/test_wandb.py",
     "tests/backends/test_wandb_show.py",
     "tests/cli/test_cli.py",
+    "tests/cli/test_mcp_server.py",
     "tests/contracts/test_alerts.py",
     "tests/contracts/test_backends.py",
     "tests/delivery/journal/test_journal.py::test_case_14_full_disk_keeps_whole_rows_only",

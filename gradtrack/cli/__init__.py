@@ -352,6 +352,21 @@ def doctor(
     raise typer.Exit(int(not found.healthy))
 
 
+@app.command(epilog=_epilog("gradtrack mcp", "gradtrack mcp gradtrack_runs /data/runs"))
+def mcp(
+    directories: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            metavar="DIRECTORY...", help="Where runs are read. Default: this directory.", show_default=False
+        ),
+    ] = None,
+) -> None:
+    """Serve runs to an agent by the Model Context Protocol, on standard input and output. Needs gradtrack[mcp]."""
+    from gradtrack.cli.mcp_server import serve
+
+    serve(directories or [Path()])
+
+
 @app.command(epilog=_epilog("gradtrack backends", "gradtrack backends --json"))
 def backends(as_json: AsJson = False) -> None:
     """List the trackers that a run can write to, and whether what each needs is installed."""

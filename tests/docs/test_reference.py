@@ -104,7 +104,7 @@ def _joined(source: str) -> str:
     return text + "".join(text.replace("{self.singular}", kind) for kind in ("backend", "analyzer"))
 
 
-@pytest.mark.parametrize("name", ["tensorboard", "mlflow", "wandb"])
+@pytest.mark.parametrize("name", ["callable", "mlflow", "otel", "tensorboard", "trackio", "wandb"])
 def test_every_option_of_a_tracker_is_explained(name: str) -> None:
     """The page of a tracker has every option that its backend takes."""
     options = inspect.signature(registry.backends.load(name)).parameters
