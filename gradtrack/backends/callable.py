@@ -70,6 +70,8 @@ def _imported(name: str) -> object:
 
 def _with_step(log: object, *, shown: object) -> Callable[[dict[str, float], int], object]:
     """Return a function that passes the step by its name, or by position where it has another one."""
+    if log is None:
+        raise UsageError(f"callable: log: expected a function to call. {_WAY}")
     if not callable(log) or inspect.iscoroutinefunction(log):
         raise UsageError(f"callable: log {redact(repr(shown))}: expected a function that is not async. {_WAY}")
     try:
