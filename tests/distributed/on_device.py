@@ -26,7 +26,7 @@ from gradtrack import StepReport
 from gradtrack.gradients import torch_cpu
 from gradtrack.gradients.moments import Rows
 from gradtrack.gradients.torch_device import TorchPlan, halves_of
-from gradtrack.step import on_device, pair
+from gradtrack.step import data, on_device, pair
 from tests.distributed import training
 
 Found = dict[str, Any]
@@ -46,7 +46,7 @@ def accelerator(*, late: bool) -> Iterator[list[int]]:
 
     with (
         patch.object(pair, "on_device", lambda grads: late and bool(grads)),
-        patch.object(pair, "next_row", lambda step, every: every),
+        patch.object(data, "next_row", lambda step, every: every),
         patch.object(on_device.DeviceStep, "protect", counted),
         patch.object(torch_cpu, "measure", measure),
     ):

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradtrack import GradientManager
 from gradtrack.gradients.distributed import agreement
-from gradtrack.step import measure, pair
+from gradtrack.step import data, measure
 from tests.distributed.communication import Counted
 
 SPREAD: dict[str, tuple[tuple[int, ...], Sequence[Any]]] = {
@@ -67,7 +67,7 @@ def _ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Make this process rank 0 of eight, between two rows."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    monkeypatch.setattr(pair, "next_row", lambda step, every: every)
+    monkeypatch.setattr(data, "next_row", lambda step, every: every)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
     yield
     dist.destroy_process_group()
