@@ -51,6 +51,7 @@ _ELSEWHERE = {
     "mute": "ignore silence",
 }
 _LIMIT: Final[TypeAdapter[float]] = TypeAdapter(Annotated[float, Field(gt=0, allow_inf_nan=False)])
+_OFF: Final = {"capture": "off", "fingerprints": 0}
 _PATH = ("Input is not a valid path for <class 'pathlib.Path'>", "expected a path")
 
 
@@ -137,6 +138,16 @@ class GradientConfig(BaseModel):
         default_factory=list, description="Where issues are posted when they open: a list like backends."
     )
     run_dir: Path | None = Field(None, description="Where the run's files go; made when the first record is.")
+    capture: Literal["off", "nonfinite", "spike"] = Field(
+        "off", description="Keep the first steps that break, for gradtrack replay-step: nonfinite, or spikes as well."
+    )
+    capture_max_steps: int = Field(3, ge=1, description="capture: how many steps are kept.")
+    capture_max_bytes: int = Field(10**9, ge=1, description="capture: how many bytes they may have in all.")
+    capture_optimizer: bool = Field(False, description="capture: keep the state of the optimizers, too.")
+    fingerprints: int = Field(
+        0, ge=0, description="Write hash and norm of every gradient and weight on every Nth step; 0 is off."
+    )
+    fingerprints_max_bytes: int = Field(10**8, ge=1, description="fingerprints: how many bytes they may have.")
     engine: Literal["auto", "torch", "native", "triton"] = Field(
         "auto", description="What measures: auto takes the fastest."
     )
@@ -225,8 +236,11 @@ class GradientConfig(BaseModel):
     def _check_is_number(cls, value: Any, info: Any) -> Any:
         """Make plain containers of others, and refuse a switch as a number, which Python would count as 0 or 1."""
         value = plain(value)
-        is_number = info.field_name == "max_grad_norm" or cls.model_fields[info.field_name].annotation in _NUMBERS
-        return _no_switch(value, _REMEDIES.get(info.field_name, "")) if is_number else value
+        name = info.field_name
+        if value is False and name in _OFF:  # as YAML reads the word off
+            return _OFF[name]
+        is_number = name == "max_grad_norm" or cls.model_fields[name].annotation in _NUMBERS
+        return _no_switch(value, _REMEDIES.get(name, "")) if is_number else value
 
     @field_serializer("norm_type", when_used="json")
     def _serialize_order(self, order: float) -> float | str:

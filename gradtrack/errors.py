@@ -14,7 +14,8 @@ GradtrackError
 ├── BackendError                             a tracker that did not take a record
 │   └── PermanentBackendError                trying again cannot help
 ├── RunDirectoryError       (OSError)        a run directory that cannot be made or written
-└── JournalError            (ValueError)     a journal that cannot be read
+├── JournalError            (ValueError)     a journal that cannot be read
+└── CaptureError            (ValueError)     a captured step that cannot be read, or does not fit a model
 ```
 """
 
@@ -77,3 +78,7 @@ class RunDirectoryError(GradtrackError, OSError):
 
 class JournalError(GradtrackError, ValueError):
     """A journal that cannot be read."""
+
+
+class CaptureError(GradtrackError, ValueError):
+    """A captured step that cannot be read, or that does not fit the model it is to be replayed with."""

@@ -71,7 +71,7 @@ class GradientManager:
             rows=self._rows,
             callbacks=self._callbacks,
             rollbacks=self._rollbacks,
-            on_first=self._sink.prepare,
+            sink=self._sink,
         )
         self._hooks: list[Any] = []
         self._closed = False
@@ -121,6 +121,8 @@ class GradientManager:
             return pair.unmeasured(epoch)
         if accumulate:
             pair.add_loss(loss)
+            for recorder in pair.recorders:
+                recorder.end_batch(batch)
             return pair.unmeasured(epoch)
         scale = None if scaler is None else unscale(scaler, pair.optimizers, once=backward)
         pair.seen_before_step = True

@@ -59,6 +59,12 @@ class _Most(TypedDict, total=False):
     per_rank: bool
     groups: Mapping[str, str]
     alerts: Sequence[Any]
+    capture: Literal["off", "nonfinite", "spike"]
+    capture_max_steps: int
+    capture_max_bytes: int
+    capture_optimizer: bool
+    fingerprints: int
+    fingerprints_max_bytes: int
     engine: Literal["auto", "torch", "native", "triton"]
     close_timeout_seconds: float
     debug_mode: bool

@@ -8,7 +8,7 @@ from functools import cache
 from itertools import repeat
 from operator import attrgetter
 from types import MappingProxyType
-from typing import Any, Final, Self
+from typing import Any, Final, Protocol, Self
 
 from torch import Tensor
 
@@ -20,7 +20,7 @@ from gradtrack.gradients.moments import Moments, Rows, describe, describe_whole,
 from gradtrack.gradients.variance import Deviations
 from gradtrack.protection.spikes import LEAVES_OUT
 from gradtrack.records import Histogram
-from gradtrack.reports import HealthReport, Issue, LateReport, Report
+from gradtrack.reports import HealthReport, Issue, LateReport, Report, StepReport
 from gradtrack.reports.metric_names import flat_metrics
 from gradtrack.step.loss_scale import Scale
 
@@ -28,6 +28,51 @@ from gradtrack.step.loss_scale import Scale
 def next_row(step: int, every: int) -> int:
     """Return the first step from `step` on that makes a row: every Nth, and 1, 2, 4, 8 ... before these."""
     return min(1 << (step - 1).bit_length(), every) if step <= every else step + -step % every
+
+
+class Recorder(Protocol):
+    """Keeps single steps for a later look: what a bad one was computed from, or fingerprints of its tensors."""
+
+    def due(self, step: int) -> bool:
+        """Whether the numbers of a step are needed before the optimizer steps."""
+
+    def next_step(self, step: int) -> int:
+        """Return the first step from this one on that has to pass all stages, whatever its numbers are."""
+
+    def end_batch(self, batch: object) -> None:
+        """Note that the backward pass of a micro-batch is over."""
+
+    def measured(self, grads: Gradients, batch: object, data: StepData) -> None:
+        """Look at a step whose gradients are as the backward pass has left them."""
+
+    def judged(self, report: StepReport, data: StepData, finite: bool) -> None:
+        """Look at a step that was judged, before the optimizer steps."""
+
+    def close(self) -> None:
+        """Remove the hooks from the model, and complete what was written."""
+
+
+class Recorders(tuple[Recorder, ...]):
+    """The recorders of a pair, mostly none."""
+
+    def due(self, step: int) -> bool:
+        """Whether one needs the numbers of a step before the optimizer steps."""
+        return any(one.due(step) for one in self)
+
+    def measured(self, grads: Gradients, batch: object, data: StepData) -> None:
+        """Show them a step whose gradients are as the backward pass has left them."""
+        for one in self:
+            one.measured(grads, batch, data)
+
+    def judged(self, report: StepReport, data: StepData, finite: bool) -> None:
+        """Show them a step that was judged."""
+        for one in self:
+            one.judged(report, data, finite)
+
+    def close(self) -> None:
+        """Close each of them."""
+        for one in self:
+            one.close()
 
 
 class StepData:

@@ -330,6 +330,8 @@ class FastPath:
         room = min(MOST_TOGETHER, len(self._plan.results))
         if self._is_watched:  # the hooks of an analyzer are registered at the end of the step before
             self._until = min(self._until, pair.analyzers.quiet_until(following, room + 1) - 1)
+        for recorder in pair.recorders:
+            self._until = min(self._until, recorder.next_step(following))
         if following >= self._until:
             return False
         terms = terms if terms is not None else self._steps.terms

@@ -99,6 +99,13 @@ class History:
         """Count a step on which an issue of this type was open."""
         self._issues[kind] += 1
 
+    def add_faults(self, nan_inf: Mapping[str, Any], issues: Iterable[Issue]) -> None:
+        """Count what was wrong with a step: its non-finite elements, and the issues that were open."""
+        if "nan_count" in nan_inf:
+            self.add_nonfinite(nan_inf)
+        for issue in issues:
+            self.add_issue(issue.issue_type.value)
+
     def replace(self, report: StepReport, later: StepReport, opened: Iterable[Issue]) -> None:
         """Replace a report by one with the verdict of the end of the run, and count what has opened with it."""
         for position, kept in enumerate(self.reports):

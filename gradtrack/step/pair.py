@@ -23,7 +23,7 @@ from gradtrack.protection.spikes import Rollback, SpikeGuard
 from gradtrack.reports import Issue, LateReport, StepReport
 from gradtrack.step.analyzers import RunningAnalyzers
 from gradtrack.step.arguments import add_loss, labels_of
-from gradtrack.step.data import StepData
+from gradtrack.step.data import Recorders, StepData
 from gradtrack.step.fast_path import FastPath
 from gradtrack.step.history import FlightRecorder, History
 from gradtrack.step.judge import Judge
@@ -82,6 +82,7 @@ class Pair:
         self._rows, self._callbacks = rows, callbacks
         self.components_are_shared = False
         """Whether the user holds monitor or clipper, so that every step has to be applied to them at once."""
+        self.recorders = Recorders()
         self.pending = PendingSteps()
         self.fast_path = FastPath(self, self.history, self.pending)
 
@@ -138,8 +139,8 @@ class Pair:
         config, loss = self.config, self.coming_loss
         clipping = {"enabled": config.enable_gradient_clipping, "clip_type": config.effective_clip_type}
         fields = {"health": self.judge.health, "clipping": clipping, "nan_inf": {"action": "unchecked"}}
-        known: dict[str, Any] = {"step": self.step_count, "epoch": epoch, "source": self.name, "time": time.time()}
-        known["measured"] = False
+        known: dict[str, Any] = {"step": self.step_count, "epoch": epoch, "source": self.name, "measured": False}
+        known["time"] = time.time()
         return StepReport.deferred(lambda: {**fields, "loss": None if loss is None else float(loss)}, **known)
 
     @property
@@ -196,6 +197,7 @@ class Pair:
             data.fields, step=data.step, epoch=epoch, source=self.name, time=data.time, batch=batch
         )
         self._rank_exchange.agree(data.step)
+        self.recorders.measured(grads, batch, data)
         data.can_stay = on_device(grads.tensors) and self._can_stay_on_device(grads, data)
         if data.can_stay and not self.analyzers.due(data.step):
             self._leave_on_device(grads, report, data, total)
@@ -206,7 +208,8 @@ class Pair:
     def _can_stay_on_device(self, grads: Gradients, data: StepData) -> bool:
         """Whether only an analyzer may need the numbers of this step, which are on a device, before the next one."""
         step, listed = self.step_count, self.config.skip_steps and self.spikes.lists(self.step_count)
-        if data.event or data.repeated or listed or self.analyzers.adds_up(step):
+        waits = self.table.ranks is None and self.recorders.due(step)  # ranks with shards have to decide alike
+        if waits or data.event or data.repeated or listed or self.analyzers.adds_up(step):
             return False
         return can_wait(self.config, self.optimizers, grads, self.clipper, scale=data.scale)
 
@@ -243,13 +246,12 @@ class Pair:
             self.optimizer_steps.skip_step()
         elif data.skipped and data.scale is not None:
             data.scale.leave_out()
-        error = data.error
+        error, scaled = data.error, data.scale is not None
         try:
             if data.repeated:
                 data.health = self.judge.health
                 data.release()
             else:
-                scaled = data.scale is not None
                 self.measurement.measure_weights(data, self.owned())
                 self._judge(moments, data)
                 self.measurement.measure_weights(data, self.owned())
@@ -259,6 +261,7 @@ class Pair:
                 if self.analyzers.running:
                     self._run_analyzers(grads, data)
                 self._complete(moments, data)
+                self.recorders.judged(report, data, moments.finite)
                 self.monitor.keep(report)
                 self._conclude(report, data)
                 self.fast_path.open(grads, scaled=scaled)
@@ -293,10 +296,7 @@ class Pair:
         self.flight_recorder.push((report,), lambda _: data, data.shrink)
         counts = {"clipped": data.clipped, "skipped": data.skipped, "unhealthy": not healthy}
         self.history.extend((report,), (data.norm,), size=self.config.max_gradient_history, **counts)
-        if "nan_count" in data.nan_inf:
-            self.history.add_nonfinite(data.nan_inf)
-        for issue in data.issues:
-            self.history.add_issue(issue.issue_type.value)
+        self.history.add_faults(data.nan_inf, data.issues)
         if not healthy and not self.history.first_fault:
             self.history.first_fault = self.flight_recorder.read()
         if self._rows is not None and (data.event or data.late):
@@ -318,19 +318,18 @@ class Pair:
 
     def _run_analyzers(self, grads: Gradients, data: StepData) -> None:
         """Run the analyzers that are due at the step, and place the hooks of those that are due at the next one."""
-        step = self.step_count
         if self.measurement.has_shards:
             data.notes = [*data.notes, *self.analyzers.leave_out_incomplete()]
-        if self.analyzers.due(step):
+        if self.analyzers.due(data.step):
             data.analyzers, notes, caveats = self.analyzers.inspect(self._snapshot(grads, data))
             data.notes = [*data.notes, *notes, *caveats]
             self._add_caveats(caveats)
             if not self.measurement.has_shards:  # with shards the ranks exchange their issues
                 self.judge.add_analyzer_issues(self.analyzers.issues_at_looks(), data)
             reports = data.analyzers
-            data.late = [one for one in reports.values() if isinstance(one, LateReport) and one.step != step]
+            data.late = [one for one in reports.values() if isinstance(one, LateReport) and one.step != data.step]
             data.event = data.event or len(reports) > len(data.late)
-        self.analyzers.arm(self.model, step + 1)
+        self.analyzers.arm(self.model, data.step + 1)
 
     def _snapshot(self, grads: Gradients, data: StepData) -> Snapshot:
         return self.measurement.snapshot(
@@ -370,6 +369,7 @@ class Pair:
         self.optimizer_steps.close()
         self.measurement.close()
         self.analyzers.close()
+        self.recorders.close()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that later steps depend on, as plain data."""

@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from gradtrack.config import GradientConfig
+from gradtrack.delivery.run import Sink
 from gradtrack.errors import UsageError
 from gradtrack.gradients.distributed.shards import unwrapped
 from gradtrack.gradients.measurer import Measurer
@@ -22,7 +23,7 @@ from gradtrack.protection.spikes import Rollback
 from gradtrack.reports import Issue, StepReport
 from gradtrack.step.analyzers import RunningAnalyzers, build_analyzers
 from gradtrack.step.arguments import as_sequence, check_model, labels_of
-from gradtrack.step.data import StepData
+from gradtrack.step.data import Recorder, Recorders, StepData
 from gradtrack.step.history import History
 from gradtrack.step.measure import Measurement
 from gradtrack.step.pair import Components, IssueCallback, Pair
@@ -30,6 +31,8 @@ from gradtrack.step.rows import Rows
 from gradtrack.support.interrupts import pass_on
 
 _logger = logging.getLogger("gradtrack")
+_OnModel = Measurement | RunningAnalyzers | Recorder
+"""What places hooks on a model."""
 
 
 class Shares:
@@ -76,7 +79,7 @@ class Pairs:
     Where their models share parameters, each pair measures those that its own optimizers own.
 
     The components and analyzers of the first pair exist before the pair does, so that a manager can return them;
-    `on_first` is called when the first pair is added.
+    `sink` is told when the first pair is added, and has the directory for what is kept of single steps.
     """
 
     def __init__(
@@ -88,9 +91,9 @@ class Pairs:
         rows: Rows | None = None,
         callbacks: Sequence[IssueCallback] = (),
         rollbacks: Sequence[Rollback] = (),
-        on_first: Callable[[], object] = lambda: None,
+        sink: Sink | None = None,
     ) -> None:
-        self._config, self._process_group, self._on_first = config, process_group, on_first
+        self._config, self._process_group, self._sink = config, process_group, sink
         self._history, self._rows, self._callbacks = history, rows, callbacks
         self._rollbacks = rollbacks
         self._components_are_shared = False
@@ -99,7 +102,7 @@ class Pairs:
         self.first_analyzers = self._analyzers(config.analyzers)
         self._pairs: dict[tuple[int, ...], Pair] = {}
         self._shares = Shares()
-        self._on_models: list[Measurement | RunningAnalyzers] = []
+        self._on_models: list[_OnModel] = []
         self._restored: dict[str, Any] = {}
 
     def __iter__(self) -> Iterator[Pair]:
@@ -273,8 +276,11 @@ class Pairs:
             self._pairs[key] = pair
             self._divide()
             self._on_models += (pair.measurement, pair.analyzers)
-            if first:
-                self._on_first()
+            if self._sink is not None:
+                pair.recorders = _recorders(pair, self._sink)
+                self._on_models += pair.recorders
+                if first:
+                    self._sink.prepare()
         except BaseException:  # an interrupt: the pair is added anew by the next call
             self._pairs.pop(key, None)
             pair.close()
@@ -344,6 +350,19 @@ def _named(pairs: Iterable[Pair]) -> list[NamedParameter]:
     return [one for pair in pairs for some in pair.table.named(labels_of(pair.optimizers)) for one in some]
 
 
-def _close_all(parts: Sequence[Measurement | RunningAnalyzers]) -> None:
+def _recorders(pair: Pair, sink: Sink) -> Recorders:
+    """Return what keeps single steps of a pair in full, as far as the configuration asks for it."""
+    found, config = list[Recorder](), pair.config
+    wanted = [name for name, off in (("capture", "off"), ("fingerprints", 0)) if getattr(config, name) != off]
+    if wanted and not sink.keeps_files:
+        _logger.warning("%s: nothing is kept, since the run has no directory. Set run_dir.", " and ".join(wanted))
+    elif "capture" in wanted:
+        from gradtrack.capture import Capture
+
+        found.append(Capture(pair, sink.claim, sink.run_id))
+    return Recorders(found)
+
+
+def _close_all(parts: Sequence[_OnModel]) -> None:
     for part in parts:
         part.close()

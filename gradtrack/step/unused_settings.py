@@ -24,6 +24,7 @@ CLIPPING: Final = (*_LIMITS, "norm_type", *_ADAPTIVE, *_AGC, *_ZSCORE)
 """The settings that say how gradtrack clips, which have no effect while clipping is off."""
 _REPLACING: Final = ("replace_nan_with", "replace_inf_with")
 _SPIKES: Final = ("spike_threshold", "spike_window", "spike_robust", "spike_max_in_a_row", "spike_lr_factor")
+_CAPTURE: Final = ("capture_max_steps", "capture_max_bytes", "capture_optimizer")
 _MONITORED: Final = ("vanishing_threshold", "exploding_threshold", "log_histograms", "track_parameters", "groups")
 # By then all pairs of a game are attached, since a second pair without a name is an error.
 _ALL_ARE_HERE: Final = 2
@@ -88,6 +89,8 @@ def switched_off(config: GradientConfig) -> Iterator[tuple[str, str]]:
         (config.nonfinite_action != "replace", _REPLACING, f"nonfinite_action is {config.nonfinite_action}"),
         (config.spike_action == "report", _SPIKES, "spike_action is report, which leaves spikes as they are"),
         (config.spike_action != "rollback", ("spike_lr_factor",), f"spike_action is {config.spike_action}"),
+        (config.capture == "off", _CAPTURE, "capture is off"),
+        (not config.fingerprints, ("fingerprints_max_bytes",), "fingerprints is off"),
         (not config.enable_gradient_monitoring, _MONITORED, "enable_gradient_monitoring is off"),
         (not config.grad_track_per_weight_matrix, ("groups",), "grad_track_per_weight_matrix is off"),
     ]

@@ -19,3 +19,9 @@ def process_rank() -> int:
         if text.isdigit():
             return int(text)
     return 0
+
+
+def num_ranks() -> int:
+    """Return how many processes train together, as far as their group is initialised."""
+    there = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.get_world_size() if there else 1
