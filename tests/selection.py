@@ -19,6 +19,7 @@ PROCESS: Final = (
     "tests/backends/test_trackio.py::test_case_07_a_killed_training_is_completed",
     "tests/backends/test_wandb.py",
     "tests/backends/test_wandb_show.py",
+    "tests/capture/test_capture.py::test_a_killed_training_leaves_a_whole_capture_or_none",
     "tests/cli/test_cli.py",
     "tests/cli/test_mcp_server.py",
     "tests/contracts/test_alerts.py",

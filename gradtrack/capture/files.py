@@ -12,7 +12,7 @@ import re
 import shutil
 import struct
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Final, Literal
 
@@ -339,7 +339,7 @@ class SavedCapture:
     def _placed(self, value: Mapping[str, Any], device: torch.device | None) -> Tensor:
         found = self.tensor(value["tensor"])
         stride = value.get("stride")
-        if stride and sorted(stride) == sorted(found.stride()):  # of dimensions in another order, as channels_last is
+        if stride and _is_dense(found.shape, stride):
             found = torch.empty_strided(found.shape, stride, dtype=found.dtype).copy_(found)
         found = found.to(device if device is not None else torch.device(str(value.get("device", "cpu"))))
         return found.requires_grad_() if value.get("requires_grad") is True else found
@@ -360,6 +360,16 @@ class SavedCapture:
                     f"the model that make returned does not fit the capture: it {what} the {kind} {listed(found)}. "
                     f"Let make build the {self.values.model} of the training, with the same settings."
                 )
+
+
+def _is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether a tensor with these strides only has its dimensions in another order, as channels_last has."""
+    size = 1
+    for step, length in sorted(zip(stride, shape, strict=True)):
+        if length != 1 and step != size:
+            return False
+        size *= length
+    return True
 
 
 def _read_header(stream: BinaryIO) -> tuple[int, dict[str, tuple[torch.dtype, tuple[int, ...], int, int]]]:

@@ -29,7 +29,6 @@ _NOT_THEIRS: Final = tuple(os.path.dirname(inspect.getfile(one)) + os.sep for on
 """Where code lies that is not the user's."""
 _NUMPY_KEYS: Final = 624
 _NUMPY_STATE: Final = 4 * _NUMPY_KEYS + 4
-_MOST_THREADS: Final = 1024
 _MEMORY: Final = ("empty", "new_empty", "resize")
 """What the names of operations begin with whose results hold whatever was in memory."""
 
@@ -99,7 +98,8 @@ class Operation:
 
     def __str__(self) -> str:
         what = f"the gradient of {self.name} (by {self.kernel})" if self.is_backward else self.name
-        lines = [f"{what} in {self.module}", f"  at {self.place}: {self.line}" if self.line else f"  at {self.place}"]
+        where = f"in {self.module}" if self.module else "outside of the model's forward pass"
+        lines = [f"{what} {where}", f"  at {self.place}: {self.line}" if self.line else f"  at {self.place}"]
         lines += [f"  input {one}" for one in self.inputs]
         lines += [f"  input of the forward pass {one}" for one in self.forward_inputs]
         lines.append(f"  result {self.result}")
@@ -187,8 +187,8 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if node is not None and not torch.is_grad_enabled():
             forward = self._forward.get(node._sequence_nr())
             if forward is None:
-                title, where = node.name().rpartition("::")[2], "the backward pass"
-                forward = Operation(name=title, module=where, place=where, line="", inputs=[])
+                title = node.name().rpartition("::")[2]
+                forward = Operation(name=title, module="", place="the backward pass", line="", inputs=[])
             return replace(
                 forward,
                 inputs=ranges,
@@ -200,7 +200,7 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 order=self.count,
             )
         place, line = _place_in_code()
-        module = self._modules[-1] if self._modules else "no module of the model"
+        module = self._modules[-1] if self._modules else ""
         operation = Operation(name=name, module=module, place=place, line=line, inputs=ranges, order=self.count)
         if torch.is_grad_enabled():  # the node of an operation is made before the operation itself runs
             self._forward.setdefault(torch.autograd._get_sequence_nr() - 1, operation)  # type: ignore[attr-defined]
@@ -245,7 +245,7 @@ def switches() -> dict[str, bool | int | str]:
 
 def set_switches(wanted: Mapping[str, bool | int | str]) -> None:
     """Set what `switches` returned, as far as it decides about the results of a CPU."""
-    torch.set_num_threads(max(1, min(int(wanted.get("threads", 1)), _MOST_THREADS)))
+    torch.set_num_threads(max(1, min(int(wanted.get("threads", 1)), os.cpu_count() or 1)))
     torch.use_deterministic_algorithms(bool(wanted.get("deterministic")), warn_only=True)
     torch.set_float32_matmul_precision(str(wanted.get("matmul", "highest")))
     for name in ("benchmark", "deterministic"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
+import json
 import math
 import random
 import sys
@@ -33,6 +34,7 @@ from gradtrack.capture.operations import (
 )
 from gradtrack.errors import CaptureError, UsageError
 from gradtrack.gradients.distributed.shards import unwrapped
+from gradtrack.reports.step import spell
 from gradtrack.support.names import listed
 
 LossFunction = Callable[[nn.Module, Any], Tensor]
@@ -66,7 +68,12 @@ class Replay:
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain data."""
-        return {**asdict(self), "same_loss": self.same_loss}
+        found: dict[str, Any] = spell(json.loads(json.dumps({**asdict(self), "same_loss": self.same_loss})))
+        if self.origin is not None:
+            ways = {"inputs": self.origin.inputs, "forward_inputs": self.origin.forward_inputs}
+            found["origin"] |= {way: [spell(one._asdict()) for one in ranges] for way, ranges in ways.items()}
+            found["origin"]["result"] = spell((self.origin.result or _FINE)._asdict())
+        return found
 
     def __str__(self) -> str:
         lines = [f"Step {self.step}, captured as {self.reason}: {self.capture}"]
@@ -332,6 +339,8 @@ class _Session:
             origins = [followed.first]
         norms = {name: float(torch.linalg.vector_norm(grad, dtype=torch.float64)) for name, grad in grads.items()}
         largest = max(norms, key=norms.__getitem__) if norms and not bad else ""
+        with self._saved.checked():
+            recorded = None if values.loss is None else float(values.loss)
         if not origins and values.reason == "nonfinite" and losses:
             rank = f", as that of another of the {values.ranks} ranks may be" if values.ranks > 1 else ""
             self._notes.append(f"the step was not finite in the training{rank}")
@@ -341,7 +350,7 @@ class _Session:
             reason=values.reason,
             origin=min(origins, key=lambda one: one.order, default=None),
             loss=sum(float(loss.detach()) for loss in losses) if losses else None,
-            recorded_loss=None if values.loss is None else float(values.loss),
+            recorded_loss=recorded,
             num_operations=followed.count,
             gradients=bad[::-1],
             largest=f"{largest}, norm {norms[largest]:.4g}" if largest else "",

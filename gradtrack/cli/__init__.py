@@ -13,6 +13,7 @@ from typing import Annotated, Final
 import typer
 from rich.console import Console
 from rich.progress import Progress, TaskID
+from rich.text import Text
 
 from gradtrack._version import __version__
 from gradtrack.cli.runs import (
@@ -332,6 +333,35 @@ def replay(
     for one in [] if as_json else found:
         typer.echo(one_line(str(one)))
     raise typer.Exit(int(not all(one.complete for one in found)))
+
+
+@app.command(
+    epilog=_epilog(
+        "gradtrack replay-step gradtrack_runs/exp1/capture-00120 train.py:make",
+        "gradtrack replay-step capture-00120 my_package.training:make --json",
+    )
+)
+def replay_step(
+    capture: Annotated[Path, typer.Argument(help="A captured step: a directory like RUN_DIR/capture-00120.")],
+    make: Annotated[
+        str,
+        typer.Argument(
+            help="A function, as FILE.py:NAME or package.module:NAME, that returns the model of the training, or the "
+            "model and a function loss(model, batch). Its file is imported: run only what you would run anyway."
+        ),
+    ],
+    max_bytes: Annotated[int, typer.Option(min=1, help="The largest file that is read.")] = 4 * 10**9,
+    as_json: AsJson = False,
+) -> None:
+    """Compute a captured step again, and name the first operation whose result was not finite.
+
+    A training writes such steps with the setting capture. The model gets the weights and random numbers of the step,
+    and the same batch: on the same machine the loss is the same to the last bit.
+    """
+    from gradtrack.capture.replay import replay_step as compute
+
+    found = compute(capture, make, most_bytes=max_bytes)
+    show_or_dump(found.as_dict, lambda: Text(str(found)), as_json=as_json)
 
 
 @app.command(

@@ -22,7 +22,7 @@ class Planted:
     batch: Callable[[], tuple[Tensor, Tensor]]
     operation: str
     is_backward: bool = False
-    module: str = "no module of the model"
+    module: str = ""
     line: str
     """What the line of code has that is to be named."""
 
@@ -159,7 +159,8 @@ def _chosen(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 def _normed(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     out = out_of(model, batch[0]) * 0.0
-    return (out / out.norm(dim=1, keepdim=True)).mean()
+    lengths: Tensor = out.norm(dim=1, keepdim=True)
+    return (out / lengths).mean()
 
 
 def _root(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -210,7 +211,7 @@ FAULTS: Final = {
     "log that is not chosen": Planted(
         model=Net, loss=_chosen, batch=_batch, operation="aten.log", is_backward=True, line="out.log()"
     ),
-    "direction of nothing": Planted(model=Net, loss=_normed, batch=_batch, operation="aten.div", line="out / out.norm"),
+    "direction of nothing": Planted(model=Net, loss=_normed, batch=_batch, operation="aten.div", line="out / lengths"),
     "norm at zero": Planted(
         model=Net, loss=_root, batch=_batch, operation="aten.pow", is_backward=True, line="squares.pow(0.5)"
     ),

@@ -25,6 +25,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
+from gradtrack.capture.files import TENSORS, VALUES
+from gradtrack.capture.replay import replay_step
 from gradtrack.delivery.journal.offsets import offsets_path, read_offsets
 from gradtrack.delivery.journal.reading import find_journals
 from gradtrack.delivery.journal.tail import read_tail
@@ -38,6 +40,7 @@ from gradtrack.pages.run_data import load_run
 from gradtrack.pages.tables import read_run, write_table
 from gradtrack.pages.terminal.overview import show
 from gradtrack.support.checksums import CHECKSUM, with_checksum
+from tests.capture.test_replay import make, train
 from tests.delivery.training import Loop
 
 EARLIER = Path(__file__).parents[1] / "delivery" / "journal" / "earlier" / "killed"
@@ -46,6 +49,8 @@ SECONDS, BYTES = 30.0, 2**30
 """What a reader may take for one directory."""
 PART, TAIL = "journal-000.jsonl", "journal-000.tail"
 OFFSETS = "journal-000.acknowledged.json"
+CAPTURE = "capture-00004"
+CAPTURED = (f"{CAPTURE}/{VALUES}", f"{CAPTURE}/{TENSORS}")
 
 NUMBERS: list[object] = [10**400, -(10**400), 2**63, 2**64, -1, 0, 1e308, 5e-324, math.nan, math.inf, -math.inf]
 OTHERS: list[object] = [None, True, "", "\ud800", "\x1b[31m", "../../x", "/dev/zero", "nan", "x" * 5000]
@@ -68,6 +73,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     loop.manager.close()
     shutil.copy(EARLIER / TAIL, directory / TAIL)
     (directory / "gradient_gain.png").write_bytes(b"picture")
+    train(directory.parent / "captured", bad=4, steps=4)
+    shutil.move(directory.parent / "captured" / CAPTURE, directory / CAPTURE)
     (run,) = find_journals(directory)
     (directory / LISTED_FILES).write_text(json.dumps({"run_id": run.run.run_id, "files": ["gradient_gain.png"]}))
     assert {RUN_END, OFFSETS, PART} <= set(os.listdir(directory))
@@ -157,6 +164,8 @@ def read_one(directory: Path, name: str) -> None:
     if name == OFFSETS:
         for entry in read_offsets(directory / name).values():
             assert set(entry) == {"next", "refused", "address"}
+    elif name in CAPTURED:
+        replay_step(directory / CAPTURE, make)
     elif name == LISTED_FILES:
         noted_files(directory, "run")
     elif name == RUN_END:
@@ -181,6 +190,9 @@ MUTATIONS: list[tuple[str, Callable[[st.DataObject, bytes], bytes]]] = [
     (LISTED_FILES, mutated_bytes),
     (RUN_END, mutated_json),
     (RUN_END, mutated_bytes),
+    (CAPTURED[0], mutated_json),
+    (CAPTURED[0], mutated_bytes),
+    (CAPTURED[1], mutated_bytes),
 ]
 IDS = [f"{name}-{mutate.__name__}" for name, mutate in MUTATIONS]
 
