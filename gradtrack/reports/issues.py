@@ -78,6 +78,7 @@ class IssueType(Enum):
     TARGET_RANGE = "TARGET_RANGE"
     SQUARED_CLASSES = "SQUARED_CLASSES"
     CHANCE_LEVEL = "CHANCE_LEVEL"
+    REPLICA_DRIFT = "REPLICA_DRIFT"
 
 
 class Issue(Report):

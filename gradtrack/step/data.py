@@ -116,6 +116,8 @@ class StepData:
     skipped = False
     error: NonFiniteGradientError | None = None
     """The exception that is raised at the end of the step."""
+    drift: Sequence[Issue] = ()
+    """The issues of replicas that are no longer equal, which fingerprints have found."""
     # 3 judge
     health: HealthReport
     issues: Sequence[Issue] = ()

@@ -356,10 +356,15 @@ def _recorders(pair: Pair, sink: Sink) -> Recorders:
     wanted = [name for name, off in (("capture", "off"), ("fingerprints", 0)) if getattr(config, name) != off]
     if wanted and not sink.keeps_files:
         _logger.warning("%s: nothing is kept, since the run has no directory. Set run_dir.", " and ".join(wanted))
-    elif "capture" in wanted:
+        return Recorders()
+    if "capture" in wanted:
         from gradtrack.capture import Capture
 
         found.append(Capture(pair, sink.claim, sink.run_id))
+    if "fingerprints" in wanted:
+        from gradtrack.fingerprints import Fingerprints
+
+        found.append(Fingerprints(pair, sink.claim, sink.run_id))
     return Recorders(found)
 
 

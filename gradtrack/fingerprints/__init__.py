@@ -1,0 +1,394 @@
+"""Fingerprints of training steps: hash and norm of every weight and gradient, to find where two trainings part."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Final
+
+import torch
+from pydantic import BaseModel
+
+from gradtrack.capture import Forwards, Training
+from gradtrack.errors import JournalError, UsageError
+from gradtrack.gradients.distributed.shards import local_part, unwrapped
+from gradtrack.reports import Issue, IssueSeverity, IssueType, StepReport
+from gradtrack.support.checksums import fingerprint, hash_of_batch, is_intact, with_checksum
+from gradtrack.support.interrupts import pass_on
+from gradtrack.support.rank import num_ranks, process_rank
+from gradtrack.support.regular_files import MEBIBYTE, is_regular, open_regular
+
+_FILE: Final = "fingerprints-{:03d}.jsonl"
+_IS_FILE: Final = re.compile(r"fingerprints-(\d{3,6})\.jsonl")
+_MOST_BYTES: Final = 16 * 1024 * MEBIBYTE
+_LONGEST_LINE: Final = 64 * MEBIBYTE
+_ROW: Final = re.compile(rb'\{"step": ?(\d{1,15}), ?"source": ?("(?:[^"\\]|\\.){0,1000}")')
+_NAMES: Final = re.compile(rb'\{"names": ?("(?:[^"\\]|\\.){0,1000}")')
+_KEPT: Final = 8
+"""How many steps rank 0 keeps to compare them with those of ranks that are late."""
+_logger = logging.getLogger("gradtrack")
+Print = tuple[str, float]
+"""The hash of a tensor, and its norm."""
+
+
+class Row(BaseModel):
+    """The fingerprints of a step, before its optimizer has stepped; at the end of a run those of the weights alone."""
+
+    step: int
+    source: str = ""
+    time: float = 0.0
+    loss: str | None = None
+    lr: dict[str, float] = {}
+    batch: str | None = None
+    rng: dict[str, str] | None = None
+    weights: list[Print]
+    gradients: list[Print | None]
+
+
+class Fingerprints:
+    """Writes the fingerprints of every Nth step into the run directory, up to a number of bytes.
+
+    The first rank of the replicas that DistributedDataParallel keeps equal reads those of the others, and opens an
+    issue where they differ: nothing is sent, so no rank waits for another.
+    """
+
+    def __init__(self, training: Training, claim: Callable[[], Path | None], run_id: str) -> None:
+        self._training, self._claim, self._run_id = training, claim, run_id
+        self._every = training.config.fingerprints
+        self._left = training.config.fingerprints_max_bytes
+        self._forwards = Forwards(training, due=self.due)
+        self._rank, self._path = process_rank(), Path()
+        self._stream: BinaryIO | None = None
+        self._names: list[str] = []
+        self._replicas: Replicas | None = None
+
+    def due(self, step: int) -> bool:
+        """Whether a step gets fingerprints: the first one and every Nth."""
+        return self._left > 0 and (step == 1 or step % self._every == 0)
+
+    def next_step(self, step: int) -> int:
+        """Return the next step that gets fingerprints."""
+        return step if self.due(step) else step + -step % self._every if self._left > 0 else 2**63
+
+    def end_batch(self, batch: object) -> None:
+        """Note that the backward pass of a micro-batch is over."""
+        self._forwards.end_batch(batch)
+
+    def measured(self, grads: Any, batch: object, data: Any) -> None:
+        """Write the fingerprints of a step, if it gets some; issues of the replicas stay open on all steps."""
+        if self.due(data.step) and not data.repeated:
+            try:
+                row = self._row(grads, batch, data)
+                self._add(row.model_dump())
+                if self._replicas is not None:
+                    self._replicas.compare(row, self._names)
+            except Exception as fault:
+                pass_on(fault)
+                self._stop(f"fingerprints end before step {data.step}: {fault}.", data)
+        if self._replicas is not None:
+            data.drift = self._replicas.issues
+
+    def judged(self, report: StepReport, data: Any, finite: bool) -> None:
+        """Do nothing: what counts is what the step was computed from."""
+
+    def close(self) -> None:
+        """Write the fingerprints of the last weights, remove the hook, and close the file."""
+        self._forwards.close()
+        if self._stream is not None:
+            with contextlib.suppress(OSError, ValueError, RuntimeError):
+                weights, training = list(self._weights().values()), self._training
+                last = Row(step=training.step_count + 1, source=training.name, weights=weights, gradients=[])
+                self._add(last.model_dump())
+            self._stream.close()
+        self._stream, self._left = None, 0
+
+    def _weights(self) -> dict[str, Print]:
+        named = unwrapped(self._training.model).named_parameters()
+        return {name: fingerprint(local_part(param)) for name, param in named}
+
+    def _row(self, grads: Any, batch: object, data: Any) -> Row:
+        weights, forwards = self._weights(), self._forwards
+        found = dict(zip(grads.layout.names, grads.tensors, strict=True)) if grads.tensors else {}
+        calls = list(forwards.calls) if forwards.of_step(data.step) else []
+        batches = [*(one for one, _ in forwards.groups), batch]
+        inputs = [(call.args, call.kwargs) for call in calls]
+        known = calls or any(one is not None for one in batches)
+        if list(weights) != self._names:
+            self._names = list(weights)
+            self._add({"names": data.source, "parameters": self._names})
+        return Row(
+            step=data.step,
+            source=data.source,
+            time=data.time,
+            loss=None if data.loss is None else repr(data.loss),
+            lr=data.learning_rates(),
+            batch=hash_of_batch((batches, inputs)) if known else None,
+            rng={name: hash_of_batch(state) for name, state in calls[0].rng.items()} if calls else None,
+            weights=list(weights.values()),
+            gradients=[fingerprint(found[name]) if name in found else None for name in weights],
+        )
+
+    def _add(self, values: Mapping[str, Any]) -> None:
+        line = with_checksum(f"{json.dumps(values)}\n".encode())
+        if len(line) > self._left:
+            raise ValueError(f"they would have more than {self._training.config.fingerprints_max_bytes:,} bytes")
+        if self._stream is None:
+            self._open()
+        assert self._stream is not None
+        self._left -= len(line)
+        self._stream.write(line)
+        self._stream.flush()
+
+    def _open(self) -> None:
+        directory = self._claim()
+        if directory is None:
+            raise ValueError("the run has no directory")
+        directory.mkdir(parents=True, exist_ok=True)
+        path = directory / _FILE.format(self._rank)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0)
+        self._stream = os.fdopen(os.open(path, flags, 0o644), "ab", buffering=0)
+        self._left -= self._stream.tell()
+        model: Any = self._training.model
+        if type(model).__name__ == "DistributedDataParallel":
+            replicas = list(torch.distributed.get_process_group_ranks(model.process_group))
+            self._replicas = Replicas(directory, self._rank, replicas) if self._rank == min(replicas) else None
+        begin = {"run_id": self._run_id, "rank": self._rank, "ranks": num_ranks(), "every": self._every}
+        # A process that was killed may have left half a line.
+        self._stream.write(b"\n" + with_checksum(f"{json.dumps({'fingerprints': 1, **begin})}\n".encode()))
+
+    def _stop(self, text: str, data: Any) -> None:
+        data.notes = [*data.notes, text]
+        _logger.warning("%s", text)
+        if self._stream is not None:
+            self._stream.close()
+        self._stream, self._left = None, 0
+        self._forwards.close()
+
+
+@dataclass(slots=True, kw_only=True)
+class Difference:
+    """Where two runs, or two ranks of one, part: the step, the parameter, why, and by how much."""
+
+    step: int
+    cause: str
+    """`data`, `random numbers`, `gradient`, `update` or `initial weights`."""
+    source: str = ""
+    rank: int = 0
+    parameter: str = ""
+    num_parameters: int = 0
+    norms: tuple[float, float] = (0.0, 0.0)
+    relative: float = 0.0
+    """By how much the norms differ, as a share of the larger one; NaN where either is not finite."""
+    text: str = ""
+
+
+def difference_of_rows(
+    first: Row, second: Row, names: Sequence[str], earlier: Row | None, *, replicas: bool = False
+) -> Difference | None:
+    """Return what two rows of the same step differ in, causes before effects; `earlier` is the row before, if any."""
+    step = first.step
+    causes = []
+    if not replicas:
+        if None not in (first.batch, second.batch) and first.batch != second.batch:
+            causes.append("data")
+        one, other = first.rng or {}, second.rng or {}
+        causes += [f"random numbers ({name})" for name in one if name in other and one[name] != other[name]]
+    for kind in ("weights", "gradients"):
+        pairs = zip(names, getattr(first, kind), getattr(second, kind), strict=False)
+        apart = [(name, a, b) for name, a, b in pairs if (a or ("", 0))[0] != (b or ("", 0))[0]]
+        if not apart:
+            continue
+        parameter, a, b = apart[0]
+        norms = (a or ("", 0.0))[1], (b or ("", 0.0))[1]
+        relative = abs(norms[0] - norms[1]) / max(*norms, 5e-324)
+        if kind == "weights":
+            cause = "update" if earlier is not None else "initial weights"
+            when = "at its beginning"
+            why = "nothing was compared before" if earlier is None else _why_updated(first, earlier)
+        else:
+            cause, when = causes[0].partition(" (")[0] if causes else "gradient", "in its backward pass"
+            same = "weights" if replicas else "weights, inputs and random numbers, as far as they are known,"
+            why = f"{' and '.join(causes)} differ" if causes else f"the same {same} gave other gradients"
+        more = f", as do {len(apart) - 1} more" if len(apart) > 1 else ""
+        text = (
+            f"Step {step}, {when}: the {kind[:-1]} of {parameter} differs (norm {norms[0]!r} and {norms[1]!r}, "
+            f"relative difference {relative:.2g}){more}. Cause: {cause}; {why}."
+        )
+        return Difference(
+            step=step,
+            cause=cause,
+            source=first.source,
+            parameter=parameter,
+            num_parameters=len(apart),
+            norms=norms,
+            relative=relative,
+            text=text,
+        )
+    if causes:
+        text = f"Step {step}: {' and '.join(causes)} differ, and no weight and no gradient does."
+        return Difference(step=step, cause=causes[0].partition(" (")[0], source=first.source, text=text)
+    return None
+
+
+def _why_updated(row: Row, earlier: Row) -> str:
+    """Say between which steps the weights began to differ."""
+    if earlier.step == row.step - 1:
+        return f"the gradients of step {earlier.step} were the same: its update differs, or a change after it"
+    return f"step {earlier.step} was the same, and the steps after it have no fingerprints: take every step"
+
+
+class SavedFingerprints:
+    """The fingerprints in a file of a run directory; of a step that was made again after a resume, the last ones."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.rows: dict[tuple[str, int], tuple[int, int]] = {}
+        """Where the row of each step begins, and the names of its parameters."""
+        self._offset = 0
+        self._last_names: dict[str, int] = {}
+
+    def refresh(self) -> None:
+        """Find the rows that were written since."""
+        with self._opened() as stream:
+            stream.seek(self._offset)
+            for line in iter(lambda: stream.readline(_LONGEST_LINE), b""):
+                if not line.endswith(b"\n"):
+                    break
+                start, self._offset = self._offset, self._offset + len(line)
+                if (found := _ROW.match(line)) is not None and (source := _text(found[2])) in self._last_names:
+                    self.rows[source, int(found[1])] = start, self._last_names[source]
+                elif (found := _NAMES.match(line)) is not None:
+                    self._last_names[_text(found[1])] = start
+
+    def read(self, source: str, step: int) -> tuple[Row, list[str]] | None:
+        """Return the row of a step with the names of its parameters; None where it is damaged."""
+        with self._opened() as stream:
+            found = []
+            for start in self.rows[source, step]:
+                stream.seek(start)
+                line = stream.readline(_LONGEST_LINE)
+                if not is_intact(line):
+                    return None
+                found.append(line)
+        with contextlib.suppress(ValueError, TypeError, LookupError, RecursionError):
+            names = json.loads(found[1])["parameters"]
+            return Row.model_validate(json.loads(found[0])), [str(name) for name in names]
+        return None
+
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[BinaryIO]:
+        try:
+            with open_regular(self._path, most_bytes=_MOST_BYTES) as stream:
+                yield stream
+        except OSError as fault:
+            raise JournalError(
+                f"{str(self._path)!r} cannot be read ({fault.strerror or fault}): expected fingerprints of a run. "
+                "Copy the run's directory again."
+            ) from None
+
+
+def _text(quoted: bytes) -> str:
+    try:
+        return str(json.loads(quoted))
+    except ValueError:
+        return ""
+
+
+class Replicas:
+    """The ranks that are to have the same weights, compared with the first of them by what each has written."""
+
+    def __init__(self, directory: Path, rank: int, ranks: Iterable[int]) -> None:
+        self._others = {one: SavedFingerprints(directory / _FILE.format(one)) for one in ranks if one != rank}
+        self._rows: list[tuple[Row, list[str]]] = []
+        self.issues: list[Issue] = []
+
+    def compare(self, row: Row, names: list[str]) -> None:
+        """Compare the last rows with those of the other ranks, as far as they have written them."""
+        self._rows = [*self._rows[1 - _KEPT :], (row, names)]
+        for rank, other in self._others.items() if not self.issues else ():
+            with contextlib.suppress(JournalError):  # a directory that the ranks do not share
+                other.refresh()
+            for earlier, (one, known) in zip([None, *(kept for kept, _ in self._rows)], self._rows, strict=False):
+                if (one.source, one.step) not in other.rows or (found := other.read(one.source, one.step)) is None:
+                    continue
+                difference = difference_of_rows(one, found[0], known, earlier, replicas=True)
+                if difference is not None and found[1] == known:
+                    self.issues = [_drift(difference, rank)]
+                    return
+
+
+def _drift(found: Difference, rank: int) -> Issue:
+    return Issue.found(
+        IssueType.REPLICA_DRIFT,
+        found.parameter,
+        ("relative_difference", found.relative, 0.0),
+        f"Rank {rank} no longer has the numbers of the first rank. {found.text}",
+        "Look for what only some ranks do: a seed, a branch on the rank, weights changed outside of the optimizer, or "
+        "a step that one rank left out. gradtrack diff RUN --first compares all ranks.",
+        severity=IssueSeverity.HIGH,
+        step=found.step,
+    )
+
+
+def first_difference(first: Path, second: Path | None = None) -> tuple[Difference | None, int]:
+    """Return where two runs part first, or the ranks of one run, and how many steps were compared.
+
+    Differences of weights and gradients come first; only where there are none, others are told.
+    """
+    ours, theirs = _files_with_rows(first), _files_with_rows(second) if second is not None else {}
+    pairs = [(rank, ours[rank], theirs[rank]) for rank in ours if rank in theirs]
+    if second is None:
+        least = min(ours)
+        pairs = [(rank, ours[least], ours[rank]) for rank in ours if rank != least]
+        if not pairs:
+            raise UsageError(f"run {str(first)!r} has one rank: expected two runs, or ranks. Name another run.")
+    found, count = list[Difference](), 0
+    for rank, one, other in pairs:
+        common = sorted(one.rows.keys() & other.rows.keys(), key=lambda key: key[1])
+        count += len(common)
+        earlier: dict[str, Row] = {}
+        hint: Difference | None = None
+        for source, step in common:
+            a, b = one.read(source, step), other.read(source, step)
+            if a is None or b is None:
+                continue
+            if a[1] != b[1]:
+                raise UsageError(
+                    f"step {step} of {str(second or first)!r} has other parameters: expected those of {str(first)!r}. "
+                    "Compare runs of one model."
+                )
+            difference = difference_of_rows(a[0], b[0], a[1], earlier.get(source), replicas=second is None)
+            earlier[source] = a[0]
+            if difference is not None:
+                difference.rank = rank
+                hint = hint or difference
+                if difference.parameter:
+                    hint = difference
+                    break
+        found += [hint] if hint is not None else []
+    if not count:
+        raise UsageError(
+            f"{str(first)!r} and {str(second)!r} have no step in common that has fingerprints: expected one at least. "
+            "Train both with the same setting of fingerprints."
+        )
+    best = min(found, key=lambda one: (not one.parameter, one.step, one.rank), default=None)
+    return best, count
+
+
+def _files_with_rows(run: Path) -> dict[int, SavedFingerprints]:
+    named = {_IS_FILE.fullmatch(path.name): path for path in sorted(run.glob("fingerprints-*.jsonl"))}
+    found = {int(name[1]): SavedFingerprints(path) for name, path in named.items() if name and is_regular(path)}
+    for one in found.values():
+        one.refresh()
+    if not any(one.rows for one in found.values()):
+        raise UsageError(
+            f"run {str(run)!r} has no fingerprints: expected a run that was trained with them. "
+            "Set fingerprints=10, which takes every tenth step, and train it again."
+        )
+    return found
