@@ -43,6 +43,7 @@ PROCESS: Final = (
     "tests/examples/test_custom_backend.py",
     "tests/examples/test_single_run.py::test_one_word_chooses_the_tracker",
     "tests/faults",
+    "tests/fingerprints/test_replicas.py",
     "tests/functional/test_import.py",
     "tests/gradients/native/test_engine.py::test_a_forked_child_can_measure_and_scale",
     "tests/gradients/native/test_engine.py::test_torchs_own_threads_help",

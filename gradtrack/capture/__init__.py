@@ -73,7 +73,8 @@ class Call:
         self.rng: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
         self.rng["numpy"] = numpy_state.read()
         for device in devices:
-            self.rng[str(device)] = torch.get_device_module(device).get_rng_state(device)
+            place = () if device.type == "mps" else (device,)  # there is one
+            self.rng[str(device)] = torch.get_device_module(device).get_rng_state(*place)
         kinds = {"cpu", *(device.type for device in devices)}
         self.autocast = {one: str(torch.get_autocast_dtype(one)) for one in kinds if torch.is_autocast_enabled(one)}
 

@@ -125,14 +125,15 @@ def find_make(place: str) -> Callable[[], Any]:
     sys.path.insert(0, home)
     try:
         if path.suffix == ".py":
-            spec = importlib.util.spec_from_file_location(path.stem, path)
+            known = path.stem if path.stem not in {*sys.modules, *sys.stdlib_module_names} else f"{path.stem}_of_make"
+            spec = importlib.util.spec_from_file_location(known, path)
             assert spec is not None
             assert spec.loader is not None
-            module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+            module = sys.modules[known] = importlib.util.module_from_spec(spec)
             spec.loader.exec_module(module)
         else:
             module = importlib.import_module(where)
-    except Exception as fault:
+    except (Exception, SystemExit) as fault:
         raise UsageError(
             f"make {place!r}: {where} cannot be imported ({type(fault).__name__}: {fault}). Put what trains below "
             "`if __name__ == '__main__'`, and run this where the training ran."
@@ -326,7 +327,8 @@ class _Session:
             for name, state in states.items():
                 device = torch.device(name)
                 if torch.get_device_module(device).is_available():
-                    torch.get_device_module(device).set_rng_state(state.cpu(), device)
+                    place = () if device.type == "mps" else (device,)
+                    torch.get_device_module(device).set_rng_state(state.cpu(), *place)
 
     def _told(self, losses: list[Tensor]) -> Replay:
         values, followed = self._values, self._operations

@@ -26,6 +26,7 @@ from gradtrack.cli.runs import (
     folded,
     print_found,
     survive_poor_encodings,
+    tell_where_they_part,
     writing,
 )
 from gradtrack.errors import GradtrackError, UsageError
@@ -247,7 +248,8 @@ def export(
         "gradtrack diff good_run bad_run",
         "gradtrack diff good_run bad_run --html diff.html --check",
         "gradtrack diff sweep/* --html sweep.html",
-        code_1="with --check an issue appeared",
+        "gradtrack diff good_run bad_run --first",
+        code_1="with --check an issue appeared, or with --first the runs part",
     )
 )
 def diff(
@@ -256,9 +258,22 @@ def diff(
     ],
     html: Annotated[Path | None, typer.Option(help="Write the comparison as an HTML page as well.")] = None,
     check: Annotated[bool, typer.Option("--check", help="Exit with 1 if the first run lacks an issue.")] = False,
+    first: Annotated[
+        bool,
+        typer.Option("--first", help="Name the first step and parameter in which two runs, or the ranks of one, part."),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Lay runs side by side: numbers, settings, groups, curves, and the issues that appeared or went."""
+    """Lay runs side by side: numbers, settings, groups, curves, and the issues that appeared or went.
+
+    With --first it is told at which step and parameter they part, by how much, and whether data, random numbers, a
+    gradient or an update came first. The runs need the setting fingerprints.
+    """
+    if first and html is not None:
+        raise UsageError("--first with --html: expected one of them. Leave out the other.")
+    if first:
+        parts = tell_where_they_part(runs, as_json=as_json)
+        raise typer.Exit(int(check and parts))
     from gradtrack.pages.comparison import Comparison
     from gradtrack.pages.run_data import load_run
 

@@ -10,12 +10,14 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Final
 
 import typer
 from rich.console import Console, RenderableType
+from rich.text import Text
 
 from gradtrack.errors import JournalError, UsageError
 from gradtrack.support.names import Printable, names_run, one_line
@@ -90,6 +92,21 @@ def _by_id(run_id: str) -> Path | None:
                 if any(journal.run.run_id == run_id for journal in found.journals):
                     return Path(f"{directory}@{run_id}")
     return None
+
+
+def tell_where_they_part(runs: Sequence[Path], *, as_json: bool) -> bool:
+    """Print the first step and parameter in which two runs, or the ranks of one, part; return whether they do."""
+    from gradtrack.delivery.journal.reading import open_run
+    from gradtrack.fingerprints import first_difference
+
+    if len(runs) > 2:
+        raise UsageError(f"--first with {len(runs)} runs: expected one or two. Compare them in pairs.")
+    found, count = first_difference(*(open_run(find_run(run)).directory for run in runs))
+    text = "No fingerprint differs." if found is None else found.text
+    where = f" (rank {found.rank})" if found is not None and found.rank else ""
+    plain = {"parts": found is not None, "compared_steps": count, **({} if found is None else asdict(found))}
+    show_or_dump(lambda: plain, lambda: Text(f"{text}{where}\n{count:,} steps were compared."), as_json=as_json)
+    return found is not None
 
 
 FailOn = StrEnum("FailOn", ["failed", "critical", "open", "any"])

@@ -18,7 +18,7 @@ from pydantic import BaseModel
 from gradtrack.capture import Forwards, Training
 from gradtrack.errors import JournalError, UsageError
 from gradtrack.gradients.distributed.shards import local_part, unwrapped
-from gradtrack.reports import Issue, IssueSeverity, IssueType, StepReport
+from gradtrack.reports import Issue, IssueSeverity, IssueType
 from gradtrack.support.checksums import fingerprint, hash_of_batch, is_intact, with_checksum
 from gradtrack.support.interrupts import pass_on
 from gradtrack.support.rank import num_ranks, process_rank
@@ -42,8 +42,6 @@ class Row(BaseModel):
 
     step: int
     source: str = ""
-    time: float = 0.0
-    loss: str | None = None
     lr: dict[str, float] = {}
     batch: str | None = None
     rng: dict[str, str] | None = None
@@ -63,7 +61,7 @@ class Fingerprints:
         self._every = training.config.fingerprints
         self._left = training.config.fingerprints_max_bytes
         self._forwards = Forwards(training, due=self.due)
-        self._rank, self._path = process_rank(), Path()
+        self._rank, self._process = process_rank(), os.getpid()
         self._stream: BinaryIO | None = None
         self._names: list[str] = []
         self._replicas: Replicas | None = None
@@ -94,13 +92,13 @@ class Fingerprints:
         if self._replicas is not None:
             data.drift = self._replicas.issues
 
-    def judged(self, report: StepReport, data: Any, finite: bool) -> None:
+    def judged(self, *_: object) -> None:
         """Do nothing: what counts is what the step was computed from."""
 
     def close(self) -> None:
         """Write the fingerprints of the last weights, remove the hook, and close the file."""
         self._forwards.close()
-        if self._stream is not None:
+        if self._stream is not None and self._process == os.getpid():  # not in a forked copy
             with contextlib.suppress(OSError, ValueError, RuntimeError):
                 weights, training = list(self._weights().values()), self._training
                 last = Row(step=training.step_count + 1, source=training.name, weights=weights, gradients=[])
@@ -125,11 +123,9 @@ class Fingerprints:
         return Row(
             step=data.step,
             source=data.source,
-            time=data.time,
-            loss=None if data.loss is None else repr(data.loss),
             lr=data.learning_rates(),
             batch=hash_of_batch((batches, inputs)) if known else None,
-            rng={name: hash_of_batch(state) for name, state in calls[0].rng.items()} if calls else None,
+            rng=_hashes_of_rng(calls[0].rng) if calls else None,
             weights=list(weights.values()),
             gradients=[fingerprint(found[name]) if name in found else None for name in weights],
         )
@@ -171,6 +167,11 @@ class Fingerprints:
         self._forwards.close()
 
 
+def _hashes_of_rng(states: Mapping[str, Any]) -> dict[str, str]:
+    """Hash the states of generators; that of Python's is a tuple of hundreds of numbers."""
+    return {name: hash_of_batch(repr(state) if name == "python" else state) for name, state in states.items()}
+
+
 @dataclass(slots=True, kw_only=True)
 class Difference:
     """Where two runs, or two ranks of one, part: the step, the parameter, why, and by how much."""
@@ -189,9 +190,9 @@ class Difference:
 
 
 def difference_of_rows(
-    first: Row, second: Row, names: Sequence[str], earlier: Row | None, *, replicas: bool = False
+    first: Row, second: Row, names: Sequence[str], earlier: Sequence[Row], *, replicas: bool = False
 ) -> Difference | None:
-    """Return what two rows of the same step differ in, causes before effects; `earlier` is the row before, if any."""
+    """Return what two rows of the same step differ in, causes before effects; `earlier` are those before."""
     step = first.step
     causes = []
     if not replicas:
@@ -208,9 +209,9 @@ def difference_of_rows(
         norms = (a or ("", 0.0))[1], (b or ("", 0.0))[1]
         relative = abs(norms[0] - norms[1]) / max(*norms, 5e-324)
         if kind == "weights":
-            cause = "update" if earlier is not None else "initial weights"
+            cause = "update" if earlier else "initial weights"
             when = "at its beginning"
-            why = "nothing was compared before" if earlier is None else _why_updated(first, earlier)
+            why = _why_updated(first, earlier) if earlier else "nothing was compared before"
         else:
             cause, when = causes[0].partition(" (")[0] if causes else "gradient", "in its backward pass"
             same = "weights" if replicas else "weights, inputs and random numbers, as far as they are known,"
@@ -236,11 +237,14 @@ def difference_of_rows(
     return None
 
 
-def _why_updated(row: Row, earlier: Row) -> str:
+def _why_updated(row: Row, earlier: Sequence[Row]) -> str:
     """Say between which steps the weights began to differ."""
-    if earlier.step == row.step - 1:
-        return f"the gradients of step {earlier.step} were the same: its update differs, or a change after it"
-    return f"step {earlier.step} was the same, and the steps after it have no fingerprints: take every step"
+    step = earlier[0].step
+    if step != row.step - 1:
+        return f"step {step} was the same, and the steps after it have no fingerprints: take every step"
+    if earlier[0].lr != earlier[-1].lr:
+        return f"the gradients of step {step} were the same, and its learning rate {earlier[0].lr} and {earlier[-1].lr}"
+    return f"the gradients of step {step} were the same: its update differs, or a change after it"
 
 
 class SavedFingerprints:
@@ -261,10 +265,11 @@ class SavedFingerprints:
                 if not line.endswith(b"\n"):
                     break
                 start, self._offset = self._offset, self._offset + len(line)
-                if (found := _ROW.match(line)) is not None and (source := _text(found[2])) in self._last_names:
-                    self.rows[source, int(found[1])] = start, self._last_names[source]
-                elif (found := _NAMES.match(line)) is not None:
-                    self._last_names[_text(found[1])] = start
+                with contextlib.suppress(ValueError):
+                    if (found := _ROW.match(line)) and (source := json.loads(found[2])) in self._last_names:
+                        self.rows[source, int(found[1])] = start, self._last_names[source]
+                    elif found := _NAMES.match(line):
+                        self._last_names[json.loads(found[1])] = start
 
     def read(self, source: str, step: int) -> tuple[Row, list[str]] | None:
         """Return the row of a step with the names of its parameters; None where it is damaged."""
@@ -293,13 +298,6 @@ class SavedFingerprints:
             ) from None
 
 
-def _text(quoted: bytes) -> str:
-    try:
-        return str(json.loads(quoted))
-    except ValueError:
-        return ""
-
-
 class Replicas:
     """The ranks that are to have the same weights, compared with the first of them by what each has written."""
 
@@ -314,7 +312,7 @@ class Replicas:
         for rank, other in self._others.items() if not self.issues else ():
             with contextlib.suppress(JournalError):  # a directory that the ranks do not share
                 other.refresh()
-            for earlier, (one, known) in zip([None, *(kept for kept, _ in self._rows)], self._rows, strict=False):
+            for earlier, (one, known) in zip([(), *([kept] for kept, _ in self._rows)], self._rows, strict=False):
                 if (one.source, one.step) not in other.rows or (found := other.read(one.source, one.step)) is None:
                     continue
                 difference = difference_of_rows(one, found[0], known, earlier, replicas=True)
@@ -352,7 +350,7 @@ def first_difference(first: Path, second: Path | None = None) -> tuple[Differenc
     for rank, one, other in pairs:
         common = sorted(one.rows.keys() & other.rows.keys(), key=lambda key: key[1])
         count += len(common)
-        earlier: dict[str, Row] = {}
+        earlier: dict[str, tuple[Row, Row]] = {}
         hint: Difference | None = None
         for source, step in common:
             a, b = one.read(source, step), other.read(source, step)
@@ -363,8 +361,8 @@ def first_difference(first: Path, second: Path | None = None) -> tuple[Differenc
                     f"step {step} of {str(second or first)!r} has other parameters: expected those of {str(first)!r}. "
                     "Compare runs of one model."
                 )
-            difference = difference_of_rows(a[0], b[0], a[1], earlier.get(source), replicas=second is None)
-            earlier[source] = a[0]
+            difference = difference_of_rows(a[0], b[0], a[1], earlier.get(source, ()), replicas=second is None)
+            earlier[source] = a[0], b[0]
             if difference is not None:
                 difference.rank = rank
                 hint = hint or difference
@@ -377,8 +375,12 @@ def first_difference(first: Path, second: Path | None = None) -> tuple[Differenc
             f"{str(first)!r} and {str(second)!r} have no step in common that has fingerprints: expected one at least. "
             "Train both with the same setting of fingerprints."
         )
-    best = min(found, key=lambda one: (not one.parameter, one.step, one.rank), default=None)
-    return best, count
+    return min(found, key=_precedence, default=None), count
+
+
+def _precedence(found: Difference) -> tuple[Any, ...]:
+    """Put weights before gradients of the same step, since those of every rank follow from the weights of all."""
+    return not found.parameter, found.step, found.cause not in ("update", "initial weights"), found.rank
 
 
 def _files_with_rows(run: Path) -> dict[int, SavedFingerprints]:

@@ -62,7 +62,9 @@ class Judge(Stateful):
             self.jumped |= watched and 0 <= self._most_silent < silent
             self._most_silent = max(self._most_silent, silent)
         self.series.append(evidence.log_norm, data.loss, data.layout.missing, finite=finite)
-        data.issues = self._of_rules = [*self._monitor.judge(evidence), *unmuted([*data.drift], self._config.mute)]
+        data.issues = self._of_rules = self._monitor.judge(evidence)
+        if data.drift:
+            data.issues = self._of_rules = [*self._of_rules, *unmuted([*data.drift], self._config.mute)]
         self._open_issues.remember(self._of_rules)
         self._update_open(data)
 

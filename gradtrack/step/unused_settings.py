@@ -45,7 +45,7 @@ class UnusedSettings:
         for name in sorted(os.environ) if process_rank() == 0 else ():
             if name.startswith(PREFIX) and name.removeprefix(PREFIX).lower() not in GradientConfig.model_fields:
                 close = registry.nearest(
-                    name, [f"{PREFIX}{field.upper()}" for field in GradientConfig.model_fields], cutoff=0.85
+                    name, [f"{PREFIX}{field.upper()}" for field in GradientConfig.model_fields], cutoff=0.9
                 )
                 if close:
                     _logger.warning("the environment's %s has no effect: it is no setting.%s", name, close)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import os
 import pickle
 import resource
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 
 from gradtrack import GradientConfig, GradientManager, safe_backward
 from gradtrack.capture.replay import replay_step
+from gradtrack.step import pair
 from tests.capture.planted import Net
 from tests.capture.test_replay import SETTINGS, make, train
 from tests.processes import ROOT
@@ -208,6 +210,45 @@ def test_without_a_directory_it_says_so(caplog: pytest.LogCaptureFixture) -> Non
     with GradientManager(capture="nonfinite") as manager:
         manager.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
     assert "capture: nothing is kept, since the run has no directory. Set run_dir." in caplog.text
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_on_an_accelerator_it_has_the_weights_before_the_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late: bool
+) -> None:
+    """Numbers that would stay on the device until the next step are waited for, while captures are left to make."""
+    monkeypatch.setattr(pair, "on_device", lambda grads: late)
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    settings: dict[str, Any] = {"nonfinite_action": "report", "engine": "torch", "grad_log_every_n_steps": 100}
+    with GradientManager(run_dir=tmp_path, capture="nonfinite", capture_max_steps=1, **SETTINGS, **settings) as manager:
+        manager.attach(model, optimizer)
+        for step in range(1, 20):
+            x = torch.full((8, 4), math.inf) if step == 13 else torch.randn(8, 4)
+            before = copy.deepcopy(dict(model.named_parameters()))
+            optimizer.zero_grad()
+            safe_backward(model(x).mean(), model, optimizer, manager, batch=x)
+            optimizer.step()
+            if step == 13:
+                break
+    kept = load_file(tmp_path / "capture-00013" / "tensors.safetensors")
+    assert all(torch.equal(kept[f"parameter.{name}"], param) for name, param in before.items())
+
+
+def test_each_pair_has_its_own(tmp_path: Path) -> None:
+    """A capture is named after its pair."""
+    models = {name: Net() for name in ("critic", "an actor")}
+    with GradientManager(run_dir=tmp_path, capture="nonfinite", **SETTINGS) as manager:
+        optimizers = {name: torch.optim.SGD(model.parameters(), lr=0.1) for name, model in models.items()}
+        for name, model in models.items():
+            manager.attach(model, optimizers[name], name=name)
+        for name, model in models.items():
+            safe_backward(model(torch.full((8, 4), math.inf)).mean(), model, optimizers[name], manager)
+    names = captures(tmp_path)
+    assert len(names) == 2
+    assert "capture-critic-00001" in names
+    assert all(replay_step(tmp_path / name, Net).origin is not None for name in names)
 
 
 KILLED = """

@@ -210,11 +210,13 @@ def test_what_does_not_fit_is_told_with_a_remedy(tmp_path: Path, maker: Any, tex
         ("training.py:other", "expected a function other in"),
         ("no.such.module:make", "cannot be imported"),
         ("broken.py:make", "cannot be imported .*RuntimeError: trains.*below"),
+        ("ends.py:make", "cannot be imported .*SystemExit"),
     ],
 )
 def test_a_place_that_has_no_function_is_told(tmp_path: Path, place: str, text: str) -> None:
     """The remedy says how a function is named."""
     Path("training.py").write_text("def make(): ...\n")
+    Path("ends.py").write_text("raise SystemExit(2)\n")
     Path("broken.py").write_text("raise RuntimeError('trains')\n")
     with pytest.raises(UsageError, match=text):
         find_make(place)

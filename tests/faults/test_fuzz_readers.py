@@ -33,6 +33,7 @@ from gradtrack.delivery.journal.tail import read_tail
 from gradtrack.delivery.replay import replay
 from gradtrack.delivery.run_files import LISTED_FILES, RUN_END, RunEnd, files_to_show, noted_files
 from gradtrack.errors import GradtrackError
+from gradtrack.fingerprints import first_difference
 from gradtrack.pages.comparison import Comparison
 from gradtrack.pages.documents import show_document
 from gradtrack.pages.html import render, write_html_report
@@ -50,6 +51,7 @@ SECONDS, BYTES = 30.0, 2**30
 PART, TAIL = "journal-000.jsonl", "journal-000.tail"
 OFFSETS = "journal-000.acknowledged.json"
 CAPTURE = "capture-00004"
+PRINTS = "fingerprints-000.jsonl"
 CAPTURED = (f"{CAPTURE}/{VALUES}", f"{CAPTURE}/{TENSORS}")
 
 NUMBERS: list[object] = [10**400, -(10**400), 2**63, 2**64, -1, 0, 1e308, 5e-324, math.nan, math.inf, -math.inf]
@@ -73,7 +75,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     loop.manager.close()
     shutil.copy(EARLIER / TAIL, directory / TAIL)
     (directory / "gradient_gain.png").write_bytes(b"picture")
-    train(directory.parent / "captured", bad=4, steps=4)
+    train(directory.parent / "captured", bad=4, steps=4, fingerprints=1)
+    shutil.copy(directory.parent / "captured" / PRINTS, directory / PRINTS)
     shutil.move(directory.parent / "captured" / CAPTURE, directory / CAPTURE)
     (run,) = find_journals(directory)
     (directory / LISTED_FILES).write_text(json.dumps({"run_id": run.run.run_id, "files": ["gradient_gain.png"]}))
@@ -120,6 +123,11 @@ def mutated_lines(data: st.DataObject, content: bytes) -> bytes:
     return b"".join(lines)
 
 
+def mutated_prints(data: st.DataObject, content: bytes) -> bytes:
+    """Replace values in a line of fingerprints, which keeps a checksum that matches."""
+    return b"\n" + mutated_lines(data, content.removeprefix(b"\n"))
+
+
 def mutated_tail(data: st.DataObject, content: bytes) -> bytes:
     """Replace values in the header of a tail, or words of its rows."""
     if data.draw(st.booleans()):
@@ -159,13 +167,20 @@ def read_everything(directory: Path) -> None:
     files_to_show(run.run, [path.name for path in noted_files(directory, run.run.run_id)])
 
 
-def read_one(directory: Path, name: str) -> None:
+def read_one(directory: Path, name: str, unchanged: bytes) -> None:
     """Read one file by its own reader."""
     if name == OFFSETS:
         for entry in read_offsets(directory / name).values():
             assert set(entry) == {"next", "refused", "address"}
     elif name in CAPTURED:
         replay_step(directory / CAPTURE, make)
+    elif name == PRINTS:
+        whole = directory.parent / "whole"
+        whole.mkdir()
+        (whole / PRINTS).write_bytes(unchanged)
+        for pair in ((directory, whole), (whole, directory)):
+            with contextlib.suppress(GradtrackError):
+                first_difference(*pair)
     elif name == LISTED_FILES:
         noted_files(directory, "run")
     elif name == RUN_END:
@@ -193,6 +208,8 @@ MUTATIONS: list[tuple[str, Callable[[st.DataObject, bytes], bytes]]] = [
     (CAPTURED[0], mutated_json),
     (CAPTURED[0], mutated_bytes),
     (CAPTURED[1], mutated_bytes),
+    (PRINTS, mutated_prints),
+    (PRINTS, mutated_bytes),
 ]
 IDS = [f"{name}-{mutate.__name__}" for name, mutate in MUTATIONS]
 
@@ -233,7 +250,7 @@ def fuzz(whole: Path, name: str, mutate: Callable[[st.DataObject, bytes], bytes]
             shutil.copytree(whole, directory)
             (directory / name).write_bytes(mutate(data, content))
             with contextlib.suppress(GradtrackError), bounded():
-                read_one(directory, name)
+                read_one(directory, name, content)
             with contextlib.suppress(GradtrackError), bounded():
                 if deep:
                     read_everything(directory)
