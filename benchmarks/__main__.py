@@ -26,6 +26,7 @@ NAMES = (
     "dead_server",
     "faults",
     "accelerator",
+    "recorders",
 )
 SHORT = {"step": "step_cost"}
 ON_DEVICES = ("step_cost",)
