@@ -35,6 +35,7 @@ from gradtrack.capture.operations import (
 from gradtrack.errors import CaptureError, UsageError
 from gradtrack.gradients.distributed.shards import unwrapped
 from gradtrack.reports.step import spell
+from gradtrack.support.checksums import fingerprint
 from gradtrack.support.names import listed
 
 LossFunction = Callable[[nn.Module, Any], Tensor]
@@ -80,15 +81,17 @@ class Replay:
         if self.origin is not None:
             lines.append(f"The first result that is not finite:\n{self.origin}")
         else:
-            lines.append(f"The results of all {self.num_operations:,} operations are finite.")
+            lines.append(
+                f"None of the {self.num_operations:,} operations returned what is not finite and reaches the end."
+            )
         if self.gradients:
             lines.append(f"Gradients that are not finite: {listed(self.gradients)}")
         if self.largest:
             lines.append(f"The largest gradient: {self.largest}")
         if self.loss is not None:
-            same = "" if self.same_loss is None else ", the same as in the training to the last bit"
+            same = {None: "", True: ", as in the training" + (" to the last bit" if math.isfinite(self.loss) else "")}
             other = f", where the training had {self.recorded_loss!r}"
-            lines.append(f"The loss: {self.loss!r}{other if self.same_loss is False else same}")
+            lines.append(f"The loss: {self.loss!r}{same.get(self.same_loss, other)}")
         return "\n".join([*lines, *(f"Note: {note}." for note in self.notes)])
 
 
@@ -339,7 +342,9 @@ class _Session:
         origins = [one for found in results or [grads[name] for name in bad] if (one := followed.origin(found))]
         if not (origins or followed.first is None) and (results or bad):
             origins = [followed.first]
-        norms = {name: float(torch.linalg.vector_norm(grad, dtype=torch.float64)) for name, grad in grads.items()}
+        norms = {
+            name: fingerprint(grad.coalesce().values() if grad.is_sparse else grad)[1] for name, grad in grads.items()
+        }
         largest = max(norms, key=norms.__getitem__) if norms and not bad else ""
         with self._saved.checked():
             recorded = None if values.loss is None else float(values.loss)
@@ -351,13 +356,21 @@ class _Session:
             step=values.step,
             reason=values.reason,
             origin=min(origins, key=lambda one: one.order, default=None),
-            loss=sum(float(loss.detach()) for loss in losses) if losses else None,
+            loss=_sum(losses),
             recorded_loss=recorded,
             num_operations=followed.count,
             gradients=bad[::-1],
             largest=f"{largest}, norm {norms[largest]:.4g}" if largest else "",
             notes=self._notes,
         )
+
+
+def _sum(losses: list[Tensor]) -> float | None:
+    """Return the sum of the losses of micro-batches as the training has made it: on a device, or as numbers."""
+    if not losses or losses[0].is_cpu:
+        return sum(float(loss.detach()) for loss in losses) if losses else None
+    wide = [loss.detach() if loss.dtype == torch.float64 else loss.detach().float() for loss in losses]
+    return float(sum(wide[1:], wide[0]))
 
 
 def _loss_in(output: Any) -> Tensor | None:

@@ -101,6 +101,26 @@ def test_a_spike_is_replayed_to_the_last_bit(tmp_path: Path) -> None:
     assert replay_step(capture, make).same_loss is False
 
 
+def test_sparse_gradients_are_followed(tmp_path: Path) -> None:
+    """Their values lie in a tensor of their own."""
+    model = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with GradientManager(run_dir=tmp_path, capture="nonfinite", **SETTINGS) as manager:
+        manager.attach(model, optimizer)
+        words = torch.tensor([1, 7, 7])
+        safe_backward((out_of(model, words) * 0).square().sum().sqrt(), model, optimizer, manager, batch=words)
+
+    def again() -> Any:
+        layers = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 1))
+        return layers, lambda net, words: (net(words) * 0).square().sum().sqrt()
+
+    found = replay_step(tmp_path / "capture-00001", again)
+    assert found.origin is not None
+    assert (found.origin.name, found.origin.is_backward) == ("aten.sqrt", True)
+    assert set(found.gradients) == {name for name, _ in model.named_parameters()}
+    assert "The loss: 0.0, as in the training to the last bit" in str(found)
+
+
 def test_a_replay_leaves_random_numbers_and_settings_alone(tmp_path: Path) -> None:
     """It may be called in the middle of a program."""
     train(tmp_path)
