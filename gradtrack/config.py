@@ -9,17 +9,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
+import pydantic
 import yaml
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    TypeAdapter,
-    ValidationError,
-    field_serializer,
-    field_validator,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_serializer, field_validator, model_validator
 
 from gradtrack import registry
 from gradtrack.errors import ConfigError, InputTypeError
@@ -50,7 +42,7 @@ _ELSEWHERE = {
     "analyzers": "plugins",
     "mute": "ignore silence",
 }
-_LIMIT: Final[TypeAdapter[float]] = TypeAdapter(Annotated[float, Field(gt=0, allow_inf_nan=False)])
+_LIMIT: Final = pydantic.TypeAdapter(Annotated[float, Field(gt=0, allow_inf_nan=False)])
 _OFF: Final = {"capture": "off", "fingerprints": 0}
 _PATH = ("Input is not a valid path for <class 'pathlib.Path'>", "expected a path")
 
@@ -144,9 +136,7 @@ class GradientConfig(BaseModel):
     capture_max_steps: int = Field(3, ge=1, description="capture: how many steps are kept.")
     capture_max_bytes: int = Field(10**9, ge=1, description="capture: how many bytes they may have in all.")
     capture_optimizer: bool = Field(False, description="capture: keep the state of the optimizers, too.")
-    fingerprints: int = Field(
-        0, ge=0, description="Write hash and norm of every gradient and weight on every Nth step; 0 is off."
-    )
+    fingerprints: int = Field(0, ge=0, description="Write hash and norm of gradients and weights every Nth step.")
     fingerprints_max_bytes: int = Field(10**8, ge=1, description="fingerprints: how many bytes they may have.")
     engine: Literal["auto", "torch", "native", "triton"] = Field(
         "auto", description="What measures: auto takes the fastest."

@@ -16,10 +16,13 @@ from rich.progress import Progress, TaskID
 from rich.text import Text
 
 from gradtrack._version import __version__
+from gradtrack.cli.plugins import commands as _of_installation
 from gradtrack.cli.runs import (
     FAIL_ON,
     HERE,
+    AsJson,
     FailOn,
+    epilog,
     exit_code,
     find_run,
     find_several,
@@ -42,14 +45,6 @@ _EPILOG: Final = (
 )
 
 
-def _epilog(*examples: str, code_1: str = "") -> str:
-    """Return what follows the help of a command: examples, and when it ends with 1; an empty line is a line break."""
-    lines = ["Examples:", *(f"[bold]{example}[/bold]" for example in examples)]
-    if code_1:
-        lines.append(f"Exit codes: 0 done; 1 {code_1}; 2 wrong usage or input.")
-    return "\n\n".join(lines)
-
-
 app = typer.Typer(
     name="gradtrack",
     no_args_is_help=True,
@@ -67,7 +62,6 @@ Run = Annotated[Path | None, typer.Argument(help=RUN, show_default=False)]
 
 ExportFormat = StrEnum("ExportFormat", ["csv", "parquet", "jsonl", "sarif"])
 ExportTable = StrEnum("ExportTable", ["steps", "issues"])
-AsJson = Annotated[bool, typer.Option("--json", help="Print data for scripts instead of text.")]
 
 
 def main() -> None:
@@ -104,7 +98,7 @@ def gradtrack(
     """
 
 
-@app.command(epilog=_epilog("gradtrack demo", "gradtrack demo --steps 60 --out my_first_run"))
+@app.command(epilog=epilog("gradtrack demo", "gradtrack demo --steps 60 --out my_first_run"))
 def demo(
     out: Annotated[
         Path | None, typer.Option(help="Where the files go. Default: a new directory in gradtrack_runs.")
@@ -123,7 +117,7 @@ def demo(
 
 
 @app.command(
-    epilog=_epilog(
+    epilog=epilog(
         "gradtrack show",
         "gradtrack show gradtrack_runs/exp1 --follow",
         "gradtrack show sweep/*",
@@ -171,7 +165,7 @@ def show(
     raise typer.Exit(max(codes))
 
 
-@app.command(epilog=_epilog("gradtrack report", "gradtrack report gradtrack_runs/exp1 --out exp1.html"))
+@app.command(epilog=epilog("gradtrack report", "gradtrack report gradtrack_runs/exp1 --out exp1.html"))
 def report(
     run: Run = None,
     out: Annotated[
@@ -192,7 +186,7 @@ def report(
 
 
 @app.command(
-    epilog=_epilog(
+    epilog=epilog(
         "gradtrack export exp1 --format parquet",
         "gradtrack export exp1 --table issues --out issues.csv",
         "gradtrack export exp1 --format sarif --out gradients.sarif",
@@ -244,7 +238,7 @@ def export(
 
 
 @app.command(
-    epilog=_epilog(
+    epilog=epilog(
         "gradtrack diff good_run bad_run",
         "gradtrack diff good_run bad_run --html diff.html --check",
         "gradtrack diff sweep/* --html sweep.html",
@@ -286,7 +280,7 @@ def diff(
 
 
 @app.command(
-    epilog=_epilog(
+    epilog=epilog(
         "gradtrack replay exp1",
         "gradtrack replay exp1 --to mlflow --tracking-uri http://127.0.0.1:5000",
         code_1="rows are still missing",
@@ -351,7 +345,7 @@ def replay(
 
 
 @app.command(
-    epilog=_epilog(
+    epilog=epilog(
         "gradtrack replay-step gradtrack_runs/exp1/capture-00120 train.py:make",
         "gradtrack replay-step capture-00120 my_package.training:make --json",
     )
@@ -376,28 +370,10 @@ def replay_step(
     from gradtrack.capture.replay import replay_step as compute
 
     found = compute(capture, make, most_bytes=max_bytes)
-    show_or_dump(found.as_dict, lambda: Text(str(found)), as_json=as_json)
+    print_found(found.as_dict, lambda: Text(str(found)), as_json=as_json)
 
 
-@app.command(
-    epilog=_epilog("gradtrack doctor", "gradtrack doctor gradtrack.yaml --json", code_1="a backend cannot be used")
-)
-def doctor(
-    config: Annotated[
-        Path | None, typer.Argument(help="A YAML, TOML or JSON file. Default: no file.", show_default=False)
-    ] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Tell what is installed and where a configuration would send its rows, without creating anything there."""
-    from gradtrack.delivery.preflight import examine
-    from gradtrack.pages.terminal.overview import show_diagnosis
-
-    found = examine(config)
-    print_found(lambda: {**asdict(found), "healthy": found.healthy}, lambda: show_diagnosis(found), as_json=as_json)
-    raise typer.Exit(int(not found.healthy))
-
-
-@app.command(epilog=_epilog("gradtrack mcp", "gradtrack mcp gradtrack_runs /data/runs"))
+@app.command(epilog=epilog("gradtrack mcp", "gradtrack mcp gradtrack_runs /data/runs"))
 def mcp(
     directories: Annotated[
         list[Path] | None,
@@ -406,33 +382,16 @@ def mcp(
         ),
     ] = None,
 ) -> None:
-    """Serve runs to an agent by the Model Context Protocol, on standard input and output. Needs gradtrack[mcp]."""
+    """Serve runs to an agent by the Model Context Protocol, on standard input and output. Needs the extra mcp."""
     from gradtrack.cli.mcp_server import serve
 
     serve(directories or [Path()])
 
 
-@app.command(epilog=_epilog("gradtrack backends", "gradtrack backends --json"))
-def backends(as_json: AsJson = False) -> None:
-    """List the trackers that a run can write to, and whether what each needs is installed."""
-    from gradtrack.cli.plugins import list_plugins
-
-    list_plugins("backends", as_json=as_json)
-
-
-@app.command(epilog=_epilog("gradtrack analyzers", "gradtrack analyzers --json"))
-def analyzers(as_json: AsJson = False) -> None:
-    """List the analyzers that can look beyond the gradients themselves."""
-    from gradtrack.cli.plugins import list_plugins
-
-    list_plugins("analyzers", as_json=as_json)
+app.add_typer(_of_installation)
 
 
 def _backend_names() -> list[str]:
     from gradtrack import registry
 
     return list(registry.backends.names())
-
-
-if __name__ == "__main__":
-    main()

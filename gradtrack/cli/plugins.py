@@ -1,4 +1,4 @@
-"""Which plugins there are and what each needs, found without importing any of them."""
+"""The commands about what is installed: the plugins, what each needs, and where a configuration would send its rows."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata, resources
+from pathlib import Path
+from typing import Annotated
 
+import typer
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from gradtrack import registry
-from gradtrack.cli.runs import print_found
+from gradtrack.cli.runs import AsJson, epilog, print_found
 from gradtrack.registry import Registry
 
 
@@ -32,8 +35,41 @@ class PluginInfo:
         return f'pip install "gradtrack[{self.name}]"' if self.missing else ""
 
 
-def list_plugins(kind: str, *, as_json: bool) -> None:
-    """Print the plugins of one kind, for the command of its name."""
+commands = typer.Typer()
+"""The commands about what is installed."""
+
+
+@commands.command(
+    epilog=epilog("gradtrack doctor", "gradtrack doctor gradtrack.yaml --json", code_1="a backend cannot be used")
+)
+def doctor(
+    config: Annotated[
+        Path | None, typer.Argument(help="A YAML, TOML or JSON file. Default: no file.", show_default=False)
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Tell what is installed and where a configuration would send its rows, without creating anything there."""
+    from gradtrack.delivery.preflight import examine
+    from gradtrack.pages.terminal.overview import show_diagnosis
+
+    found = examine(config)
+    print_found(lambda: {**asdict(found), "healthy": found.healthy}, lambda: show_diagnosis(found), as_json=as_json)
+    raise typer.Exit(int(not found.healthy))
+
+
+@commands.command(epilog=epilog("gradtrack backends", "gradtrack backends --json"))
+def backends(as_json: AsJson = False) -> None:
+    """List the trackers that a run can write to, and whether what each needs is installed."""
+    _list_plugins("backends", as_json)
+
+
+@commands.command(epilog=epilog("gradtrack analyzers", "gradtrack analyzers --json"))
+def analyzers(as_json: AsJson = False) -> None:
+    """List the analyzers that can look beyond the gradients themselves."""
+    _list_plugins("analyzers", as_json)
+
+
+def _list_plugins(kind: str, as_json: bool) -> None:
     found = describe_plugins(getattr(registry, kind))
     print_found(lambda: [*map(asdict, found)], lambda: show_plugins(kind.removesuffix("s"), found), as_json=as_json)
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import typer
 from rich.console import Console, RenderableType
@@ -26,6 +26,15 @@ from gradtrack.support.regular_files import is_regular
 _PLACES: Final = (".", "gradtrack_runs/*", "lightning_logs/*")
 HERE: Final = "this directory, gradtrack_runs or lightning_logs"
 """Where runs are looked for, in words."""
+AsJson = Annotated[bool, typer.Option("--json", help="Print data for scripts instead of text.")]
+
+
+def epilog(*examples: str, code_1: str = "") -> str:
+    """Return what follows the help of a command: examples, and when it ends with 1; an empty line is a line break."""
+    lines = ["Examples:", *(f"[bold]{example}[/bold]" for example in examples)]
+    if code_1:
+        lines.append(f"Exit codes: 0 done; 1 {code_1}; 2 wrong usage or input.")
+    return "\n\n".join(lines)
 
 
 def find_run(run: Path | None, *, every: bool = False) -> Path:
@@ -105,7 +114,7 @@ def tell_where_they_part(runs: Sequence[Path], *, as_json: bool) -> bool:
     text = "No fingerprint differs." if found is None else found.text
     where = f" (rank {found.rank})" if found is not None and found.rank else ""
     plain = {"parts": found is not None, "compared_steps": count, **({} if found is None else asdict(found))}
-    show_or_dump(lambda: plain, lambda: Text(f"{text}{where}\n{count:,} steps were compared."), as_json=as_json)
+    print_found(lambda: plain, lambda: Text(f"{text}{where}\n{count:,} steps were compared."), as_json=as_json)
     return found is not None
 
 
