@@ -272,8 +272,7 @@ def _band(values: Sequence[float], config: GradientConfig) -> tuple[float, float
         spread = _NORMAL * statistics.median(abs(value - centre) for value in values)
     else:
         centre = math.fsum(values) / count
-        changes = [value - centre for value in values]
-        spread = math.sqrt(sum(change * change for change in changes) / (count - 1))
+        spread = math.hypot(*(value - centre for value in values)) / math.sqrt(count - 1)
     return centre, max(spread, _LEAST_SPREAD * abs(centre))
 
 

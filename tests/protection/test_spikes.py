@@ -121,6 +121,14 @@ def test_a_constant_run_has_no_spikes_by_rounding() -> None:
     assert actions([(1.0, 2.0)] * 70 + [(1.0 + 1e-9, 2.0 + 1e-9), (1.01, 2.0)])[70:] == ["", "skip"]
 
 
+def test_tiny_and_huge_values() -> None:
+    """Squares of deviations that leave the range of a float64 are no deviations of zero or infinity."""
+    for size in (1e-250, 1e250):
+        values = [(size * (1.0 + 0.01 * (step % 3)), None) for step in range(100)]
+        values[90] = (2.0 * size, None)
+        assert [step for step, found in enumerate(actions(values)) if found] == [90]
+
+
 # Trainings.
 
 
