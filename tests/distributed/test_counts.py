@@ -178,13 +178,13 @@ def test_the_spread_of_ranks_takes_six_numbers_more(pretend: Any) -> None:
 def test_updates_are_in_the_sum(pretend: Any) -> None:
     """The step after one that they look at sends 120 bytes more and 48 for each group, unless that is too much.
 
-    Two steps after one at which analyzers are judged there are 336 bytes of verdicts.
+    Two steps after one at which analyzers are judged there are 344 bytes of verdicts.
     """
     mesh = pretend(8)
     for num_tensors, more in ((4, 120), (40, 120 + 48)):
         sizes = sent_each(sharded(mesh, num_tensors), 9, analyzers=["updates"], groups={"all": ".*"})
         plain = 64 * num_tensors + 16
-        assert [one[1] - plain for one in sizes] == [0, 0, 0, 336, more, 0, 0, 0, more]
+        assert [one[1] - plain for one in sizes] == [0, 0, 0, 344, more, 0, 0, 0, more]
         assert all(len(one) == 2 and (num_tensors < 17 or sum(one) <= 128 * num_tensors) for one in sizes)
 
 
