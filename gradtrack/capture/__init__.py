@@ -110,7 +110,7 @@ class _Hook(Unshared):
             except Exception as fault:
                 pass_on(fault)
                 self._failed = True
-                _logger.warning("forward passes be noted for replays any more: %s", fault)
+                _logger.warning("forward passes are not noted for replays any more: %s", fault)
 
 
 class Forwards:
@@ -256,7 +256,10 @@ class Capture:
         # The scale that a loss scaler begins with is too large on purpose: that alone is no fault.
         if not loss_is_finite or (not finite and (data.scale is None or IssueType.NUMERICAL in opened)):
             return "nonfinite"
-        return "spike" if self._training.config.capture == "spike" and not opened.isdisjoint(_SPIKES) else ""
+        if self._training.config.capture != "spike":
+            return ""
+        judged = data.spike is not None and data.spike["action"] != "listed"
+        return "spike" if judged or not opened.isdisjoint(_SPIKES) else ""
 
     def _capture(self, report: StepReport, data: Any, reason: str) -> str:
         config, model = self._training.config, unwrapped(self._training.model)

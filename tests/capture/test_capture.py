@@ -56,6 +56,25 @@ def test_training_is_bitwise_the_same(tmp_path: Path) -> None:
         assert captures(tmp_path / name) == ["capture-00006"]
 
 
+def test_a_spike_that_is_acted_on_is_captured(tmp_path: Path) -> None:
+    """Also where it is too small for an issue."""
+    torch.manual_seed(0)
+    model, x, y = Net(), torch.randn(8, 4), torch.randn(8, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    spikes: dict[str, Any] = {"capture": "spike", "spike_action": "skip", "spike_window": 16}
+    with GradientManager(run_dir=tmp_path, **spikes, **SETTINGS) as manager:
+        manager.attach(model, optimizer)
+        for step in range(1, 31):
+            optimizer.zero_grad()
+            loss = (model(x) - y).square().mean() * (5.0 if step == 25 else 1.0)
+            report = safe_backward(loss, model, optimizer, manager)
+            optimizer.step()
+            assert (report.spike is not None) == (step == 25)
+            assert report.health.healthy
+    assert captures(tmp_path) == ["capture-00025"]
+    assert json.loads((tmp_path / "capture-00025" / "capture.json").read_text())["reason"] == "spike"
+
+
 def test_a_model_that_is_watched_can_be_copied_and_saved(tmp_path: Path) -> None:
     """A copy has a hook that does nothing, and is no part of the run."""
     model = Net()
