@@ -13,6 +13,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import typer
@@ -26,6 +27,8 @@ from gradtrack.records import Record, RunInfo
 from gradtrack.reports import IssueSeverity, TrainingSummary
 from tests.pages.runs import issue, row, write_run
 from tests.processes import ROOT, python
+
+COMMANDS: dict[str, Any] = typer.main.get_command(cli.app).commands  # type: ignore[attr-defined]
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -63,23 +66,20 @@ def test_the_package_runs_as_a_module() -> None:
 def test_help_names_every_command_with_a_sentence() -> None:
     """The help lists each command together with what it does."""
     result = CliRunner().invoke(cli.app, ["--help"], env={"COLUMNS": "200"})
-    for command in cli.app.registered_commands:
-        assert command.callback is not None
-        assert str(command.callback.__name__) in result.output
-        assert (command.callback.__doc__ or "").split(".")[0].split(",")[0] in result.output
+    for name, command in COMMANDS.items():
+        assert name in result.output
+        assert (command.help or "").split(".")[0].split(",")[0] in result.output
 
 
-@pytest.mark.parametrize("command", [str(found.callback.__name__) for found in cli.app.registered_commands])  # type: ignore[union-attr]
+@pytest.mark.parametrize("command", COMMANDS)
 def test_the_examples_of_the_help_can_be_typed(command: str) -> None:
     """Every command's help has examples of it, each of which the command line takes."""
     shown = CliRunner().invoke(cli.app, [command, "--help"], env={"COLUMNS": "200"}).output
     examples = [line.strip() for line in shown.splitlines() if line.strip().startswith(f"gradtrack {command}")]
     assert len(examples) >= 2
-    parser = typer.main.get_command(cli.app)
     for example in examples:
         words = shlex.split(example.partition("&&")[0])
-        found = parser.commands[words[1]]  # type: ignore[attr-defined]
-        assert found.make_context(words[1], words[2:])
+        assert COMMANDS[words[1]].make_context(words[1], words[2:])
 
 
 def test_the_help_tells_what_the_codes_mean() -> None:

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from gradtrack.capture.replay import replay_step
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SMALL: dict[str, dict[str, Any]] = {
     "plain_loop": {"steps": 20},
@@ -46,6 +48,15 @@ def test_examples_run(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     found = runpy.run_path(str(path))["main"](**SMALL[name])
     assert found.reports
     assert capsys.readouterr().out
+
+
+def test_the_step_that_breaks_is_computed_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The example that breaks on purpose is captured, and the replay names its division."""
+    example = EXAMPLES / "broken_step.py"
+    runpy.run_path(str(example))["train"](str(tmp_path))
+    assert "step 21 was skipped" in capsys.readouterr().out
+    found = replay_step(tmp_path / "capture-00021", f"{example}:make")
+    assert "x.std(0)" in str(found)
 
 
 def test_every_example_is_short_and_is_run() -> None:
