@@ -208,8 +208,8 @@ class Capture:
     Nothing that goes wrong with it reaches the training: it is said in a note of the report, and in the log.
     """
 
-    def __init__(self, training: Training, claim: Callable[[], Path | None], run_id: str) -> None:
-        self._training, self._claim, self._run_id = training, claim, run_id
+    def __init__(self, training: Training, place: Callable[[], tuple[Path, str] | None]) -> None:
+        self._training, self._place = training, place
         self._rank, self._left = process_rank(), training.config.capture_max_steps
         self._forwards = Forwards(training, with_buffers=True)
 
@@ -227,7 +227,9 @@ class Capture:
             self._forwards.end_batch(batch)
 
     def measured(self, *_: object) -> None:
-        """Do nothing: whether a step breaks is known once it is judged."""
+        """Let rank 0 tell the others its directory; whether a step breaks is known once it is judged."""
+        if self._rank == 0 and num_ranks() > 1:
+            self._place()
 
     def judged(self, report: StepReport, data: Any, finite: bool) -> None:
         """Capture the step if it is one of those that were asked for, and add a note to its report that says so."""
@@ -263,10 +265,13 @@ class Capture:
 
     def _capture(self, report: StepReport, data: Any, reason: str) -> str:
         config, model = self._training.config, unwrapped(self._training.model)
-        directory = self._claim()
-        if directory is None:
+        place = self._place()
+        if place is None:
             self._left = 0
-            return f"step {data.step} was not captured: the run has no directory. Set run_dir."
+            return (
+                f"step {data.step} was not captured: this rank has no directory of rank 0. Set run_dir on every rank."
+            )
+        directory, run_id = place
         head = f"capture-{file_part(data.source)}-" if data.source else "capture-"
         tail = f"-rank{self._rank}" if self._rank else ""
         is_own = re.compile(rf"{head}[0-9]+{tail}")
@@ -276,6 +281,7 @@ class Capture:
             self._left = 0
             return f"step {data.step} was not captured: {directory} has {len(earlier)} captures, which is the limit."
         values, tensors = self._contents(model, report, data, reason)
+        values.run_id = run_id
         size = sum(one.numel() * one.element_size() for one in tensors.values())
         used = sum(found.stat().st_size for path in earlier for found in path.glob(TENSORS))
         if used + size > config.capture_max_bytes:
@@ -324,7 +330,6 @@ class Capture:
         scale = None if data.scale is None or data.scale.value is None else float(data.scale.value)
         loss = data.loss if data.loss is None or math.isfinite(data.loss) else repr(data.loss)
         values = CaptureValues(
-            run_id=self._run_id,
             step=data.step,
             source=data.source,
             rank=self._rank,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import sys
@@ -10,7 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from gradtrack.support.names import file_part
 
@@ -141,6 +142,52 @@ def is_same(directory: Path, run_dir: str | None) -> bool:
 def own_directory(directory: Path, run_id: str) -> Path:
     """Name the directory of a run inside of one that has another run."""
     return directory / file_part(run_id)
+
+
+class Place(NamedTuple):
+    """Where the ranks of a training keep what they are to be compared by, and the identity of that run."""
+
+    directory: Path
+    run_id: str
+
+
+_PATIENCE_SECONDS: Final = 30.0
+"""How long another rank waits for the directory of rank 0, which tells it at its own first step."""
+
+
+def tell_place(run_dir: Path | None, place: Place, number: int) -> None:
+    """Tell the other ranks the directory that rank 0 has for the manager with this number."""
+    from gradtrack.gradients.distributed.agreement import tell_ranks
+
+    asked = None if run_dir is None else str(run_dir)
+    tell_ranks(f"run/{number}", json.dumps([asked, str(place.directory), place.run_id]))
+
+
+def place_of_first(
+    run_dir: Path | None, run_id: str, rank: int, number: int, *, resumed: bool
+) -> tuple[Place | None, Claim | None]:
+    """Return the directory that rank 0 has for the same run_dir; with another run_dir this rank claims its own."""
+    from gradtrack.gradients.distributed.agreement import told_by_rank
+
+    told = told_by_rank(f"run/{number}", _PATIENCE_SECONDS)
+    if told is None:
+        _logger.warning(
+            "rank %d keeps no captures and no fingerprints, and is not compared with the others: rank 0 has not "
+            "told its directory. Make the GradientManager on every rank, after init_process_group.",
+            rank,
+        )
+        return None, None
+    of_first, first, first_id = json.loads(told)
+    if run_dir is None or str(run_dir) == of_first:
+        return Place(Path(first), first_id), None
+    is_taken = (lambda _: False) if resumed else _is_recorded
+    directory, claim = claim_or_own(run_dir.absolute(), run_id, what="run_dir", is_taken=is_taken)
+    return Place(directory, run_id), claim
+
+
+def _is_recorded(directory: Path) -> bool:
+    """Say whether a rank of an earlier run has left steps in a directory that rank 0 does not have."""
+    return any(directory.glob("fingerprints-*")) or any(directory.glob("capture-*"))
 
 
 _LONGEST_HOLD_SECONDS: Final = 5.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 import json
 import logging
 import os
@@ -25,7 +26,7 @@ from gradtrack.config import GradientConfig
 from gradtrack.delivery.at_exit import termination
 from gradtrack.delivery.delivery import Delivery, status_of
 from gradtrack.delivery.journal.writing import Journal
-from gradtrack.delivery.locks import Claim, ForkGuard, claim_or_own
+from gradtrack.delivery.locks import Claim, ForkGuard, Place, claim_or_own, place_of_first, tell_place
 from gradtrack.delivery.run_files import ensure_writable, holds_run, new_run_id, runs_in
 from gradtrack.delivery.subprocess import ProcessBackend, outsourced
 from gradtrack.delivery.worker import AlertWorker
@@ -33,10 +34,11 @@ from gradtrack.errors import InputTypeError, UsageError
 from gradtrack.records import Record, RunInfo
 from gradtrack.reports import Issue, IssueSeverity, StepReport
 from gradtrack.support.names import names_run
-from gradtrack.support.rank import process_rank
+from gradtrack.support.rank import num_ranks, process_rank
 from gradtrack.support.redact import is_hidden, redact, redact_values
 
 _logger = logging.getLogger("gradtrack")
+_sinks = itertools.count()
 
 
 def without_hidden(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -105,6 +107,9 @@ class Sink:
         self._config = config
         self._directory = None if config.run_dir is None else config.run_dir.absolute()
         self._claim: Claim | None = None
+        self._number = next(_sinks) if config.fingerprints or config.capture != "off" else -1
+        self._place: Place | None = None
+        self._is_placed = False
         self._resumed: dict[str, Any] = {}
         self._resumed_in_place = False
         self._delivery: Delivery | None = None
@@ -138,6 +143,28 @@ class Sink:
             is_taken = (lambda _: False) if self._resumed_in_place else holds_run
             self._directory, self._claim = claim_or_own(directory, self.run_id, what="run_dir", is_taken=is_taken)
         return self._directory
+
+    def shared_place(self) -> Place | None:
+        """Return the directory of rank 0 on every rank, which no other run writes to.
+
+        None where there is none, or where rank 0 does not tell it in time: what is written elsewhere could be among
+        the files of another run. A rank whose run_dir is not that of rank 0 claims its own.
+        """
+        if self.keeps_files and not self._is_placed and not self._guard.forked:
+            self._is_placed, self._place = True, self._find_place()
+        return self._place
+
+    def _find_place(self) -> Place | None:
+        asked = self._config.run_dir
+        if self.rank != 0:
+            place, claim = place_of_first(asked, self.run_id, self.rank, self._number, resumed=self._resumed_in_place)
+            self._claim = self._claim or claim
+            return place
+        directory = self.claim()
+        assert directory is not None
+        if num_ranks() > 1:
+            tell_place(asked, Place(directory, self.run_id), self._number)
+        return Place(directory, self.run_id)
 
     def state_dict(self) -> dict[str, str]:
         """Return what a training that is resumed needs to find this run; nothing where nothing is written."""

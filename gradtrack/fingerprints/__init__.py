@@ -56,8 +56,8 @@ class Fingerprints:
     issue where they differ: nothing is sent, so no rank waits for another.
     """
 
-    def __init__(self, training: Training, claim: Callable[[], Path | None], run_id: str) -> None:
-        self._training, self._claim, self._run_id = training, claim, run_id
+    def __init__(self, training: Training, place: Callable[[], tuple[Path, str] | None]) -> None:
+        self._training, self._place = training, place
         self._every = training.config.fingerprints
         self._left = training.config.fingerprints_max_bytes
         self._forwards = Forwards(training, due=self.due)
@@ -142,9 +142,10 @@ class Fingerprints:
         self._stream.flush()
 
     def _open(self) -> None:
-        directory = self._claim()
-        if directory is None:
-            raise ValueError("the run has no directory")
+        place = self._place()
+        if place is None:
+            raise ValueError("this rank has no directory of rank 0, and is not compared. Set run_dir on every rank")
+        directory, run_id = place
         directory.mkdir(parents=True, exist_ok=True)
         path = directory / _FILE.format(self._rank)
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0)
@@ -154,7 +155,7 @@ class Fingerprints:
         if type(model).__name__ == "DistributedDataParallel":
             replicas = list(torch.distributed.get_process_group_ranks(model.process_group))
             self._replicas = Replicas(directory, self._rank, replicas) if self._rank == min(replicas) else None
-        begin = {"run_id": self._run_id, "rank": self._rank, "ranks": num_ranks(), "every": self._every}
+        begin = {"run_id": run_id, "rank": self._rank, "ranks": num_ranks(), "every": self._every}
         # A process that was killed may have left half a line.
         self._stream.write(b"\n" + with_checksum(f"{json.dumps({'fingerprints': 1, **begin})}\n".encode()))
 

@@ -360,11 +360,11 @@ def _recorders(pair: Pair, sink: Sink) -> Recorders:
     if "capture" in wanted:
         from gradtrack.capture import Capture
 
-        found.append(Capture(pair, sink.claim, sink.run_id))
+        found.append(Capture(pair, sink.shared_place))
     if "fingerprints" in wanted:
         from gradtrack.fingerprints import Fingerprints
 
-        found.append(Fingerprints(pair, sink.claim, sink.run_id))
+        found.append(Fingerprints(pair, sink.shared_place))
     return Recorders(found)
 
 

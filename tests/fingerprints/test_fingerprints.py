@@ -201,6 +201,16 @@ def test_the_bytes_are_bounded(tmp_path: Path, caplog: pytest.LogCaptureFixture)
     assert 0 < count < 40
 
 
+def test_a_rank_that_does_not_know_the_directory_of_rank_0_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its own could be that of another run; it says so, waits for nobody, and trains on."""
+    monkeypatch.setenv("RANK", "1")
+    train(tmp_path, steps=3, capture="nonfinite")
+    assert not list(tmp_path.glob("fingerprints-*"))
+    assert "rank 1 keeps no captures and no fingerprints, and is not compared with the others" in caplog.text
+
+
 def test_a_torn_line_is_left_out(tmp_path: Path) -> None:
     """A process that was killed may have left half a row, and a row may be damaged."""
     one = train(tmp_path / "one", steps=5)

@@ -14,6 +14,12 @@ from tests.capture.test_replay import make
 from tests.processes import torchrun
 
 
+def header_of(path: Path) -> dict[str, Any]:
+    """Return the first line of fingerprints."""
+    found: dict[str, Any] = json.loads(path.read_bytes().split(b"\n")[1])
+    return found
+
+
 def train(run_dir: Path, num_ranks: int, bad_rank: int, *, breaks: bool = False) -> list[list[Any]]:
     """Train replicas, and return the issues that rank 0 has found."""
     ended = torchrun(num_ranks, "-m", "tests.fingerprints.replicas", str(run_dir), str(bad_rank), str(breaks))
@@ -36,6 +42,19 @@ def test_a_rank_that_differs_by_one_bit_is_named(tmp_path: Path, num_ranks: int,
         assert (found.step, found.parameter, found.rank) == (37, "head.last.weight", bad_rank)
         assert (found.cause, found.num_parameters) == ("update", 1)
         assert count > 37
+
+
+def test_a_second_training_leaves_the_files_of_the_first_alone(tmp_path: Path) -> None:
+    """All of its ranks go to the directory of its own that rank 0 has taken, and are compared there."""
+    train(tmp_path, 2, -1)
+    before = {path.name: path.read_bytes() for path in tmp_path.glob("fingerprints-*")}
+    assert sorted(before) == ["fingerprints-000.jsonl", "fingerprints-001.jsonl"]
+    assert [issue[0] for issue in train(tmp_path, 2, 1)] == ["REPLICA_DRIFT"]
+    assert {path.name: path.read_bytes() for path in tmp_path.glob("fingerprints-*")} == before
+    inside = list(tmp_path.glob("*/fingerprints-*"))
+    assert sorted(path.name for path in inside) == sorted(before)
+    assert len({path.parent for path in inside}) == 1
+    assert len({header_of(path)["run_id"] for path in inside}) == 1
 
 
 def test_every_rank_keeps_its_own_capture(tmp_path: Path) -> None:

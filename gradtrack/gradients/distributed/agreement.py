@@ -40,6 +40,24 @@ def agree(ranks: tuple[int, ...], facts: Mapping[str, Any], offers: Collection[s
     return {offer: store.add(f"{place}/offers/{offer}", 0) for offer in offers}
 
 
+def tell_ranks(name: str, text: str) -> None:
+    """Tell the other ranks something under a name, without waiting for any."""
+    if (store := _store()) is not None:
+        store.set(f"gradtrack/told/{name}", text)
+
+
+def told_by_rank(name: str, patience_seconds: float) -> str | None:
+    """Return what a rank tells under a name, None where it has not come after some seconds."""
+    key, store = f"gradtrack/told/{name}", _store()
+    if store is None:
+        return None
+    try:
+        store.wait([key], timedelta(seconds=patience_seconds))
+        return str(store.get(key).decode())
+    except RuntimeError:  # as which not every store raises its own error
+        return None
+
+
 def digest(value: object) -> str:
     """Return a short text that differs where the values do."""
     return digest_of(repr(value))
@@ -47,7 +65,8 @@ def digest(value: object) -> str:
 
 def _store() -> Any:
     """Return the store of the default group, None where it has none that ranks share."""
-    if torch.distributed.get_backend() == "fake":
+    there = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if not there or torch.distributed.get_backend() == "fake":
         return None
     return torch.distributed.distributed_c10d._get_default_store()
 
