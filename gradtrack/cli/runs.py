@@ -110,7 +110,9 @@ def tell_where_they_part(runs: Sequence[Path], *, as_json: bool) -> bool:
 
     if len(runs) > 2:
         raise UsageError(f"--first with {len(runs)} runs: expected one or two. Compare them in pairs.")
-    found, count = first_difference(*(open_run(find_run(run)).directory for run in runs))
+    opened = [open_run(find_run(run)) for run in runs]
+    run_ids = [{journal.run.run_id for journal in one.journals} for one in opened]
+    found, count = first_difference(*(one.directory for one in opened), run_ids=run_ids)
     text = "No fingerprint differs." if found is None else found.text
     where = f" (rank {found.rank})" if found is not None and found.rank else ""
     plain = {"parts": found is not None, "compared_steps": count, **({} if found is None else asdict(found))}

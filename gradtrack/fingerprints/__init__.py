@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Final
@@ -19,17 +19,13 @@ from gradtrack.capture import Forwards, Training
 from gradtrack.errors import JournalError, UsageError
 from gradtrack.gradients.distributed.shards import local_part, unwrapped
 from gradtrack.reports import Issue, IssueSeverity, IssueType
-from gradtrack.support.checksums import fingerprint, hash_of_batch, is_intact, with_checksum
+from gradtrack.support.checksums import SavedFingerprints, fingerprint, hash_of_batch, with_checksum
 from gradtrack.support.interrupts import pass_on
 from gradtrack.support.rank import num_ranks, process_rank
-from gradtrack.support.regular_files import MEBIBYTE, is_regular, open_regular
+from gradtrack.support.regular_files import is_regular
 
 _FILE: Final = "fingerprints-{:03d}.jsonl"
 _IS_FILE: Final = re.compile(r"fingerprints-(\d{3,6})\.jsonl")
-_MOST_BYTES: Final = 16 * 1024 * MEBIBYTE
-_LONGEST_LINE: Final = 64 * MEBIBYTE
-_ROW: Final = re.compile(rb'\{"step": ?(\d{1,15}), ?"source": ?("(?:[^"\\]|\\.){0,1000}")')
-_NAMES: Final = re.compile(rb'\{"names": ?("(?:[^"\\]|\\.){0,1000}")')
 _KEPT: Final = 8
 """How many steps rank 0 keeps to compare them with those of ranks that are late."""
 _logger = logging.getLogger("gradtrack")
@@ -59,20 +55,22 @@ class Fingerprints:
     def __init__(self, training: Training, place: Callable[[], tuple[Path, str] | None]) -> None:
         self._training, self._place = training, place
         self._every = training.config.fingerprints
-        self._left = training.config.fingerprints_max_bytes
+        self._ended = False
+        self._last, self._session = 0, 0
         self._forwards = Forwards(training, due=self.due)
         self._rank, self._process = process_rank(), os.getpid()
         self._stream: BinaryIO | None = None
+        self._run_id = ""
         self._names: list[str] = []
         self._replicas: Replicas | None = None
 
     def due(self, step: int) -> bool:
         """Whether a step gets fingerprints: the first one and every Nth."""
-        return self._left > 0 and (step == 1 or step % self._every == 0)
+        return not self._ended and (step == 1 or step % self._every == 0)
 
     def next_step(self, step: int) -> int:
         """Return the next step that gets fingerprints."""
-        return step if self.due(step) else step + -step % self._every if self._left > 0 else 2**63
+        return step if self.due(step) else 2**63 if self._ended else step + -step % self._every
 
     def end_batch(self, batch: object) -> None:
         """Note that the backward pass of a micro-batch is over."""
@@ -82,10 +80,14 @@ class Fingerprints:
         """Write the fingerprints of a step, if it gets some; issues of the replicas stay open on all steps."""
         if self.due(data.step) and not data.repeated:
             try:
+                if data.step <= self._last:  # the training has gone back
+                    self._session += 1
+                    self._begin()
+                self._last = data.step
                 row = self._row(grads, batch, data)
                 self._add(row.model_dump())
                 if self._replicas is not None:
-                    self._replicas.compare(row, self._names)
+                    self._replicas.compare(row, self._names, self._session)
             except Exception as fault:
                 pass_on(fault)
                 self._stop(f"fingerprints end before step {data.step}: {fault}.", data)
@@ -104,7 +106,7 @@ class Fingerprints:
                 last = Row(step=training.step_count + 1, source=training.name, weights=weights, gradients=[])
                 self._add(last.model_dump())
             self._stream.close()
-        self._stream, self._left = None, 0
+        self._stream, self._ended = None, True
 
     def _weights(self) -> dict[str, Print]:
         named = unwrapped(self._training.model).named_parameters()
@@ -132,39 +134,42 @@ class Fingerprints:
 
     def _add(self, values: Mapping[str, Any]) -> None:
         line = with_checksum(f"{json.dumps(values)}\n".encode())
-        if len(line) > self._left:
-            raise ValueError(f"they would have more than {self._training.config.fingerprints_max_bytes:,} bytes")
         if self._stream is None:
             self._open()
         assert self._stream is not None
-        self._left -= len(line)
+        most = self._training.config.fingerprints_max_bytes
+        if os.fstat(self._stream.fileno()).st_size + len(line) > most:
+            raise ValueError(f"they would have more than {most:,} bytes. Raise fingerprints_max_bytes")
         self._stream.write(line)
-        self._stream.flush()
 
     def _open(self) -> None:
         place = self._place()
         if place is None:
             raise ValueError("this rank has no directory of rank 0, and is not compared. Set run_dir on every rank")
-        directory, run_id = place
+        directory, self._run_id = place
         directory.mkdir(parents=True, exist_ok=True)
         path = directory / _FILE.format(self._rank)
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0)
         self._stream = os.fdopen(os.open(path, flags, 0o644), "ab", buffering=0)
-        self._left -= self._stream.tell()
         model: Any = self._training.model
         if type(model).__name__ == "DistributedDataParallel":
             replicas = list(torch.distributed.get_process_group_ranks(model.process_group))
-            self._replicas = Replicas(directory, self._rank, replicas) if self._rank == min(replicas) else None
-        begin = {"run_id": run_id, "rank": self._rank, "ranks": num_ranks(), "every": self._every}
-        # A process that was killed may have left half a line.
-        self._stream.write(b"\n" + with_checksum(f"{json.dumps({'fingerprints': 1, **begin})}\n".encode()))
+            if self._rank == min(replicas):
+                self._replicas = Replicas(directory, self._rank, replicas, self._run_id)
+        self._stream.write(b"\n")  # a process that was killed may have left half a line
+        self._begin()
+
+    def _begin(self) -> None:
+        """Begin a session: rows of the same step are compared between ranks within one only."""
+        own = {"run_id": self._run_id, "source": self._training.name, "session": self._session}
+        self._add({"fingerprints": 1, **own, "rank": self._rank, "ranks": num_ranks(), "every": self._every})
 
     def _stop(self, text: str, data: Any) -> None:
         data.notes = [*data.notes, text]
         _logger.warning("%s", text)
         if self._stream is not None:
             self._stream.close()
-        self._stream, self._left = None, 0
+        self._stream, self._ended = None, True
         self._forwards.close()
 
 
@@ -248,78 +253,59 @@ def _why_updated(row: Row, earlier: Sequence[Row]) -> str:
     return f"the gradients of step {step} were the same: its update differs, or a change after it"
 
 
-class SavedFingerprints:
-    """The fingerprints in a file of a run directory; of a step that was made again after a resume, the last ones."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self.rows: dict[tuple[str, int], tuple[int, int]] = {}
-        """Where the row of each step begins, and the names of its parameters."""
-        self._offset = 0
-        self._last_names: dict[str, int] = {}
-
-    def refresh(self) -> None:
-        """Find the rows that were written since."""
-        with self._opened() as stream:
-            stream.seek(self._offset)
-            for line in iter(lambda: stream.readline(_LONGEST_LINE), b""):
-                if not line.endswith(b"\n"):
-                    break
-                start, self._offset = self._offset, self._offset + len(line)
-                with contextlib.suppress(ValueError):
-                    if (found := _ROW.match(line)) and (source := json.loads(found[2])) in self._last_names:
-                        self.rows[source, int(found[1])] = start, self._last_names[source]
-                    elif found := _NAMES.match(line):
-                        self._last_names[json.loads(found[1])] = start
-
-    def read(self, source: str, step: int) -> tuple[Row, list[str]] | None:
-        """Return the row of a step with the names of its parameters; None where it is damaged."""
-        with self._opened() as stream:
-            found = []
-            for start in self.rows[source, step]:
-                stream.seek(start)
-                line = stream.readline(_LONGEST_LINE)
-                if not is_intact(line):
-                    return None
-                found.append(line)
-        with contextlib.suppress(ValueError, TypeError, LookupError, RecursionError):
-            names = json.loads(found[1])["parameters"]
-            return Row.model_validate(json.loads(found[0])), [str(name) for name in names]
-        return None
-
-    @contextlib.contextmanager
-    def _opened(self) -> Iterator[BinaryIO]:
-        try:
-            with open_regular(self._path, most_bytes=_MOST_BYTES) as stream:
-                yield stream
-        except OSError as fault:
-            raise JournalError(
-                f"{str(self._path)!r} cannot be read ({fault.strerror or fault}): expected fingerprints of a run. "
-                "Copy the run's directory again."
-            ) from None
+def _read(saved: SavedFingerprints, source: str, step: int) -> tuple[Row, list[str]] | None:
+    """Return the row of a step with the names of its parameters; None where it is damaged."""
+    found = saved.read(source, step)
+    with contextlib.suppress(ValueError, TypeError, LookupError, RecursionError):
+        if found is not None:
+            return Row.model_validate_json(found[0]), [str(name) for name in json.loads(found[1])["parameters"]]
+    return None
 
 
 class Replicas:
     """The ranks that are to have the same weights, compared with the first of them by what each has written."""
 
-    def __init__(self, directory: Path, rank: int, ranks: Iterable[int]) -> None:
+    def __init__(self, directory: Path, rank: int, ranks: Iterable[int], run_id: str) -> None:
         self._others = {one: SavedFingerprints(directory / _FILE.format(one)) for one in ranks if one != rank}
-        self._rows: list[tuple[Row, list[str]]] = []
-        self.issues: list[Issue] = []
+        self._session = run_id, 0
+        self._begin()
 
-    def compare(self, row: Row, names: list[str]) -> None:
-        """Compare the last rows with those of the other ranks, as far as they have written them."""
-        self._rows = [*self._rows[1 - _KEPT :], (row, names)]
-        for rank, other in self._others.items() if not self.issues else ():
+    def _begin(self) -> None:
+        self._rows: list[tuple[Row, list[str]]] = []
+        self._compared = dict.fromkeys(self._others, 0)
+        self._open: dict[int, Issue] = {}
+
+    @property
+    def issues(self) -> list[Issue]:
+        """Return the issue of the first rank that differs, until its rows are the same again."""
+        return [*self._open.values()][:1]
+
+    def compare(self, row: Row, names: list[str], session: int) -> None:
+        """Compare the last rows with those of the other ranks, as far as they have written them in this session."""
+        if session != self._session[1]:
+            self._session = self._session[0], session
+            self._begin()
+        self._rows = [*self._rows[-_KEPT:], (row, names)]
+        pairs = list(zip([(), *([kept] for kept, _ in self._rows)], self._rows, strict=False))
+        for rank, other in self._others.items():
             with contextlib.suppress(JournalError):  # a directory that the ranks do not share
                 other.refresh()
-            for earlier, (one, known) in zip([(), *([kept] for kept, _ in self._rows)], self._rows, strict=False):
-                if (one.source, one.step) not in other.rows or (found := other.read(one.source, one.step)) is None:
-                    continue
-                difference = difference_of_rows(one, found[0], known, earlier, replicas=True)
-                if difference is not None and found[1] == known:
-                    self.issues = [_drift(difference, rank)]
-                    return
+                for earlier, (one, known) in pairs[-_KEPT:]:
+                    place = other.rows.get((one.source, one.step))
+                    if place is not None and place[2] == self._session and one.step > self._compared[rank]:
+                        self._compared[rank] = one.step
+                        self._tell(rank, one, known, earlier, _read(other, one.source, one.step))
+                least = self._session[1], self._compared[rank]
+                other.keep(lambda step, run: run[0] == self._session[0] and (run[1], step) > least)  # noqa: B023
+
+    def _tell(self, rank: int, one: Row, known: list[str], earlier: Sequence[Row], found: Any) -> None:
+        if found is None or found[1] != known:
+            return
+        difference = difference_of_rows(one, found[0], known, earlier, replicas=True)
+        if difference is None:
+            self._open.pop(rank, None)
+        else:
+            self._open.setdefault(rank, _drift(difference, rank))
 
 
 def _drift(found: Difference, rank: int) -> Issue:
@@ -335,12 +321,18 @@ def _drift(found: Difference, rank: int) -> Issue:
     )
 
 
-def first_difference(first: Path, second: Path | None = None) -> tuple[Difference | None, int]:
+def first_difference(
+    first: Path, second: Path | None = None, *, run_ids: Sequence[Collection[str] | None] = (None, None)
+) -> tuple[Difference | None, int]:
     """Return where two runs part first, or the ranks of one run, and how many steps were compared.
 
-    Differences of weights and gradients come first; only where there are none, others are told.
+    Differences of weights and gradients come first; only where there are none, others are told. Of a directory with
+    several runs only those with such `run_ids` count.
     """
-    ours, theirs = _files_with_rows(first), _files_with_rows(second) if second is not None else {}
+    if second is not None and first.resolve() == second.resolve() and run_ids[0] == run_ids[1]:
+        raise UsageError(f"{str(first)!r} is named twice: expected two runs. Name another one.")
+    ours = _files_with_rows(first, run_ids[0])
+    theirs = _files_with_rows(second, run_ids[1]) if second is not None else {}
     pairs = [(rank, ours[rank], theirs[rank]) for rank in ours if rank in theirs]
     if second is None:
         least = min(ours)
@@ -354,7 +346,7 @@ def first_difference(first: Path, second: Path | None = None) -> tuple[Differenc
         earlier: dict[str, tuple[Row, Row]] = {}
         hint: Difference | None = None
         for source, step in common:
-            a, b = one.read(source, step), other.read(source, step)
+            a, b = _read(one, source, step), _read(other, source, step)
             if a is None or b is None:
                 continue
             if a[1] != b[1]:
@@ -372,9 +364,10 @@ def first_difference(first: Path, second: Path | None = None) -> tuple[Differenc
                     break
         found += [hint] if hint is not None else []
     if not count:
+        who = f"the ranks of {str(first)!r}" if second is None else f"{str(first)!r} and {str(second)!r}"
         raise UsageError(
-            f"{str(first)!r} and {str(second)!r} have no step in common that has fingerprints: expected one at least. "
-            "Train both with the same setting of fingerprints."
+            f"{who} have no step in common that has fingerprints: expected one at least. "
+            "Train them with the same setting of fingerprints."
         )
     return min(found, key=_precedence, default=None), count
 
@@ -384,9 +377,11 @@ def _precedence(found: Difference) -> tuple[Any, ...]:
     return not found.parameter, found.step, found.cause not in ("update", "initial weights"), found.rank
 
 
-def _files_with_rows(run: Path) -> dict[int, SavedFingerprints]:
+def _files_with_rows(run: Path, run_ids: Collection[str] | None) -> dict[int, SavedFingerprints]:
     named = {_IS_FILE.fullmatch(path.name): path for path in sorted(run.glob("fingerprints-*.jsonl"))}
-    found = {int(name[1]): SavedFingerprints(path) for name, path in named.items() if name and is_regular(path)}
+    found = {
+        int(name[1]): SavedFingerprints(path, run_ids) for name, path in named.items() if name and is_regular(path)
+    }
     for one in found.values():
         one.refresh()
     if not any(one.rows for one in found.values()):

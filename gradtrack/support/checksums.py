@@ -1,19 +1,25 @@
-"""Checksums of lines and of event files: CRC-32 by Python's own zlib, CRC-32C by NumPy; hashes of tensors."""
+"""Checksums of lines and of event files: CRC-32 by zlib, CRC-32C by NumPy; hashes of tensors, and the file of them."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import json
 import math
 import re
 import struct
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from functools import cache
 from itertools import pairwise
-from typing import TYPE_CHECKING, Final
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO, Final
 
 import numpy as np
 from numpy.typing import NDArray
+
+from gradtrack.errors import JournalError
+from gradtrack.support.regular_files import MEBIBYTE, open_regular
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,6 +29,12 @@ _SPAN: Final = 4096
 _ALL_ONES: Final = 0xFFFFFFFF
 _END: Final = re.compile(rb',"(crc32c?)":"([0-9a-f]{8})"\}')
 _CHUNK: Final = 1 << 15  # so many that torch wakes no other thread for them
+_MOST_BYTES: Final = 16 * 1024 * MEBIBYTE
+_LONGEST_LINE: Final = 64 * MEBIBYTE
+_ROW: Final = re.compile(rb'\{"step": ?(\d{1,15}), ?"source": ?("(?:[^"\\]|\\.){0,1000}")')
+_BEGIN: Final = b'{"fingerprints":'
+_NAMES: Final = re.compile(rb'\{"names": ?("(?:[^"\\]|\\.){0,1000}")')
+_MOST_ROWS: Final = 1_000_000
 _LONGEST_END: Final = len(b',"crc32c":"00000000"}\n')
 
 
@@ -128,3 +140,66 @@ def hash_of_batch(values: object) -> str:
             plain = leaf is None or isinstance(leaf, (bool, int, float, str))
             found.update((repr(leaf) if plain else type(leaf).__qualname__).encode(errors="backslashreplace"))
     return found.hexdigest()[:16]
+
+
+class SavedFingerprints:
+    """The fingerprints in a file of a run directory; of a step that was made again after a resume, the last ones."""
+
+    def __init__(self, path: Path, run_ids: Collection[str] | None = None) -> None:
+        self._path, self._run_ids = path, run_ids
+        self.rows: dict[tuple[str, int], tuple[int, int, tuple[str, int]]] = {}
+        """Where the row of each step begins, and the names of its parameters; and run and number of its session."""
+        self._offset = 0
+        self._last_names: dict[str, int] = {}
+        self._sessions: dict[str, tuple[str, int]] = {}
+
+    def refresh(self) -> None:
+        """Find the rows that were written since."""
+        with self._opened() as stream:
+            stream.seek(self._offset)
+            for line in iter(lambda: stream.readline(_LONGEST_LINE), b""):
+                if not line.endswith(b"\n"):
+                    break
+                start, self._offset = self._offset, self._offset + len(line)
+                with contextlib.suppress(ValueError, LookupError, TypeError, RecursionError):
+                    if (found := _ROW.match(line)) and (source := json.loads(found[2])) in self._last_names:
+                        session = self._sessions.get(source, ("", 0))
+                        if self._run_ids is None or session[0] in self._run_ids:
+                            self.rows[source, int(found[1])] = start, self._last_names[source], session
+                    elif line.startswith(_BEGIN) and is_intact(line):
+                        begin = json.loads(line)
+                        self._sessions[str(begin["source"])] = str(begin["run_id"]), int(begin["session"])
+                    elif found := _NAMES.match(line):
+                        self._last_names[json.loads(found[1])] = start
+                if len(self.rows) > _MOST_ROWS:
+                    raise self._unread(f"more than {_MOST_ROWS:,} steps")
+
+    def read(self, source: str, step: int) -> tuple[bytes, bytes] | None:
+        """Return the lines of the row of a step and of the names of its parameters; None where one is damaged."""
+        with self._opened() as stream:
+            found = list[bytes]()
+            for start in self.rows[source, step][:2]:
+                stream.seek(start)
+                line = stream.readline(_LONGEST_LINE)
+                if not is_intact(line):
+                    return None
+                found.append(line)
+        return found[0], found[1]
+
+    def keep(self, wanted: Callable[[int, tuple[str, int]], bool]) -> None:
+        """Forget all rows but those whose step and session are wanted."""
+        self.rows = {key: place for key, place in self.rows.items() if wanted(key[1], place[2])}
+
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[BinaryIO]:
+        try:
+            with open_regular(self._path, most_bytes=_MOST_BYTES) as stream:
+                yield stream
+        except OSError as fault:
+            raise self._unread(fault.strerror or fault) from None
+
+    def _unread(self, reason: object) -> JournalError:
+        return JournalError(
+            f"{str(self._path)!r} cannot be read ({reason}): expected fingerprints of a run. "
+            "Copy the run's directory again."
+        )

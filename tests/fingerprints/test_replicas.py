@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 
 from gradtrack.capture.replay import replay_step
-from gradtrack.fingerprints import first_difference
+from gradtrack.errors import JournalError, UsageError
+from gradtrack.fingerprints import Replicas, Row, first_difference
+from gradtrack.support import checksums
+from gradtrack.support.checksums import with_checksum
 from tests.capture.test_replay import make
 from tests.processes import torchrun
 
@@ -18,6 +21,75 @@ def header_of(path: Path) -> dict[str, Any]:
     """Return the first line of fingerprints."""
     found: dict[str, Any] = json.loads(path.read_bytes().split(b"\n")[1])
     return found
+
+
+def row(step: int, weight: float) -> Row:
+    """Return the fingerprints of a step whose one weight has the hash of its number."""
+    return Row(step=step, weights=[(str(weight), weight)], gradients=[])
+
+
+def write(path: Path, run_id: str, session: int, rows: list[Row]) -> None:
+    """Write what another rank, or another run, does in a session."""
+    begin = {"fingerprints": 1, "run_id": run_id, "source": "", "session": session}
+    lines = [begin, {"names": "", "parameters": ["weight"]}, *(one.model_dump() for one in rows)]
+    with path.open("ab") as stream:
+        stream.writelines(with_checksum(f"{json.dumps(line)}\n".encode()) for line in lines)
+
+
+def test_steps_that_are_made_again_are_compared_with_those_of_the_same_session(tmp_path: Path) -> None:
+    """After a resume or a rollback another rank's old row of a step is no evidence; nor is an issue before it."""
+    path = tmp_path / "fingerprints-001.jsonl"
+    write(path, "before", 0, [row(1, 9.0), row(2, 9.0)])
+    replicas = Replicas(tmp_path, 0, [0, 1], "now")
+    replicas.compare(row(1, 1.0), ["weight"], 0)
+    assert replicas.issues == []
+    write(path, "now", 0, [row(1, 1.0), row(2, 9.0)])
+    replicas.compare(row(2, 1.0), ["weight"], 0)
+    assert [(one.step, "update" in one.message) for one in replicas.issues] == [(2, True)]
+    replicas.compare(row(2, 1.0), ["weight"], 1)
+    assert replicas.issues == []
+    write(path, "now", 1, [row(2, 1.0), row(3, 9.0)])
+    replicas.compare(row(3, 1.0), ["weight"], 1)
+    assert [one.step for one in replicas.issues] == [3]
+    write(path, "now", 1, [row(4, 1.0)])
+    replicas.compare(row(4, 1.0), ["weight"], 1)
+    assert replicas.issues == []
+
+
+def test_a_rank_that_is_late_is_compared_with_what_was_before(tmp_path: Path) -> None:
+    """The oldest row that is kept is no first one."""
+    path = tmp_path / "fingerprints-001.jsonl"
+    write(path, "now", 0, [row(1, 1.0), row(2, 1.0)])
+    replicas = Replicas(tmp_path, 0, [0, 1], "now")
+    for step in range(1, 10):
+        replicas.compare(row(step, 1.0), ["weight"], 0)
+    write(path, "now", 0, [row(3, 9.0)])
+    replicas.compare(row(10, 1.0), ["weight"], 0)
+    assert "Cause: update; the gradients of step 2 were the same" in replicas.issues[0].message
+
+
+def test_runs_of_one_directory_are_kept_apart(tmp_path: Path) -> None:
+    """Each row belongs to the run whose header is before it; a run is not compared with itself."""
+    path = tmp_path / "fingerprints-000.jsonl"
+    write(path, "one", 0, [row(1, 1.0), row(2, 1.0)])
+    write(path, "two", 0, [row(1, 1.0), row(2, 2.0)])
+    found, count = first_difference(tmp_path, tmp_path, run_ids=({"one"}, {"two"}))
+    assert found is not None
+    assert (found.step, count) == (2, 2)
+    with pytest.raises(UsageError, match="is named twice: expected two runs"):
+        first_difference(tmp_path, tmp_path)
+    write(tmp_path / "fingerprints-001.jsonl", "one", 0, [row(3, 1.0)])
+    with pytest.raises(UsageError, match=r"the ranks of '.*' have no step in common"):
+        first_difference(tmp_path)
+
+
+def test_a_file_with_too_many_rows_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their places are kept in memory, and a file may hold rows of a few bytes."""
+    monkeypatch.setattr(checksums, "_MOST_ROWS", 3)
+    for rank in range(2):
+        write(tmp_path / f"fingerprints-00{rank}.jsonl", "one", 0, [row(step, 1.0) for step in range(3 + rank)])
+    with pytest.raises(JournalError, match="more than 3 steps"):
+        first_difference(tmp_path)
 
 
 def train(run_dir: Path, num_ranks: int, bad_rank: int, *, breaks: bool = False) -> list[list[Any]]:
