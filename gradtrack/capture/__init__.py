@@ -31,6 +31,7 @@ from gradtrack.capture.files import (
 )
 from gradtrack.capture.operations import numpy_state, switches
 from gradtrack.config import GradientConfig
+from gradtrack.gradients.collected import Gradients, SharedGradients, on_device
 from gradtrack.gradients.distributed.shards import unwrapped
 from gradtrack.reports import IssueType, StepReport
 from gradtrack.support.interrupts import Changes, pass_on
@@ -38,7 +39,6 @@ from gradtrack.support.names import file_part
 from gradtrack.support.rank import num_ranks, process_rank
 from gradtrack.support.regular_files import MEBIBYTE
 
-_SPIKES: Final = (IssueType.EXPLODING, IssueType.LOSS_JUMP)
 _MOST_CALLS: Final = 64
 _MOST_HELD: Final = 64 * MEBIBYTE
 """The size of the inputs of earlier micro-batches that are kept for a step; those of the last one always are."""
@@ -138,7 +138,6 @@ class Forwards:
         self.is_seen = getattr(model, "_compiled_call_impl", None) is None
         """Whether the model calls hooks: one that `model.compile()` has compiled in place does not."""
         self._devices = sorted({param.device for param in model.parameters() if param.device.type != "cpu"}, key=str)
-        self.on_first: Callable[[], object] = lambda: None
         if self.is_seen:
             hook = _Hook(model, self._begin)
             self._changes.hook(model.register_forward_pre_hook, hook, prepend=True, with_kwargs=True)
@@ -167,10 +166,8 @@ class Forwards:
 
     def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._forget_earlier()
-        if not self.num_calls:
-            self.on_first()
-            if self._with_buffers:
-                self._note_buffers()
+        if not self.num_calls and self._with_buffers:
+            self._note_buffers()
         self.num_calls += 1
         if not self._due(self._step + 1):
             return
@@ -226,9 +223,16 @@ class Capture:
         if self._left > 0:
             self._forwards.end_batch(batch)
 
-    def measured(self, *_: object) -> None:
+    def measured(self, grads: Gradients, batch: object, data: Any) -> None:
         """Let rank 0 tell the others its directory; whether a step breaks is known once it is judged."""
-        if self._rank == 0 and num_ranks() > 1:
+        if self._left <= 0:
+            return
+        if isinstance(grads, SharedGradients) and (grads.ranks.sharded.any() or on_device(grads.tensors)):
+            text = "steps are not captured: ranks share the parameters, or add up on a device. Set capture: off."
+            data.notes = [*data.notes, text]
+            _logger.warning("%s", text)
+            self.close()
+        elif self._rank == 0 and num_ranks() > 1:
             self._place()
 
     def judged(self, report: StepReport, data: Any, finite: bool) -> None:
@@ -241,7 +245,7 @@ class Capture:
             text = self._capture(report, data, reason)
         except Exception as fault:
             pass_on(fault)
-            text = f"step {data.step} was not captured: {fault}."
+            text = f"step {data.step} was not captured: {fault}. See to that, or set capture: off."
         data.notes = [*data.notes, text]
         _logger.warning("%s", text)
         if self._left <= 0:
@@ -261,7 +265,7 @@ class Capture:
         if self._training.config.capture != "spike":
             return ""
         judged = data.spike is not None and data.spike["action"] != "listed"
-        return "spike" if judged or not opened.isdisjoint(_SPIKES) else ""
+        return "spike" if judged or IssueType.EXPLODING in opened else ""
 
     def _capture(self, report: StepReport, data: Any, reason: str) -> str:
         config, model = self._training.config, unwrapped(self._training.model)
@@ -279,7 +283,7 @@ class Capture:
         earlier = [path for path in directory.glob("capture-*") if is_own.fullmatch(path.name)]
         if len(earlier) >= config.capture_max_steps:
             self._left = 0
-            return f"step {data.step} was not captured: {directory} has {len(earlier)} captures, which is the limit."
+            return f"step {data.step} was not captured: {directory} has {len(earlier)}. Raise capture_max_steps."
         values, tensors = self._contents(model, report, data, reason)
         values.run_id = run_id
         size = sum(one.numel() * one.element_size() for one in tensors.values())
@@ -291,7 +295,9 @@ class Capture:
                 f"{config.capture_max_bytes:,} in all. Raise capture_max_bytes."
             )
         if (free := shutil.disk_usage(directory).free) < size + _SPARE:
-            return f"step {data.step} was not captured: it has {size:,} bytes, and {free:,} are free in {directory}."
+            return (
+                f"step {data.step} was not captured: it has {size:,} bytes. Free some in {directory}: it has {free:,}."
+            )
         with torch.no_grad():
             path = write_capture(directory, f"{head}{data.step:05d}{tail}", tensors, values)
         lacking = f" It lacks something: {'; '.join(values.notes)}." if values.notes else ""

@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
-from gradtrack import GradientConfig, GradientManager, safe_backward
+from gradtrack import GradientConfig, GradientManager, capture, safe_backward
 from gradtrack.capture.replay import replay_step
 from gradtrack.step import pair
 from tests.capture.planted import Net
@@ -130,6 +130,49 @@ def test_one_that_is_too_large_is_said_and_not_written(tmp_path: Path, caplog: p
     assert captures(tmp_path) == []
     assert "step 6 was not captured: it has" in caplog.text
     assert "Raise capture_max_bytes" in caplog.text
+
+
+def test_steps_that_ranks_share_on_a_device_are_said_not_to_be_captured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once, and without a hook from then on: nothing would ever be captured. On a CPU it is."""
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    try:
+        for on_device, hooks in ((True, 0), (False, 1)):
+            monkeypatch.setattr(capture, "on_device", lambda _, there=on_device: there)
+            model = Net()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            group: Any = distributed.group.WORLD
+            with GradientManager(
+                run_dir=tmp_path / str(on_device), capture="nonfinite", process_group=group, **SETTINGS
+            ) as manager:
+                manager.attach(model, optimizer)
+                reports = [
+                    safe_backward(model(torch.full((8, 4), value)).mean(), model, optimizer, manager)
+                    for value in (1.0, 1.0, math.inf)
+                ]
+                told = [any("steps are not captured" in note for note in report.notes) for report in reports]
+                assert told == [on_device, False, False]
+                assert len(model._forward_pre_hooks) == hooks
+            assert captures(tmp_path / str(on_device)) == ([] if on_device else ["capture-00003"])
+    finally:
+        distributed.destroy_process_group()
+
+
+def test_a_jump_of_the_loss_is_no_spike(tmp_path: Path) -> None:
+    """Its issue opens long after the step by which it came, which is gone then."""
+    torch.manual_seed(0)
+    weight = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(weight.parameters(), lr=0.0)
+    opened = []
+    with GradientManager(run_dir=tmp_path, capture="spike", **SETTINGS) as manager:
+        manager.attach(weight, optimizer)
+        for step in range(1, 121):
+            loss = weight(torch.ones(1, 1)).sum() + (100.0 if step > 60 else 1.0) + 0.01 * (step % 7)
+            report = safe_backward(loss, weight, optimizer, manager)
+            opened += [issue.issue_type.value for issue in report.health.issues]
+    assert set(opened) == {"LOSS_JUMP"}
+    assert captures(tmp_path) == []
 
 
 def test_a_full_disk_leaves_nothing_and_the_training_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
