@@ -9,9 +9,9 @@ import json
 import math
 import os
 import re
+import secrets
 import shutil
 import struct
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Final, Literal
@@ -186,7 +186,8 @@ def write_capture(directory: Path, name: str, tensors: Mapping[str, Tensor], val
     target = directory / name
     if target.exists():
         raise FileExistsError(f"{name} is there already")
-    temporary = Path(tempfile.mkdtemp(prefix=f".{name}.", dir=directory))
+    temporary = directory / f".{name}.{secrets.token_hex(4)}"
+    temporary.mkdir()  # which others may read as far as the umask says
     try:
         with open(temporary / TENSORS, "wb") as stream:
             _write_tensors(stream, tensors)
@@ -195,7 +196,6 @@ def write_capture(directory: Path, name: str, tensors: Mapping[str, Tensor], val
             stream.write(text)
             stream.flush()
             os.fsync(stream.fileno())
-        temporary.chmod(0o755)
         _directory_to_disk(temporary)
         os.rename(temporary, target)
     finally:
@@ -239,7 +239,7 @@ class SavedCapture:
     """A capture that is read: its values, and its tensors as they are asked for. Nothing in it is trusted."""
 
     def __init__(self, directory: Path, *, most_bytes: int = MOST_BYTES) -> None:
-        self.directory = directory
+        self.directory, self._most_bytes = directory, most_bytes
         with self.checked():
             text = read_inside(directory, directory / VALUES, most_bytes=_MOST_JSON)
             self.values = CaptureValues.model_validate_json(text)
@@ -281,8 +281,7 @@ class SavedCapture:
 
     def form(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
         """Return the type of the elements and the shape of a tensor, which need not be read for that."""
-        dtype, shape, _, _ = self._entry(name)
-        return dtype, shape
+        return self._entry(name)[:2]
 
     def tensor(self, name: str) -> Tensor:
         """Read a tensor."""
@@ -302,8 +301,17 @@ class SavedCapture:
 
     def decode(self, value: Any, device: torch.device | None = None) -> Any:
         """Return what `Encoder.encode` was given; tensors are put on the device that they were on, or on this one."""
+        self._decoded, self._left = dict[str, Tensor](), self._most_bytes
         with self.checked():
             return self._decode(value, device, 0)
+
+    def _once(self, name: str) -> Tensor:
+        """Return a tensor that is read once however often values name it; all of them together are bounded."""
+        found = self._decoded[name] if name in self._decoded else self.tensor(name)
+        self._decoded[name], self._left = found, self._left - found.nbytes
+        if self._left < 0:
+            raise ValueError(f"one of its values has more than {self._most_bytes} bytes")
+        return found.detach()
 
     def _decode(self, value: Any, device: torch.device | None, depth: int) -> Any:
         if value is None or isinstance(value, (bool, int, float, str)):
@@ -319,16 +327,13 @@ class SavedCapture:
                 "keep: expected tensors, arrays, numbers and texts in lists, tuples, mappings and data classes. "
                 "Pass such a batch=... to safe_backward."
             )
-        if kind == "array":
-            return self.tensor(content).numpy()
-        if kind == "tensor":
-            return self._placed(value, device)
+        if kind in ("array", "tensor"):
+            return self._placed(value, device) if kind == "tensor" else self._once(content).numpy()
         entries = [(key, self._decode(one, device, depth + 1)) for key, one in content]
         if kind == "dict":
             return dict(entries)
         if kind in ("list", "tuple"):
-            found = [one for _, one in entries]
-            return found if kind == "list" else tuple(found)
+            return (list if kind == "list" else tuple)(one for _, one in entries)
         if kind == "packed":
             return nn.utils.rnn.PackedSequence(**dict(entries))
         if kind == "fields":
@@ -337,8 +342,7 @@ class SavedCapture:
         raise ValueError(f"{VALUES} holds a {kind!r}")
 
     def _placed(self, value: Mapping[str, Any], device: torch.device | None) -> Tensor:
-        found = self.tensor(value["tensor"])
-        stride = value.get("stride")
+        found, stride = self._once(value["tensor"]), value.get("stride")
         if stride and _is_dense(found.shape, stride):
             found = torch.empty_strided(found.shape, stride, dtype=found.dtype).copy_(found)
         found = found.to(device if device is not None else torch.device(str(value.get("device", "cpu"))))

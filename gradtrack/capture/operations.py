@@ -232,6 +232,7 @@ def switches() -> dict[str, bool | int | str]:
     found: dict[str, bool | int | str] = {
         "threads": torch.get_num_threads(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
         "matmul": torch.get_float32_matmul_precision(),
         "mkldnn": bool(torch.backends.mkldnn.enabled),
         "cudnn": bool(torch.backends.cudnn.enabled),
@@ -244,12 +245,18 @@ def switches() -> dict[str, bool | int | str]:
 
 
 def set_switches(wanted: Mapping[str, bool | int | str]) -> None:
-    """Set what `switches` returned, as far as it decides about the results of a CPU."""
+    """Set what `switches` returned."""
     torch.set_num_threads(max(1, min(int(wanted.get("threads", 1)), os.cpu_count() or 1)))
-    torch.use_deterministic_algorithms(bool(wanted.get("deterministic")), warn_only=True)
+    torch.use_deterministic_algorithms(
+        bool(wanted.get("deterministic")), warn_only=wanted.get("warn_only") is not False
+    )
     torch.set_float32_matmul_precision(str(wanted.get("matmul", "highest")))
-    for name in ("benchmark", "deterministic"):
-        setattr(torch.backends.cudnn, name, bool(wanted.get(f"cudnn_{name}")))
+    for name in ("enabled", "benchmark", "deterministic", "allow_tf32"):
+        recorded = {"enabled": "cudnn", "allow_tf32": "cudnn_tf32"}.get(name, f"cudnn_{name}")
+        if recorded in wanted:
+            setattr(torch.backends.cudnn, name, bool(wanted[recorded]))
+    if "mkldnn" in wanted:
+        torch.backends.mkldnn.enabled = bool(wanted["mkldnn"])  # type: ignore[assignment, unused-ignore]
 
 
 class NumpyState:

@@ -124,8 +124,12 @@ def find_make(place: str) -> Callable[[], Any]:
     path = Path(where)
     if path.suffix == ".py" and not path.is_file():
         raise UsageError(f"make {place!r}: expected a file that is there, and {where!r} is not. {_MAKE}")
-    home = str(path.resolve().parent if path.suffix == ".py" else Path.cwd())
-    sys.path.insert(0, home)
+    home, place_of_home = str(Path.cwd()), len(sys.path)  # no file of this directory hides a module of Python
+    if path.suffix == ".py":
+        home, place_of_home = str(path.resolve().parent), 0
+    is_new = not place_of_home or home not in sys.path
+    if is_new:
+        sys.path.insert(place_of_home, home)
     try:
         if path.suffix == ".py":
             known = path.stem if path.stem not in {*sys.modules, *sys.stdlib_module_names} else f"{path.stem}_of_make"
@@ -142,7 +146,8 @@ def find_make(place: str) -> Callable[[], Any]:
             "`if __name__ == '__main__'`, and run this where the training ran."
         ) from fault
     finally:
-        sys.path.remove(home)
+        if is_new:
+            sys.path.remove(home)
     found = getattr(module, name, None)
     if not callable(found):
         raise UsageError(f"make {place!r}: expected a function {name} in {where}. {_MAKE}")

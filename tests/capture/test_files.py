@@ -180,6 +180,31 @@ def test_a_file_above_the_bound_is_not_read(tmp_path: Path) -> None:
         SavedCapture(directory)
 
 
+def test_a_tensor_that_is_named_often_is_read_once(tmp_path: Path) -> None:
+    """A small file of values could name a large tensor thousands of times, which all would take memory."""
+    directory = written(tmp_path, {"a": torch.arange(1000.0)})
+    with closing(SavedCapture(directory, most_bytes=50_000)) as opened:
+        named = {"list": [[index, {"tensor": "a"}] for index in range(10)]}
+        found = opened.decode(named)
+        assert len({one.data_ptr() for one in found}) == 1
+        assert torch.equal(found[-1], torch.arange(1000.0))
+        strided = {"list": [[index, {"tensor": "a", "stride": [1]}] for index in range(1000)]}
+        with pytest.raises(CaptureError, match="more than 50000 bytes"):
+            opened.decode(strided)
+
+
+@pytest.mark.parametrize("umask", [0o077, 0o022])
+def test_the_umask_says_who_may_read_it(tmp_path: Path, umask: int) -> None:
+    """A capture holds the raw batch."""
+    before = os.umask(umask)
+    try:
+        directory = written(tmp_path, {"a": torch.ones(3)})
+    finally:
+        os.umask(before)
+    assert directory.stat().st_mode & 0o777 == 0o777 & ~umask
+    assert (directory / TENSORS).stat().st_mode & 0o777 == 0o666 & ~umask
+
+
 def test_a_state_of_numpy_that_points_outside_is_refused() -> None:
     """NumPy would read memory that is not its own."""
     from gradtrack.capture.operations import checked_numpy_state

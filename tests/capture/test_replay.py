@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from gradtrack import GradientManager, safe_backward
+from gradtrack.capture.operations import set_switches, switches
 from gradtrack.capture.replay import find_make, replay_step
 from gradtrack.errors import GradtrackError, UsageError
 from tests.capture.planted import FAULTS, Net, Planted, out_of
@@ -240,6 +241,43 @@ def test_a_place_that_has_no_function_is_told(tmp_path: Path, place: str, text: 
     Path("broken.py").write_text("raise RuntimeError('trains')\n")
     with pytest.raises(UsageError, match=text):
         find_make(place)
+
+
+def test_this_directory_hides_no_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module by its name is looked for where Python does first, and here at last."""
+    for name in ("here", "installed"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "module_of_replay.py").write_text(f"def make(): return {name!r}\n")
+    (tmp_path / "here" / "module_beside.py").write_text("def make(): return 5\n")
+    monkeypatch.syspath_prepend(tmp_path / "installed")
+    monkeypatch.chdir(tmp_path / "here")
+    path = list(sys.path)
+    assert find_make("module_of_replay:make")() == "installed"
+    assert find_make("module_beside:make")() == 5
+    assert sys.path == path
+
+
+def test_every_setting_of_torch_is_set_and_put_back(tmp_path: Path) -> None:
+    """Those of the training while it is replayed, and those from before afterwards."""
+    before = switches()
+    turned = {name: not value for name, value in before.items() if isinstance(value, bool)}
+    try:
+        set_switches(before | turned)
+        recorded = switches()
+        train(tmp_path)
+    finally:
+        set_switches(before)
+    assert switches() == before
+    assert {name: recorded[name] for name in turned} == turned
+    seen = []
+
+    def noted(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        seen.append(switches())
+        return squares(model, batch)
+
+    replay_step(tmp_path / "capture-00006", lambda: (Net(), noted))
+    assert seen == [recorded]
+    assert switches() == before
 
 
 def test_a_file_is_imported_once_and_its_neighbours_are_found(tmp_path: Path) -> None:
