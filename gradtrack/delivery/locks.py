@@ -166,7 +166,7 @@ def tell_place(run_dir: Path | None, place: Place, number: int) -> None:
 def place_of_first(
     run_dir: Path | None, run_id: str, rank: int, number: int, *, resumed: bool
 ) -> tuple[Place | None, Claim | None]:
-    """Return the directory that rank 0 has for the same run_dir; with another run_dir this rank claims its own."""
+    """Return the directory that rank 0 has for the same run_dir; with another run_dir this rank locks its own."""
     from gradtrack.gradients.distributed.agreement import told_by_rank
 
     told = told_by_rank(f"run/{number}", _PATIENCE_SECONDS)

@@ -148,7 +148,7 @@ class Sink:
         """Return the directory of rank 0 on every rank, which no other run writes to.
 
         None where there is none, or where rank 0 does not tell it in time: what is written elsewhere could be among
-        the files of another run. A rank whose run_dir is not that of rank 0 claims its own.
+        the files of another run. A rank whose run_dir is not that of rank 0 locks its own.
         """
         if self.keeps_files and not self._is_placed and not self._guard.forked:
             self._is_placed, self._place = True, self._find_place()

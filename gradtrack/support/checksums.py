@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import math
 import re
 import struct
 import zlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -35,6 +36,7 @@ _ROW: Final = re.compile(rb'\{"step": ?(\d{1,15}), ?"source": ?("(?:[^"\\]|\\.){
 _BEGIN: Final = b'{"fingerprints":'
 _NAMES: Final = re.compile(rb'\{"names": ?("(?:[^"\\]|\\.){0,1000}")')
 _MOST_ROWS: Final = 1_000_000
+_DEEPEST: Final = 32
 _LONGEST_END: Final = len(b',"crc32c":"00000000"}\n')
 
 
@@ -128,10 +130,9 @@ def fingerprint(tensor: Tensor) -> tuple[str, float]:
 def hash_of_batch(values: object) -> str:
     """Return the hash of what the tensors, arrays and numbers of a batch hold; of other things their type counts."""
     import torch
-    from torch.utils._pytree import tree_leaves
 
     found = hashlib.sha256()
-    for leaf in tree_leaves(values):
+    for leaf in _leaves(values):
         if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc":
             found.update(f"{leaf.dtype} {leaf.shape}".encode() + leaf.tobytes())
         elif isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and not leaf.is_nested:
@@ -140,6 +141,22 @@ def hash_of_batch(values: object) -> str:
             plain = leaf is None or isinstance(leaf, (bool, int, float, str))
             found.update((repr(leaf) if plain else type(leaf).__qualname__).encode(errors="backslashreplace"))
     return found.hexdigest()[:16]
+
+
+def _leaves(values: object, depth: int = 0) -> Iterator[object]:
+    """Yield what is in nested containers, also in mappings and data classes that torch does not know."""
+    from torch.utils._pytree import tree_leaves
+
+    for leaf in tree_leaves(values):
+        inner: object = None
+        if isinstance(leaf, Mapping):
+            inner = list(leaf.values())
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            inner = [getattr(leaf, one.name, None) for one in dataclasses.fields(leaf)]
+        if inner is None or depth >= _DEEPEST:
+            yield leaf
+        else:
+            yield from _leaves(inner, depth + 1)
 
 
 class SavedFingerprints:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections import UserDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +116,24 @@ def test_the_hash_of_a_batch_sees_types_shapes_and_numbers() -> None:
     assert hash_of_batch(x.to_sparse()) == hash_of_batch(x[:2].to_sparse())
 
 
+@dataclass
+class Sample:
+    """A batch of one's own."""
+
+    x: Tensor
+    size: int = 1
+
+
+@pytest.mark.parametrize(
+    "made", [UserDict, lambda values: Sample(**values), lambda values: [UserDict(s=Sample(**values))]]
+)
+def test_the_hash_of_a_batch_sees_into_mappings_and_data_classes(made: Callable[[dict[str, Any]], object]) -> None:
+    """As tokenizers and collate functions return."""
+    same, equal, other = ({"x": torch.full((2,), value)} for value in (1.0, 1.0, 2.0))
+    assert hash_of_batch(made(same)) == hash_of_batch(made(equal))
+    assert hash_of_batch(made(same)) != hash_of_batch(made(other))
+
+
 def test_one_bit_of_one_weight_at_step_37_is_found(tmp_path: Path) -> None:
     """The runs are the same before; the weight is named, and by how much its norm differs."""
     one = train(tmp_path / "one")
@@ -204,7 +224,7 @@ def test_the_bytes_are_bounded(tmp_path: Path, caplog: pytest.LogCaptureFixture)
 def test_a_rank_that_does_not_know_the_directory_of_rank_0_writes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its own could be that of another run; it says so, waits for nobody, and trains on."""
+    """Its own could be that of another run; it says so, waits for no other, and trains on."""
     monkeypatch.setenv("RANK", "1")
     train(tmp_path, steps=3, capture="nonfinite")
     assert not list(tmp_path.glob("fingerprints-*"))
