@@ -323,7 +323,7 @@ seen = 0
 
 def look(event, args):
     global seen
-    if event in ("open", "os.rename", "os.mkdir", "os.chmod", "shutil.rmtree", "os.remove"):
+    if event in ("open", "os.rename", "os.mkdir", "shutil.rmtree", "os.remove"):
         if any(".capture-" in str(arg) for arg in args):
             seen += 1
             if seen == stage:
@@ -335,7 +335,7 @@ print("ended", seen)
 """
 
 
-@pytest.mark.parametrize("stage", [2, 4, 5, 6, 7])
+@pytest.mark.parametrize("stage", [2, 3, 4, 5, 6])
 def test_a_killed_training_leaves_a_whole_capture_or_none(tmp_path: Path, stage: int) -> None:
     """The process is killed at each file that a capture opens, and around the rename that ends it."""
     run_dir = tmp_path / "run"
@@ -343,8 +343,8 @@ def test_a_killed_training_leaves_a_whole_capture_or_none(tmp_path: Path, stage:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     ended = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert ended.returncode == -signal.SIGKILL, ended.stderr
-    assert captures(run_dir) == (["capture-00002"] if stage > 6 else [])
-    assert len(list(run_dir.glob(".capture-*"))) == (stage <= 6)
+    assert captures(run_dir) == (["capture-00002"] if stage > 5 else [])
+    assert len(list(run_dir.glob(".capture-*"))) == (stage <= 5)
     for name in captures(run_dir):
         assert replay_step(run_dir / name, make).origin is not None
 
