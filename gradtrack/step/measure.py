@@ -168,18 +168,20 @@ class Measurement:
                 self._measure_in_backward()
         return grads
 
-    def agree_with_ranks(self, of_pair: Callable[[], dict[str, Any]], offers: Sequence[str] = ()) -> list[str] | None:
+    def agree_with_ranks(
+        self, of_pair: Callable[[], dict[str, Any]], offers: Callable[[], Sequence[str]]
+    ) -> list[str] | None:
         """Check that all ranks which share the parameters send the same numbers and decide by the same settings.
 
-        They are compared when the parameters are new, and when a setting that says what is sent has changed;
-        `of_pair` returns the settings of the pair. Return the offers that every rank makes, or None without a check.
+        They are compared when the parameters are new, and when a setting that says what is sent has changed, or the
+        engine; `of_pair` returns the settings of the pair. Return which of the `offers` every rank makes, or None without a check.
         """
-        ranks = self.table.ranks
-        if ranks is None or (ranks, settings := self._settings()) == self._agreed:
+        ranks, engine = self.table.ranks, self._config.engine
+        if ranks is None or (ranks, settings := self._settings(), engine) == self._agreed:
             return None
         known = {"parameters": len(self.table.names), "names": digest((self.table.names, self.table.group_names))}
-        found = agree(ranks.members, {**settings, **known, **of_pair()}, offers)
-        self._agreed = ranks, settings
+        found = agree(ranks.members, {**settings, **known, **of_pair()}, offers())
+        self._agreed = ranks, settings, engine
         return [offer for offer, count in found.items() if count == len(ranks.members)]
 
     def groups_to_send(self) -> list[str]:

@@ -29,7 +29,7 @@ from gradtrack.step.history import FlightRecorder, History
 from gradtrack.step.judge import Judge
 from gradtrack.step.loss_scale import Scale, ScalerLog
 from gradtrack.step.measure import Measurement
-from gradtrack.step.on_device import DeviceStep, PendingDeviceStep, can_wait
+from gradtrack.step.on_device import DeviceStep, PendingDeviceStep, can_wait, clips_there
 from gradtrack.step.optimizers import PairOptimizers
 from gradtrack.step.pending import PendingSteps
 from gradtrack.step.protect import Protection
@@ -196,7 +196,7 @@ class Pair:
         report = StepReport.deferred(
             data.fields, step=data.step, epoch=epoch, source=self.name, time=data.time, batch=batch
         )
-        self._rank_exchange.agree(data.step)
+        self._rank_exchange.agree(data.step, partial(self._clips_on_device, grads))
         self.recorders.measured(grads, batch, data)
         data.can_stay = on_device(grads.tensors) and self._can_stay_on_device(grads, data)
         if data.can_stay and not self.analyzers.due(data.step):
@@ -209,9 +209,16 @@ class Pair:
         """Whether only an analyzer may need the numbers of this step, which are on a device, before the next one."""
         step, listed = self.step_count, self.config.skip_steps and self.spikes.lists(self.step_count)
         waits = self.table.ranks is None and self.recorders.due(step)  # ranks with shards have to decide alike
-        if waits or data.event or data.repeated or listed or self.analyzers.adds_up(step):
+        if waits or not self._rank_exchange.all_clip_there:
+            return False
+        if data.event or data.repeated or listed or self.analyzers.adds_up(step):
             return False
         return can_wait(self.config, self.optimizers, grads, self.clipper, scale=data.scale)
+
+    def _clips_on_device(self, grads: Gradients) -> bool:
+        """Whether clipping needs no decision of the host where gradients are on a device."""
+        limits_elements = self.clipper.is_elementwise
+        return not limits_elements or (on_device(grads.tensors) and clips_there(self.config, grads, self.clipper))
 
     def _leave_on_device(
         self, grads: Gradients, report: StepReport, data: StepData, loss: Tensor | float | None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from torch import Tensor
@@ -20,6 +20,9 @@ from gradtrack.step.judge import Judge
 from gradtrack.step.measure import Measurement
 from gradtrack.step.protect import Protection
 
+_CLIPS_THERE: Final = "(clips on the device)"
+"""The offer of a rank, beside the names of analyzers."""
+
 
 class RankExchange:
     """Measures the gradients over all ranks, and sets the sums of analyzers that the ranks send along with them."""
@@ -28,13 +31,23 @@ class RankExchange:
         self, measurement: Measurement, protection: Protection, judge: Judge, analyzers: RunningAnalyzers
     ) -> None:
         self._measurement, self._protection, self._judge, self._analyzers = measurement, protection, judge, analyzers
+        self.all_clip_there = True
+        """Whether the engine of every rank clips on its device: where one cannot, no rank leaves a step there."""
 
-    def agree(self, step: int) -> None:
-        """Check that all ranks do the same from now on, if the settings or the parameters have changed."""
-        if self._measurement.table.ranks is not None:
-            common = self._measurement.agree_with_ranks(partial(self._remembered, step), self._analyzers.offers)
-            if common is not None:
-                self._analyzers.share(common)
+    def agree(self, step: int, clips_there: Callable[[], bool]) -> None:
+        """Check that all ranks do the same from now on, if the settings or the parameters have changed.
+
+        `clips_there` says whether the engine of this rank clips on its device.
+        """
+        if self._measurement.table.ranks is None:
+            return
+        common = self._measurement.agree_with_ranks(
+            partial(self._remembered, step),
+            lambda: [*self._analyzers.offers, *([_CLIPS_THERE] if clips_there() else [])],
+        )
+        if common is not None:
+            self.all_clip_there = _CLIPS_THERE in common
+            self._analyzers.share(name for name in common if name != _CLIPS_THERE)
 
     def read(
         self,

@@ -122,6 +122,22 @@ def test_each_element_is_limited_on_the_device(
     assert all(0 < report["clipping"]["clipped_fraction"] < 1 for report in ranks[0]["late"]["reports"][:2])
 
 
+@pytest.mark.parametrize("first", ENGINES)
+def test_no_rank_leaves_a_step_there_that_another_cannot(
+    first: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ranks agree on it: only Triton limits elements on a device, and it may work on that of one rank alone."""
+    other = "torch" if first == "triton" else "triton"
+    settings: Found = {"clip_type": "value", "max_grad_norm": 0.003, "nonfinite_action": "replace", "nan_step": 4}
+    settings |= {"check_frequency": 3, "optimizer": "SGD", "lr": 0.1, "first_rank": {"engine": first}}
+    pytest.importorskip("triton", reason="triton is not installed")
+    ranks = spread("fsdp", 2, tmp_path, monkeypatch, engine=other, **settings)
+    for found in ranks:
+        assert found["late"]["late"] == 0
+        assert found["late"]["sizes"] == ranks[0]["late"]["sizes"]
+        assert found["late"]["weights"] == found["at_once"]["weights"] == ranks[0]["late"]["weights"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("mode", ["fsdp", "fsdp1"])
