@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from gradtrack.analyzers.base import Snapshot
 from gradtrack.config import GradientConfig
 from gradtrack.gradients.collected import Gradients, SharedGradients, on_device
-from gradtrack.gradients.distributed.shards import unwrapped
+from gradtrack.gradients.distributed.shards import unwrapped, whole_loss
 from gradtrack.gradients.measurer import Measurer
 from gradtrack.gradients.moments import Moments
 from gradtrack.gradients.parameters import NamedParameter, ParameterTable
@@ -197,6 +197,7 @@ class Pair:
             data.fields, step=data.step, epoch=epoch, source=self.name, time=data.time, batch=batch
         )
         self._rank_exchange.agree(data.step, partial(self._clips_on_device, grads))
+        total = whole_loss(total)
         self.recorders.measured(grads, batch, data)
         data.can_stay = on_device(grads.tensors) and self._can_stay_on_device(grads, data)
         if data.can_stay and not self.analyzers.due(data.step):

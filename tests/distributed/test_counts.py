@@ -12,11 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradtrack import GradientManager
 from tests.distributed.communication import Counted
+from tests.distributed.on_device import accelerator
 from tests.processes import ROOT
 
 TENSORS_OF_70B = 80 * 9 + 3
@@ -210,6 +211,19 @@ def test_only_local_parts_are_computed_with(pretend: Any, settings: dict[str, An
         for _ in range(2):
             manager.step(model, optimizer, 1.0, backward=False)
     assert counted.operations == []
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_a_loss_that_is_a_dtensor_is_reduced_before_anything_else(pretend: Any, late: bool) -> None:
+    """Also where the numbers stay on a device, or a rank that looks alone would send them in another order."""
+    mesh = pretend(8)
+    model = sharded(mesh, 5)
+    manager, optimizer = GradientManager(nonfinite_action="report"), torch.optim.SGD(model.parameters(), lr=0.1)
+    loss = DTensor.from_local(torch.tensor(0.5), mesh, [Partial()])
+    with accelerator(late=late) as left, Counted() as counted:
+        report = manager.step(model, optimizer, loss, backward=False)
+    assert counted.sizes == [4, 16 * 5, 64 * 5 + 16]
+    assert (len(left), report.measured) == (late, True)
 
 
 def test_plain_tensors_send_nothing(pretend: Any) -> None:

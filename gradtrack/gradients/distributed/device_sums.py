@@ -13,7 +13,6 @@ from torch import Tensor
 
 from gradtrack.gradients.collected import SharedGradients
 from gradtrack.gradients.distributed.merge import NONFINITE, PRESENT, SUMMED, MergedSums, Spread
-from gradtrack.gradients.distributed.shards import is_distributed
 from gradtrack.gradients.moments import SQUARES
 from gradtrack.gradients.torch_device import WITHOUT_FLOAT64, Orders, coefficient_on_device
 
@@ -91,7 +90,6 @@ class SharedPlan:
         if loss is None:
             return rows.new_zeros(2)
         if isinstance(loss, Tensor):
-            loss = loss.full_tensor() if is_distributed(loss) else loss  # type: ignore[attr-defined]
             loss = loss.detach().reshape(1).to(rows, non_blocking=True)
         else:
             loss = rows.new_full((1,), loss)

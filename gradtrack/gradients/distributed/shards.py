@@ -36,6 +36,15 @@ def is_distributed(tensor: object) -> bool:
     return hasattr(tensor, "device_mesh") and hasattr(tensor, "placements")
 
 
+def whole_loss(loss: Tensor | float | None) -> Tensor | float | None:
+    """Return a loss as a tensor that every rank has whole, which for a DTensor takes a collective of its ranks."""
+    if not (isinstance(loss, Tensor) and is_distributed(loss)):
+        return loss
+    with torch.no_grad():
+        found: Tensor = loss.full_tensor()  # type: ignore[attr-defined]
+    return found
+
+
 def local_part(tensor: Any) -> Tensor:
     """Return this rank's shard of a tensor, which shares the memory of the tensor."""
     if not is_distributed(tensor):
