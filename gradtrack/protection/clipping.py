@@ -130,14 +130,19 @@ class GradientClipper:
         for clipped in state["engaged"]:
             self.engage(clipped)
 
-    def reduce(self, grads: Gradients, found: dict[str, Any], target: float) -> dict[str, Any]:
-        """Scale gradients, which may be clipped already, down to a norm; return the fields of the report after that."""
-        after = found["norm_after"]
-        if not after > target:
-            return found
-        factor = target / after
-        grads.scale(self.measurer, factor)
-        return {**found, "clipped": True, "coefficient": found.get("coefficient", 1.0) * factor, "norm_after": target}
+    def clip_spike(self, grads: Gradients, moments: Moments, target: float) -> dict[str, Any]:
+        """Clip as ever, then down to the norm `target`, and return the fields of the report.
+
+        The step counts in the clip rate, but its norm enters no window.
+        """
+        found = self.clip(grads, moments, remember=False)
+        if (after := found["norm_after"]) > target:
+            factor = target / after
+            grads.scale(self.measurer, factor)
+            found = {**_scaled({"coefficient": 1.0, **found}, factor), "norm_after": target}
+            if "groups" in found:
+                found["groups"] = {name: _scaled(group, factor) for name, group in found["groups"].items()}
+        return {**found, "clip_rate": self.engage(found["clipped"])} if self.config.enable_gradient_clipping else found
 
     def left_alone(self, norm: float) -> dict[str, Any]:
         """Return the report without clipping: it is off, or a norm that is not finite would spoil every gradient."""
@@ -357,6 +362,12 @@ def clips_by_default(config: GradientConfig) -> bool:
     return (
         config.enable_gradient_clipping and kind in ("norm", "value") and "max_grad_norm" not in config.model_fields_set
     )
+
+
+def _scaled(found: Mapping[str, Any], factor: float) -> dict[str, Any]:
+    """Return the fields of what was clipped after it was scaled down once more."""
+    coefficient, after = found["coefficient"] * factor, found["norm_after"] * factor
+    return {**found, "clipped": True, "coefficient": coefficient, "norm_after": after}
 
 
 def _elementwise(norm: float, after: float, limit: float, count: float, num_limitable: int) -> dict[str, Any]:

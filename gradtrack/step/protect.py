@@ -74,9 +74,10 @@ class Protection:
             return
         if moments.finite or not checks:
             data.nan_inf = _NONE if checks else _OFF
-            clipping = self.clipper.clip(grads, moments, remember=remember)
             if data.spike is not None and data.spike["action"] == "clip":
-                clipping = self.clipper.reduce(grads, clipping, self.spikes.target())
+                clipping = self.clipper.clip_spike(grads, moments, self.spikes.target())
+            else:
+                clipping = self.clipper.clip(grads, moments, remember=remember)
             data.clipping = clipping if moments.finite else _with_true_norm(clipping, moments)
             return
         if data.scale is not None:

@@ -147,7 +147,7 @@ def run(
     """Train; the loss of some steps is larger, and the loop itself leaves out some."""
     model = model or small_model()
     optimizer = kind(model.parameters())
-    manager = manager or GradientManager(max_grad_norm=1e3, spike_window=32, **settings)
+    manager = manager or GradientManager(**{"max_grad_norm": 1e3, "spike_window": 32, **settings})
     reports = []
     for step in range(1, steps + 1):
         if step in leave_out:
@@ -223,6 +223,35 @@ def test_a_spike_is_clipped_to_its_window() -> None:
         assert clipping.norm_after == pytest.approx(centre)
         assert clipping.coefficient == pytest.approx(centre / (clipping.norm_before or 0.0), rel=1e-4)
         assert (clipping.clipped, reports[-1].skipped) == (True, False)
+
+
+@pytest.mark.parametrize("clip_type", ["adaptive", "zscore"])
+def test_a_clipped_spike_counts_in_the_clip_rate_alone(clip_type: Any) -> None:
+    """The windows of the strategies are those of a training without it."""
+    known = []
+    for spikes in ([], [60]):
+        manager = GradientManager(clip_type=clip_type, spike_window=32, spike_action="clip")
+        _, _, reports = run(spikes=spikes, steps=59 + len(spikes), manager=manager)
+        known.append(manager.state_dict()["pairs"][""]["clipper"]["strategies"])
+        num_clipped = sum(report.clipping.clipped for report in reports)
+        assert reports[-1].clipping.clip_rate == pytest.approx(num_clipped / len(reports))
+    assert known[0] == known[1]
+    _, _, reports = run(spikes=[60], spike_action="clip", max_grad_norm=1e6)
+    assert [report.clipping.clip_rate for report in reports[-2:]] == [0.0, pytest.approx(1 / 60)]
+
+
+@pytest.mark.parametrize("settings", [{"max_grad_norm": {".*": 1e6}}, {"max_grad_norm": 1e6, "norm_type": 1.0}])
+def test_the_groups_of_a_clipped_spike_are_those_after_it(settings: dict[str, Any]) -> None:
+    """The factor and the norm of each have both clippings in them."""
+    manager = GradientManager(spike_window=32, spike_action="clip", **settings)
+    model, _, reports = run(spikes=[60], manager=manager)
+    clipping = reports[-1].clipping
+    (group,) = clipping.groups.values()
+    grads = torch.cat([param.grad.flatten() for param in model.parameters() if param.grad is not None])
+    assert group.clipped
+    assert group.norm_after == pytest.approx(float(grads.norm(settings.get("norm_type", 2.0))), rel=1e-5)
+    assert group.coefficient == pytest.approx(group.norm_after / group.norm_before, rel=1e-4)
+    assert group.coefficient == pytest.approx(clipping.coefficient)
 
 
 def test_a_loss_alone_is_a_spike() -> None:
