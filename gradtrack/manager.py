@@ -279,7 +279,14 @@ class GradientManager:
         return figures.save(pictures.draw_training_curves(self.reports), Path(save_path))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that later steps depend on, as plain data for a checkpoint."""
+        """Return the state that later steps depend on, as plain data for a checkpoint: a rollback goes back to it."""
+        state = self._state()
+        for pair in self._pairs:
+            pair.spikes.mark_checkpoint(pair.step_count)
+        return state
+
+    def _state(self) -> dict[str, Any]:
+        """Return the same for a copy, to which no rollback goes back."""
         self._pairs.settle()
         state = {"version": 1, "pairs": self._pairs.state_dict(), "history": self._history.state_dict()}
         return state | ({"run": run} if (run := self._sink.state_dict()) else {})

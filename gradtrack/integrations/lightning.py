@@ -75,11 +75,11 @@ class GradientStatisticsCallback(ManagedTraining, Callback):  # type: ignore[mis
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy needs to go on where this training is."""
         nothing: dict[str, Any] = {"_modules": {}, "_seen": {}, "_loss": None, "_waits": False, "_trains": False}
-        return {**super().__getstate__(), **nothing, "_restored": self.state_dict() or None}
+        return {**super().__getstate__(), **nothing, "_restored": self._state() or None}
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Join the trainer's loggers, and take back the checkpoint's state."""
-        restored = self.state_dict() or None
+        restored = self._state() or None
         limit = trainer.gradient_clip_val
         clips = f"the trainer clips at gradient_clip_val {limit}" if limit else ""
         config = clipping_if_asked(self._config, clips=clips)
@@ -145,6 +145,12 @@ class GradientStatisticsCallback(ManagedTraining, Callback):  # type: ignore[mis
         """Return the state for a checkpoint."""
         if self._manager is not None and self._restored is None:
             return self._manager.state_dict()
+        return self._state()
+
+    def _state(self) -> dict[str, Any]:
+        """Return the same for a copy of this callback, or for another training: it is no checkpoint."""
+        if self._manager is not None and self._restored is None:
+            return self._manager._state()
         return dict(self._restored or {})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -384,7 +384,7 @@ class Pair:
         self.pending.settle()
         return {
             "step": self.step_count,
-            "spikes": self.spikes.state_dict(self.step_count),
+            "spikes": self.spikes.state_dict(),
             **self.judge.state_dict(),
             "clipper": self.clipper.state_dict(),
             "scaler": self.scaler_log.state_dict(),

@@ -595,6 +595,32 @@ def test_an_address_of_this_machine_is_a_directory(tmp_path: Path) -> None:
     assert (tmp_path / "root" / "gradient_statistics.json").is_file()
 
 
+def test_a_copy_is_no_checkpoint_to_go_back_to(tmp_path: Path) -> None:
+    """A rollback goes back to the step of the last checkpoint, though the callback was copied since."""
+
+    class Spiking(Tagger):
+        """A training whose sixteenth loss is far above the others."""
+
+        def training_step(self, batch: Any, index: int) -> Tensor:
+            """Copy the callback a few steps before."""
+            if self.global_step == 12:
+                copy.deepcopy(callback)
+            return super().training_step(batch, index) * (1e4 if self.global_step == 15 else 1.0)
+
+        def on_train_start(self) -> None:
+            """Register what would load a checkpoint."""
+            callback.manager.on_rollback(lambda step, report: calls.append(step))
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            """Measure nothing, as the gradients of a step that is left out are gone."""
+
+    callback, calls = GradientStatisticsCallback(spike_action="rollback", spike_window=8), list[int]()
+    saving = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=10)
+    callbacks = {"callbacks": [callback, saving], "enable_checkpointing": True}
+    fit(None, tmp_path, module=Spiking(), data=same_batches(), max_steps=18, **callbacks)
+    assert calls == [10]
+
+
 def test_a_trainer_is_pickled_and_copied_after_its_training(tmp_path: Path) -> None:
     """A copy has no manager of its own, and its training goes on where that of the first one ended."""
     callback = GradientStatisticsCallback(1)
