@@ -106,7 +106,14 @@ class GradientManager:
         if not (backward and type(loss) is Tensor):  # the backward pass checks a tensor by itself
             check_loss(loss, backward)
         pair = self._pairs.find(model, optimizer)
-        limited = None if max_grad_norm is None else pair.clipper.limited_to(max_grad_norm)
+        limited = None
+        if max_grad_norm is not None:
+            if accumulate:
+                raise UsageError(
+                    f"max_grad_norm={max_grad_norm!r} with accumulate=True: expected it where the gradients are "
+                    "complete. Pass it with the last micro-batch."
+                )
+            limited = pair.clipper.limited_to(max_grad_norm)
         if step is not None:
             self._rows.place(pair.name, pair.step_count + 1, as_place(step))
         if backward:

@@ -97,7 +97,7 @@ class StepData:
     full = with_groups = True
     can_stay = False
     """Whether the numbers stay on their device where no analyzer is due, as it may be on this rank alone."""
-    with_parameters = repeated = False
+    with_parameters = repeated = has_own_limit = False
     loss: float | None = None
     lr: Sequence[Sequence[tuple[Any, Any]]] = ()
     weight_norms: Mapping[str, float] = MappingProxyType({})

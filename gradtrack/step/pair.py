@@ -191,6 +191,7 @@ class Pair:
         data = StepData.begin(grads, self.config, self.step_count, repeated=repeated)
         data.epoch, data.source, data.aliases = epoch, self.name, self.measurement.table.aliases
         data.scale, data.lr = scale, self.optimizer_steps.rates()
+        data.has_own_limit = self.clipper.limit_of_step is not None
         if self.analyzers.running and self.analyzers.due(data.step):
             data.loss_graph = getattr(loss, "grad_fn", None)
         report = StepReport.deferred(

@@ -123,7 +123,7 @@ class Protection:
 
     def note_default_limit(self, data: StepData) -> None:
         """Say once that gradients are clipped at a limit that the user has not set."""
-        if not self.clips_by_default or not data.clipping.get("clipped"):
+        if not self.clips_by_default or data.has_own_limit or not data.clipping.get("clipped"):
             return
         config = self.clipper.config
         self.clips_by_default = False

@@ -8,13 +8,14 @@ import pytest
 import torch
 
 from gradtrack import GradientClipper, GradientConfig, GradientManager, NaNInfHandler
+from gradtrack.errors import UsageError
 from gradtrack.gradients.measurer import Measurer
 from gradtrack.gradients.parameters import ParameterTable
 from gradtrack.protection.spikes import SpikeGuard
 from gradtrack.step.data import StepData
 from gradtrack.step.loss_scale import Scale
 from gradtrack.step.protect import Protection
-from tests.training import optimizer_of, with_gradients
+from tests.training import batch_loss, optimizer_of, small_model, with_gradients
 
 
 def protect(*gradients: torch.Tensor, scaled: bool = False, **settings: object) -> tuple[StepData, list[object]]:
@@ -96,6 +97,27 @@ def test_the_first_clipped_step_says_so_at_the_default_limit(
     assert [step for step, notes in enumerate(told, start=1) if notes] == [first]
     assert told[first - 1] == [f"{said}: set max_grad_norm, or enable_gradient_clipping=False."]
     assert [text for text in caplog.messages if "max_grad_norm" in text] == [f"{said} (step {first})"]
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_the_limit_of_one_step_is_not_the_default(late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The note waits for a step that the default limit clips, also where the numbers of steps are read late."""
+    monkeypatch.setattr("gradtrack.step.pair.on_device", lambda grads: late)
+    monkeypatch.setattr("gradtrack.step.data.next_row", lambda step, every: every)
+    model, manager = with_gradients([torch.ones(4)]), GradientManager(engine="torch", nonfinite_action="report")
+    optimizer = optimizer_of(model, lr=0.0)
+    for limit in (0.01, 1.0, None):
+        next(model.parameters()).grad = torch.ones(4)
+        manager.step(model, optimizer, 1.0, backward=False, max_grad_norm=limit)
+    assert [bool(report.notes) for report in manager.reports] == [False, False, True]
+
+
+def test_a_limit_of_a_micro_batch_is_refused() -> None:
+    """Nothing is clipped before the gradients are complete, and the call says so before the backward pass."""
+    model = small_model()
+    with pytest.raises(UsageError, match=r"accumulate=True: expected it .*\. Pass it with the last micro-batch"):
+        GradientManager().step(model, optimizer_of(model), batch_loss(model), accumulate=True, max_grad_norm=0.1)
+    assert all(param.grad is None for param in model.parameters())
 
 
 @pytest.mark.parametrize(
