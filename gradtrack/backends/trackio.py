@@ -82,8 +82,8 @@ class TrackioBackend(Backend):
             for row, record in zip(rows, records, strict=True):
                 self._run.log(row, step=record.step)
             return
-        run_id, name, config = self._find_run()
         try:
+            run_id, name, config = self._find_run()
             self._store.bulk_log(
                 project=self._project,
                 run=name,
@@ -183,8 +183,8 @@ class TrackioBackend(Backend):
         if self._run_id is None:
             before = {training, "" if self._info is None else self._info.resumed_from} - {""}
             for run_id, config in self._store.get_all_run_configs(self._project).items():
-                trainings = config.get(_OURS, {}).get("trainings", []) if isinstance(config, dict) else []
-                if before & set(trainings):
+                trainings = _trainings_in(config)
+                if not before.isdisjoint(trainings):
                     self._run_id, self._run_name = run_id, config[_OURS].get("name", self._run_name)
                     self._config = None if training in trainings else _joined_by(config, training)
                     break
@@ -207,6 +207,13 @@ class TrackioBackend(Backend):
             ).hexdigest()[:32]
             for record in records
         ]
+
+
+def _trainings_in(config: Any) -> list[str]:
+    """Return the trainings whose rows a run has; none where what the user has put in that place is not ours."""
+    ours = config.get(_OURS) if isinstance(config, dict) else None
+    trainings = ours.get("trainings") if isinstance(ours, dict) else None
+    return [one for one in trainings if isinstance(one, str)] if isinstance(trainings, list) else []
 
 
 def _joined_by(config: dict[str, Any], training: str) -> dict[str, Any]:

@@ -68,6 +68,30 @@ def journaled(run_dir: Path | str) -> list[Record]:
     return [record for journal in find_journals(Path(run_dir)) for _, record in journal.rows()]
 
 
+@pytest.mark.parametrize("theirs", ["v1", 3, None, ["ours"], {"trainings": "all"}, {"trainings": [["one"]]}])
+def test_runs_with_settings_of_the_same_name_are_left_alone(theirs: Any) -> None:
+    """What other runs of the project have under `gradtrack` is none of ours: the rows go to a run of their own."""
+    store = trackio.sqlite_storage.SQLiteStorage
+    store.bulk_log(project="gradtrack", run="theirs", metrics_list=[{"loss": 1.0}], config={"gradtrack": theirs})
+    records = make_records(2)
+    backend = TrackioBackend()
+    backend.write(records)
+    assert backend.present(records) == {(record.source, record.step) for record in records}
+    assert len(rows_of("gradtrack")) == 2
+
+
+def test_a_store_that_cannot_be_read_is_a_fault_of_the_tracker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So its rows wait, as with any other fault."""
+
+    def fail(project: str) -> None:
+        raise OSError("disk I/O error")
+
+    backend = TrackioBackend()
+    monkeypatch.setattr(trackio.sqlite_storage.SQLiteStorage, "get_all_run_configs", fail)
+    with pytest.raises(BackendError, match="OSError: disk I/O error"):
+        backend.write(make_records(1))
+
+
 def test_a_run_that_is_open_is_joined_and_keeps_its_own_count() -> None:
     """Our rows join the user's run, and the steps that Trackio counts for the user are those without us."""
     run = begun()
