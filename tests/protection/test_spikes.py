@@ -21,6 +21,7 @@ from gradtrack import GradientConfig, GradientManager, StepReport, watch
 from gradtrack.errors import InputTypeError, UsageError
 from gradtrack.protection.spikes import SpikeGuard
 from gradtrack.step import data, pair
+from tests.docs.pages import DOCS, blocks
 from tests.training import batch_loss, small_model
 
 Values = Sequence[tuple[float, float | None]]
@@ -426,6 +427,20 @@ class TestRollback:
             manager.on_rollback(3)  # type: ignore[arg-type]
         manager.on_rollback(lambda step, report: None)
         assert manager.step(model, optimizer, batch_loss(model)).step == 1
+
+    def test_the_example_of_the_documentation_goes_back_before_its_first_checkpoint(self) -> None:
+        """A spike at step 70 takes it back to the weights and the steps of the beginning."""
+        model = torch.nn.Linear(4, 1)
+        names: dict[str, Any] = {
+            "model": model,
+            "optimizer": torch.optim.Adam(model.parameters()),
+            "criterion": nn.functional.mse_loss,
+            "loader": [(torch.ones(8, 4), torch.full((8, 1), 1e6 if step == 70 else 50.0)) for step in range(1, 81)],
+        }
+        (example,) = [block.text for block in blocks(DOCS / "spikes.md") if "on_rollback" in block.text]
+        exec(f"from gradtrack import GradientManager, safe_backward\n{example}", names)
+        assert [report.step for report in names["manager"].reports][-12:] == [69, 70, *range(1, 11)]
+        assert names["optimizer"].param_groups[0]["lr"] == pytest.approx(5e-4)
 
     def test_without_a_checkpoint_it_is_the_beginning(self) -> None:
         """The step is 0; a function that raises ends the training, and nothing was stepped."""
