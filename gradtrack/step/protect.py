@@ -25,6 +25,10 @@ _HAS_CLIPPED: Final = (
     "the program clips by itself, at a norm of {}, before gradients are measured: norms are those after its clipping. "
     "Call manager.step(model, optimizer, loss, backward=False) before it clips to see those before."
 )
+_NOT_LEFT_OUT: Final = (
+    "{} cannot act: the optimizers step inside the backward pass, before a step is judged. "
+    "Step them after it to have steps left out."
+)
 _NONE: Final[Mapping[str, Any]] = {"action": "none"}
 _OFF: Final[Mapping[str, Any]] = {"action": "off"}
 
@@ -37,6 +41,7 @@ class Protection:
         self.clips_by_default = clips_by_default(clipper.config)
         """Whether no step has been noted yet that was clipped at a limit which the user has not set."""
         self._told: set[bool] = set()
+        self._told_no_spikes = False
 
     def meet_clipping(self, limit: float, *, usable: bool) -> tuple[bool, str]:
         """Say whether to measure before the program itself clips, and once in words which norms are reported.
@@ -66,6 +71,7 @@ class Protection:
         """
         if grads.passed:
             data.nan_inf, data.clipping = self._too_late(grads, moments)
+            self._note_no_spikes(data)
             return
         remember, checks = not data.repeated, self._handler.config.enable_nan_inf_check
         if self._handler.config.judges_spikes and self._leaves_out(grads, moments, data):
@@ -94,6 +100,14 @@ class Protection:
             clipping["norm_after"] = None
         data.clipping, data.skipped = clipping, action in ("skip", "scaler")
         data.error = self._handler.error(found) if action == "raise" else None
+
+    def _note_no_spikes(self, data: StepData) -> None:
+        """Say once that no step can be left out, where a setting asks for it."""
+        config = self._handler.config
+        if config.judges_spikes and not self._told_no_spikes:
+            self._told_no_spikes = True
+            asked = ["spike_action"] * (config.spike_action != "report") + ["skip_steps"] * bool(config.skip_steps)
+            data.notes = [*data.notes, _NOT_LEFT_OUT.format(" and ".join(asked))]
 
     def _leaves_out(self, grads: Gradients, moments: Moments, data: StepData) -> bool:
         """Judge whether a step is a spike or listed, and set the fields of its report where it is to be left out."""

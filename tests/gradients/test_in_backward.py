@@ -74,3 +74,23 @@ def test_closing_takes_the_hooks_off() -> None:
         manager.step(model, by_torch(model), batch_loss(model))
         assert all(param._post_accumulate_grad_hooks for param in model.parameters())
     assert not any(param._post_accumulate_grad_hooks for param in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"spike_action": "skip"}, "spike_action cannot act"),
+        ({"skip_steps": [[2, 3]]}, "skip_steps cannot act"),
+        ({"spike_action": "clip", "skip_steps": [[2, 3]]}, "spike_action and skip_steps cannot act"),
+        ({}, None),
+    ],
+)
+def test_settings_that_leave_steps_out_say_once_that_they_cannot(settings: dict[str, Any], named: str | None) -> None:
+    """The weights have changed before any step is judged."""
+    model, manager = small_model(), GradientManager(**settings)
+    optimizers = by_torch(model)
+    for step in range(5):
+        manager.step(model, optimizers, batch_loss(model, step))
+    notes = [note for report in manager.reports for note in report.notes if "cannot act" in note]
+    assert [note.startswith(named or "") for note in notes] == [True] * (named is not None)
+    assert not any(report.skipped for report in manager.reports)
