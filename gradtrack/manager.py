@@ -237,7 +237,10 @@ class GradientManager:
         It is the last step whose `state_dict` was taken, outside of a run of spikes; 0 where none was.
         """
         if not callable(function):
-            raise InputTypeError(f"on_rollback function {function!r}: expected a function of a step and a report.")
+            raise InputTypeError(
+                f"on_rollback function {function!r}: expected a function of a step and a report. "
+                "Pass one that loads the checkpoint of that step."
+            )
         self._rollbacks.append(function)
         return function
 

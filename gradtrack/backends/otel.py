@@ -27,6 +27,8 @@ _NOT_IN_NAMES: Final = re.compile(r"[^A-Za-z0-9_./-]")
 _LONGEST_NAME: Final = 255
 _REFUSED: Final = re.compile(r"\b(?:400|413|422)\b|exceeds max_request_size")
 """What an exporter logs of a batch that would be refused again."""
+_WHERE_REFUSED: Final = "Look at what the collector logs; its limits may be too small."
+_WHERE_AWAY: Final = "Check that the collector runs, its address and what it allows; the rows are sent again."
 
 
 @final
@@ -94,7 +96,10 @@ class OtelBackend(Backend):
         if result is not self._export.MetricExportResult.SUCCESS:
             reason = redact("; ".join(dict.fromkeys(complaints.texts))) or "the exporter has failed"
             kind = PermanentBackendError if _REFUSED.search(reason) else BackendError
-            raise kind(f"otel: {redact(self._endpoint) or 'the exporter'} took no row ({reason})")
+            raise kind(
+                f"otel: {redact(self._endpoint) or 'the exporter'} took no row ({reason}): expected it to take all. "
+                + (_WHERE_REFUSED if kind is PermanentBackendError else _WHERE_AWAY)
+            )
 
     def flush(self) -> None:
         if self._exporter is not None and not self._closed:
@@ -201,7 +206,10 @@ def _meter_of(provider: Any) -> Any:
     found = provider
     if isinstance(provider, str):
         if provider != "global":
-            raise UsageError(f"otel: meter_provider {provider!r}: expected 'global', or a MeterProvider.")
+            raise UsageError(
+                f"otel: meter_provider {redact(provider)!r}: expected 'global' or a MeterProvider. "
+                "Write 'global' for the one that the program has set, or pass an instance."
+            )
         found = _sdk("opentelemetry.metrics").get_meter_provider()
         if not isinstance(found, _sdk("opentelemetry.sdk.metrics").MeterProvider):
             raise UsageError(

@@ -124,7 +124,8 @@ def test_an_answer_says_whether_to_try_again(code: int, kind: type[Exception], c
     """What the collector cannot read will never do; what it does not allow may be allowed later."""
     collector.codes = [code]
     backend = OtelBackend(endpoint=collector.endpoint)
-    with pytest.raises(BackendError, match=str(code)) as caught:
+    remedy = "Look at what the collector logs" if kind is PermanentBackendError else "Check that the collector runs"
+    with pytest.raises(BackendError, match=rf"{code}.*: expected .*\. {remedy}") as caught:
         backend.write(make_records(2))
     assert type(caught.value) is kind
     collector.codes = [200]
@@ -231,7 +232,7 @@ def test_an_exporter_of_the_users_is_used_and_left_open() -> None:
         ({"endpoint": 3}, "begins with http://"),
         ({"exporter": 3}, "expected a MetricExporter"),
         ({"meter_provider": 3}, "expected a MeterProvider"),
-        ({"meter_provider": "ours"}, "expected 'global'"),
+        ({"meter_provider": "ours"}, "expected 'global' or a MeterProvider. Write 'global' for the one"),
         ({"meter_provider": "global"}, r"Call opentelemetry.metrics.set_meter_provider\(\)"),
         ({"meter_provider": object(), "endpoint": "http://x"}, "expected one of"),
     ],
