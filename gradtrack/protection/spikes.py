@@ -23,8 +23,8 @@ _LEAST_SPREAD: Final = 1e-3
 """The smallest deviation, as a share of the centre: a run whose values stay the same has no spikes by rounding."""
 _NORMAL: Final = 1.4826
 """What makes the median absolute deviation of normal values their standard deviation."""
-LEAVES_OUT: Final = frozenset({"skip", "rollback", "listed"})
-"""The actions that leave the step out."""
+SKIPPED_SPIKES: Final = frozenset({"skip", "rollback", "listed"})
+"""The outcomes, as `SpikeReport.action` has them, of a spike whose step is left out."""
 _LOSS_OF_RANK: Final = (
     "spikes are judged by the norm alone: each process has a loss of its own, by which they would decide differently. "
     "Pass process_group to have the losses of its ranks averaged."
@@ -59,7 +59,7 @@ class _Memory(NamedTuple):
         return self._replace(norms=(*self.norms, *norms)[-size:], losses=(*self.losses, *losses)[-size:])
 
 
-class SpikeGuard:
+class SpikeDetector:
     """Judges each finite step before it is made, by the windows of norms and losses of the steps before it.
 
     A spike that is left out or clipped enters no window, so that one cannot hide the next. After so many in a row as

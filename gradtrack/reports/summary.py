@@ -102,7 +102,7 @@ class ScalerReport(Report):
     skips_in_a_row: int = 0
 
 
-SpikeActions = Literal["skip", "clip", "rollback", "accepted", "listed"]
+SpikeOutcome = Literal["skip", "clip", "rollback", "accepted", "listed"]
 
 
 class SpikeReport(Report):
@@ -112,7 +112,7 @@ class SpikeReport(Report):
     `in_a_row` and `count` are the spikes so far, in a row and in all.
     """
 
-    action: SpikeActions
+    action: SpikeOutcome
     norm_deviations: float | None = None
     norm_limit: float | None = None
     loss_deviations: float | None = None

@@ -18,7 +18,7 @@ from gradtrack.gradients.collected import Gradients
 from gradtrack.gradients.groups import Layout
 from gradtrack.gradients.moments import Moments, Rows, describe, describe_whole, finite_norm, spread
 from gradtrack.gradients.variance import Deviations
-from gradtrack.protection.spikes import LEAVES_OUT
+from gradtrack.protection.spikes import SKIPPED_SPIKES
 from gradtrack.records import Histogram
 from gradtrack.reports import HealthReport, Issue, LateReport, Report, StepReport
 from gradtrack.reports.metric_names import flat_metrics
@@ -154,7 +154,7 @@ class StepData:
     @property
     def leaves_out_spike(self) -> bool:
         """Whether the step is left out though its gradients are finite."""
-        return self.spike is not None and self.spike["action"] in LEAVES_OUT
+        return self.spike is not None and self.spike["action"] in SKIPPED_SPIKES
 
     def release(self) -> None:
         """Drop what only the stages need, so that a report that is kept keeps no model alive."""

@@ -21,7 +21,7 @@ from gradtrack.gradients.torch_device import Sums
 from gradtrack.gradients.variance import Deviations, Parts, deviations_of_parts
 from gradtrack.protection.clipping import GradientClipper
 from gradtrack.protection.nonfinite import NaNInfHandler, count_nonfinite
-from gradtrack.protection.spikes import SpikeGuard
+from gradtrack.protection.spikes import SpikeDetector
 from gradtrack.reports import StepReport
 from gradtrack.step.data import StepData
 from gradtrack.step.loss_scale import Scale
@@ -90,7 +90,7 @@ class DeviceStep:
         loss: Tensor | float | None,
         clipper: GradientClipper,
         handler: NaNInfHandler,
-        spikes: SpikeGuard,
+        spikes: SpikeDetector,
         *,
         full: bool = False,
     ) -> None:

@@ -19,7 +19,7 @@ from gradtrack.gradients.parameters import NamedParameter, ParameterTable
 from gradtrack.health.monitor import GradientMonitor
 from gradtrack.protection.clipping import GradientClipper
 from gradtrack.protection.nonfinite import NaNInfHandler, clear_gradients
-from gradtrack.protection.spikes import Rollback, SpikeGuard
+from gradtrack.protection.spikes import Rollback, SpikeDetector
 from gradtrack.reports import Issue, LateReport, StepReport
 from gradtrack.step.analyzers import RunningAnalyzers
 from gradtrack.step.arguments import add_loss, labels_of
@@ -62,7 +62,7 @@ class Pair:
         self.model, self.name, self.horizon = model, name, horizon
         self.config, self.analyzers = config, analyzers
         self.monitor, self.clipper, self.handler = components
-        self.spikes = SpikeGuard(config, rollbacks)
+        self.spikes = SpikeDetector(config, rollbacks)
         self.protection = Protection(self.handler, self.clipper, self.spikes)
         self.measurement = Measurement(model, config, measurer, process_group)
         self.judge = Judge(config, self.monitor)

@@ -14,7 +14,7 @@ from gradtrack.gradients.collected import ForecastClipping, Gradients
 from gradtrack.gradients.moments import Moments, true_norm
 from gradtrack.protection.clipping import GradientClipper, clips_by_default
 from gradtrack.protection.nonfinite import NaNInfHandler, count_nonfinite
-from gradtrack.protection.spikes import SpikeGuard
+from gradtrack.protection.spikes import SpikeDetector
 from gradtrack.step.data import StepData
 from gradtrack.support.rank import process_rank
 
@@ -36,7 +36,7 @@ _OFF: Final[Mapping[str, Any]] = {"action": "off"}
 class Protection:
     """Handles non-finite gradients and spikes and clips, as the configuration of the handler and the clipper says."""
 
-    def __init__(self, handler: NaNInfHandler, clipper: GradientClipper, spikes: SpikeGuard) -> None:
+    def __init__(self, handler: NaNInfHandler, clipper: GradientClipper, spikes: SpikeDetector) -> None:
         self._handler, self.clipper, self.spikes = handler, clipper, spikes
         self.clips_by_default = clips_by_default(clipper.config)
         """Whether no step has been noted yet that was clipped at a limit which the user has not set."""

@@ -19,7 +19,7 @@ from torch import nn
 
 from gradtrack import GradientConfig, GradientManager, StepReport, watch
 from gradtrack.errors import InputTypeError, UsageError
-from gradtrack.protection.spikes import SpikeGuard
+from gradtrack.protection.spikes import SpikeDetector
 from gradtrack.step import data, pair
 from tests.docs.pages import DOCS, blocks
 from tests.training import batch_loss, small_model
@@ -28,11 +28,11 @@ Values = Sequence[tuple[float, float | None]]
 
 
 def actions(values: Values, **settings: Any) -> list[str]:
-    """Return what a guard does about each of several steps."""
-    guard, found = SpikeGuard(GradientConfig(spike_action="skip", **settings)), []
+    """Return what a detector does about each of several steps."""
+    detector, found = SpikeDetector(GradientConfig(spike_action="skip", **settings)), []
     for step, (norm, loss) in enumerate(values, 1):
-        spike = guard.judge(step, norm, loss)
-        guard.remember(step, norm, loss, spike)
+        spike = detector.judge(step, norm, loss)
+        detector.remember(step, norm, loss, spike)
         found.append("" if spike is None else spike["action"])
     return found
 
@@ -313,20 +313,20 @@ def test_a_listed_step_that_is_not_finite(action: Any) -> None:
 
 def test_the_loss_of_one_process_decides_nothing() -> None:
     """Processes that share no sums each have a loss of their own: only the norm is judged, on a device too."""
-    guard = SpikeGuard(GradientConfig(spike_action="skip", spike_window=8))
+    detector = SpikeDetector(GradientConfig(spike_action="skip", spike_window=8))
     for step in range(8):
-        guard.remember(step, 1.0, 1.0, None)
-    assert guard.judge(9, 1.0, 100.0) is not None
-    assert guard.limits().loss < 100.0
+        detector.remember(step, 1.0, 1.0, None)
+    assert detector.judge(9, 1.0, 100.0) is not None
+    assert detector.limits().loss < 100.0
     store: Any = getattr(dist, "HashStore")()  # noqa: B009 - torch does not export it to type checkers
     dist.init_process_group("fake", store=store, rank=0, world_size=2)
     try:
-        assert guard.judge(9, 1.0, 100.0) is None
-        assert guard.limits().loss == math.inf
-        assert guard.judge(9, 100.0, 1.0) is not None
-        assert len(guard.coming_notes) == 1
-        guard.losses_are_shared = True
-        assert guard.judge(9, 1.0, 100.0) is not None
+        assert detector.judge(9, 1.0, 100.0) is None
+        assert detector.limits().loss == math.inf
+        assert detector.judge(9, 100.0, 1.0) is not None
+        assert len(detector.coming_notes) == 1
+        detector.losses_are_shared = True
+        assert detector.judge(9, 1.0, 100.0) is not None
     finally:
         dist.destroy_process_group()
 
@@ -510,8 +510,8 @@ def test_settings_that_cannot_be_meant(settings: dict[str, Any], text: str) -> N
 def test_a_step_without_gradients_is_none() -> None:
     """Its norm of zero enters no window, and a NaN neither."""
     values: Values = [(1.0, 1.0)] * 10 + [(0.0, None)] * 100 + [(1.0, math.nan)] * 3
-    guard = SpikeGuard(GradientConfig(spike_action="skip", spike_window=8))
+    detector = SpikeDetector(GradientConfig(spike_action="skip", spike_window=8))
     for step, (norm, loss) in enumerate(values, 1):
-        guard.remember(step, norm, loss, guard.judge(step, norm, loss))
-    state = guard.state_dict()
+        detector.remember(step, norm, loss, detector.judge(step, norm, loss))
+    state = detector.state_dict()
     assert (state["norms"], state["losses"]) == ([1.0] * 8, [1.0] * 8)

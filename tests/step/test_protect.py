@@ -11,7 +11,7 @@ from gradtrack import GradientClipper, GradientConfig, GradientManager, NaNInfHa
 from gradtrack.errors import UsageError
 from gradtrack.gradients.measurer import Measurer
 from gradtrack.gradients.parameters import ParameterTable
-from gradtrack.protection.spikes import SpikeGuard
+from gradtrack.protection.spikes import SpikeDetector
 from gradtrack.step.data import StepData
 from gradtrack.step.loss_scale import Scale
 from gradtrack.step.protect import Protection
@@ -23,7 +23,7 @@ def protect(*gradients: torch.Tensor, scaled: bool = False, **settings: object) 
     config, measurer = GradientConfig.load(None, **settings), Measurer("torch")
     model = with_gradients(list(gradients))
     grads = ParameterTable(model).gradients()
-    protection = Protection(NaNInfHandler(config), GradientClipper(config), SpikeGuard(config))
+    protection = Protection(NaNInfHandler(config), GradientClipper(config), SpikeDetector(config))
     moments = grads.measure(measurer)
     data = StepData(grads.layout, {})
     data.scale = create_autospec(Scale, instance=True) if scaled else None
