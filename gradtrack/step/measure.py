@@ -174,7 +174,8 @@ class Measurement:
         """Check that all ranks which share the parameters send the same numbers and decide by the same settings.
 
         They are compared when the parameters are new, and when a setting that says what is sent has changed, or the
-        engine; `of_pair` returns the settings of the pair. Return which of the `offers` every rank makes, or None without a check.
+        engine; `of_pair` returns the settings of the pair. Return which of the `offers` every rank makes, or None
+        without a check.
         """
         ranks, engine = self.table.ranks, self._config.engine
         if ranks is None or (ranks, settings := self._settings(), engine) == self._agreed:

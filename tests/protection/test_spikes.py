@@ -423,7 +423,7 @@ class TestRollback:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with pytest.raises(UsageError, match=r"Call manager.on_rollback\(function\)"):
             manager.step(model, optimizer, batch_loss(model))
-        with pytest.raises(InputTypeError, match="a step and a report. Pass one that loads"):
+        with pytest.raises(InputTypeError, match=r"a step and a report\. Pass one that loads"):
             manager.on_rollback(3)  # type: ignore[arg-type]
         manager.on_rollback(lambda step, report: None)
         assert manager.step(model, optimizer, batch_loss(model)).step == 1
