@@ -106,14 +106,7 @@ class GradientManager:
         if not (backward and type(loss) is Tensor):  # the backward pass checks a tensor by itself
             check_loss(loss, backward)
         pair = self._pairs.find(model, optimizer)
-        limited = None
-        if max_grad_norm is not None:
-            if accumulate:
-                raise UsageError(
-                    f"max_grad_norm={max_grad_norm!r} with accumulate=True: expected it where the gradients are "
-                    "complete. Pass it with the last micro-batch."
-                )
-            limited = pair.clipper.limited_to(max_grad_norm)
+        limited = None if max_grad_norm is None else pair.clipper.limited_to(max_grad_norm, complete=not accumulate)
         if step is not None:
             self._rows.place(pair.name, pair.step_count + 1, as_place(step))
         if backward:
@@ -139,13 +132,9 @@ class GradientManager:
             pair.fast_path.close()
             with limited:
                 report = pair.step(loss, scale=scale, epoch=epoch, batch=batch)
-        if self._unused_settings.waits:
-            self._check_settings()
+        if self._unused_settings.waits:  # for enough steps to tell which settings have no effect
+            self._unused_settings.step({pair.name: pair.model for pair in self._pairs})
         return report
-
-    def _check_settings(self) -> None:
-        """Warn of settings that have no effect, as soon as enough steps were made to tell."""
-        self._unused_settings.step({pair.name: pair.model for pair in self._pairs})
 
     def attach(
         self,
@@ -288,17 +277,11 @@ class GradientManager:
 
         return figures.save(pictures.draw_training_curves(self.reports), Path(save_path))
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state that later steps depend on, as plain data for a checkpoint: a rollback goes back to it."""
-        state = self._state()
-        for pair in self._pairs:
-            pair.spikes.mark_checkpoint(pair.step_count)
-        return state
-
-    def _state(self) -> dict[str, Any]:
-        """Return the same for a copy, to which no rollback goes back."""
+    def state_dict(self, *, checkpoint: bool = True) -> dict[str, Any]:
+        """Return the state that later steps depend on, as plain data; a rollback goes back to a `checkpoint`."""
         self._pairs.settle()
-        state = {"version": 1, "pairs": self._pairs.state_dict(), "history": self._history.state_dict()}
+        pairs = self._pairs.state_dict(checkpoint=checkpoint)
+        state = {"version": 1, "pairs": pairs, "history": self._history.state_dict()}
         return state | ({"run": run} if (run := self._sink.state_dict()) else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -334,7 +317,7 @@ class GradientManager:
                     self._rows.place(pair.name, pair.step_count + 1, as_place(step()))
                 pair.step(loss, scale=scale)
                 if self._unused_settings.waits:
-                    self._check_settings()
+                    self._unused_settings.step({pair.name: pair.model for pair in self._pairs})
 
         def look_before_clipping(take_loss: TakeLoss, limit: float, usable: bool) -> bool:
             pair = self._pairs.find(model, optimizers)

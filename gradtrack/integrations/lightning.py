@@ -143,14 +143,12 @@ class GradientStatisticsCallback(ManagedTraining, Callback):  # type: ignore[mis
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint."""
-        if self._manager is not None and self._restored is None:
-            return self._manager.state_dict()
-        return self._state()
+        return self._state(checkpoint=True)
 
-    def _state(self) -> dict[str, Any]:
-        """Return the same for a copy of this callback, or for another training: it is no checkpoint."""
+    def _state(self, *, checkpoint: bool = False) -> dict[str, Any]:
+        """Return the same; for a copy of this callback, or for another training, it is no checkpoint."""
         if self._manager is not None and self._restored is None:
-            return self._manager._state()
+            return self._manager.state_dict(checkpoint=checkpoint)
         return dict(self._restored or {})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -62,7 +62,7 @@ class GradtrackCallback(ManagedTraining, BaseCallback):  # type: ignore[misc]
                 "%s has no optimizer, and so no gradients: gradtrack does nothing.", type(self.model).__name__
             )
             return
-        before = None if self._manager is None else self._manager._state()
+        before = None if self._manager is None else self._manager.state_dict(checkpoint=False)
         clips = ""
         if hasattr(self.model, "max_grad_norm"):
             clips = f"{type(self.model).__name__} clips at max_grad_norm {self.model.max_grad_norm}"

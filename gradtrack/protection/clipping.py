@@ -164,9 +164,14 @@ class GradientClipper:
         """Return the limit of this step, or the limits by group: those of the configuration unless it has its own."""
         return self.config.max_grad_norm if self.limit_of_step is None else self.limit_of_step
 
-    def limited_to(self, limit: float | Mapping[str, float]) -> AbstractContextManager[None]:
-        """Check another limit, and return a context within which it is in the place of `max_grad_norm`."""
+    def limited_to(self, limit: float | Mapping[str, float], *, complete: bool = True) -> AbstractContextManager[None]:
+        """Check another limit of `complete` gradients, and return a context in which it replaces `max_grad_norm`."""
         config = self.config
+        if not complete:
+            raise UsageError(
+                f"max_grad_norm={limit!r} with accumulate=True: expected it where the gradients are complete. "
+                "Pass it with the last micro-batch."
+            )
         kind = config.effective_clip_type if config.enable_gradient_clipping else "enable_gradient_clipping=False"
         if kind not in ("norm", "value", "adaptive", "zscore"):
             raise UsageError(

@@ -187,14 +187,14 @@ class SpikeDetector:
             _logger.warning("%s", text)
         return text
 
-    def mark_checkpoint(self, step: int) -> None:
-        """Go back to this step from now on, whose state is being saved, unless it is within a run of spikes."""
-        if not self._memory.held:
-            self.checkpoint = step
+    def state_dict(self, step: int | None = None) -> dict[str, Any]:
+        """Return the state that later steps depend on, as plain data.
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state that later steps depend on, as plain data."""
+        A `step` whose state is saved is the one to go back to from now on, unless it is within a run of spikes.
+        """
         memory = self._memory
+        if step is not None and not memory.held:
+            self.checkpoint = step
         held = [list(value) for value in memory.held]
         state = {"version": _VERSION, **memory._asdict(), "held": held}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in state.items()}

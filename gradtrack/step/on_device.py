@@ -53,23 +53,23 @@ def can_wait(
         by_unit = clipper.is_elementwise and config.effective_clip_type == "agc"
         if by_unit or too_late or not fits_on_device(grads):
             return False
-    if not clips_there(config, grads, clipper):
+    if not clips_there(grads, clipper):
         return False
     if scale is not None or not config.enable_nan_inf_check or config.nonfinite_action in ("replace", "report"):
         return True
     return config.nonfinite_action == "skip" and has_flag
 
 
-def clips_there(config: GradientConfig, grads: Gradients, clipper: GradientClipper) -> bool:
-    """Say whether the engine of the gradients' device clips without the host: of elements and units only Triton does.
+def clips_there(grads: Gradients, clipper: GradientClipper, *, there: bool = True) -> bool:
+    """Say whether the engine of gradients that are on a device clips without the host: of elements only Triton does.
 
     Triton may work on the device of one rank and not on that of another.
     """
-    if not clipper.is_elementwise:
-        return True
+    if not (there and clipper.is_elementwise):
+        return not clipper.is_elementwise
     weights = [] if grads.stand_ins else grads.layout.params
     plan = clipper.measurer.accelerators.plan(grads.tensors)
-    return bool(plan.clips(config.effective_clip_type, grads.tensors, weights))
+    return bool(plan.clips(clipper.config.effective_clip_type, grads.tensors, weights))
 
 
 def takes_found_inf(optimizer: Any) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from gradtrack.analyzers.base import Snapshot
 from gradtrack.config import GradientConfig
 from gradtrack.gradients.collected import Gradients, SharedGradients, on_device
-from gradtrack.gradients.distributed.shards import unwrapped, whole_loss
+from gradtrack.gradients.distributed.shards import unwrapped
 from gradtrack.gradients.measurer import Measurer
 from gradtrack.gradients.moments import Moments
 from gradtrack.gradients.parameters import NamedParameter, ParameterTable
@@ -166,10 +166,8 @@ class Pair:
         self, loss: Tensor | float | None, *, scale: Scale | None = None, epoch: int | None = None, batch: object = None
     ) -> StepReport:
         """Measure, protect, judge and record the gradients of a step; with a scale a loss scaler steps by them."""
-        if scale is None:
-            report = self.fast_path.take(loss, epoch, batch)
-            if report is not None:
-                return report
+        if scale is None and (report := self.fast_path.take(loss, epoch, batch)) is not None:
+            return report
         self.fast_path.close()
         self.optimizer_steps.restore_steps()
         if self.optimizer_steps.has_new_groups():
@@ -197,10 +195,10 @@ class Pair:
         report = StepReport.deferred(
             data.fields, step=data.step, epoch=epoch, source=self.name, time=data.time, batch=batch
         )
-        self._rank_exchange.agree(data.step, partial(self._clips_on_device, grads))
-        total = whole_loss(total)
+        there = on_device(grads.tensors)
+        total = self._rank_exchange.agree(data.step, total, partial(clips_there, grads, self.clipper, there=there))
         self.recorders.measured(grads, batch, data)
-        data.can_stay = on_device(grads.tensors) and self._can_stay_on_device(grads, data)
+        data.can_stay = there and self._rank_exchange.all_clip_there and self._can_stay_on_device(grads, data)
         if data.can_stay and not self.analyzers.due(data.step):
             self._leave_on_device(grads, report, data, total)
         else:
@@ -211,16 +209,9 @@ class Pair:
         """Whether only an analyzer may need the numbers of this step, which are on a device, before the next one."""
         step, listed = self.step_count, self.config.skip_steps and self.spikes.lists(self.step_count)
         waits = self.table.ranks is None and self.recorders.due(step)  # ranks with shards have to decide alike
-        if waits or not self._rank_exchange.all_clip_there:
-            return False
-        if data.event or data.repeated or listed or self.analyzers.adds_up(step):
+        if waits or data.event or data.repeated or listed or self.analyzers.adds_up(step):
             return False
         return can_wait(self.config, self.optimizers, grads, self.clipper, scale=data.scale)
-
-    def _clips_on_device(self, grads: Gradients) -> bool:
-        """Whether clipping needs no decision of the host where gradients are on a device."""
-        limits_elements = self.clipper.is_elementwise
-        return not limits_elements or (on_device(grads.tensors) and clips_there(self.config, grads, self.clipper))
 
     def _leave_on_device(
         self, grads: Gradients, report: StepReport, data: StepData, loss: Tensor | float | None
@@ -380,12 +371,12 @@ class Pair:
         self.analyzers.close()
         self.recorders.close()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state that later steps depend on, as plain data."""
+    def state_dict(self, *, checkpoint: bool = True) -> dict[str, Any]:
+        """Return the state that later steps depend on, as plain data; a rollback goes back to a `checkpoint`."""
         self.pending.settle()
         return {
             "step": self.step_count,
-            "spikes": self.spikes.state_dict(),
+            "spikes": self.spikes.state_dict(self.step_count if checkpoint else None),
             **self.judge.state_dict(),
             "clipper": self.clipper.state_dict(),
             "scaler": self.scaler_log.state_dict(),

@@ -166,9 +166,9 @@ class Pairs:
         known = ", ".join(repr(pair.name) for pair in self) or "none"
         raise UsageError(f"pair {name!r}: expected one that is attached ({known}). Call manager.attach first.")
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *, checkpoint: bool = True) -> dict[str, Any]:
         """Return the state of every pair, by its name."""
-        return {**self._restored, **{pair.name: pair.state_dict() for pair in self}}
+        return {**self._restored, **{pair.name: pair.state_dict(checkpoint=checkpoint) for pair in self}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned; the state of a pair that is added later is kept until then."""

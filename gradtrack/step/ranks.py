@@ -13,6 +13,7 @@ from torch import Tensor
 from gradtrack.analyzers.base import Snapshot
 from gradtrack.gradients.collected import SharedGradients
 from gradtrack.gradients.distributed.agreement import digest
+from gradtrack.gradients.distributed.shards import whole_loss
 from gradtrack.gradients.moments import Moments
 from gradtrack.step.analyzers import RunningAnalyzers
 from gradtrack.step.data import StepData
@@ -34,13 +35,13 @@ class RankExchange:
         self.all_clip_there = True
         """Whether the engine of every rank clips on its device: where one cannot, no rank leaves a step there."""
 
-    def agree(self, step: int, clips_there: Callable[[], bool]) -> None:
+    def agree(self, step: int, loss: Tensor | float | None, clips_there: Callable[[], bool]) -> Tensor | float | None:
         """Check that all ranks do the same from now on, if the settings or the parameters have changed.
 
-        `clips_there` says whether the engine of this rank clips on its device.
+        `clips_there` says whether the engine of this rank clips on its device. Return the loss, whole.
         """
         if self._measurement.table.ranks is None:
-            return
+            return loss
         common = self._measurement.agree_with_ranks(
             partial(self._remembered, step),
             lambda: [*self._analyzers.offers, *([_CLIPS_THERE] if clips_there() else [])],
@@ -48,6 +49,7 @@ class RankExchange:
         if common is not None:
             self.all_clip_there = _CLIPS_THERE in common
             self._analyzers.share(name for name in common if name != _CLIPS_THERE)
+        return whole_loss(loss)
 
     def read(
         self,
