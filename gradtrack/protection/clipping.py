@@ -30,6 +30,7 @@ from gradtrack.protection.strategies import (
     Memory,
     Strategy,
     ZScoreStrategy,
+    coefficient_for,
 )
 from gradtrack.reports import ClippingReport
 
@@ -383,31 +384,6 @@ def _elementwise(norm: float, after: float, limit: float, count: float, num_limi
         "norm_after": after,
         "clipped_fraction": count / max(1, num_limitable),
     }
-
-
-def coefficient_of(norm: float, limit: float, epsilon: float) -> float:
-    """Return the factor that clipping to a limit multiplies gradients by: at most 1, as torch computes it."""
-    coefficient = limit / (norm + epsilon) if norm + epsilon > 0 else 1.0
-    return coefficient if coefficient < 1.0 else 1.0
-
-
-def coefficient_for(norm: float, threshold: float, epsilon: float) -> dict[str, Any]:
-    """Return the report fields of clipping a norm to a threshold, as `torch.nn.utils.clip_grad_norm_` scales it."""
-    coefficient = coefficient_of(norm, threshold, epsilon)
-    if coefficient >= 1.0:
-        return {"clipped": False, "threshold": threshold, "coefficient": 1.0, "norm_after": norm}
-    return {"clipped": True, "threshold": threshold, "coefficient": coefficient, "norm_after": norm * coefficient}
-
-
-def clipping_fields(
-    clip_type: str, limit: float | None, epsilon: float, norm: float, clip_rate: float
-) -> dict[str, Any]:
-    """Return the fields of a `ClippingReport` for a finite norm; without a limit clipping is off."""
-    if limit is None:
-        return {"enabled": False, "clip_type": clip_type, "norm_before": norm, "norm_after": norm}
-    found = coefficient_for(norm, limit, epsilon)
-    found["clip_type"], found["norm_before"], found["clip_rate"] = clip_type, norm, clip_rate
-    return found
 
 
 def _clamp(grad: Tensor, limit: float) -> int:

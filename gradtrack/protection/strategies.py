@@ -239,3 +239,28 @@ def percentile(ordered: list[float], percent: float) -> float:
     low, high = ordered[index], ordered[min(index + 1, len(ordered) - 1)]
     share, gap = position - index, high - low
     return low + gap * share if share < 0.5 else high - gap * (1.0 - share)
+
+
+def coefficient_of(norm: float, limit: float, epsilon: float) -> float:
+    """Return the factor that clipping to a limit multiplies gradients by: at most 1, as torch computes it."""
+    coefficient = limit / (norm + epsilon) if norm + epsilon > 0 else 1.0
+    return coefficient if coefficient < 1.0 else 1.0
+
+
+def coefficient_for(norm: float, threshold: float, epsilon: float) -> dict[str, Any]:
+    """Return the report fields of clipping a norm to a threshold, as `torch.nn.utils.clip_grad_norm_` scales it."""
+    coefficient = coefficient_of(norm, threshold, epsilon)
+    if coefficient >= 1.0:
+        return {"clipped": False, "threshold": threshold, "coefficient": 1.0, "norm_after": norm}
+    return {"clipped": True, "threshold": threshold, "coefficient": coefficient, "norm_after": norm * coefficient}
+
+
+def clipping_fields(
+    clip_type: str, limit: float | None, epsilon: float, norm: float, clip_rate: float
+) -> dict[str, Any]:
+    """Return the fields of a `ClippingReport` for a finite norm; without a limit clipping is off."""
+    if limit is None:
+        return {"enabled": False, "clip_type": clip_type, "norm_before": norm, "norm_after": norm}
+    found = coefficient_for(norm, limit, epsilon)
+    found["clip_type"], found["norm_before"], found["clip_rate"] = clip_type, norm, clip_rate
+    return found

@@ -22,8 +22,8 @@ from gradtrack.gradients.groups import Layout
 from gradtrack.gradients.moments import SMALLEST_SQUARES
 from gradtrack.gradients.parameters import ParameterTable
 from gradtrack.health.rule import LEAST_LEFT, MOST_TOGETHER, SLACK, TENFOLD, Band, CalmSteps, has_chosen_limit
-from gradtrack.protection.clipping import clipping_fields, clips_apart, coefficient_of
-from gradtrack.protection.strategies import Memory
+from gradtrack.protection.clipping import clips_apart
+from gradtrack.protection.strategies import Memory, clipping_fields, coefficient_of
 from gradtrack.reports import HEALTHY, StepReport
 from gradtrack.step.data import StepData, next_row
 from gradtrack.step.history import History

@@ -27,7 +27,7 @@ from gradtrack.health.rule import (
 )
 from gradtrack.health.rule_engine import NEVER, RULES, Health
 from gradtrack.health.rules.norm import SpikeRule
-from gradtrack.protection.clipping import coefficient_for
+from gradtrack.protection.strategies import coefficient_for
 from gradtrack.reports import HEALTHY, Issue, IssueSeverity, IssueType
 from gradtrack.step.data import StepData
 from gradtrack.step.judge import Judge

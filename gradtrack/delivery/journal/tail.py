@@ -14,7 +14,7 @@ from typing import Any, Final
 from pydantic import BaseModel
 
 from gradtrack.gradients.moments import WIDTH, describe_whole
-from gradtrack.protection.clipping import clipping_fields
+from gradtrack.protection.strategies import clipping_fields
 from gradtrack.records import Record
 from gradtrack.reports.issues import HEALTHY
 from gradtrack.reports.metric_names import flat_metrics
