@@ -29,8 +29,9 @@ test-fast: $(VENV)/.all-installed ## Run the tests that start no process and tak
 test-rest: $(VENV)/.all-installed ## Run the tests that test-fast leaves out, but for the slow ones
 	@$(BIN)/python -m pytest -m '(process or long) and not $(LEFT)' -n $(WORKERS) --dist loadfile $(ARGS)
 
+# The laws on more examples are left to the other slow tests: test-rest has them on fewer.
 test-kernels: $(VENV)/.all-installed ## Run the slow tests of the engines: bounds checks, machine code, many elements
-	@$(BIN)/python -m pytest -m slow -n $(WORKERS) --dist worksteal tests/gradients $(ARGS)
+	@$(BIN)/python -m pytest -m slow -k 'not more_examples' -n $(WORKERS) --dist worksteal tests/gradients $(ARGS)
 
 # Ranks want the machine for themselves; the other tests share nothing.
 # pytest ends with 5 when no test was selected.
