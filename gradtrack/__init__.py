@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from gradtrack.analyzers.gain.monitor import GradientGainMonitor as GradientGainMonitor
     from gradtrack.analyzers.jacobian import JacobianAnalyzer as JacobianAnalyzer
     from gradtrack.analyzers.loss_graph import preflight as preflight
+    from gradtrack.analyzers.precision import PrecisionAnalyzer as PrecisionAnalyzer
     from gradtrack.analyzers.recurrent import RecurrentAnalyzer as RecurrentAnalyzer
     from gradtrack.analyzers.rl_policy import RLPolicyAnalyzer as RLPolicyAnalyzer
     from gradtrack.analyzers.transformer import TransformerAnalyzer as TransformerAnalyzer
@@ -70,6 +71,7 @@ _NAMES = {
     "analyzers.gain.monitor": "GradientGainMonitor",
     "analyzers.jacobian": "JacobianAnalyzer",
     "analyzers.loss_graph": "preflight",
+    "analyzers.precision": "PrecisionAnalyzer",
     "analyzers.recurrent": "RecurrentAnalyzer",
     "analyzers.rl_policy": "RLPolicyAnalyzer",
     "analyzers.transformer": "TransformerAnalyzer",

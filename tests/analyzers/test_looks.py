@@ -21,6 +21,7 @@ WAITS = {
     "gain": {"GPT": 1},
     "jacobian": {"GPT": 1},
     "loss_graph": {"GPT": 0, "LSTM": 0},
+    "precision": {"GPT": 2, "LSTM": 2},
     "recurrent": {"LSTM": 1},
     "transformer": {"GPT": 1},
     "updates": {"GPT": 1, "LSTM": 1},

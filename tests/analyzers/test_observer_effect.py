@@ -16,10 +16,10 @@ from tests.analyzers.watched_trainings import TRAININGS, train
 __all__ = ["every_step"]
 
 LOOKS = {
-    "CNN": {"flow", "gain", "jacobian", "loss_graph", "updates", "vector"},
-    "LSTM": {"flow", "gain", "jacobian", "recurrent", "updates", "vector"},
-    "GPT": {"flow", "gain", "jacobian", "loss_graph", "transformer", "updates", "vector"},
-    "policy": {"flow", "gain", "jacobian", "rl_policy", "updates", "vector"},
+    "CNN": {"flow", "gain", "jacobian", "loss_graph", "precision", "updates", "vector"},
+    "LSTM": {"flow", "gain", "jacobian", "precision", "recurrent", "updates", "vector"},
+    "GPT": {"flow", "gain", "jacobian", "loss_graph", "precision", "transformer", "updates", "vector"},
+    "policy": {"flow", "gain", "jacobian", "precision", "rl_policy", "updates", "vector"},
 }
 
 

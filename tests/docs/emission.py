@@ -33,6 +33,7 @@ def every() -> dict[str, Callable[[], Names]]:
         "gain": lambda: _live(_blocks(), ["gain"]),
         "jacobian": lambda: _live(_blocks(), ["jacobian"]),
         "loss_graph": lambda: _live(_blocks(), ["loss_graph"]),
+        "precision": lambda: _live(_blocks(), ["precision"]),
         "recurrent": _recurrent,
         "rl_policy": _policies,
         "transformer": _attention,

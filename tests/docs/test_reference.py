@@ -14,7 +14,7 @@ from reference.pages import FOLDER, PAGES, text_of
 from tests.docs.pages import DOCS, ROOT, name_of, spans
 from tests.docs.pages import PAGES as ALL_PAGES
 
-METRIC = re.compile(r"(train/grad_|rnn/|rl/|attention/|flow/|gain/|vector/|jacobian/|updates/)\S+")
+METRIC = re.compile(r"(train/grad_|rnn/|rl/|attention/|flow/|gain/|vector/|jacobian/|updates/|precision/)\S+")
 OWN = {"gradtrack/step", "gradtrack/exact/<metric>", "gradtrack/nonfinite"}
 
 
