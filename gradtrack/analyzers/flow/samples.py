@@ -202,6 +202,7 @@ class Case:
 
 _SIGNIFICANT: Final = 2.0
 _MIN_STEPS: Final = 8
+_LATEST: Final = 16
 
 
 class Trend:
@@ -212,7 +213,9 @@ class Trend:
         self.first = list(first)
         finite = [loss for loss in self.losses if math.isfinite(loss)]
         self.known = len(finite) >= _MIN_STEPS
-        self.diverged = len(finite) < len(self.losses)
+        latest = self.losses[-_LATEST:]
+        self.diverged = 4 * sum(not math.isfinite(loss) for loss in latest) > len(latest)
+        """Whether the loss is no number any more; a bad batch now and then is no trend."""
         width = max(4, len(finite) // 4)
         self._head = [loss for loss in self.first[: max(4, min(len(self.first), width))] if math.isfinite(loss)]
         self._finite, self._tail = finite, finite[-width:]
