@@ -17,7 +17,7 @@ from gradtrack.errors import MissingExtraError
 from gradtrack.integrations.callback import ManagedTraining, clipping_if_asked, joined
 from gradtrack.integrations.patching import stand_in
 from gradtrack.manager import GradientManager
-from gradtrack.step.arguments import LightningSettings
+from gradtrack.step.arguments import LightningSettings, with_graph_of_last
 from gradtrack.step.pair import IssueCallback
 from gradtrack.support.redact import redact
 
@@ -101,7 +101,7 @@ class GradientStatisticsCallback(ManagedTraining, Callback):  # type: ignore[mis
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
         """Add up the loss of the coming optimizer step."""
         if self._trains:
-            self._loss = loss.detach() if self._loss is None else self._loss + loss.detach()
+            self._loss = with_graph_of_last(self._loss, loss)
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         """Measure and report; clipping waits until the other callbacks and the module have seen the gradients."""

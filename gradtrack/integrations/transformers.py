@@ -16,7 +16,7 @@ from gradtrack.config import GradientConfig
 from gradtrack.errors import MissingExtraError
 from gradtrack.integrations.callback import ManagedTraining, Source, clipping_if_asked, joined
 from gradtrack.integrations.patching import AfterBackward, embrace, stand_in
-from gradtrack.step.arguments import AllSettings
+from gradtrack.step.arguments import AllSettings, with_graph_of_last
 from gradtrack.step.pair import IssueCallback
 from gradtrack.support.interrupts import Changes
 
@@ -213,7 +213,7 @@ class GradtrackCallback(ManagedTraining, TrainerCallback, ExportableState):  # t
         backward = trainer.accelerator.backward
 
         def add_and_backward(loss: Tensor, **keywords: Any) -> None:
-            self._loss = loss.detach() if self._loss is None else self._loss + loss.detach()
+            self._loss = with_graph_of_last(self._loss, loss)
             with nullcontext() if self._after is None else self._after.at_the_end():
                 backward(loss, **keywords)
 

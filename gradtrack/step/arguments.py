@@ -192,16 +192,26 @@ def _summable(loss: Tensor | float) -> Tensor | float:
     return loss.detach() if loss.dtype == torch.float64 else loss.detach().float()
 
 
+def with_graph_of_last(total: Tensor | None, loss: Tensor) -> Tensor:
+    """Return the sum of the losses of micro-batches with a further one, of which the sum has the autograd graph.
+
+    It is a copy, since a loop may go on to change its loss in place.
+    """
+    wide = torch.float64 if loss.is_cpu else torch.promote_types(loss.dtype, torch.float32)
+    with torch.enable_grad():
+        return loss.clone() if total is None else total.detach().to(wide) + loss.to(wide)
+
+
 class HeardLoss:
     """The loss of a loop that passes none: the sum of the numbers whose `backward()` has reached some parameters.
 
     It begins anew where they had no gradient before, as after `zero_grad`, so that each part of a GAN has its own.
-    Nothing of the backward pass is changed.
+    Nothing of the backward pass is changed. The sum keeps the graph of the last of the numbers until it is taken.
     """
 
     def __init__(self, optimizers: Sequence[Any]) -> None:
         self._optimizers = optimizers
-        self._total: Tensor | float | None = None
+        self._total: Tensor | None = None
 
     def listen(self) -> None:
         """Hear every backward pass from now on."""
@@ -231,7 +241,7 @@ class HeardLoss:
             if not _hearing:
                 _heard.undo()
 
-    def take(self) -> Tensor | float | None:
+    def take(self) -> Tensor | None:
         """Return the sum since the last call, and begin anew."""
         total, self._total = self._total, None
         return total
@@ -248,7 +258,7 @@ class HeardLoss:
     def _add(self, loss: Tensor, before: list[int]) -> None:
         changed = [old for old, new in zip(before, self._versions(), strict=False) if new not in (-1, old)]
         if changed:
-            self._total = add_loss(None if changed[0] == -1 else self._total, loss)
+            self._total = with_graph_of_last(None if changed[0] == -1 else self._total, loss)
 
 
 _BACKWARD: Final = "backward"

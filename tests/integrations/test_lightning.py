@@ -179,6 +179,25 @@ def test_loss_scaling_of_the_precision_plugin(tmp_path: Path) -> None:
     assert all(torch.equal(one, two) for one, two in zip(module.parameters(), plain.parameters(), strict=True))
 
 
+class Chooser(Tagger):
+    """A classifier that gives probabilities to a loss that expects logits."""
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        """Return the loss of a batch."""
+        x, y = batch
+        return nn.functional.cross_entropy(
+            self.readout(self.rnn(x)[0]).softmax(-1).flatten(0, 1), y.argmax(-1).flatten()
+        )
+
+
+@pytest.mark.parametrize("options", PLAIN)
+def test_a_mistake_in_the_loss_is_named(options: dict[str, Any], tmp_path: Path) -> None:
+    """The graph of the loss is there as in a loop of one's own."""
+    callback = GradientStatisticsCallback(analyzers="auto", backends=[])
+    fit(callback, tmp_path, module=Chooser(), **options)
+    assert "ACTIVATED_TWICE:readout" in [issue.key for issue in callback.manager.diagnose()]
+
+
 def test_files_are_those_of_the_document(tmp_path: Path) -> None:
     """Both JSON files and the picture with four panels lie in the trainer's directory, a row every N steps."""
     pytest.importorskip("matplotlib")

@@ -102,6 +102,23 @@ class Watched(transformers.Trainer):  # type: ignore[misc]
         return loss
 
 
+class Chooser(transformers.Trainer):  # type: ignore[misc]
+    """A Trainer that gives probabilities to a loss that expects logits."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        """Return the loss of a batch."""
+        probabilities = model(inputs["input_ids"]).logits.softmax(-1)
+        return torch.nn.functional.cross_entropy(probabilities.flatten(0, 1), inputs["labels"].flatten())
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_a_mistake_in_the_loss_is_named(accumulation: int, tmp_path: Path) -> None:
+    """The graph of the loss is there as in a loop of one's own."""
+    callback = GradtrackCallback(analyzers=["loss_graph"], backends=[])
+    train(callback, tmp_path, kind=Chooser, gradient_accumulation_steps=accumulation)
+    assert [issue.issue_type.value for issue in callback.manager.diagnose()] == ["ACTIVATED_TWICE"]
+
+
 @pytest.mark.parametrize("limit", [0.1, 100.0, 0.0])
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("bf16", [False, True])

@@ -39,9 +39,8 @@ class LossGraphAnalyzer(Analyzer):
     [B] against [B, 1], a squared error of a softmax, and a loss with the wrong sign. With the values of the loss it
     finds targets of a binary cross-entropy that are not between 0 and 1, and a cross-entropy that stays at that of
     guessing, ln(classes). Gradients alone show none of these. A type that is on purpose is
-    muted by the setting `mute`. It needs the loss as a tensor: from `safe_backward` or `manager.step`, not from
-    `watch`. For [B, 1] = B outputs and B targets a broadcast loss is a mean over B² differences: its least is at the
-    mean of the targets.
+    muted by the setting `mute`. It needs the loss as a tensor, not as a number. For [B, 1]
+    outputs and B targets a broadcast loss is a mean over B² differences: its least is at the mean of the targets.
 
     References: Karpathy 2019, A Recipe for Training Neural Networks; the documentation of the losses of torch.
 

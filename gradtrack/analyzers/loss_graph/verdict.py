@@ -89,8 +89,17 @@ class Operation:
 
 
 def operations(root: Any) -> Iterator[Operation]:
-    """Yield the operations that compute the loss from the outputs of the last layers, those next to the loss first."""
-    return _walk(Operation(root), ends_at_layers=True)
+    """Yield the operations that compute the loss from the outputs of the last layers, those next to the loss first.
+
+    A sum with constants, as with the losses of the micro-batches before, is passed over.
+    """
+    start = Operation(root)
+    while start.is_reshape or start.name == "Add":
+        known = [one for one in start.inputs if one is not None]
+        if len(known) != 1:
+            break
+        start = known[0]
+    return _walk(start, ends_at_layers=True)
 
 
 def layer_of(operation: Operation, params: Mapping[str, nn.Parameter]) -> str:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from gradtrack import GradientManager
+from gradtrack import GradientManager, watch
 from gradtrack.reports import Issue
 from tests.analyzers.loss_graph.programs import BATCH, FAULTY, HEALTHY, Network, Program, targets_of
 
@@ -41,6 +41,31 @@ def test_a_fault_is_named_with_its_layer(name: str) -> None:
     """The first look finds the kind of fault and its place, and no second fault."""
     program = FAULTY[name]
     assert [(issue.issue_type.value, issue.layer) for issue in train(program)] == [(program.kind, program.layer)]
+
+
+@pytest.mark.parametrize("accumulated", [False, True])
+@pytest.mark.parametrize("name", FAULTY)
+def test_the_loss_of_a_watched_loop_is_read_as_well(name: str, accumulated: bool) -> None:
+    """A loop that passes no loss runs its own backward pass, from which the graph is known."""
+    program, model = FAULTY[name], Network(FAULTY[name].head())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    x, target, total = torch.randn(BATCH, 4), targets_of(program), 0.0
+    with watch(model, optimizer, analyzers=["loss_graph"]) as manager:
+        for _ in range(2):
+            optimizer.zero_grad()
+            total = 0.0
+            for _ in range(1 + accumulated):
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore", UserWarning)
+                    loss = program.loss(model(x), target)
+                loss.backward()
+                total += loss.item()
+                with torch.no_grad():
+                    loss.zero_()  # what the loop does with it then is its own affair
+            optimizer.step()
+        found = [issue for issue in manager.diagnose() if issue.issue_type.value in KINDS]
+        assert manager.reports[-1].loss == pytest.approx(total, rel=1e-6)
+    assert [(issue.issue_type.value, issue.layer) for issue in found] == [(program.kind, program.layer)]
 
 
 @pytest.mark.parametrize("name", HEALTHY)
