@@ -150,3 +150,33 @@ def test_a_watched_step_that_is_shown_as_well_counts_once() -> None:
         optimizer.step()
     assert [report.step for report in manager.reports] == [1, 2, 3, 4]
     assert all(report.clipping.clipped for report in manager.reports)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_watched_loop_without_a_step_is_told(set_to_none: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """The ninth backward pass whose gradients replace unused ones says so, or the end where that cannot be known."""
+    model = small_model()
+    optimizer = optimizer_of(model)
+    manager = gradtrack.watch(model, optimizer, backends=[])
+    told = []
+    for step in range(12):
+        optimizer.zero_grad(set_to_none=set_to_none)
+        torch.autograd.backward(batch_loss(model, step))
+        told.append("no optimizer.step()" in caplog.text)
+    manager.close()
+    assert told == ([False] * 8 + [True] * 4 if set_to_none else [False] * 12)
+    assert caplog.text.count("no optimizer.step()") == 1
+
+
+def test_a_watched_loop_that_accumulates_first_is_no_mistake(caplog: pytest.LogCaptureFixture) -> None:
+    """Gradients that add up may wait for their step, and a step that has come is never asked for again."""
+    model = small_model()
+    optimizer = optimizer_of(model)
+    with gradtrack.watch(model, optimizer, backends=[]):
+        for step in range(40):
+            torch.autograd.backward(batch_loss(model, step))
+        optimizer.step()
+        for step in range(40):
+            optimizer.zero_grad()
+            torch.autograd.backward(batch_loss(model, step))
+    assert "no optimizer.step()" not in caplog.text

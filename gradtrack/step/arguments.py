@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import logging
 import operator
 import threading
 import weakref
@@ -19,6 +20,8 @@ from torch import Tensor, nn
 from gradtrack.config import Action, ClipType, SpikeAction
 from gradtrack.errors import InputTypeError, UsageError
 from gradtrack.support.interrupts import Changes
+
+_logger = logging.getLogger("gradtrack")
 
 
 # The settings of `GradientConfig` as keywords, for completion and type checkers. Each entry point takes some by name.
@@ -212,6 +215,7 @@ class HeardLoss:
     def __init__(self, optimizers: Sequence[Any]) -> None:
         self._optimizers = optimizers
         self._total: Tensor | None = None
+        self._num_heard, self._num_unused, self._has_stepped = 0, 0, False
 
     def listen(self) -> None:
         """Hear every backward pass from now on."""
@@ -236,6 +240,7 @@ class HeardLoss:
 
     def close(self) -> None:
         """Hear nothing more; a second call does nothing."""
+        self._tell_of_no_step()
         with _lock:
             _hearing.discard(self)
             if not _hearing:
@@ -243,8 +248,18 @@ class HeardLoss:
 
     def take(self) -> Tensor | None:
         """Return the sum since the last call, and begin anew."""
-        total, self._total = self._total, None
+        total, self._total, self._has_stepped = self._total, None, True
         return total
+
+    def _tell_of_no_step(self) -> None:
+        """Warn once that gradients are computed and no optimizer steps by them."""
+        if self._num_heard > 0 and not self._has_stepped:
+            self._has_stepped = True
+            _logger.warning(
+                "%d backward passes and no optimizer.step(): gradtrack.watch measures before each step, so it has "
+                "nothing to report. Call step() after the backward pass, on the optimizer that was passed to watch.",
+                self._num_heard,
+            )
 
     def _probes(self) -> Iterator[Tensor]:
         groups = (group for one in self._optimizers for group in one.param_groups)
@@ -258,12 +273,19 @@ class HeardLoss:
     def _add(self, loss: Tensor, before: list[int]) -> None:
         changed = [old for old, new in zip(before, self._versions(), strict=False) if new not in (-1, old)]
         if changed:
-            self._total = with_graph_of_last(None if changed[0] == -1 else self._total, loss)
+            begins_anew = changed[0] == -1
+            self._num_heard += 1
+            self._num_unused += begins_anew
+            if self._num_unused > _MOST_UNUSED:
+                self._tell_of_no_step()
+            self._total = with_graph_of_last(None if begins_anew else self._total, loss)
 
 
 _BACKWARD: Final = "backward"
 _PROBES: Final = 8
 """Of so many parameters, the first ones, one is reached by the backward pass of a loss of theirs."""
+_MOST_UNUSED: Final = 8
+"""After so many gradients that went unused, no first step is to be waited for."""
 _hearing: weakref.WeakSet[HeardLoss] = weakref.WeakSet()
 _heard = Changes()
 _lock = threading.Lock()

@@ -58,7 +58,7 @@ def test_the_loss_of_a_watched_loop_is_read_as_well(name: str, accumulated: bool
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore", UserWarning)
                     loss = program.loss(model(x), target)
-                loss.backward()
+                torch.autograd.backward(loss)
                 total += loss.item()
                 with torch.no_grad():
                     loss.zero_()  # what the loop does with it then is its own affair
