@@ -19,6 +19,7 @@ from gradtrack.support.statistics import cosine
 _COUNT: Final = 256
 _SPARSE: Final = 0.1
 _SUBNORMAL: Final = 2.0**-14
+_ENOUGH: Final = 16
 _SEARCHED: Final = 1 << 23
 _quiet: Final = np.errstate(all="ignore")
 """Weights that are not finite are a finding of their own, not one of numpy's."""
@@ -38,7 +39,7 @@ class Change:
 
     `ratio` is ‖Δw‖ over the larger of the norms ‖w‖ before and after it, so that it is at most 2;
     `unchanged` is the share of the elements with a gradient that stayed as they were, bit by bit, and `subnormal` the
-    share of float16 gradients too small to keep their precision.
+    share of float16 gradients too small to keep their precision: of those in float16, or that have gone through it.
     """
 
     ratio: float
@@ -117,9 +118,22 @@ class Elements:
         self._with_grad = np.array([place.has_grad for place in self._places], dtype=bool)
         # the gradients that are taken at equal distances make one vector, each element standing for its share
         even = [place for place in self._places if place.has_grad and isinstance(place.index, int)]
+        self._subnormal |= self._gone_through_float16()
         self._vector = _joined([math.sqrt(place.share) * self._grads[place.within] for place in even])
         self._square = dot(self._vector, self._vector)
         self._even = tuple((place.name, place.index, place.within.stop - place.within.start) for place in even)
+
+    @_quiet
+    def _gone_through_float16(self) -> dict[str, float]:
+        """Return the share of subnormal numbers among gradients each of which is a number of float16, zeros aside.
+
+        Under autocast gradients in float32 are what float16 has left of them. By chance one in some thousands fits.
+        """
+        size, live = np.abs(self._grads), self._grads != 0
+        fits = self._sums((live & (size.astype(np.float16) == size)).astype(np.float64))
+        counts, small = self._sums(live.astype(np.float64)), self._sums((live & (size < _SUBNORMAL)).astype(np.float64))
+        through = (fits == counts) & (counts >= _ENOUGH)
+        return {self._places[index].name: float(small[index] / counts[index]) for index in np.flatnonzero(through)}
 
     def _sums(self, values: Values) -> Values:
         """Return the sum for each parameter."""

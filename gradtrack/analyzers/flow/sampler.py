@@ -98,6 +98,8 @@ class FlowSampler:
         self._stale: StaleWatch | None = None
         self._elements: Elements | None = None
         self._alike: set[str] | None = None
+        self._tables: set[str] = set()
+        """The weights of embeddings, whose units are the columns."""
         self._maybe_alike: dict[str, tuple[Tensor, Tensor]] = {}
 
     @property
@@ -215,12 +217,14 @@ class FlowSampler:
         )
 
     def _find_alike(self, named: Params, gradients: Mapping[str, Tensor], reading: Reading) -> None:
-        """Find the matrices with equal rows whose gradients have equal rows too, among those that always had them."""
+        """Find the matrices with equal units whose gradients are equal too, among those that always had them."""
         before, self._alike, self._maybe_alike = self._alike, set(), {}
         for name, param in named.items():
             both = _rows_of_both(param, gradients.get(name)) if before is None or name in before else None
             if both is None:
                 continue
+            if name in self._tables and both[0].shape[1] > 1:
+                both = both[0].t(), both[1].t()
             if both[0].is_cpu:
                 if all(bool(_begin_equal(rows)) and bool(_are_equal(rows)) for rows in both):
                     self._alike.add(name)
@@ -253,6 +257,9 @@ class FlowSampler:
             )
             for name, param in named.items()
         }
+        if self._alike is None:
+            tables = {id(module.weight) for module in snapshot.model.modules() if isinstance(module, nn.Embedding)}
+            self._tables = {name for name, param in named.items() if id(param) in tables}
         self._find_alike(named, snapshot.gradients, reading)
         _weigh([*zip(found.values(), named.values(), strict=True)], reading)
         for name, sample in found.items() if self._with_zeros else ():  # the threshold of dead parameters needs them
@@ -263,6 +270,10 @@ class FlowSampler:
 
 
 _EQUAL: Final = 1e-3
+
+
+_STACKED: Final = (1, 3, 4)
+"""How many matrices lie above each other: the gates of a GRU or an LSTM; queries, keys and values."""
 
 
 def _rows_of_both(param: Tensor, gradient: Tensor | None) -> tuple[Tensor, Tensor] | None:
@@ -279,7 +290,9 @@ def _begin_equal(rows: Tensor) -> Tensor:
 
 
 def _are_equal(rows: Tensor) -> Tensor:
-    return _is_small(rows - rows[0], rows)
+    """Say whether all rows are equal, in the whole or within each of the matrices that are stacked there."""
+    parts = [rows.reshape(count, len(rows) // count, -1) for count in _STACKED if len(rows) % count == 0 and len(rows) > count]
+    return torch.stack([_is_small(part - part[:, :1], part) for part in parts]).any()
 
 
 def _is_small(difference: Tensor, values: Tensor) -> Tensor:

@@ -8,9 +8,11 @@ from typing import Any, Final
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gradtrack import GradientManager, Issue
+from gradtrack.reports import IssueType
 
 Before = Callable[[int, nn.Module, Any], object]
 
@@ -169,6 +171,63 @@ RANDOM: Final[dict[str, Callable[[nn.Sequential], nn.Sequential]]] = {
 def test_units_that_stay_equal_are_named(change: Callable[[nn.Sequential], nn.Sequential]) -> None:
     """Equal weights with equal gradients are one unit, and weights of zero without a gradient none."""
     assert "EQUAL_UNITS" in [issue.issue_type.value for issue in train(change(network()), nothing)]
+
+
+class Attending(nn.Module):
+    """An encoder of torch, whose queries, keys and values are one matrix."""
+
+    def __init__(self, constant: bool) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True)
+        self.encoder, self.head = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False), nn.Linear(16, 4)
+        for param in self.encoder.parameters() if constant else ():
+            if param.ndim == 2:
+                nn.init.constant_(param, 0.02)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Choose by the mean over the positions."""
+        out: Tensor = self.head(self.encoder(x).mean(1))
+        return out
+
+
+class Factors(nn.Module):
+    """Users and items, whose product of factors is a rating."""
+
+    def __init__(self, constant: bool) -> None:
+        super().__init__()
+        self.users, self.items = nn.Embedding(20, 6), nn.Embedding(30, 6)
+        for table in (self.users, self.items) if constant else ():
+            nn.init.constant_(table.weight, 0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Rate the pairs whose numbers the first two columns are."""
+        users, items = x[:, 0].long() % 20, x[:, 1].long() % 30
+        out: Tensor = (self.users(users) * self.items(items)).sum(-1)
+        return out
+
+
+def equal_units(model: nn.Module, x: Tensor, loss_fn: Callable[[Tensor], Tensor]) -> list[str]:
+    """Train for some steps and return the layers whose units are named."""
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    with GradientManager(analyzers=["flow"], backends=[], enable_gradient_clipping=False) as manager:
+        for _ in range(20):
+            optimizer.zero_grad()
+            manager.step(model, optimizer, loss_fn(model(x)))
+            optimizer.step()
+        return [issue.layer for issue in manager.diagnose() if issue.issue_type is IssueType.EQUAL_UNITS]
+
+
+@pytest.mark.parametrize("constant", [True, False])
+def test_units_of_stacked_matrices_and_of_tables_are_compared_as_well(constant: bool) -> None:
+    """Queries, keys and values lie above each other; the units of an embedding are its columns."""
+    torch.manual_seed(0)
+    classes, ratings = torch.randint(0, 4, (16,)), torch.randn(64)
+    layers = equal_units(Attending(constant), torch.randn(16, 5, 16), lambda out: F.cross_entropy(out, classes))
+    assert layers == (["encoder.layers.0.self_attn"] if constant else [])
+    layers = equal_units(
+        Factors(constant), torch.randint(0, 600, (64, 2)).float(), lambda out: F.mse_loss(out, ratings)
+    )
+    assert layers == (["users"] if constant else [])
 
 
 @pytest.mark.parametrize("change", RANDOM.values(), ids=RANDOM)

@@ -5,11 +5,14 @@ import math
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from gradtrack import GradientManager
 from gradtrack.analyzers.flow.sampled_weights import Elements
+from gradtrack.reports import IssueType
 
 
 def test_what_is_not_finite_stays_in_the_numbers() -> None:
@@ -21,6 +24,27 @@ def test_what_is_not_finite_stays_in_the_numbers() -> None:
         (change,) = elements.changes({"w": weight}).values()
         found = [elements.left({"w": grad}), elements.cosine({"w": weight}, {"w": grad}), elements.cosine_to(elements)]
     assert all(map(math.isnan, [change.ratio, *found]))
+
+
+def through(dtype: torch.dtype, scale: float, zeros: float = 0.0) -> float:
+    """Return the share of subnormal gradients of a weight in float32, whose gradient has gone through a format."""
+    torch.manual_seed(0)
+    grad = (torch.randn(40, 40) * scale).to(dtype).float()
+    grad[torch.rand_like(grad) < zeros] = 0.0
+    weight = nn.Parameter(torch.ones(40, 40))
+    (change,) = Elements({"w": weight}, {"w": grad}).changes({"w": weight}).values()
+    return change.subnormal
+
+
+def test_gradients_that_have_gone_through_float16_are_known() -> None:
+    """Autocast leaves them in float32; there are too few subnormal numbers by chance, or where all others are zero."""
+    assert through(torch.float16, 1e-6) == 1.0
+    assert through(torch.float16, 1e-6, zeros=0.8) == 1.0
+    assert 0.0 < through(torch.float16, 1e-4) < 1.0
+    assert through(torch.float16, 1.0) < 0.01
+    assert math.isnan(through(torch.float16, 1e-6, zeros=0.99))
+    assert math.isnan(through(torch.float32, 1e-6))
+    assert math.isnan(through(torch.bfloat16, 1e-5))
 
 
 SHAPES = st.lists(st.sampled_from([(), (1,), (7,), (5, 3), (16, 16), (40, 31), (3, 1000)]), min_size=1, max_size=5)
@@ -99,3 +123,21 @@ def test_sparse_gradients_are_followed_where_they_are_not_zero() -> None:
     (change,) = elements.changes({"table": table}).values()
     assert change.unchanged == 0.5
     assert change.ratio == pytest.approx(math.sqrt(8) / math.sqrt(8 * 4 + 8))
+
+
+@pytest.mark.parametrize("narrow", [torch.float16, torch.bfloat16])
+def test_autocast_to_float16_without_a_scaler_is_told(narrow: torch.dtype) -> None:
+    """Gradients that float16 can hardly hold are a fault of the format, also where the weights are in float32."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(12, 24), nn.Tanh(), nn.Linear(24, 3))
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3, eps=1e-16)
+    x, y = torch.randn(64, 12), torch.randn(64, 3)
+    with GradientManager(analyzers=["flow"], backends=[], enable_gradient_clipping=False) as manager:
+        for _ in range(30):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=narrow):
+                out = model(x)
+            manager.step(model, optimizer, 3e-4 * F.mse_loss(out.float(), y))
+            optimizer.step()
+        found = [issue for issue in manager.diagnose() if issue.issue_type is IssueType.NUMERICAL]
+    assert [("GradScaler" in issue.recommendation) for issue in found] == ([True] if narrow is torch.float16 else [])

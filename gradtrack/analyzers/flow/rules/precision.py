@@ -83,7 +83,7 @@ def judge_rounding(case: Case) -> list[Issue]:
     if len(moved) < _SAMPLES:
         return []
     lost = [_shares(sample, "unchanged") for sample in moved]
-    tiny = [_shares(sample, "subnormal") for sample in moved]
+    tiny = [math.nan if sample.scaled else _shares(sample, "subnormal") for sample in moved]
     if all(share > _TINY for share in tiny):
         what = f"{median(tiny):.0%} of the elements of the float16 gradients are too small to keep their precision."
         advice = "Scale the loss up with torch.amp.GradScaler, or train in bfloat16."
@@ -96,11 +96,11 @@ def judge_rounding(case: Case) -> list[Issue]:
 
 
 def _shares(sample: Sample, which: str) -> float:
-    """Return the median over the 16-bit weights that the optimizer has, NaN where there are none."""
+    """Return the median over the weights of 16 bits, or with such gradients, that the optimizer has; NaN of none."""
     return median(
         getattr(change, which)
         for name, change in (sample.changes or {}).items()
-        if name in sample.params and sample.params[name].coarse and sample.params[name].owned
+        if name in sample.params and sample.params[name].owned and (which == "subnormal" or sample.params[name].coarse)
     )
 
 
