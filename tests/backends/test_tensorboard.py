@@ -461,6 +461,24 @@ def test_pictures_are_images_of_the_sub_run_once(tmp_path: Path) -> None:
     assert image.encoded_image_string == PICTURE
 
 
+def test_pictures_join_the_user_s_run_once(tmp_path: Path) -> None:
+    """At close the pictures are images of the user's own run; a replay into its directory adds none."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    records = finished_run(tmp_path / "run")
+    writer = SummaryWriter(str(tmp_path / "mine"))
+    backend = TensorBoardBackend(writer=writer)
+    backend.write(records[:-1])
+    backend.close()
+    writer.close()
+    replayed = TensorBoardBackend(log_dir=tmp_path / "mine")
+    assert len(replayed.present(records) or ()) == 29
+    replayed.write([dataclasses.replace(records[-1], run=records[0].run)])
+    replayed.close()
+    assert len(accumulate(tmp_path / "mine").Images("gradtrack/training_curves")) == 1
+    assert accumulate(tmp_path / "mine" / "gradtrack").Tags()["images"] == []
+
+
 def test_broken_picture_is_left_out(tmp_path: Path) -> None:
     """What only looks like a picture costs neither the others nor the close."""
     records = finished_run(tmp_path / "run")

@@ -28,10 +28,11 @@ class TensorBoardBackend(Backend):
 
     With `writer`, the scalars join the user's own run; the writer is flushed and never closed. Otherwise they go to
     event files in `log_dir`, which is `tensorboard` in the run directory unless it is given. The layout of the panels
-    and the pictures of the run go to the sub-run `gradtrack` in both cases. A value is stored as a float, with a double
-    beside it where a float would overflow or underflow. The metrics in `withhold` are left out, for those that
-    another callback writes to the same run. A `log_dir` that another run of gradtrack writes to is left to it, since
-    TensorBoard would draw both as one: this one is then a run of its own inside, named by its identity.
+    goes to the sub-run `gradtrack` in both cases, and so do the pictures where there is no writer of torch's. A value
+    is stored as a float, with a double beside it where a float would overflow or underflow. The metrics in `withhold`
+    are left out, for those that another callback writes to the same run. A `log_dir` that another run of gradtrack
+    writes to is left to it, since TensorBoard would draw both as one: this one is then a run of its own inside, named
+    by its identity.
     """
 
     def __init__(
@@ -146,16 +147,18 @@ class TensorBoardBackend(Backend):
         return self._files
 
     def _show(self) -> None:
-        """Put the pictures of the run beside the layout, each once."""
+        """Put the pictures of the run into the user's own, where it takes them, or beside the layout, each once."""
         if not self._wrote:
             return
-        layout = self._opened()[2]
+        run, _, layout = self._opened()
         pictures = [found for found in files_to_show(self._parts.run, self._parts.files) if found[0].suffix == ".png"]
-        there = read_tags(layout.directory, self._run_id) if pictures else set()
+        places = [layout.directory, *([self._home] if self._continues and self._home else [])]
+        there = {tag for place in places for tag in read_tags(place, self._run_id)} if pictures else set()
         pictures = [found for found in pictures if image_tag(found[0]) not in there]
         if pictures:
             event = image_event(self._events, pictures, run_id=self._run_id, step=self._last_step, now=time.time())
-            layout.append([(None, event)])
+            taken = self._writer is not None and self._writer.keeps_identity and not self._writer.closed
+            (run if taken else layout).append([(None, event)])
 
     def _event(self, record: Record) -> Any:
         if not self._withheld.isdisjoint(record.metrics):

@@ -42,8 +42,9 @@ class EventFile:
     """One event file in a directory of its own; a batch is in it as a whole or not at all."""
 
     def __init__(self, directory: Path, events: Events) -> None:
-        # TensorBoard reads the files of a directory in the order of their names.
-        order = f"{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(_file_numbers):06d}"
+        # TensorBoard reads the files of a directory in the order of their names. W&B's sync_tensorboard takes a later
+        # file, also one in a sub-directory, for the end of the user's own: no host begins with an underscore.
+        order = f"{int(time.time()):010d}._gradtrack.{socket.gethostname()}.{os.getpid()}.{next(_file_numbers):06d}"
         self.directory = directory
         self._path = directory / f"events.out.tfevents.{order}"
         self._events = events
