@@ -90,7 +90,7 @@ class Operation:
     kernel: str = ""
     """In a backward pass, the operation by which the gradient was computed."""
     given: str = ""
-    """What held a value that is not finite before the step already: a parameter, or an input."""
+    """What held values that are not finite before the step already, a parameter or an input, how many and where."""
     on_purpose: bool = False
     """Whether the infinity was asked for, as by a mask."""
     order: int = 0
@@ -104,7 +104,7 @@ class Operation:
         lines += [f"  input of the forward pass {one}" for one in self.forward_inputs]
         lines.append(f"  result {self.result}")
         if self.given:
-            lines.append(f"  {self.given} was not finite before this step")
+            lines.append(f"  {self.given}")
         return "\n".join(lines)
 
 
@@ -147,6 +147,8 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         bad = [(place, one) for place, one in zip(places, ranges, strict=True) if one is not None and not one.finite]
         asked = any(isinstance(one, float) and math.isinf(one) for one in leaves)
         for result in results:
+            if memory_of(result) not in places:  # else a view, of which other parts may not be finite
+                self._origins.pop(memory_of(result), None)
             self._follow(result, operation, bad, asked=asked)
         return found
 
@@ -154,8 +156,6 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Note where the values of a result that are not finite come from."""
         here, place = range_of(result), memory_of(result)
         if here is None or here.finite:
-            if here is not None and place not in [known for known, _ in bad]:  # else a view of what is not finite
-                self._origins.pop(place, None)
             return
         operation.result = operation.result or here
         causes = [self._cause(known, one, operation) for known, one in bad]
@@ -176,7 +176,7 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return where an input came from; one that no operation made was there before, or is a constant."""
         known = self._origins.get(place)
         if known is None:
-            given = self._given.get(place, "a constant" if found.num_nan else "")
+            given = self._given.get(place, "a constant was not finite before this step" if found.num_nan else "")
             known = self._origins[place] = replace(operation, given=given, on_purpose=not given)
         return known
 

@@ -9,7 +9,7 @@ import json
 import math
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -34,6 +34,7 @@ from gradtrack.capture.operations import (
 )
 from gradtrack.errors import CaptureError, UsageError
 from gradtrack.gradients.distributed.shards import unwrapped
+from gradtrack.protection.nonfinite import nonfinite_inputs, nonfinite_parts
 from gradtrack.reports.step import spell
 from gradtrack.support.checksums import fingerprint
 from gradtrack.support.names import listed
@@ -198,7 +199,7 @@ class _Session:
                 here = range_of(tensor.detach())
                 # A buffer with infinities is a mask.
                 if here is not None and (here.num_nan or (kind == "parameter" and here.num_inf)):
-                    self._given[memory_of(tensor)] = f"the {kind} {name}"
+                    self._given[memory_of(tensor)] = f"the {kind} {name} was not finite before this step"
         self._operations = Operations(self._given, self._modules)
 
     def run(self) -> Replay:
@@ -268,7 +269,8 @@ class _Session:
         """Run what one backward pass was made from, and return the losses."""
         forwards, losses = batch.forwards, list[Tensor]()
         if self._loss is not None and batch.batch is not None:
-            given = self._given_to("the batch", batch.batch)
+            given = self._saved.decode(batch.batch, self._device)
+            self._note_given(nonfinite_parts(given, "batch{}"))
             losses.append(self._run(forwards, partial(self._loss, self._model, given)))
         else:
             for forward in forwards:
@@ -287,14 +289,14 @@ class _Session:
                 torch.autograd.backward(loss if self._values.scale is None else loss * self._values.scale)
         return losses
 
-    def _given_to(self, name: str, encoded: Any) -> Any:
-        found = self._saved.decode(encoded, self._device)
-        self._given |= {memory_of(one): name for one in tree_leaves(found) if isinstance(one, Tensor)}
-        return found
+    def _note_given(self, found: Iterable[tuple[Any, str]]) -> None:
+        tensors = ((one, text) for one, text in found if isinstance(one, Tensor))
+        self._given |= {memory_of(one): f"{text}: look at the data of this batch" for one, text in tensors}
 
     def _inputs(self, forward: Forward) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        found = self._given_to("an input of the model", forward.inputs)
+        found = self._saved.decode(forward.inputs, self._device)
         if isinstance(found, tuple) and [type(one) for one in found] == [tuple, dict]:
+            self._note_given(nonfinite_inputs(*found, "the model"))
             return found
         raise CaptureError("the capture holds no inputs of a forward pass. Copy the whole directory again.")
 

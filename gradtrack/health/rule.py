@@ -49,6 +49,8 @@ class Evidence:
     """A count of the changes of the weights in place, known with them."""
     rate: float = 0.0
     """The largest learning rate of the coming update, known with the weights; 0 if the step is skipped."""
+    batch: object = None
+    """What the loop has passed as the batch of the step."""
     log_norm: float = field(init=False)
     """ln of the norm: -inf for a norm of zero, NaN for one that is not finite."""
 

@@ -1,8 +1,11 @@
-"""Handling of non-finite gradients and weights: skip, replace, report or raise."""
+"""Handling of non-finite gradients and weights: skip, replace, report or raise; and where data hold such values."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, Final
 
 import numpy as np
@@ -12,6 +15,7 @@ from torch import Tensor, nn
 from gradtrack.config import GradientConfig
 from gradtrack.errors import NonFiniteGradientError
 from gradtrack.gradients.collected import Gradients
+from gradtrack.gradients.distributed.shards import is_distributed
 from gradtrack.gradients.groups import Layout
 from gradtrack.gradients.measurer import Measurer
 from gradtrack.gradients.moments import NAN, NEGINF, POSINF, Moments, replaced
@@ -146,3 +150,68 @@ def rounded(value: float, dtype: torch.dtype) -> float:
     if dtype == torch.float16:
         return float(np.float16(value))
     return float(np.float32(value)) if dtype == torch.float32 else value
+
+
+_DEEPEST: Final = 8
+
+
+def nonfinite_parts(value: Any, name: str, path: str = "") -> Iterator[tuple[Any, str]]:
+    """Yield each tensor or array in a nested value that holds NaN or infinities, with how many and where the first is.
+
+    `name` is what the value is called, with {} for the keys that lead to a part of it.
+    """
+    if isinstance(value, (Tensor, np.ndarray, float)):
+        if text := _nonfinite_elements(value):
+            yield value, f"{name.format(path)} has {text}"
+    elif path.count("[") < _DEEPEST:
+        for key, part in _entries(value):
+            yield from nonfinite_parts(part, name, f"{path}[{key!r}]")
+
+
+def nonfinite_inputs(args: Sequence[Any], kwargs: Mapping[str, Any], module: str) -> Iterator[tuple[Any, str]]:
+    """Yield what `nonfinite_parts` does for the inputs of a module."""
+    for key, value in chain(enumerate(args), kwargs.items()):
+        yield from nonfinite_parts(value, f"input {key}{{}} of {module}")
+
+
+def first_nonfinite(found: Iterable[tuple[Any, str]]) -> str:
+    """Return what is said of the first part that holds NaN, else of the first at all; nothing where there is none."""
+    texts = [text for _, text in found]
+    return next((text for text in texts if " NaN" in text), texts[0] if texts else "")
+
+
+def _entries(value: Any) -> Iterable[tuple[Any, Any]]:
+    if isinstance(value, Mapping):
+        return value.items()
+    if isinstance(value, (tuple, list)):
+        return enumerate(value)
+    if dataclasses.is_dataclass(value):
+        return ((field.name, getattr(value, field.name)) for field in dataclasses.fields(value))
+    return ()
+
+
+def _nonfinite_elements(value: Tensor | np.ndarray[Any, Any] | float) -> str:
+    """Return "2 NaN, the first at [0, 1]", or nothing; a mask of zeros and -inf, which is added to scores, is none."""
+    if isinstance(value, float) and math.isfinite(value):
+        return ""
+    if not isinstance(value, Tensor):
+        kind = np.asarray(value).dtype.kind
+        wide = np.complex128 if kind == "c" else np.float64
+        value = torch.from_numpy(np.array(value, dtype=wide)) if kind in "fc" else torch.empty(0)
+    value = value.detach()
+    is_plain = value.layout is torch.strided and not (value.is_nested or value.is_meta or is_distributed(value))
+    if not (is_plain and value.numel() and (value.is_floating_point() or value.is_complex())):
+        return ""
+    value = value.float() if value.element_size() == 1 else value
+    found = {"NaN": value.isnan(), "Inf": value.isinf()}
+    counts = {kind: int(there.sum()) for kind, there in found.items()}
+    total = sum(counts.values())
+    if not total:
+        return ""
+    if not (counts["NaN"] or value.is_complex()) and bool((value <= 0).all() and (value == 0).any()):
+        return ""
+    where = found["NaN"] if counts["NaN"] else found["Inf"]
+    place = np.unravel_index(int(where.reshape(-1).to(torch.uint8).argmax()), value.shape)
+    text = " and ".join(f"{count} {kind}" for kind, count in counts.items() if count)
+    at = f"{', the first' if total > 1 else ''} at {[int(index) for index in place]}" if value.ndim else ""
+    return f"{text}{at}"

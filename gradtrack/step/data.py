@@ -108,6 +108,7 @@ class StepData:
     ranks: Mapping[str, Any] | None = None
     scale: Scale | None = None
     loss_graph: object = None
+    batch: object = None
     scaler: Mapping[str, Any] | None = None
     # 2 protect
     clipping: Mapping[str, Any] = MappingProxyType({})
@@ -158,7 +159,7 @@ class StepData:
 
     def release(self) -> None:
         """Drop what only the stages need, so that a report that is kept keeps no model alive."""
-        self.scale = self.error = self.loss_graph = None
+        self.scale = self.error = self.loss_graph = self.batch = None
         self.late = ()
 
     def set_moments(self, moments: Moments) -> None:

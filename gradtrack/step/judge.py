@@ -154,6 +154,7 @@ def _evidence(moments: Moments, data: StepData, *, critical: bool) -> Evidence:
         weights=data.weight_norms,
         version=data.weight_version,
         rate=max(data.learning_rates().values(), default=0.0) if data.weight_norms and not data.skipped else 0.0,
+        batch=data.batch,
     )
 
 

@@ -187,8 +187,8 @@ class Pair:
         self.step_count += not repeated
         grads = self.measurement.collect(None if scale is None else {id(param) for param in self.owned()})
         data = StepData.begin(grads, self.config, self.step_count, repeated=repeated)
-        data.epoch, data.source, data.aliases = epoch, self.name, self.measurement.table.aliases
-        data.scale, data.lr = scale, self.optimizer_steps.rates()
+        data.epoch, data.source, data.batch = epoch, self.name, batch
+        data.scale, data.lr, data.aliases = scale, self.optimizer_steps.rates(), self.table.aliases
         data.has_own_limit = self.clipper.limit_of_step is not None
         if self.analyzers.running and self.analyzers.due(data.step):
             data.loss_graph = getattr(loss, "grad_fn", None)

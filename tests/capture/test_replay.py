@@ -51,6 +51,40 @@ def test_the_operation_is_named(name: str, tmp_path: Path) -> None:
     assert not found.notes
 
 
+@pytest.mark.parametrize("spoilt", ["input", "target"])
+def test_nan_in_the_data_is_named(spoilt: str, tmp_path: Path) -> None:
+    """A recurrent layer splits its input into views, of which most are finite: the input stays the origin."""
+    torch.manual_seed(3)
+    data = {"input": torch.randn(4, 9, 3), "target": torch.randn(4, 9, 5)}
+    data[spoilt][3, 7, 0] = math.nan
+    fault = Planted(
+        model=Recurrent,
+        loss=squares,
+        batch=lambda: (data["input"], data["target"]),
+        operation="",
+        line="",
+    )
+    capture = captured(fault, tmp_path / "run")
+    text = str(replay_step(capture, lambda: (Recurrent(), squares)))
+    assert f"batch[{int(spoilt == 'target')}] has 1 NaN at [3, 7, 0]: look at the data of this batch" in text
+    if spoilt == "input":
+        text = str(replay_step(capture, Recurrent))
+        assert "input 0 of the model has 1 NaN at [3, 7, 0]: look at the data of this batch" in text
+
+
+class Recurrent(nn.Module):
+    """A recurrent layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.GRU(3, 5, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the state at each time."""
+        out: Tensor = self.rnn(x)[0]
+        return out
+
+
 SETTINGS: dict[str, Any] = {"save_gradient_plots": False, "backends": []}
 
 

@@ -4,6 +4,7 @@ import copy
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from gradtrack import GradientConfig, GradientManager, NaNInfHandler
 from gradtrack.errors import NonFiniteGradientError
+from gradtrack.protection.nonfinite import first_nonfinite, nonfinite_inputs, nonfinite_parts
 from tests.training import batch_loss, layer, look, optimizer_of, small_model, with_gradients
 
 BAD = st.sampled_from([math.nan, math.inf, -math.inf])
@@ -35,6 +37,65 @@ def test_one_bad_element_anywhere_is_found_and_named(which: int, place: int, bad
     assert [parameter.name for parameter in found.parameters] == [name]
     counts = (found.nan_count, found.positive_inf_count, found.negative_inf_count, found.inf_count)
     assert counts == (math.isnan(bad), bad == math.inf, bad == -math.inf, math.isinf(bad))
+
+
+@given(shape=st.lists(st.integers(1, 5), max_size=3), bad=st.dictionaries(st.integers(0, 124), BAD, max_size=4))
+def test_elements_of_data_are_counted_and_the_first_is_placed(shape: list[int], bad: dict[int, float]) -> None:
+    """As NumPy counts them, in a tensor and in an array, wherever in a batch they are."""
+    array = np.ones(shape, dtype=np.float32)
+    for place, value in bad.items():
+        array.reshape(-1)[place % array.size] = value
+    num_nan, num_inf = int(np.isnan(array).sum()), int(np.isinf(array).sum())
+    where = np.argwhere(np.isnan(array) if num_nan else np.isinf(array))
+    for data in (torch.tensor(array), array):
+        texts = [text for _, text in nonfinite_parts({"x": [torch.zeros(2), data]}, "batch{}")]
+        assert len(texts) == (num_nan + num_inf > 0)
+        for text in texts:
+            assert text.startswith("batch['x'][1] has ")
+            assert (f"{num_nan} NaN" in text) == (num_nan > 0)
+            assert (f"{num_inf} Inf" in text) == (num_inf > 0)
+            assert text.endswith(f" at {where[0].tolist()}") or not shape
+
+
+def test_masks_are_no_fault_and_nan_is_named_before_infinities() -> None:
+    """Scores get -inf by a mask of zeros and -inf, and numbers of other kinds hold none."""
+    mask = torch.zeros(4, 4).masked_fill(torch.ones(4, 4).triu(1).bool(), -math.inf)
+    assert not first_nonfinite(nonfinite_parts([mask, torch.arange(3), "text", np.array(["a"]), 1.5, None], "batch{}"))
+    spoilt = [mask, torch.tensor([1.0, math.inf]), {"y": torch.tensor(math.nan)}]
+    assert first_nonfinite(nonfinite_parts(spoilt, "batch{}")) == "batch[2]['y'] has 1 NaN"
+    found = first_nonfinite(nonfinite_inputs((mask,), {"x": spoilt[:2]}, "the model"))
+    assert found == "input x[1] of the model has 1 Inf at [1]"
+
+
+class Lazy(dict[str, Tensor]):
+    """A batch that reads its items when they are asked for, and fails."""
+
+    def items(self) -> Any:
+        """Fail."""
+        raise OSError("gone")
+
+
+@pytest.mark.parametrize("action", ["skip", "report"])
+def test_nan_in_the_batch_is_named_with_the_step(action: Any) -> None:
+    """The issue says where the batch has it while it is open, and looks again when it opens anew."""
+    model = small_model()
+    optimizer = optimizer_of(model)
+    manager = GradientManager(nonfinite_action=action)
+    x = torch.ones(4, 3)
+    for step, value in enumerate([1.0, math.nan, math.nan, 1.0, math.inf], start=1):
+        data = x.clone()
+        data[2, 1] = value
+        optimizer.zero_grad()
+        loss = batch_loss(model) * (1.0 if value == 1.0 else math.nan)
+        report = manager.step(model, optimizer, loss, batch={"x": data, "step": step} if step < 5 else Lazy(x=data))
+        first = 2 if step < 4 else 5
+        assert [issue.issue_type.value for issue in report.health.issues] == ["NUMERICAL"] * (value != 1.0)
+        for issue in report.health.issues:
+            named = f"At step {first} batch['x'] has 1 NaN at [2, 1]." in issue.message
+            assert named == (step < 4)
+            assert ("Look at the data of this batch." in issue.recommendation) == named
+            assert "Pass batch=" not in issue.recommendation
+    assert "Pass batch=" in manager.step(model, optimizer, batch_loss(model) * math.nan).health.issues[0].recommendation
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -33,7 +33,8 @@ class Node:
     `ops` are the names of the functions between a parent's output and this call, the one nearest to the parent first.
     The slopes are the root mean square of those of tanh or sigmoid, over the largest that they have; they are known
     where most values are beyond the limits. `made_in` is the module whose own code makes of its parts' finite values
-    what comes in here and is not finite.
+    what comes in here and is not finite; `bad_input` says which input of the model, or else of this call, had such
+    values.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Node:
     finite: bool = True
     finite_input: bool = True
     made_in: str = ""
+    bad_input: str = ""
     gram: NDArray[np.float64] | None = None
 
     @property

@@ -14,6 +14,7 @@ from gradtrack.analyzers.tools.hooks import Faults, ModuleHook
 from gradtrack.analyzers.tools.modules import floating, has_parts, kind_of, layers, owns_parameters, unnested
 from gradtrack.analyzers.tools.samples import Reading
 from gradtrack.gradients.native.threads import threads_for
+from gradtrack.protection.nonfinite import first_nonfinite, nonfinite_inputs
 from gradtrack.support.interrupts import Changes
 
 _MAX_CALLS: Final = 256
@@ -35,10 +36,22 @@ class Probe:
         self.reading = Reading()
         self._calls: dict[str, int] = {}
         self._functions: dict[Any, int] = {}
-        changes.note(self._functions.clear)  # lets go of the graph
+        self._inputs: tuple[Any, Any] = (), {}
+        changes.note(self._forget)
+        if not isinstance(model, torch.jit.ScriptModule):
+            hook = ModuleHook(model, self._begin)
+            changes.hook(model.register_forward_pre_hook, hook, with_kwargs=True)
         for name, module in _observed(model):
             if name:
                 changes.hook(module.register_forward_hook, ModuleHook(module, self._seeing(name, module)))
+
+    def _begin(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._inputs = args, kwargs
+
+    def _forget(self) -> None:
+        """Let go of the graph, and of what the model was given."""
+        self._functions.clear()
+        self._inputs = (), {}
 
     def _seeing(self, name: str, module: nn.Module) -> Callable[..., None]:
         kind = getattr(module, "mode", "") if isinstance(module, nn.RNN) else kind_of(module).__name__
@@ -71,16 +84,20 @@ class Probe:
         take_output(node, values, self.reading)
         if not values.is_cpu or not node.finite:
             finite = [torch.isfinite(unnested(value)).all() for value in floating(inputs)]
-            self.reading.add(finite, partial(self._trace, node))
+            self.reading.add(finite, partial(self._trace, node, inputs, self._inputs))
         self._functions[function] = len(self.nodes)
         self.nodes.append(node)
         output.register_hook(lambda gradient: self._receive(node, gradient))  # type: ignore[no-untyped-call]
 
-    def _trace(self, node: Node, *finite: Tensor) -> None:
+    def _trace(self, node: Node, inputs: Any, given: tuple[Any, Any], *finite: Tensor) -> None:
         """Find where values come from that are not finite, where a call was given some."""
         node.finite_input = node.finite or all(map(bool, finite))
-        if not node.finite_input:
-            node.made_in = self._made_in(node)
+        if node.finite_input or not all(one.finite for one in self.nodes if one is not node):
+            return  # what comes after the first such call is its consequence
+        node.bad_input = first_nonfinite(nonfinite_inputs(*given, "the model"))
+        node.made_in = "" if node.bad_input else self._made_in(node)
+        if not (node.bad_input or node.made_in):
+            node.bad_input = first_nonfinite(nonfinite_inputs(inputs, {}, node.name))
 
     def _made_in(self, node: Node) -> str:
         """Return the innermost module that has code of its own, around a finite parent of a call but not around it."""

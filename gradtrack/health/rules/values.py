@@ -9,7 +9,9 @@ from typing import Final, final
 
 from gradtrack.config import GradientConfig
 from gradtrack.health.rule import ANY, LEAST_LEFT, MOST_TOGETHER, Band, CalmSteps, Evidence, Rule, has_chosen_limit
+from gradtrack.protection.nonfinite import first_nonfinite, nonfinite_parts
 from gradtrack.reports import Issue, IssueSeverity, IssueType
+from gradtrack.support.interrupts import pass_on
 
 _PATIENCE: Final = 3
 """A loop may step once without a gradient, after a batch that was empty or left out."""
@@ -58,28 +60,44 @@ _SCALER_PATIENCE: Final = 5
 
 @final
 class NumericalRule(_StreakRule):
-    """Opens when an element is NaN or infinite and closes with the first finite step."""
+    """Opens when an element is NaN or infinite and closes with the first finite step.
+
+    When it opens it looks for such values in the batch of the step, where the loop has passed one.
+    """
 
     kind = IssueType.NUMERICAL
+    kept_in_checkpoints = ("streak", "in_batch")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.in_batch: str | None = None
+        """What was found in the batch with which the issue opened."""
+
+    def remember(self, steps: CalmSteps) -> None:
+        self.streak, self.in_batch = 0, None
 
     def judge(self, evidence: Evidence, config: GradientConfig) -> list[Issue]:
         bad_loss = evidence.loss is not None and not math.isfinite(evidence.loss)
         if evidence.moments.finite and not bad_loss:
-            self.streak = 0
+            self.streak, self.in_batch = 0, None
             return []
         self.streak += 1
         if not config.enable_nan_inf_check:
             return []
         if evidence.nonfinite_action == "scaler" and self.streak < _SCALER_PATIENCE:
             return []
+        if self.in_batch is None:
+            self.in_batch = _look_at(evidence.batch, evidence.step)
         return self._bad_loss(evidence) if evidence.moments.finite else self._issue(evidence)
 
     def _bad_loss(self, evidence: Evidence) -> list[Issue]:
         return self.open(
             evidence,
             ("nonfinite_loss", 1.0, 0.0),
-            f"The loss is {evidence.loss}, though every gradient is finite.",
-            "Look for a masked row, a log(0) or an overflow whose gradient a mask or clamp cuts off.",
+            f"The loss is {evidence.loss}, though every gradient is finite.{self.in_batch}",
+            _DATA
+            if self.in_batch
+            else "Look for a masked row, a log(0) or an overflow whose gradient a mask or clamp cuts off.",
             window=self.streak,
         )
 
@@ -93,23 +111,43 @@ class NumericalRule(_StreakRule):
             ("nonfinite_count", count, 0.0),
             (
                 f"{count} of {total} gradient elements are NaN or infinite, in {len(affected)} of {len(names)} "
-                f"parameters, the last of them {names[nearest]}."
+                f"parameters, the last of them {names[nearest]}.{self.in_batch}"
             ),
-            _ADVICE.get(evidence.nonfinite_action, _ADVICE["report"]),
+            f"{_DONE.get(evidence.nonfinite_action, _DONE['report'])}{self._advice(evidence)}",
             severity=IssueSeverity.CRITICAL if evidence.critical else IssueSeverity.HIGH,
             layer=names[nearest] if len(affected) < len(names) else "",
             window=self.streak,
         )
 
+    def _advice(self, evidence: Evidence) -> str:
+        if self.in_batch:
+            return f" {_DATA}"
+        if evidence.nonfinite_action == "scaler":
+            return ""
+        return _LOOK if evidence.batch is not None else f"{_LOOK} {_PASS}"
 
+
+def _look_at(batch: object, step: int) -> str:
+    """Say where a batch holds values that are not finite; nothing where it holds none, or cannot be read."""
+    try:
+        found = first_nonfinite(nonfinite_parts(batch, "batch{}"))
+    except Exception as fault:  # of the user's own container
+        pass_on(fault)
+        return ""
+    return f" At step {step} {found}." if found else ""
+
+
+_DATA: Final = "Look at the data of this batch."
 _LOOK: Final = (
-    "Look for log(0), a division by zero or an overflow in the loss of this batch, then at the learning rate."
+    " Look for NaN in the data of this batch, for log(0), a division by zero or an overflow in its loss, "
+    "then at the learning rate."
 )
-_ADVICE: Final = {
-    "skip": f"The optimizer step was left out. {_LOOK}",
-    "replace": f"The values were replaced, and after clipping they may own the whole update: prefer skip. {_LOOK}",
+_PASS: Final = "Pass batch= to have its tensors looked at."
+_DONE: Final = {
+    "skip": "The optimizer step was left out.",
+    "replace": "The values were replaced, and after clipping they may own the whole update: prefer skip.",
     "scaler": "The loss scale has backed off several times in a row: look at the loss itself, not at the scale.",
-    "report": f"The gradients were left as they are, so the weights will become NaN. {_LOOK}",
+    "report": "The gradients were left as they are, so the weights will become NaN.",
 }
 
 

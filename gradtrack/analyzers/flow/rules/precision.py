@@ -26,9 +26,12 @@ def judge_origin(case: Case) -> list[Issue]:
         if node is not None:
             layer = node.made_in or node.name
             made = ", from finite inputs" if node.finite_input or node.made_in else ""
+            made = f": {node.bad_input}" if node.bad_input else made
             what = f"{layer} is the first module whose output is NaN or infinite{made}."
             where = f"the weights and inputs of {layer} at step {sample.step}"
             how = f"Look at {where}: overflow, division by zero, log(0)."
+            if " of the model has " in node.bad_input:
+                how = f"Look at the data of the batch of step {sample.step}."
             return [_origin_issue(case, sample.step, layer, what, how)]
     places = [sample.remembered("broken", lambda sample: _broken_at(sample.graph)) for sample in case.samples]
     sound = max((index for index, place in enumerate(places) if place is None), default=-1)
@@ -36,8 +39,10 @@ def judge_origin(case: Case) -> list[Issue]:
         was_searching = case.samples[index].scaled and index < sound
         if before is not None and after is not None and not was_searching:
             way = f"on its way back through {after or 'the loss'}, though every output is finite"
+            data = "" if after else "NaN in the targets of the batch, or "
             how = (
-                "Look for a root, a norm or a division whose derivative at 0 is infinite: add a small number inside it."
+                f"Look for {data}a root, a norm or a division whose derivative at 0 is infinite: "
+                "add a small number inside it."
             )
             what = f"The gradient becomes NaN or infinite {way}."
             return [_origin_issue(case, case.samples[index].step, after, what, how)]
