@@ -6,6 +6,7 @@ import logging
 import math
 import random
 import re
+import shlex
 import shutil
 import weakref
 from collections import deque
@@ -269,12 +270,10 @@ class Capture:
 
     def _capture(self, report: StepReport, data: Any, reason: str) -> str:
         config, model = self._training.config, unwrapped(self._training.model)
-        place = self._place()
+        place, failed = self._place(), f"step {data.step} was not captured:"
         if place is None:
             self._left = 0
-            return (
-                f"step {data.step} was not captured: this rank has no directory of rank 0. Set run_dir on every rank."
-            )
+            return f"{failed} this rank has no directory of rank 0. Set run_dir on every rank."
         directory, run_id = place
         head = f"capture-{file_part(data.source)}-" if data.source else "capture-"
         tail = f"-rank{self._rank}" if self._rank else ""
@@ -283,25 +282,23 @@ class Capture:
         earlier = [path for path in directory.glob("capture-*") if is_own.fullmatch(path.name)]
         if len(earlier) >= config.capture_max_steps:
             self._left = 0
-            return f"step {data.step} was not captured: {directory} has {len(earlier)}. Raise capture_max_steps."
+            return f"{failed} {directory} has {len(earlier)}. Raise capture_max_steps."
         values, tensors = self._contents(model, report, data, reason)
         values.run_id = run_id
         size = sum(one.numel() * one.element_size() for one in tensors.values())
         used = sum(found.stat().st_size for path in earlier for found in path.glob(TENSORS))
         if used + size > config.capture_max_bytes:
             self._left = 0
-            return (
-                f"step {data.step} was not captured: it has {size:,} bytes, and the captures may have "
-                f"{config.capture_max_bytes:,} in all. Raise capture_max_bytes."
-            )
+            most = f"the captures may have {config.capture_max_bytes:,} in all"
+            return f"{failed} it has {size:,} bytes, and {most}. Raise capture_max_bytes."
         if (free := shutil.disk_usage(directory).free) < size + _SPARE:
-            return (
-                f"step {data.step} was not captured: it has {size:,} bytes. Free some in {directory}: it has {free:,}."
-            )
+            return f"{failed} it has {size:,} bytes. Free some in {directory}: it has {free:,}."
         with torch.no_grad():
             path = write_capture(directory, f"{head}{data.step:05d}{tail}", tensors, values)
         lacking = f" It lacks something: {'; '.join(values.notes)}." if values.notes else ""
-        return f"captured: {path} is this step, which gradtrack replay-step computes again.{lacking}"
+        command = f"`gradtrack replay-step {shlex.quote(str(path))} train.py:make`"
+        what = "where make is a function in your train.py that returns the model, or the model and loss(model, batch)"
+        return f"captured: {path} is this step. {command} computes it again, {what}.{lacking}"
 
     def _contents(
         self, model: nn.Module, report: StepReport, data: Any, reason: str

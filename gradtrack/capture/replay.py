@@ -41,6 +41,10 @@ from gradtrack.support.names import listed
 
 LossFunction = Callable[[nn.Module, Any], Tensor]
 _MAKE: Final = "Name a function as train.py:make or package.module:make; it returns the model, or model and loss."
+_EXAMPLE: Final = (
+    "expected a function of yours that returns the model of the training, or the model and a function "
+    "loss(model, batch). Write `def make(): return Net(), loss` in train.py, and end the command with train.py:make."
+)
 _FINE: Final = Range((), "")
 _CASTS: Final = {str(dtype): dtype for dtype in (torch.float16, torch.bfloat16, torch.float32)}
 
@@ -119,6 +123,8 @@ def replay_step(
 
 def find_make(place: str) -> Callable[[], Any]:
     """Import a function by its place; the file is run as a module, so a training in it belongs below `__main__`."""
+    if not place:
+        raise UsageError(f"make is missing: {_EXAMPLE}")
     where, _, name = place.rpartition(":")
     if not where or not name.isidentifier():
         raise UsageError(f"make {place!r}: expected FILE.py:FUNCTION. {_MAKE}")
@@ -296,8 +302,9 @@ class _Session:
     def _inputs(self, forward: Forward) -> tuple[tuple[Any, ...], dict[str, Any]]:
         found = self._saved.decode(forward.inputs, self._device)
         if isinstance(found, tuple) and [type(one) for one in found] == [tuple, dict]:
-            self._note_given(nonfinite_inputs(*found, "the model"))
-            return found
+            args, kwargs = found
+            self._note_given(nonfinite_inputs(args, kwargs, "the model"))
+            return args, kwargs
         raise CaptureError("the capture holds no inputs of a forward pass. Copy the whole directory again.")
 
     def _run(self, forwards: list[Forward], call: Callable[[], Any]) -> Any:

@@ -355,10 +355,11 @@ def replay_step(
     make: Annotated[
         str,
         typer.Argument(
+            show_default=False,
             help="A function, as FILE.py:NAME or package.module:NAME, that returns the model of the training, or the "
-            "model and a function loss(model, batch). Its file is imported: run only what you would run anyway."
+            "model and a function loss(model, batch). Its file is imported: run only what you would run anyway.",
         ),
-    ],
+    ] = "",
     max_bytes: Annotated[int, typer.Option(min=1, help="The largest file that is read.")] = 4 * 10**9,
     as_json: AsJson = False,
 ) -> None:

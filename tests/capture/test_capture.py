@@ -8,6 +8,7 @@ import math
 import os
 import pickle
 import resource
+import shlex
 import signal
 import subprocess
 import sys
@@ -94,6 +95,9 @@ def test_the_report_says_where_it_is(tmp_path: Path) -> None:
         report = safe_backward((model(torch.randn(8, 4)) / 0.0).mean(), model, optimizer, manager)
         (note,) = [note for note in report.notes if "capture" in note]
     assert f"captured: {tmp_path / 'capture-00001'} is this step" in note
+    command = shlex.split(note.split("`")[1])
+    assert command == ["gradtrack", "replay-step", str(tmp_path / "capture-00001"), "train.py:make"]
+    assert "make is a function in your train.py that returns the model" in note
     assert "call manager.attach(model, optimizer) before the first one" in note
     values = json.loads((tmp_path / "capture-00001" / "capture.json").read_text())
     assert values["report"]["step"] == 1

@@ -263,6 +263,7 @@ def test_what_does_not_fit_is_told_with_a_remedy(tmp_path: Path, maker: Any, tex
         ("training.py", "expected FILE.py:FUNCTION"),
         ("nothing.py:make", "is not"),
         ("training.py:other", "expected a function other in"),
+        ("", "make is missing: expected a function .* that returns the model.*train.py:make"),
         ("no.such.module:make", "cannot be imported"),
         ("broken.py:make", "cannot be imported .*RuntimeError: trains.*below"),
         ("ends.py:make", "cannot be imported .*SystemExit"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from typing import Final, final
+from typing import ClassVar, Final, final
 
 from gradtrack.config import GradientConfig
 from gradtrack.health.rule import ANY, LEAST_LEFT, MOST_TOGETHER, Band, CalmSteps, Evidence, Rule, has_chosen_limit
@@ -20,7 +20,7 @@ _PATIENCE: Final = 3
 class _StreakRule(Rule):
     """A rule that counts the faulty steps in a row, which one calm step ends."""
 
-    kept_in_checkpoints = ("streak",)
+    kept_in_checkpoints: ClassVar[tuple[str, ...]] = ("streak",)
 
     def __init__(self) -> None:
         self.streak = 0
