@@ -19,15 +19,16 @@ from gradtrack.gradients.distributed.shards import unwrapped
 from gradtrack.records import Panel
 from gradtrack.reports import Issue, IssueSeverity, IssueType, Report
 from gradtrack.support.interrupts import pass_on
+from gradtrack.support.redact import redact
 
 _logger = logging.getLogger("gradtrack")
-
 
 _PATIENCE = 3
 _VERDICTS = "verdicts"
 _NOT_WHOLE = "{}: left out, since parameters that are spread over ranks are not whole here."
 _NOT_EVERYWHERE = "{}: left out, since it has to run on every rank that shares the parameters."
 _LIMITED = "analyzer {} can do nothing here, because {}"
+_LONGEST = 500
 _CLOSE = 16
 _EVERY = "every"
 _EAGER = "the model is compiled: steps at which an analyzer looks inside it run eagerly; nothing is compiled again."
@@ -60,6 +61,8 @@ class RunningAnalyzers:
         """The issues on which all ranks have just agreed; None at most steps."""
         self.eager, self._told_eager = EagerSteps(), False
         self.chosen: list[str] = []
+        self.add_caveats: Callable[[list[str]], object] = lambda _: None
+        """Takes what the numbers of the pair do not show, for its next row."""
         self._judged: set[str] = set()
         """The analyzers of which it is known whether they see anything of the model."""
         self._looked: set[str] = set()
@@ -70,9 +73,8 @@ class RunningAnalyzers:
             self.running[name] = registry.analyzers.load(name)()
         if name not in self.running:
             there, known = ", ".join(self.running) or "none", registry.analyzers.names()
-            remedy = (
-                f" Add {name!r} to analyzers in the configuration." if name in known else registry.nearest(name, known)
-            )
+            add = f" Add {name!r} to analyzers in the configuration."
+            remedy = add if name in known else registry.nearest(name, known)
             raise UsageError(f"analyzer {name!r}: expected one of those configured ({there}).{remedy}")
         return self.running[name]
 
@@ -102,12 +104,9 @@ class RunningAnalyzers:
             analyzer.check(model)
 
     def alert(self, step: int) -> None:
-        """Make every analyzer due at a step after an issue or a jump, and the cheap ones for a while after it.
-
-        On the first steps the schedule runs the cheap ones as often in any case.
-        """
+        """Make every analyzer due at a step after an issue or a jump, and the cheap ones for a while after it."""
         self._alerts = (*self._alerts[-1:], step)  # analyzers with hooks on the step before have yet to run
-        if step > OFTEN_UNTIL and step not in self.close_steps:
+        if step > OFTEN_UNTIL and step not in self.close_steps:  # until then the schedule runs them as often
             self.close_steps = range(step, step + _CLOSE, OFTEN_EVERY)
 
     @property
@@ -122,11 +121,10 @@ class RunningAnalyzers:
 
     def share(self, names: Iterable[str]) -> None:
         """Add up the numbers that all ranks offer from now on, even if an analyzer fails on this rank later."""
-        wanted = sorted(names)
-        self._judges = _VERDICTS in wanted
-        wanted = [name for name in wanted if name != _VERDICTS]
-        self._sharing = {name: self.running.get(name) or self._sharing[name] for name in wanted}
-        self._idle.difference_update(wanted)
+        self._judges = _VERDICTS in (wanted := set(names))
+        names = sorted(wanted - {_VERDICTS})
+        self._sharing = {name: self.running.get(name) or self._sharing[name] for name in names}
+        self._idle.difference_update(names)
 
     def adds_up(self, step: int) -> bool:
         """Say whether ranks add up numbers of analyzers at a step."""
@@ -195,15 +193,13 @@ class RunningAnalyzers:
         armed = [one for name, one in self.running.items() if name in self._armed]
         if any(type(one).arm is not Analyzer.arm for one in armed) and any(map(is_compiled, model.modules())):
             self.eager.begin()
-            if not self._told_eager:
-                self._told_eager = True
-                self.chosen.append(_EAGER)
+            self.chosen += [] if self._told_eager else [_EAGER]
+            self._told_eager = True
 
-    def inspect(self, snapshot: Snapshot) -> tuple[dict[str, Report], list[str], list[str]]:
-        """Run the analyzers that are due at a step; return their reports and notes, and why some can do nothing."""
+    def inspect(self, snapshot: Snapshot) -> tuple[dict[str, Report], list[str]]:
+        """Run the analyzers that are due at a step; return their reports and notes, also on why some see nothing."""
         self.eager.end()
-        reports: dict[str, Report] = {}
-        notes, caveats = list[str](), list[str]()
+        reports, notes, caveats = dict[str, Report](), list[str](), list[str]()
         self._looked.clear()
         for name, analyzer in self._due(snapshot.step):
             self._looked.add(name)
@@ -219,7 +215,9 @@ class RunningAnalyzers:
             if name not in self._judged and (isinstance(reason, str) or isinstance(report, Report)):
                 self._judged.add(name)
                 caveats += [_LIMITED.format(name, reason)] if isinstance(reason, str) else []
-        return reports, notes, caveats
+        self.add_caveats(caveats)
+        left_out, self.chosen = self.chosen, []
+        return reports, [*notes, *caveats, *left_out]
 
     def _shown_to(self, name: str, snapshot: Snapshot) -> Snapshot:
         """Return the snapshot with the analyzer's sums; faults of its callback in an optimizer's step are counted."""
@@ -309,7 +307,11 @@ class RunningAnalyzers:
         if self._faults[name] == 1:
             _logger.warning("analyzer %s failed; training goes on", name, exc_info=fault)
         if self._faults[name] >= _PATIENCE:
-            _logger.warning("analyzer %s failed %d times and is left out from now on", name, _PATIENCE)
+            if name in self.running:
+                reason = redact(" ".join(f"{type(fault).__name__}: {fault}".split()))[:_LONGEST]
+                text = f"analyzer {name} failed {_PATIENCE} times and is left out from now on: {reason}"
+                self.chosen.append(text)
+                self.add_caveats([text])
             try:
                 self.running[name].disarm()
             except Exception as another:  # also of a hook in another thread that has removed it
@@ -374,9 +376,8 @@ def build_analyzers(specs: Any) -> dict[str, Analyzer]:
             name, analyzer = named[0], _construct(*named)
         if not isinstance(analyzer, Analyzer):
             is_class = inspect.isclass(spec) and issubclass(spec, Analyzer)
-            remedy = (
-                f"Pass an instance: {spec.__name__}()." if is_class else "Derive its class from gradtrack.Analyzer."
-            )
+            derive = "Derive its class from gradtrack.Analyzer."
+            remedy = f"Pass an instance: {spec.__name__}()." if is_class else derive
             raise InputTypeError(f"analyzer {spec!r}: expected an Analyzer. {remedy}")
         if name in built:
             raise UsageError(f"analyzer {name!r} is named twice: expected each once. Remove one of them.")

@@ -61,6 +61,7 @@ class Pair:
     ) -> None:
         self.model, self.name, self.horizon = model, name, horizon
         self.config, self.analyzers = config, analyzers
+        analyzers.add_caveats = self._add_caveats
         self.monitor, self.clipper, self.handler = components
         self.spikes = SpikeDetector(config, rollbacks)
         self.protection = Protection(self.handler, self.clipper, self.spikes)
@@ -321,9 +322,8 @@ class Pair:
         if self.measurement.has_shards:
             data.notes = [*data.notes, *self.analyzers.leave_out_incomplete()]
         if self.analyzers.due(data.step):
-            data.analyzers, notes, caveats = self.analyzers.inspect(self._snapshot(grads, data))
-            data.notes = [*data.notes, *notes, *caveats]
-            self._add_caveats(caveats)
+            data.analyzers, notes = self.analyzers.inspect(self._snapshot(grads, data))
+            data.notes = [*data.notes, *notes]
             if not self.measurement.has_shards:  # with shards the ranks exchange their issues
                 self.judge.add_analyzer_issues(self.analyzers.issues_at_looks(), data)
             reports = data.analyzers

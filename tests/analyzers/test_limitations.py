@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,9 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from gradtrack import GradientManager, safe_backward
+from gradtrack import Analyzer, GradientManager, Issue, safe_backward
+from gradtrack.analyzers.base import Snapshot
+from gradtrack.pages.documents import show_document
 from gradtrack.pages.html import render
 from gradtrack.pages.run_data import load_run
 from gradtrack.pages.terminal.overview import show
@@ -70,6 +73,58 @@ def test_an_analyzer_that_sees_nothing_says_why(
         console.print(show(run))
     assert f"analyzer {name} can do nothing here" in captured.get()
     assert f"analyzer {name} can do nothing here" in render(run)
+
+
+class Faulty(Analyzer):
+    """An analyzer that fails whenever it is asked for something."""
+
+    looks_every = 1
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+
+    def _fail(self, where: str) -> None:
+        if where == self.where:
+            raise ValueError(f"no\n  good {'x' * 900}")
+
+    def arm(self, model: nn.Module) -> None:
+        """Fail before the forward pass."""
+        self._fail("arm")
+
+    def inspect(self, snapshot: Snapshot) -> None:
+        """Fail at the step."""
+        self._fail("inspect")
+
+    def issues(self) -> list[Issue]:
+        """Fail after the step."""
+        self._fail("issues")
+        return []
+
+
+@pytest.mark.parametrize("where", ["arm", "inspect", "issues"])
+def test_an_analyzer_that_is_left_out_is_told(where: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """In one report, in the log beside one traceback, and for everyone who opens the run later."""
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with GradientManager(analyzers=[Faulty(where)], backends=[], run_dir=tmp_path) as manager:
+        manager.attach(model, optimizer)
+        for _ in range(6):
+            safe_backward(model(torch.randn(2, 4)).square().sum(), model, optimizer, manager)
+            optimizer.step()
+    (note,) = [note for report in manager.reports for note in report.notes if "failed" in note]
+    assert note.startswith("analyzer faulty failed 3 times and is left out from now on: ValueError: no good x")
+    assert len(note) < 600
+    told = [record for record in caplog.records if "failed" in record.getMessage()]
+    assert [record.exc_info is not None for record in told] == [True, False]
+    assert [record.getMessage() for record in told[1:]] == [note]
+    run = load_run(tmp_path)
+    assert run.caveats == [note]
+    console = Console(width=200, record=True, file=None, quiet=False)
+    with console.capture() as captured:
+        console.print(show(run))
+    assert "analyzer faulty failed 3 times and is left out" in captured.get()
+    assert "analyzer faulty failed 3 times and is left out" in render(run)
+    assert json.dumps(show_document(run)).count("analyzer faulty failed 3 times") == 1
 
 
 @pytest.mark.parametrize("attached", [False, True])

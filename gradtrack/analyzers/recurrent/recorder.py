@@ -22,7 +22,7 @@ from gradtrack.analyzers.tools.modules import evaluating
 from gradtrack.analyzers.tools.samples import HostCopies
 from gradtrack.errors import UsageError
 from gradtrack.registry import nearest
-from gradtrack.support.interrupts import Changes
+from gradtrack.support.interrupts import Changes, pass_on
 
 _CELL_NAME: Final = re.compile(r"(cell|rnn|lstm|gru|recurrent|reservoir)\d*$", re.IGNORECASE)
 _STATES: Final = ("h", "state", "prev", "carry", "mem", "last")
@@ -130,7 +130,8 @@ def _capture(
     if function is not None:
         step, size = function
         takes_module = len(_positional(step)) > 2
-        return FunctionCapture(name, partial(_step_of, module, step) if takes_module else step, size, **limits)
+        step = partial(_step_of, module, step) if takes_module else step
+        return FunctionCapture(name, partial(_checked, name, step), size, **limits)
     if isinstance(module, nn.RNNBase):
         return FusedCapture(module, name, **limits)
     if isinstance(module, SINGLE_CELLS) or _may_be_cell(module):
@@ -164,6 +165,23 @@ def _positional(function: Callable[..., Any]) -> list[inspect.Parameter]:
 def _step_of(module: nn.Module, step: Callable[..., Tensor], states: Tensor, inputs: Tensor) -> Tensor:
     with evaluating(module):
         return step(module, states, inputs)
+
+
+def _checked(name: str, step: Callable[..., Any], states: Tensor, inputs: Tensor) -> Tensor:
+    """Return the next states, or say with what the user's function was called and what it did."""
+    cause = None
+    try:
+        found = step(states, inputs)
+        if isinstance(found, Tensor) and found.shape == states.shape:
+            return found
+        told = f"it returned {list(found.shape) if isinstance(found, Tensor) else type(found).__name__}"
+    except Exception as fault:
+        pass_on(fault)
+        told, cause = f"it raised {type(fault).__name__}: {fault}", fault
+    raise UsageError(
+        f"step function of {name!r}: called with states {list(states.shape)} and inputs {list(inputs.shape)}, {told}: "
+        "expected the next states, of their shape. Check the state size, and that it takes (states, inputs)."
+    ) from cause
 
 
 def read_step_functions(given: Mapping[str, Any] | None) -> dict[str, tuple[Callable[..., Tensor], int]]:

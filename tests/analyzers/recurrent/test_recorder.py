@@ -263,6 +263,27 @@ def test_a_step_function_for_no_module_is_an_error() -> None:
         manager.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
+@pytest.mark.parametrize(
+    ("step", "size", "told"),
+    [
+        (
+            lambda module, h, x: torch.tanh(h @ module.weight + x),
+            5,
+            "states [2, 5] and inputs [2, 4], it raised Runtime",
+        ),
+        (lambda h, x: x @ torch.ones(4, 3), 5, "called with states [2, 5] and inputs [2, 4], it returned [2, 3]"),
+        (lambda h, x: (h, x), 5, "called with states [2, 5] and inputs [2, 4], it returned tuple"),
+    ],
+)
+def test_a_step_function_that_does_not_fit_is_told_in_words(step: Any, size: int, told: str) -> None:
+    """With what it was called, what it did, and what to check."""
+    model = nn.Sequential(nn.Linear(4, 4))
+    with pytest.raises(UsageError, match="Check the state size, and that it takes \\(states, inputs\\)") as caught:
+        follow(model, (torch.ones(2, 6, 4),), step_functions={"0": (step, size)})
+    assert str(caught.value).startswith("step function of '0': called with ")
+    assert told in str(caught.value)
+
+
 def test_step_functions_come_from_import_paths() -> None:
     """What a YAML file can say: the path of a function and the size of its state, or an error that says how."""
     analyzer = RecurrentAnalyzer(step_functions={"a": ("torch:add", 3)})
