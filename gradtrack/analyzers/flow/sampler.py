@@ -291,7 +291,11 @@ def _begin_equal(rows: Tensor) -> Tensor:
 
 def _are_equal(rows: Tensor) -> Tensor:
     """Say whether all rows are equal, in the whole or within each of the matrices that are stacked there."""
-    parts = [rows.reshape(count, len(rows) // count, -1) for count in _STACKED if len(rows) % count == 0 and len(rows) > count]
+    parts = [
+        rows.reshape(count, len(rows) // count, -1)
+        for count in _STACKED
+        if len(rows) % count == 0 and len(rows) > count
+    ]
     return torch.stack([_is_small(part - part[:, :1], part) for part in parts]).any()
 
 
