@@ -64,7 +64,7 @@ def thin_out(steps: NDArray[Any], values: NDArray[np.float64], *, buckets: int) 
     parts = np.split(values, edges[1:-1])
     return LineBuckets(
         steps[(edges[:-1] + edges[1:]) // 2],
-        np.array([np.median(part) for part in parts]),
+        np.array([2 * np.median(part / 2) for part in parts]),  # the sum of the middle two may be out of range
         np.array([part.min() for part in parts]),
         np.array([part.max() for part in parts]),
     )
@@ -319,4 +319,5 @@ def _digits_of(high: NDArray[np.float64], low: NDArray[np.float64]) -> int:
 
 
 def _rounded(values: NDArray[np.float64], digits: int) -> list[float]:
-    return [float(f"{value:.{digits}g}") for value in values.tolist()]
+    rounded = [(value, float(f"{value:.{digits}g}")) for value in values.tolist()]
+    return [found if math.isfinite(found) else value for value, found in rounded]

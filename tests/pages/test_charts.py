@@ -6,6 +6,8 @@ import json
 import math
 from typing import Any
 
+import pytest
+
 from gradtrack.pages.charts import charts_of, to_plain
 from gradtrack.records import Panel
 from gradtrack.reports.panels import panels_of
@@ -22,6 +24,15 @@ def test_values_that_hardly_differ_are_told_apart() -> None:
     metrics = [{"rnn/spectral_radius": 0.9998 + 1e-6 * step} for step in range(3)]
     charts = plain(*(row(1 + step, metrics=found) for step, found in enumerate(metrics)))
     assert charts["Spectral radius"]["lines"][0]["y"] == [0.9998, 0.999801, 0.999802]
+
+
+@pytest.mark.parametrize("count", [3, 2000])
+def test_the_largest_numbers_stay_numbers(count: int) -> None:
+    """Neither rounding up nor the middle of two of them makes one infinite."""
+    rows = [row(step, metrics={"rnn/spectral_radius": 1.7975e308 - step % 2 * 1e303}) for step in range(1, count + 1)]
+    (line,) = plain(*rows)["Spectral radius"]["lines"]
+    assert line["bad"] == []
+    assert all(1.797e308 <= value < math.inf for value in line["y"])
 
 
 def test_a_step_that_was_left_out_has_no_clip_coefficient() -> None:
