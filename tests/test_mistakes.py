@@ -1,7 +1,9 @@
 """Calls that cannot mean anything, and what they are told."""
 
 import copy
+import gc
 import pickle
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -150,6 +152,24 @@ def test_a_watched_step_that_is_shown_as_well_counts_once() -> None:
         optimizer.step()
     assert [report.step for report in manager.reports] == [1, 2, 3, 4]
     assert all(report.clipping.clipped for report in manager.reports)
+
+
+@pytest.mark.parametrize("analyzers", [[], ["flow"], "auto"])
+@pytest.mark.parametrize("steps_last", [True, False])
+def test_a_watched_training_that_is_over_is_collected(analyzers: Any, steps_last: bool) -> None:
+    """A manager that nobody closed goes with the model and the optimizer that it watched."""
+    model = small_model()
+    optimizer = optimizer_of(model)
+    manager = gradtrack.watch(model, optimizer, backends=[], analyzers=analyzers)
+    for step in range(5):
+        optimizer.zero_grad()
+        torch.autograd.backward(batch_loss(model, step))
+        if step < 4 or steps_last:
+            optimizer.step()
+    left = weakref.ref(manager)
+    del model, optimizer, manager
+    gc.collect()
+    assert left() is None
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])

@@ -61,8 +61,7 @@ class RunningAnalyzers:
         """The issues on which all ranks have just agreed; None at most steps."""
         self.eager, self._told_eager = EagerSteps(), False
         self.chosen: list[str] = []
-        self.add_caveats: Callable[[list[str]], object] = lambda _: None
-        """Takes what the numbers of the pair do not show, for its next row."""
+        self.caveat_taker: Callable[[], Callable[[list[str]], object] | None] = lambda: None
         self._judged: set[str] = set()
         """The analyzers of which it is known whether they see anything of the model."""
         self._looked: set[str] = set()
@@ -215,7 +214,8 @@ class RunningAnalyzers:
             if name not in self._judged and (isinstance(reason, str) or isinstance(report, Report)):
                 self._judged.add(name)
                 caveats += [_LIMITED.format(name, reason)] if isinstance(reason, str) else []
-        self.add_caveats(caveats)
+        if (add := self.caveat_taker()) is not None:
+            add(caveats)
         left_out, self.chosen = self.chosen, []
         return reports, [*notes, *caveats, *left_out]
 
@@ -309,9 +309,9 @@ class RunningAnalyzers:
         if self._faults[name] >= _PATIENCE:
             if name in self.running:
                 reason = redact(" ".join(f"{type(fault).__name__}: {fault}".split()))[:_LONGEST]
-                text = f"analyzer {name} failed {_PATIENCE} times and is left out from now on: {reason}"
-                self.chosen.append(text)
-                self.add_caveats([text])
+                self.chosen += [f"analyzer {name} failed {_PATIENCE} times and is left out from now on: {reason}"]
+                if (add := self.caveat_taker()) is not None:
+                    add(self.chosen[-1:])
             try:
                 self.running[name].disarm()
             except Exception as another:  # also of a hook in another thread that has removed it

@@ -241,6 +241,7 @@ class HeardLoss:
     def close(self) -> None:
         """Hear nothing more; a second call does nothing."""
         self._tell_of_no_step()
+        self._total = None
         with _lock:
             _hearing.discard(self)
             if not _hearing:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
+from weakref import WeakMethod
 
 from torch import Tensor, nn
 
@@ -61,7 +62,7 @@ class Pair:
     ) -> None:
         self.model, self.name, self.horizon = model, name, horizon
         self.config, self.analyzers = config, analyzers
-        analyzers.add_caveats = self._add_caveats
+        analyzers.caveat_taker = WeakMethod(self._add_caveats)  # the end of the pair has to let go of it
         self.monitor, self.clipper, self.handler = components
         self.spikes = SpikeDetector(config, rollbacks)
         self.protection = Protection(self.handler, self.clipper, self.spikes)
@@ -137,11 +138,10 @@ class Pair:
 
     def unmeasured(self, epoch: int | None) -> StepReport:
         """Report a micro-batch whose gradients are not complete yet."""
-        config, loss = self.config, self.coming_loss
+        config, loss, now = self.config, self.coming_loss, time.time()
         clipping = {"enabled": config.enable_gradient_clipping, "clip_type": config.effective_clip_type}
         fields = {"health": self.judge.health, "clipping": clipping, "nan_inf": {"action": "unchecked"}}
-        known: dict[str, Any] = {"step": self.step_count, "epoch": epoch, "source": self.name, "measured": False}
-        known["time"] = time.time()
+        known: Any = {"step": self.step_count, "epoch": epoch, "source": self.name, "measured": False, "time": now}
         return StepReport.deferred(lambda: {**fields, "loss": None if loss is None else float(loss)}, **known)
 
     @property
@@ -322,13 +322,13 @@ class Pair:
         if self.measurement.has_shards:
             data.notes = [*data.notes, *self.analyzers.leave_out_incomplete()]
         if self.analyzers.due(data.step):
-            data.analyzers, notes = self.analyzers.inspect(self._snapshot(grads, data))
-            data.notes = [*data.notes, *notes]
+            data.analyzers, told = self.analyzers.inspect(self._snapshot(grads, data))
+            data.notes = [*data.notes, *told]
             if not self.measurement.has_shards:  # with shards the ranks exchange their issues
                 self.judge.add_analyzer_issues(self.analyzers.issues_at_looks(), data)
-            reports = data.analyzers
-            data.late = [one for one in reports.values() if isinstance(one, LateReport) and one.step != data.step]
-            data.event = data.event or len(reports) > len(data.late)
+            found = data.analyzers.values()
+            data.late = [one for one in found if isinstance(one, LateReport) and one.step != data.step]
+            data.event = data.event or len(found) > len(data.late)
         self.analyzers.arm(self.model, data.step + 1)
 
     def _snapshot(self, grads: Gradients, data: StepData) -> Snapshot:

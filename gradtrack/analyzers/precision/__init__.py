@@ -95,6 +95,9 @@ class PrecisionAnalyzer(Analyzer):
     It counts all elements, as they are when the optimizer gets them: unscaled and clipped. Zeros, NaN and infinities
     count nowhere, so that a share tells of the format and not of the layer.
 
+    References: IEEE 754 for the edges of float16; Micikevicius et al. 2018, arXiv 1710.03740, for loss scales, and
+    2022, arXiv 2209.05433, for float8.
+
     Cost: on every 4th step up to 64, then on every 64th, about a dozen passes over the gradients.
 
     >>> import torch
