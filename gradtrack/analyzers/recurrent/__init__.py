@@ -35,7 +35,14 @@ _NOTHING: Final = (
     "expected nn.RNN, nn.LSTM, nn.GRU, one of their cells, or a module that is called with the state that it returned. "
     "Put the body of a loop over time into such a module, or give its state equation with step_functions."
 )
-_LIVE_WORK: Final = 270_000
+_LIVE: Final[dict[str, Any]] = {
+    "dense_limit": 128,
+    "num_probes": 2,
+    "num_exponents": 2,
+    "radius_work": 5_000_000,
+    "least_states": 7,
+}
+"""Limits of a look beside a training: fewer probes, and Arnoldi's method to 1e-3 at a third of the cost."""
 _HARMLESS: Final = (IssueType.SHORT_MEMORY, IssueType.LOW_EFFECTIVE_RANK)
 
 
@@ -133,9 +140,7 @@ class RecurrentAnalyzer(Analyzer):
     def inspect(self, snapshot: Snapshot) -> RecurrentReport | None:
         if self._recorder is None:
             return None
-        # Beside a training fewer probes do, and Arnoldi's method gives eigenvalues to 1e-3 at a third of the cost.
-        options = replace(self._options, dense_limit=128, num_probes=2, num_exponents=2, radius_work=_LIVE_WORK)
-        looks = look_around(self._recorder, snapshot.model, options, self.seed)
+        looks = look_around(self._recorder, snapshot.model, replace(self._options, **_LIVE), self.seed)
         if not looks:
             self._notes, self._limitation = [], f"the step ran no recurrent module: {_NOTHING}"
             return None

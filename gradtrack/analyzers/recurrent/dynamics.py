@@ -172,10 +172,12 @@ def asymptotic_memory(exponent: float) -> float:
 
 
 def spaced(window: int, count: int) -> list[int]:
-    """Choose evenly spaced steps among the last ones of a window, counted back from the end, the end included."""
-    if window <= count:
-        return list(range(window))
-    return sorted({round(index * (window - 1) / max(count - 1, 1)) for index in range(count)})
+    """Choose the middles of so many equal stretches of a window, counted back from its end.
+
+    So the ends weigh no more than other steps: the first of a sequence starts from its initial state, and is unlike
+    those that follow.
+    """
+    return [(2 * index + 1) * window // (2 * count) for index in range(count)]
 
 
 def _pulls(cell: Cell, states: Tensor, drives: Tensor) -> Callable[[int, Tensor], Tensor]:

@@ -31,6 +31,10 @@ _MOST_STATES: Final = 256
 _MOST_FIELDS: Final = 8
 _SMALL_WORK: Final = 4096
 """What the eigenvalues of even the smallest matrix cost, where those of a large one cost its size cubed."""
+_KRYLOV_WORK: Final = 16
+_KRYLOV_CALLS: Final = 2**21
+"""What Arnoldi's method costs by the size squared, and by its many small operations."""
+_LEAST_KRYLOV: Final = 3
 
 
 Note = Callable[[Pending[Any], Callable[[Any], None]], None]
@@ -75,15 +79,25 @@ class LookOptions:
     num_probes: int = 8
     num_exponents: int = 4
     radius_work: float = 2**27
+    least_states: int = 1
     dense_limit: int = DENSE_LIMIT
 
     def radius_states(self, path: Trajectory, window: int) -> list[tuple[int, int]]:
-        """Choose states to find eigenvalues at, as (steps back, sequence): all of them, or fewer of larger matrices."""
-        each = path.cell.state_size**3 + _SMALL_WORK
-        count = min(_MOST_STATES, math.ceil(self.radius_work / each))
+        """Choose states to find eigenvalues at, as (steps back, sequence): all, or fewer of larger matrices.
+
+        Fewer ones are spread over the window, the sequences taking turns. Their number is odd, so that the median of
+        their radii is the radius of one of them.
+        """
+        size = path.cell.state_size
+        each, least = size**3 + _SMALL_WORK, self.least_states
+        if size > self.dense_limit:
+            each, least = _KRYLOV_WORK * size**2 + _KRYLOV_CALLS, min(least, _LEAST_KRYLOV)
+        count = min(_MOST_STATES, max(least, math.ceil(self.radius_work / each)))
         lengths = path.lengths.clamp_max(self.max_steps).tolist()
         if sum(lengths) <= count:
             return [(back, sequence) for sequence, length in enumerate(lengths) for back in range(length)]
+        count = min(count, window * len(lengths))
+        count -= 1 - count % 2
         return [(back, index % len(lengths)) for index, back in enumerate(spaced(window, count))]
 
 
@@ -261,7 +275,7 @@ def _gate(mean: Tensor, saturated: Tensor) -> GateStatistics:
 
 def _state_field(path: Trajectory, window: int) -> Pending[StateField]:
     """Measure the field f(s) - s at some states, and how its direction turns from one step to the next."""
-    count = max(1, min(_MOST_FIELDS, 256 // path.cell.state_size))
+    count = max(1, min(_MOST_FIELDS, 256 // path.cell.state_size, window))
     backs = torch.tensor(spaced(window, count)).to(path.states.device, non_blocking=True)
     states, drives = path.states[-2 - backs, 0], path.drives[-1 - backs, 0]
     derivative = jacobian(path.cell, states, drives)

@@ -52,14 +52,14 @@ def draw_recurrent_spectrum(
     """Draw the eigenvalues of a state Jacobian on the unit circle, and how gradients decay over the lags from 1 on.
 
     Where a `state_size` is given that is larger than their number, the title says that they are the outermost ones.
-    `radius` is the median over `num_states` states; the eigenvalues are those of the state that is nearest to it. A
-    `censored` memory lasts for at least as long.
+    `radius` is the median over `num_states` states, which the title names; the eigenvalues are those of the state that
+    is nearest to it. A `censored` memory lasts for at least as long.
     """
     figure = figures.new_figure(11.0, 5.0)
     circle = panel(figure, (1, 2, 1), "Spectrum of the state Jacobian", "real", "imaginary")
-    _unit_circle(circle, eigenvalues, state_size)
+    _unit_circle(circle, eigenvalues, state_size, radius)
     if radius is not None and num_states > 1:
-        circle.set_xlabel(f"real (at the state nearest to the median radius of {num_states}, {radius:.3g})")
+        circle.set_xlabel(f"real (radius: median of {num_states} states; eigenvalues: the state nearest to it)")
     axes = panel(figure, (1, 2, 2), "Decay of gradients back in time", "lag (time steps)", "norm relative to lag 1")
     if not len(decay):
         figures.say(axes, "No decay profile was measured.")
@@ -79,7 +79,7 @@ def draw_recurrent_spectrum(
     return figures.tidy(figure)
 
 
-def _unit_circle(axes: Any, eigenvalues: Sequence[complex], state_size: int | None) -> None:
+def _unit_circle(axes: Any, eigenvalues: Sequence[complex], state_size: int | None, radius: float | None) -> None:
     angle = np.linspace(0, 2 * np.pi, 200)
     axes.plot(np.cos(angle), np.sin(angle), color=GREY, linewidth=1.2, label="unit circle")
     values = np.asarray(eigenvalues, dtype=np.complex128)
@@ -91,7 +91,7 @@ def _unit_circle(axes: Any, eigenvalues: Sequence[complex], state_size: int | No
     if len(values):
         partial = state_size is not None and len(values) < state_size
         part = f", outermost {len(values)} of {state_size}" if partial else ""
-        title = f"Spectrum, radius {np.abs(values).max():.3g}{part}"
+        title = f"Spectrum, radius {np.abs(values).max() if radius is None else radius:.3g}{part}"
         axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
     axes.set_aspect("equal", adjustable="datalim")
     figures.legend(axes)

@@ -99,8 +99,9 @@ class CellDynamics(Report):
 class RecurrentReport(Report):
     """The dynamics of a model's recurrent parts. The plain numbers are the largest over layers and directions.
 
-    The memory is `censored` where it is longer than what was seen. `criticality` is what the issues say, and where they
-    say nothing, where the growth per step lies in the band around the optimal radius.
+    `spectral_radius_count` is the number of states that `spectral_radius` rests on. The memory is `censored` where it
+    is longer than what was seen. `criticality` is what the issues say, and where they say nothing, where the growth per
+    step lies in the band around the optimal radius.
     """
 
     num_looks: int = 1
@@ -108,6 +109,7 @@ class RecurrentReport(Report):
     spectral_radius: float | None = measured(
         "rnn/spectral_radius", "Largest eigenvalue of the state Jacobian by magnitude, median over time."
     )
+    spectral_radius_count: int = 0
     criticality: Criticality | None = None
     effective_memory_length: float | None = measured(
         "rnn/effective_memory_length", "From the first step back until 1/e of a gradient is left.", unit="steps"
@@ -231,7 +233,7 @@ def summarise(issues: Sequence[Issue], dynamics: RecurrentReport) -> str:
         parts = [f"{cell.window} steps x {cell.num_sequences} sequences"]
         if cell.spectral_radius is not None:
             found = "" if cell.has_all_eigenvalues else f" (by Arnoldi's method, {cell.state_size} eigenvalues)"
-            parts.append(f"spectral radius {cell.spectral_radius:.4g}{found}")
+            parts.append(f"spectral radius {cell.spectral_radius:.4g} over {cell.spectral_radius_count} states{found}")
         if cell.effective_memory_length is not None:
             parts.append(f"memory {'>= ' if cell.censored else ''}{cell.effective_memory_length:.3g} steps")
         if cell.temporal_decay_rate is not None:
@@ -248,8 +250,11 @@ def summarise(issues: Sequence[Issue], dynamics: RecurrentReport) -> str:
 def largest(cells: Mapping[str, CellDynamics]) -> dict[str, Any]:
     """Return the plain numbers: each the largest over layers and directions."""
     longest = _longest(cells)
+    radii = [(one.spectral_radius, one.spectral_radius_count) for one in cells.values()]
+    radius, count = max((pair for pair in radii if pair[0] is not None), default=(None, 0))
     return {
-        "spectral_radius": max(_known(cells, "spectral_radius"), default=None),
+        "spectral_radius": radius,
+        "spectral_radius_count": count,
         "temporal_decay_rate": max(_known(cells, "temporal_decay_rate"), default=None),
         "effective_memory_length": longest.effective_memory_length if longest else None,
         "censored": bool(longest and longest.censored),

@@ -51,11 +51,12 @@ def test_a_part_of_the_spectrum_is_said_to_be_one() -> None:
 
 
 def test_the_picture_says_which_state_and_what_is_only_a_bound() -> None:
-    """The label has the median that the metric is, and a memory that outlasts the sequence is at least so long."""
+    """The title has the median that the metric is, and a memory that outlasts the sequence is at least so long."""
     circle, decay = picture.draw_recurrent_spectrum(
         [0.9], decay=[1.0, 0.9], memory_length=2.0, radius=0.91, num_states=80, censored=True
     ).axes
-    assert circle.get_xlabel() == "real (at the state nearest to the median radius of 80, 0.91)"
+    assert circle.get_title(loc="left") == "Spectrum, radius 0.91"
+    assert circle.get_xlabel() == "real (radius: median of 80 states; eigenvalues: the state nearest to it)"
     assert line(decay, "memory, at least: 2 steps").get_xdata()[0] == 3.0
 
 

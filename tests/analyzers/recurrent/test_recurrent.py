@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,10 @@ from torch import Tensor, nn
 from gradtrack import GradientManager, Issue, IssueSeverity, IssueType, RecurrentAnalyzer, StepReport
 from gradtrack.analyzers.base import Snapshot, always
 from gradtrack.analyzers.recurrent import measure
+from gradtrack.analyzers.recurrent.cells import function_cell
+from gradtrack.analyzers.recurrent.measure import LookOptions
 from gradtrack.analyzers.recurrent.report import RecurrentReport
+from gradtrack.analyzers.recurrent.trajectories import follow
 from gradtrack.errors import UsageError
 from tests.analyzers.recurrent.recurrent_goldens import analyzed, gate, normal, orthogonal, zeroed
 
@@ -214,11 +218,58 @@ def test_every_number_says_what_it_rests_on() -> None:
     _, dynamics = look(Tagger(), steps=3)
     cell = dynamics.cells["rnn.l0"]
     assert (dynamics.num_looks, cell.num_looks, cell.num_sequences, cell.window) == (3, 3, 4, 12)
+    assert dynamics.spectral_radius_count == cell.spectral_radius_count
     assert cell.spectral_radius_count == 3 * 12 * 4
     assert cell.lyapunov_count == 3 * 10
     assert cell.lyapunov_error is not None
     assert len(cell.decay_profile) == 13
     assert len(cell.gradient_profile) == 12
+
+
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=5), st.integers(1, 256), st.integers(1, 512))
+def test_states_of_a_live_radius_are_spread_over_time_and_sequences(lengths: list[int], least: int, size: int) -> None:
+    """They are different ones, of every sequence as many, and of every stretch of time as many; else they are all."""
+    path = follow(function_cell("any", lambda s, x: s, size), torch.zeros(len(lengths), size), torch.zeros(60, 1, 0))
+    path.lengths = torch.tensor(lengths)
+    chosen = LookOptions(radius_work=1.0, least_states=least).radius_states(path, path.window)
+    assert len(set(chosen)) == len(chosen) <= max(least, sum(lengths))
+    if sum(lengths) <= least:
+        assert len(chosen) == sum(lengths)
+        return
+    assert len(chosen) % 2 == 1
+    assert len(chosen) >= min(least, path.window * len(lengths)) - 1
+    turns = Counter(sequence for _, sequence in chosen)
+    assert max(turns.values()) - min(turns[index] for index in range(len(lengths))) <= 1
+    expected = [(index + 0.5) * path.window / len(chosen) - 0.5 for index in range(len(chosen))]
+    assert [back for back, _ in chosen] == pytest.approx(expected, abs=0.5 + 1e-9)
+
+
+def test_a_live_radius_of_a_large_state_rests_on_three() -> None:
+    """Where each takes Arnoldi's method, a look at the middle of each third of the window is what it may cost."""
+    path = follow(function_cell("any", lambda s, x: s, 256), torch.zeros(2, 256), torch.zeros(60, 2, 0))
+    options = LookOptions(radius_work=5e6, least_states=7, dense_limit=128)
+    assert options.radius_states(path, path.window) == [(10, 0), (30, 1), (50, 0)]
+
+
+@pytest.mark.parametrize(("size", "least"), [(32, 99), (64, 19), (128, 7)])
+def test_the_live_radius_is_that_of_all_states_and_not_of_their_ends(size: int, least: int) -> None:
+    """Pulses saturate the units at both ends of the sequence; the median over all states lies in its middle."""
+    model = nn.RNN(2, size, batch_first=True)
+    batch = torch.zeros(4, 40, 2)
+    batch[:, :4], batch[:, -4:] = 40 * torch.randn(4, 4, 2), 40 * torch.randn(4, 4, 2)
+    with GradientManager(analyzers=[{"name": "recurrent", "every": 1}], backends=["memory"]) as manager:
+        optimizer = torch.optim.SGD(model.parameters())
+        manager.attach(model, optimizer)
+        report = manager.step(model, optimizer, model(batch)[0].square().mean())
+    live = report.analyzers["recurrent"]
+    inward, weight, *biases = (param.detach().double() for param in model.parameters())
+    states, radii = torch.zeros(4, size, dtype=torch.float64), []
+    for inputs in batch.double().unbind(1):
+        states = torch.tanh(inputs @ inward.T + states @ weight.T + sum(biases))
+        radii += [float(torch.linalg.eigvals((1 - h**2).diag() @ weight).abs().max()) for h in states]
+    low, high = np.quantile(radii, [0.3, 0.7])
+    assert max(radii[:4] + radii[-4:]) < low <= live.spectral_radius <= high
+    assert live.spectral_radius_count == live.cells["l0"].spectral_radius_count >= least
 
 
 def test_the_gradient_profile_is_that_of_the_loss() -> None:
