@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 import statistics
 from abc import ABC, abstractmethod
 from collections import Counter, deque
@@ -42,6 +43,23 @@ def rarely(step: int) -> bool:
 def always(step: int) -> bool:
     """Say that every step is due."""
     return True
+
+
+def check_count(name: str, value: object, what: str, remedy: str) -> int:
+    """Return a whole number from 1 on, or refuse what is none."""
+    text = f"{name} {value!r}: expected a whole number of {what}, at least 1. {remedy}"
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise InputTypeError(text)
+    number = operator.index(value)
+    if number < 1:
+        raise UsageError(text)
+    return number
+
+
+def check_horizon(horizon: object) -> int | None:
+    """Return over how many time steps a model has to remember, or refuse what is no such number."""
+    remedy = "Pass over how many steps the task has to remember, or leave it out."
+    return None if horizon is None else check_count("horizon", horizon, "time steps", remedy)
 
 
 class Series(Stateful):

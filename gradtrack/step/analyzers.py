@@ -391,10 +391,11 @@ def _construct(name: str, options: dict[str, Any]) -> Analyzer:
     every = None if takes_every else options.pop(_EVERY, None)
     if every is not None and (type(every) is not int or every < 1):
         raise UsageError(f"analyzer {name!r}: every = {every!r}: expected a number of steps. Write every: 10.")
-    found = registry.analyzers.load_for(name, options)
     try:
-        analyzer: Analyzer = found(**options)
+        analyzer: Analyzer = registry.analyzers.load_for(name, options)(**options)
         analyzer.looks_every = every
         return analyzer
+    except InputTypeError:
+        raise
     except TypeError as fault:
         raise UsageError(f"analyzer {name!r}: {fault}. Check the values of its options.") from fault

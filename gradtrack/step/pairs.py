@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from gradtrack.analyzers.base import check_horizon
 from gradtrack.config import GradientConfig
 from gradtrack.delivery.run import Sink
 from gradtrack.errors import UsageError
@@ -145,6 +146,7 @@ class Pairs:
         """Add a pair under a name, or set the optimizers or the horizon of a known one."""
         self.interrupt()
         check_model(model)
+        horizon = check_horizon(horizon)
         optimizers = as_sequence(optimizer)
         for pair in self:
             if pair.model is model and pair.name == name:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gradtrack import registry
-from gradtrack.analyzers.base import Analyzer, Picture, Snapshot, model_of, panel
+from gradtrack.analyzers.base import Analyzer, Picture, Snapshot, check_horizon, model_of, panel
 from gradtrack.analyzers.recurrent.cells import Step, function_cell
 from gradtrack.analyzers.recurrent.measure import CellLook, LookOptions, look_around, look_at
 from gradtrack.analyzers.recurrent.picture import pictures_of
@@ -108,7 +108,8 @@ class RecurrentAnalyzer(Analyzer):
     ) -> None:
         self.model = model
         self.optimal_radius, self.critical_band = optimal_radius, critical_band
-        self.horizon, self.max_sequences, self.max_steps, self.seed = horizon, max_sequences, max_steps, seed
+        self.horizon = check_horizon(horizon)
+        self.max_sequences, self.max_steps, self.seed = max_sequences, max_steps, seed
         self.step_functions = read_step_functions(step_functions)
         if model is not None:
             self.check(model)

@@ -25,7 +25,7 @@ from gradtrack.analyzers.recurrent.cells import function_cell
 from gradtrack.analyzers.recurrent.measure import LookOptions
 from gradtrack.analyzers.recurrent.report import RecurrentReport
 from gradtrack.analyzers.recurrent.trajectories import follow
-from gradtrack.errors import UsageError
+from gradtrack.errors import InputTypeError, UsageError
 from tests.analyzers.recurrent.recurrent_goldens import analyzed, gate, normal, orthogonal, zeroed
 
 Kind = type[nn.RNN] | type[nn.LSTM] | type[nn.GRU]
@@ -381,6 +381,22 @@ def test_a_model_without_recurrence_is_an_error() -> None:
         RecurrentAnalyzer(nn.Linear(2, 2)).analyze(lambda: torch.ones(1, 2), lambda output: output.sum(), steps=1)
     with pytest.raises(UsageError, match="RecurrentAnalyzer has no model"):
         RecurrentAnalyzer().analyze(tokens, cross_entropy)
+
+
+@pytest.mark.parametrize("horizon", [-4, 0, 2.5, "40", True])
+def test_a_horizon_that_is_none_is_refused_at_once(horizon: Any) -> None:
+    """Whether it comes by attach, by a configuration or by the constructor, before the first step; the rest stays."""
+    fault = UsageError if type(horizon) is int else InputTypeError
+    expected = rf"horizon {horizon!r}: expected a whole number of time steps, at least 1\. Pass"
+    model = Tagger(nn.RNN)
+    with pytest.raises(fault, match=expected):
+        RecurrentAnalyzer(model, horizon=horizon)
+    with pytest.raises(fault, match=expected):
+        GradientManager(analyzers=[{"name": "recurrent", "horizon": horizon}], backends=["memory"])
+    with GradientManager(analyzers=["recurrent"], backends=["memory"]) as manager:
+        with pytest.raises(fault, match=expected):
+            manager.attach(model, torch.optim.SGD(model.parameters()), horizon=horizon)
+        manager.attach(model, torch.optim.SGD(model.parameters()), horizon=np.int64(40))
 
 
 def test_reports_survive_json() -> None:
