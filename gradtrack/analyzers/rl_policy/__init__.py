@@ -13,7 +13,13 @@ from torch import Tensor, nn
 from gradtrack.analyzers.base import Analyzer, DefaultThreshold, Picture, Snapshot, model_of, panel
 from gradtrack.analyzers.rl_policy.distributions import read_actions
 from gradtrack.analyzers.rl_policy.history import PolicyHistory
-from gradtrack.analyzers.rl_policy.observation import measure_policy
+from gradtrack.analyzers.rl_policy.observation import (
+    doubts_about,
+    measure_policy,
+    read_critic,
+    read_log_ratio,
+    read_return,
+)
 from gradtrack.analyzers.rl_policy.picture import pictures_of
 from gradtrack.analyzers.rl_policy.report import PolicyReport
 from gradtrack.analyzers.rl_policy.update_metrics import (
@@ -122,6 +128,8 @@ class RLPolicyAnalyzer(Stateful, Analyzer):
         self._pending: list[tuple[Sample, float | None]] = []
         self._coherence = GradientCoherence()
         self._found: list[Issue] = []
+        self._notes: list[str] = []
+        self._noted: set[str] = set()
         self._looks = self._last_look = 0
 
     @classmethod
@@ -151,16 +159,16 @@ class RLPolicyAnalyzer(Stateful, Analyzer):
         `episode_return` a mean over recent episodes; `log_ratio` is ln(new/old) of the actions taken; `values` are the
         critic's for states whose `returns` are known.
         """
-        sample = measure_policy(
-            read_actions(distribution, mask), action_range=action_range, marginals=self.track_distributions
-        )
+        parts, earned = read_actions(distribution, mask), read_return(episode_return)
+        sample = measure_policy(parts, action_range=action_range, marginals=self.track_distributions)
+        sample |= doubts_about(distribution, parts)
         if log_ratio is not None:
-            found = kl_estimates(log_ratio)
-            sample |= {f"kl_{name}": torch.tensor(value) for name, value in found._asdict().items()}
-            sample["clip_fraction"] = torch.tensor(clip_fraction(log_ratio, clip_range))
+            ratios = read_log_ratio(log_ratio, parts)
+            sample |= {f"kl_{name}": torch.tensor(value) for name, value in kl_estimates(ratios)._asdict().items()}
+            sample["clip_fraction"] = torch.tensor(clip_fraction(ratios, clip_range))
         if values is not None and returns is not None:
-            sample["explained_variance"] = torch.tensor(explained_variance(values, returns))
-        self._pending.append((sample, None if episode_return is None else float(episode_return)))
+            sample["explained_variance"] = torch.tensor(explained_variance(*read_critic(values, returns)))
+        self._pending.append((sample, earned))
 
     def report(self, *, step: int = 0) -> PolicyReport:
         """Return the report on the observations since the last report, and forget them."""
@@ -213,6 +221,7 @@ class RLPolicyAnalyzer(Stateful, Analyzer):
         known = {name.removeprefix("rl/"): value for name, value in stats.metrics().items()}
         lines = [f"policy over {stats.num_states} states, {len(issues)} issues"]
         lines += [f"  {name}: {value:.4g}" for name, value in known.items()]
+        lines += [f"  note: {note}" for note in stats.notes]
         lines.append(
             f"  entropy collapse risk: {stats.entropy_collapse_risk or 'unknown'} ({stats.confidence} confidence)"
         )
@@ -230,6 +239,8 @@ class RLPolicyAnalyzer(Stateful, Analyzer):
         self._looks, self._last_look = self._looks + 1, snapshot.step
         report = self.report(step=snapshot.step)
         self._found = report.issues
+        self._notes = [note for note in report.notes if note not in self._noted]
+        self._noted.update(self._notes)
         if self.enable_vector_analysis:
             self._coherence.add(snapshot.model)
         return report.model_copy(
@@ -240,7 +251,7 @@ class RLPolicyAnalyzer(Stateful, Analyzer):
         )
 
     def notes(self) -> list[str]:
-        return [issue.message for issue in self._found if _is_remark(issue)]
+        return [*(issue.message for issue in self._found if _is_remark(issue)), *self._notes]
 
     def issues(self) -> list[Issue]:
         return [issue for issue in self._found if not _is_remark(issue)]
@@ -258,12 +269,8 @@ class RLPolicyAnalyzer(Stateful, Analyzer):
         parts = [] if logits is None else read_actions(logits)
         if std is not None:
             std = torch.as_tensor(std).detach()
-            if bool((std < 0).any()):
-                raise UsageError(
-                    f"std {float(std.min()):.3g} is negative: expected a std. Pass log_std.exp() for log_std."
-                )
             parts += read_actions((torch.zeros_like(std) if mean is None else mean, std))
-        return measure_policy(parts, marginals=self.track_distributions)
+        return measure_policy(parts, marginals=self.track_distributions) | doubts_about(logits, parts)
 
 
 def _is_remark(issue: Issue) -> bool:

@@ -63,6 +63,7 @@ def _read(source: Any) -> list[Part]:
     if inner is not None:  # the wrapper of a reinforcement learning library
         return _wrapped(source, inner)
     if isinstance(source, tuple) and len(source) == 2 and all(isinstance(item, Tensor) for item in source):
+        _check_std(source[1])
         return [_gaussian(*source)]
     if isinstance(source, (list, tuple)) and source:
         return [part for item in source for part in _read(item)]
@@ -80,6 +81,13 @@ def _choice(logits: Tensor) -> Choice:
     if logits.ndim < 1 or logits.shape[-1] < 1:
         raise UsageError(f"logits of shape {tuple(logits.shape)}: expected one column per action.")
     return Choice(log_probabilities(logits.reshape(-1, logits.shape[-1])))
+
+
+def _check_std(std: Tensor) -> None:
+    """Refuse a deviation that is none, where it can be read at once; a note tells of it on an accelerator."""
+    if std.is_cpu and bool((std <= 0).any()):
+        least = float(std.min())
+        raise UsageError(f"std {least:.3g}: expected deviations above 0. Pass log_std.exp() for log_std.")
 
 
 def _gaussian(mean: Tensor, std: Tensor, **options: Any) -> Gaussian:

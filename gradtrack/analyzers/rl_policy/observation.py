@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from gradtrack.analyzers.rl_policy.entropy import (
     normal_entropy,
     tanh_normal_entropy,
 )
-from gradtrack.errors import UsageError
+from gradtrack.errors import InputTypeError, UsageError
 
 
 def measure_policy(parts: Sequence[Part], *, action_range: Any = None, marginals: bool = True) -> dict[str, Tensor]:
@@ -133,3 +133,81 @@ def _bounded(values: Tensor, action_range: Any) -> tuple[Tensor, Tensor] | None:
     if not len(kept):
         return None
     return values[..., kept.to(values.device)], width[kept].to(values.device)
+
+
+_DOUBTS: Final = {
+    "nonfinite": "some logits, means or deviations of the policy are NaN or infinite; numbers are left out that they "
+    "reach, or rest on the other states. Look at the loss and the gradients of this step.",
+    "no_deviation": "some deviations of the policy are not above 0. Pass log_std.exp() for log_std.",
+    "probabilities": "the logits are not negative and add up to 1 in every state, as probabilities do. Pass the log of "
+    "probabilities, or Categorical(probs=...).",
+}
+_ROUNDING: Final = 1e-3
+
+
+def doubts_about(source: Any, parts: Sequence[Part]) -> dict[str, Tensor]:
+    """Return what may be wrong with a distribution as scalars on its device, above 0 where it is."""
+    found = []
+    for part in parts:
+        limit = math.nan if isinstance(part, Choice) else math.inf  # ln of the chance of a forbidden action is infinite
+        found += [("nonfinite", (values.isnan() | (values.abs() == limit)).any()) for values in _columns_of(part)]
+        if isinstance(part, Gaussian):
+            found.append(("no_deviation", (part.std <= 0).any()))
+    for logits in source if isinstance(source, list) else [source]:
+        if isinstance(logits, Tensor) and logits.numel() and logits.shape[-1] > 1:
+            rows = logits.detach().double()
+            found.append(("probabilities", (rows >= 0).all() & ((rows.sum(-1) - 1).abs() < _ROUNDING).all()))
+    return {name: torch.stack([one for key, one in found if key == name]).any() for name, _ in found}
+
+
+def remarks(samples: Sequence[Mapping[str, float]]) -> list[str]:
+    """Return a note for each doubt about some samples."""
+    return [f"rl_policy: {text}" for name, text in _DOUBTS.items() if any(sample.get(name) for sample in samples)]
+
+
+def read_return(value: Any) -> float | None:
+    """Return an episode return as a number, or refuse what is none."""
+    try:
+        return None if value is None else float(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise InputTypeError(
+            f"episode_return {type(value).__name__}: expected a number. Pass the mean over recent episodes."
+        ) from None
+
+
+def read_log_ratio(values: Any, parts: Sequence[Part]) -> Tensor:
+    """Return ln(new/old) of the actions taken, one for each state or for each part of its action."""
+    ratios, count = _numbers("log_ratio", values), len(_columns_of(parts[0])[0])
+    if count not in (ratios.numel(), ratios.shape[:-1].numel() if ratios.ndim > 1 else ratios.numel()):
+        raise UsageError(
+            f"log_ratio of shape {tuple(ratios.shape)}: expected one for each of the {count} states of the "
+            "distribution. Pass the ratios of the same minibatch."
+        )
+    return ratios
+
+
+def read_critic(values: Any, returns: Any) -> tuple[Tensor, Tensor]:
+    """Return what the critic says and what came of it, state by state."""
+    said, came = _numbers("values", values), _numbers("returns", returns)
+    if said.numel() != came.numel():
+        raise UsageError(
+            f"values of shape {tuple(said.shape)}, returns of shape {tuple(came.shape)}: expected as many of both. "
+            "Pass those of the same states."
+        )
+    return said, came
+
+
+def _columns_of(part: Part) -> tuple[Tensor, ...]:
+    """Return the tensors (states, columns) of a part."""
+    if isinstance(part, Choice):
+        return (part.log_probs,)
+    return (part.mean, part.std) if isinstance(part, Gaussian) else (part.entropy,)
+
+
+def _numbers(name: str, values: Any) -> Tensor:
+    try:
+        return torch.as_tensor(values).detach()
+    except (TypeError, ValueError, RuntimeError):
+        raise InputTypeError(
+            f"{name} {type(values).__name__}: expected a tensor of numbers, one for each state."
+        ) from None

@@ -111,5 +111,6 @@ class PolicyReport(Report):
         "rl/input_sensitivity", "Gradient norm of the loss by its input.", when="offline, enable_jacobian"
     )
     issues: list[Issue] = Field(default_factory=list)
+    notes: list[str] = Field(default_factory=list)
     num_observations: int = measured("rl/num_observations", "Observations behind these numbers.", default=0)
     num_states: int = measured("rl/num_states", "States behind these numbers.", default=0)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gradtrack.analyzers.base import DefaultThreshold
 from gradtrack.analyzers.rl_policy.history import FLOOR, PolicyHistory
+from gradtrack.analyzers.rl_policy.observation import remarks
 from gradtrack.analyzers.rl_policy.report import Adequacy, PolicyReport
 from gradtrack.reports import Issue, IssueSeverity, IssueType
 from gradtrack.support.statistics import mean
@@ -158,6 +159,7 @@ def sum_up(
         entropy_collapse_risk=history.risk(level, informed=informed),
         confidence="low" if history.pays is None else "high",
         episode_return=known[-1] if known else None,
+        notes=remarks(rows),
         num_observations=len(rows),
         num_states=int(sum(row["num_states"] for row in rows)),
     )

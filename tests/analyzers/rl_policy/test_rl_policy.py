@@ -394,7 +394,7 @@ def test_a_chosen_entropy_threshold_judges() -> None:
 def test_update_numbers_are_taken_along() -> None:
     """Divergence, clipping and the critic's fit are in the report of the observation that they came with."""
     returns = torch.arange(8.0)
-    report = observed(torch.zeros(8, 2), log_ratio=torch.tensor([1.3, 1.0]).log(), values=returns, returns=returns)
+    report = observed(torch.zeros(8, 2), log_ratio=torch.tensor([1.3, 1.0] * 4).log(), values=returns, returns=returns)
     assert report.clip_fraction == 0.5
     assert report.explained_variance == 1
     assert report.kl_k3 is not None
@@ -579,13 +579,99 @@ def test_wrong_use_is_named() -> None:
 
 
 @pytest.mark.parametrize(
+    ("distribution", "told", "fault", "match"),
+    [
+        (
+            (torch.zeros(64, 2), -torch.ones(64, 2)),
+            {},
+            UsageError,
+            r"std -1: expected deviations above 0\. Pass log_std",
+        ),
+        (
+            (torch.zeros(64, 2), torch.zeros(64, 2)),
+            {},
+            UsageError,
+            r"std 0: expected deviations above 0\. Pass log_std",
+        ),
+        (torch.zeros(64, 3), {"log_ratio": torch.zeros(3)}, UsageError, r"log_ratio of shape \(3,\): .* 64 states"),
+        (torch.zeros(64, 3), {"log_ratio": torch.zeros(3, 64)}, UsageError, r"log_ratio of shape \(3, 64\)"),
+        (torch.zeros(64, 3), {"log_ratio": "old"}, InputTypeError, "log_ratio str: expected a tensor of numbers"),
+        (torch.zeros(64, 3), {"episode_return": [1.0, 2.0]}, InputTypeError, "episode_return list: expected a number"),
+        (
+            torch.zeros(64, 3),
+            {"values": torch.zeros(64), "returns": torch.zeros(1)},
+            UsageError,
+            r"values of shape \(64,\), returns of shape \(1,\): expected as many of both",
+        ),
+    ],
+)
+def test_what_cannot_belong_to_an_observation_is_refused(
+    distribution: Any, told: dict[str, Any], fault: type[Exception], match: str
+) -> None:
+    """The error says what is expected, and leaves no observation behind."""
+    analyzer = RLPolicyAnalyzer()
+    with pytest.raises(fault, match=match):
+        analyzer.observe(distribution, **told)
+    assert analyzer.report().num_observations == 0
+
+
+@pytest.mark.parametrize(
+    ("distribution", "ratios"),
+    [
+        (td.Categorical(logits=torch.zeros(4, 8, 3)), torch.zeros(4, 8)),
+        (td.Normal(torch.zeros(32, 2), torch.ones(32, 2)), torch.zeros(32, 2)),
+        (td.Normal(torch.zeros(32, 2), torch.ones(32, 2)), torch.zeros(32, 1)),
+        (td.Independent(td.Normal(torch.zeros(32, 2), torch.ones(32, 2)), 1), np.zeros(32)),
+    ],
+)
+def test_a_log_ratio_may_have_the_shape_of_the_batch(distribution: td.Distribution, ratios: Any) -> None:
+    """States may have several axes, and a ratio may be told for each part of an action, or as an array."""
+    assert observed(distribution, log_ratio=ratios).kl_k3 == 0
+
+
+@pytest.mark.parametrize(
+    ("distribution", "match"),
+    [
+        (torch.tensor([[0.0, 1.0], [math.nan, 0.0]]), "NaN or infinite"),
+        ((torch.tensor([[0.0], [math.inf]]), torch.ones(2, 1)), "NaN or infinite"),
+        (torch.softmax(torch.randn(64, 3), -1), "Pass the log of probabilities"),
+        ([torch.zeros(2, 3), torch.tensor([[0.25, 0.75], [0.5, 0.5]])], "Pass the log of probabilities"),
+        (
+            td.Normal(torch.zeros(2, 1), torch.zeros(2, 1), validate_args=False),
+            "deviations of the policy are not above",
+        ),
+        (td.Categorical(probs=torch.tensor([[0.25, 0.75], [1.0, 0.0]])), ""),
+        (torch.tensor([[0.0, -math.inf], [0.0, 1.0]]), ""),
+        (torch.zeros(0, 4), ""),
+    ],
+)
+def test_what_is_doubtful_is_noted_once(distribution: Any, match: str) -> None:
+    """A step notes it, the next ones do not; what is in order has no note."""
+    model = ActorCritic()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with GradientManager(analyzers=["rl_policy"], backends=["memory"]) as manager:
+        notes = []
+        for _ in range(2):
+            policy: Any = manager.analyzer("rl_policy")
+            policy.observe(distribution)
+            report = manager.step(model, optimizer, both_losses(model(states())))
+            notes.append([note for note in report.notes if note.startswith("rl_policy: ")])
+            assert len(report.analyzers["rl_policy"]["notes"]) == bool(match)
+    assert [len(found) for found in notes] == [bool(match), 0]
+    assert all(match in note for note in notes[0])
+
+
+@pytest.mark.parametrize(
     ("extract", "match"),
     [
         (lambda output: output, "action_extractor returned tuple of 2: expected"),
         (lambda output: output[0], "action_extractor returned Tensor: expected"),
         (lambda output: None, "action_extractor returned NoneType: expected"),
         (lambda output: (None, None, None, None), "returned neither logits nor std"),
-        (lambda output: (None, output[0] * 0 - 1, output[0], None), r"std -1 is negative: .* log_std\.exp\(\)"),
+        (
+            lambda output: (None, output[0] * 0 - 1, output[0], None),
+            r"std -1: expected deviations above 0\. Pass log_std\.exp\(\)",
+        ),
     ],
 )
 def test_what_an_extractor_may_not_return_is_named(extract: Any, match: str) -> None:
