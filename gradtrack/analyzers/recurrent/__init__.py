@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gradtrack import registry
-from gradtrack.analyzers.base import Analyzer, Picture, Snapshot, check_horizon, model_of, panel
+from gradtrack.analyzers.base import Analyzer, Picture, Snapshot, check_count, check_horizon, model_of, panel
 from gradtrack.analyzers.recurrent.cells import Step, function_cell
 from gradtrack.analyzers.recurrent.measure import CellLook, LookOptions, look_around, look_at
 from gradtrack.analyzers.recurrent.picture import pictures_of
@@ -104,12 +104,15 @@ class RecurrentAnalyzer(Analyzer):
         step_functions: Mapping[str, tuple[Callable[..., Tensor] | str, int]] | None = None,
         max_sequences: int = 4,
         max_steps: int = 256,
+        num_exponents: int | None = None,
         seed: int = 0,
     ) -> None:
         self.model = model
         self.optimal_radius, self.critical_band = optimal_radius, critical_band
         self.horizon = check_horizon(horizon)
-        self.max_sequences, self.max_steps, self.seed = max_sequences, max_steps, seed
+        self.max_sequences = check_count("max_sequences", max_sequences, "sequences", "The default is 4.")
+        self.max_steps = check_count("max_steps", max_steps, "time steps", "The default is 256.")
+        self.seed, self._live = seed, dict(_LIVE)
         self.step_functions = read_step_functions(step_functions)
         if model is not None:
             self.check(model)
@@ -117,8 +120,13 @@ class RecurrentAnalyzer(Analyzer):
             jacobian=enable_jacobian,
             vector=enable_vector_analysis,
             states=track_hidden_states,
-            max_steps=max_steps,
+            max_steps=self.max_steps,
         )
+        if num_exponents is not None:
+            remedy = "Leave it out for four offline and two live."
+            wanted = check_count("num_exponents", num_exponents, "Lyapunov exponents", remedy)
+            self._options = replace(self._options, num_exponents=wanted)
+            self._live["num_exponents"] = wanted
         self._changes = Changes()
         self._recorder: RecurrentRecorder | None = None
         self._notes: list[str] = []
@@ -141,7 +149,7 @@ class RecurrentAnalyzer(Analyzer):
     def inspect(self, snapshot: Snapshot) -> RecurrentReport | None:
         if self._recorder is None:
             return None
-        looks = look_around(self._recorder, snapshot.model, replace(self._options, **_LIVE), self.seed)
+        looks = look_around(self._recorder, snapshot.model, replace(self._options, **self._live), self.seed)
         if not looks:
             self._notes, self._limitation = [], f"the step ran no recurrent module: {_NOTHING}"
             return None

@@ -261,7 +261,7 @@ def test_the_live_radius_is_that_of_all_states_and_not_of_their_ends(size: int, 
         optimizer = torch.optim.SGD(model.parameters())
         manager.attach(model, optimizer)
         report = manager.step(model, optimizer, model(batch)[0].square().mean())
-    live = report.analyzers["recurrent"]
+    live: Any = report.analyzers["recurrent"]
     inward, weight, *biases = (param.detach().double() for param in model.parameters())
     states, radii = torch.zeros(4, size, dtype=torch.float64), []
     for inputs in batch.double().unbind(1):
@@ -396,7 +396,33 @@ def test_a_horizon_that_is_none_is_refused_at_once(horizon: Any) -> None:
     with GradientManager(analyzers=["recurrent"], backends=["memory"]) as manager:
         with pytest.raises(fault, match=expected):
             manager.attach(model, torch.optim.SGD(model.parameters()), horizon=horizon)
-        manager.attach(model, torch.optim.SGD(model.parameters()), horizon=np.int64(40))
+        whole: Any = np.int64(40)
+        manager.attach(model, torch.optim.SGD(model.parameters()), horizon=whole)
+
+
+@pytest.mark.parametrize("option", ["num_exponents", "max_sequences", "max_steps"])
+@pytest.mark.parametrize("value", [0, -1, 2.0, "3"])
+def test_numbers_of_things_are_checked(option: str, value: Any) -> None:
+    """They are whole numbers from 1 on."""
+    fault = UsageError if type(value) is int else InputTypeError
+    with pytest.raises(fault, match=rf"{option} {value!r}: expected a whole number of .*, at least 1"):
+        RecurrentAnalyzer(**{option: value})
+
+
+@pytest.mark.parametrize(("options", "live", "offline"), [({}, 2, 4), ({"num_exponents": 6}, 6, 6)])
+def test_there_are_as_many_exponents_as_asked_for(options: dict[str, Any], live: int, offline: int) -> None:
+    """Those of a contraction by one factor for each dimension are its logarithms, largest first, both ways."""
+    factors = torch.linspace(0.9, 0.2, 8, dtype=torch.float64)
+    analyzer = RecurrentAnalyzer(**options)
+    _, found = analyzer.analyze_step(lambda s, x: s * factors, torch.ones(2, 8).double(), torch.zeros(300, 2, 0))
+    exponents = found.cells["step"].lyapunov_exponents
+    assert exponents == pytest.approx(factors.log()[:offline].tolist(), abs=1e-3)
+    model = nn.RNN(2, 8, batch_first=True)
+    optimizer = torch.optim.SGD(model.parameters())
+    with GradientManager(analyzers=[{"name": "recurrent", "every": 1, **options}], backends=["memory"]) as manager:
+        manager.attach(model, optimizer)
+        report = manager.step(model, optimizer, model(torch.randn(3, 20, 2))[0].square().mean())
+    assert len(report.analyzers["recurrent"]["cells"]["l0"].lyapunov_exponents) == live
 
 
 def test_reports_survive_json() -> None:
