@@ -15,6 +15,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from gradtrack.analyzers.tools.hooks import ModuleHook
 from gradtrack.analyzers.tools.modules import layers, own_parameters
+from gradtrack.errors import InputTypeError
 from gradtrack.support.interrupts import Changes
 
 _ACTOR: Final = re.compile(r"actor|policy|action|(^|[._])pi([._]|$)|logits|log_std|mu([._]|$)")
@@ -66,7 +67,15 @@ def head_gradient_ratio(norms: Mapping[str, float]) -> float | None:
 
 
 def dormant_share(activations: Tensor, threshold: float = 0.025, *, axis: int = -1) -> float:
-    """Return the share of units (an axis) whose mean size is a fraction of their layer's at most (Sokar 2023)."""
+    """Return the share of units (an axis) whose mean size is a fraction of their layer's at most (Sokar 2023).
+
+    `activations` is what one layer returned, with the units on the last axis, or on axis 1 after a convolution.
+    """
+    if not isinstance(activations, Tensor):
+        raise InputTypeError(
+            f"activations {type(activations).__name__}: expected the tensor that one layer returned. "
+            "Call dormant_share once for each layer."
+        )
     return small_share(unit_sizes(activations, axis), threshold)
 
 

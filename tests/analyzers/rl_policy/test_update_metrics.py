@@ -15,6 +15,7 @@ from gradtrack.analyzers.rl_policy.update_metrics import (
     kl_estimates,
     trunk_gradient_ratio,
 )
+from gradtrack.errors import InputTypeError
 
 
 def test_divergence_of_two_gaussians() -> None:
@@ -26,6 +27,14 @@ def test_divergence_of_two_gaussians() -> None:
     assert found.k3 == pytest.approx(0.06079, abs=3e-3)
     assert float(kl_divergence(old, new)) == pytest.approx(0.06079, abs=1e-5)
     assert found.k1 == pytest.approx(found.k3, abs=3e-3)
+
+
+def test_the_dormant_share_is_that_of_one_layer() -> None:
+    """Several layers at once are refused, with what to do."""
+    layer = torch.tensor([[0.0, 1.0, -1.0, 2.0]])
+    assert dormant_share(layer) == dormant_share(layer.T, axis=0) == 0.25
+    with pytest.raises(InputTypeError, match=r"activations list: expected the tensor .* once for each layer"):
+        dormant_share([layer, layer])  # type: ignore[arg-type]
 
 
 def test_equal_policies_do_not_diverge() -> None:
