@@ -37,10 +37,10 @@ class FlowReport(Report):
     """
 
     gain_min: float | None = measured(
-        "flow/gain_min", "Smallest gradient at a layer's output, over that at the last layer."
+        "flow/gain_min", "Smallest gradient at a layer's output, over that at the last layer.", when="several layers"
     )
     gain_max: float | None = measured(
-        "flow/gain_max", "Largest gradient at a layer's output, over that at the last layer."
+        "flow/gain_max", "Largest gradient at a layer's output, over that at the last layer.", when="several layers"
     )
     update_ratio: float | None = measured(
         "flow/update_ratio", "Relative change of the median weight at the sample before.", when="second sample on"
@@ -210,7 +210,8 @@ class GradientFlowAnalyzer(Analyzer):
 
 def _report(samples: Sequence[Sample]) -> FlowReport:
     graph = samples[-1].graph
-    gains = [gain for path in graph.paths.values() for gain in graph.gammas(path).values()]
+    along = [graph.gammas(path) for path in graph.paths.values()]
+    gains = [gain for found in along if len(found) > 1 for gain in found.values()]  # one layer alone is its own measure
     before = samples[-2] if len(samples) > 1 else None
     ratios = list(before.ratios.values()) if before is not None else []
     changes = (before.changes or {}).values() if before is not None else ()

@@ -442,3 +442,28 @@ def test_a_loss_that_was_not_seen_is_not_spoken_of(seen: bool) -> None:
     (found,) = [issue for issue in manager.diagnose() if issue.issue_type is IssueType.LR_TOO_HIGH]
     assert ("while the loss" in found.message) == seen
     manager.close()
+
+
+class Alone(nn.Module):
+    """A model whose parameters are its own, with no module inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 16) / 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the logits."""
+        return F.linear(x, self.weight)
+
+
+@pytest.mark.parametrize(("model", "compares"), [(Alone(), False), (nn.Linear(16, 4), False), (network(), True)])
+def test_gains_are_told_where_there_are_layers_to_compare(model: nn.Module, compares: bool) -> None:
+    """A layer alone would be measured by itself, and its gain 1 for good."""
+    optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+    with GradientManager(analyzers=["flow"], backends=["memory"]) as manager:
+        manager.attach(model, optimizer)
+        for step in range(4):
+            x, y = batch(step)
+            report = manager.step(model, optimizer, F.cross_entropy(model(x), y))
+    found = report.metrics()
+    assert ("flow/gain_min" in found, "flow/gain_max" in found) == (compares, compares)
