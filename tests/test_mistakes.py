@@ -157,7 +157,7 @@ def test_a_watched_step_that_is_shown_as_well_counts_once() -> None:
 @pytest.mark.parametrize("analyzers", [[], ["flow"], "auto"])
 @pytest.mark.parametrize("steps_last", [True, False])
 def test_a_watched_training_that_is_over_is_collected(analyzers: Any, steps_last: bool) -> None:
-    """A manager that nobody closed goes with the model and the optimizer that it watched."""
+    """A manager that was never closed goes with the model and the optimizer that it watched."""
     model = small_model()
     optimizer = optimizer_of(model)
     manager = gradtrack.watch(model, optimizer, backends=[], analyzers=analyzers)
