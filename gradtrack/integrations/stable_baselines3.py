@@ -138,15 +138,11 @@ class GradtrackCallback(ManagedTraining, BaseCallback):  # type: ignore[misc]
             return
         owner, name = watched
         compute = getattr(owner, name)
-        newest: Any = None
 
         def compute_and_show(*arguments: Any, **keywords: Any) -> Any:
             found = compute(*arguments, **keywords)
             if self._awake and owner.training and torch.is_grad_enabled():
-                nonlocal newest
-                episodes = list(self.model.ep_info_buffer or ())
-                before, newest = newest, episodes[-1] if episodes else None
-                recent = [] if newest is before else [float(episode["r"]) for episode in episodes]  # one return, once
+                recent = [float(episode["r"]) for episode in self.model.ep_info_buffer or ()]
                 analyzer.observe(owner.action_dist, episode_return=fmean(recent) if recent else None)
             return found
 

@@ -98,9 +98,8 @@ class RunningAnalyzers:
 
     def check(self, model: nn.Module) -> None:
         """Have every analyzer refuse options that name what a model does not have."""
-        model = unwrapped(model)
         for analyzer in self.running.values():
-            analyzer.check(model)
+            analyzer.check(unwrapped(model))
 
     def alert(self, step: int) -> None:
         """Make every analyzer due at a step after an issue or a jump, and the cheap ones for a while after it."""
@@ -387,15 +386,15 @@ def build_analyzers(specs: Any) -> dict[str, Analyzer]:
 
 def _construct(name: str, options: dict[str, Any]) -> Analyzer:
     """Make an analyzer with its options; `every`, unless its class has such an option itself, sets when it looks."""
-    takes_every = _EVERY in inspect.signature(registry.analyzers.load(name)).parameters
-    every = None if takes_every else options.pop(_EVERY, None)
+    parameters = inspect.signature(registry.analyzers.load(name)).parameters
+    every = None if _EVERY in parameters else options.pop(_EVERY, None)
     if every is not None and (type(every) is not int or every < 1):
         raise UsageError(f"analyzer {name!r}: every = {every!r}: expected a number of steps. Write every: 10.")
     try:
         analyzer: Analyzer = registry.analyzers.load_for(name, options)(**options)
-        analyzer.looks_every = every
-        return analyzer
     except InputTypeError:
         raise
     except TypeError as fault:
         raise UsageError(f"analyzer {name!r}: {fault}. Check the values of its options.") from fault
+    analyzer.looks_every = every
+    return analyzer

@@ -112,18 +112,6 @@ def test_entropy_agrees_with_the_algorithms_own(name: str, world: str) -> None:
     assert -sum(ours) / len(ours) == pytest.approx(shown, rel=1e-5)
 
 
-def test_returns_are_counted_by_rollouts() -> None:
-    """Each comes once, with the first minibatch after episodes have ended, also where it is the same as before."""
-    callback = GradtrackCallback()
-    model = algorithm("PPO")
-    model.learn(3 * model.n_steps, callback=callback)
-    analyzer: Any = callback.manager.analyzer("rl_policy")
-    assert analyzer.state_dict()["history"]["num_returns"] == 3
-    reports = [report.analyzers["rl_policy"] for report in callback.reports]
-    assert len(reports) == 12
-    assert len({report["episode_return"] for report in reports}) == 3
-
-
 def test_entropy_agrees_with_the_likelihoods_of_sac() -> None:
     """SAC has samples of its squashed Gaussian only: the entropy is their mean, negative log-likelihood."""
     model, callback = algorithm("SAC", batch_size=512), GradtrackCallback()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections import deque
 from collections.abc import Sequence
 from statistics import fmean
@@ -27,33 +26,15 @@ class PolicyHistory(Stateful):
     """The last 50 levels of entropy, and returns: the first 16 and the last 512.
 
     A level is a normalised entropy between 0 and 1. A policy is `blind` that does nearly the same in every state.
-
-    A loop may pass one return with each minibatch of a rollout, and the same one again until an episode has ended. So a
-    return is new where its value changes, or where an observation without one lies before it. A value that stays for
-    longer than values usually did counts again and again, each time after as many observations as these.
     """
 
-    kept_in_checkpoints = (
-        "levels",
-        "returns",
-        "first",
-        "num_returns",
-        "num_since_return",
-        "highest",
-        "blind",
-        "_last_return",
-        "_repeats",
-        "_runs",
-    )
+    kept_in_checkpoints = ("levels", "returns", "first", "num_returns", "highest", "blind")
 
     def __init__(self) -> None:
         self.levels: deque[float] = deque(maxlen=_WINDOW)
         self.returns: deque[float] = deque(maxlen=_RETURNS)
         self.first: list[float] = []
-        self.num_returns = self.num_since_return = 0
-        self._last_return: float | None = None
-        self._repeats = 0
-        self._runs: deque[int] = deque(maxlen=_WINDOW)
+        self.num_returns = 0
         self.highest = 0.0
         self.blind = False
 
@@ -62,25 +43,11 @@ class PolicyHistory(Stateful):
         if level is not None and math.isfinite(level):
             self.levels.append(level)
             self.highest = max(self.highest, level)
-        known = None if episode_return is None or not math.isfinite(episode_return) else episode_return
-        if known is not None and self._is_new(known):
+        if episode_return is not None and math.isfinite(episode_return):
             self.num_returns += 1
-            self.returns.append(known)
+            self.returns.append(episode_return)
             if len(self.first) < _FIRST:
-                self.first.append(known)
-        self._last_return = known
-        self.num_since_return += self.num_returns > 0
-
-    def _is_new(self, found: float) -> bool:
-        """Tell whether a return is another one than that of the observation before, and count how often it came."""
-        if found == self._last_return:
-            self._repeats += 1
-            usual = statistics.median_high(self._runs) if self._runs else math.inf
-            return self._repeats % usual == 0
-        if self._last_return is not None:
-            self._runs.append(self._repeats + 1)
-        self._repeats = 0
-        return True
+                self.first.append(episode_return)
 
     @property
     def slope(self) -> float | None:
@@ -128,7 +95,7 @@ class PolicyHistory(Stateful):
     @property
     def _recent_and_best(self) -> tuple[float, float]:
         """Return the mean over the last quarter of the returns, and the best mean over as many in a row."""
-        values, width = list(self.returns), min(max(len(self.returns) // 4, 2), len(self.returns))
+        values, width = list(self.returns), max(len(self.returns) // 4, 2)
         means = [fmean(values[at : at + width]) for at in range(len(values) - width + 1)]
         return means[-1], max(means)
 
@@ -166,9 +133,7 @@ class PolicyHistory(Stateful):
         A policy that comes trained is as sure of itself as one that has collapsed, but it has lost nothing, and what it
         is sure of depends on the state.
         """
-        if self.blind or len(self.levels) < _ENOUGH or self.highest >= 2 * FLOOR:
-            return False
-        if max(self.num_since_return, self.num_returns) < _ENOUGH:
+        if self.blind or len(self.levels) < _ENOUGH or self.highest >= 2 * FLOOR or len(self.returns) < _ENOUGH:
             return False
         recent, best = self._recent_and_best
         return recent >= best - 0.1 * abs(best)

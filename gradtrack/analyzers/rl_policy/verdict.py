@@ -147,7 +147,7 @@ def sum_up(
     alone = "continuous_entropy_mean" not in values  # beside a continuous part, the level may be that of the other
     informed = alone and spread is not None and level is not None and spread - level > _INFORMED * (1 - level)
     history.blind = information is not None and (information < _TOLD if spread is None else spread < 2 * FLOOR)
-    known = [found for found in returns if found is not None] or list(history.returns)[-1:]
+    known = [found for found in returns if found is not None]
     return PolicyReport(
         **{name: value for name, value in values.items() if name in _AVERAGED},
         squashed=bool(values.get("squashed")),

@@ -1,11 +1,6 @@
 """The past of a policy and the judgement of its entropy by what it earns."""
 
-import math
-from itertools import pairwise
-
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from gradtrack.analyzers.rl_policy.history import PolicyHistory
 
@@ -80,31 +75,6 @@ def test_too_much_exploration_needs_stagnating_returns() -> None:
     assert history([0.99] * 10, [0.0, 1.0] * 5).adequacy(0.99, 0.1) == "ADEQUATE"
     assert history([0.99] * 60, [0.0, 1.0] * 30).adequacy(0.99, 0.1) == "TOO_HIGH"
     assert history([0.99] * 60, [float(index) for index in range(60)]).adequacy(0.99, 0.1) == "ADEQUATE"
-
-
-@given(st.lists(st.integers(-9, 9), min_size=3, max_size=60), st.integers(1, 64))
-def test_a_return_that_comes_with_each_minibatch_counts_once(earned: list[int], minibatches: int) -> None:
-    """The past is the same whether each return is passed once or with every minibatch of its rollout."""
-    earned = [earned[0], *(value for before, value in pairwise(earned) if value != before)]
-    once = history([0.99] * len(earned), [float(value) for value in earned])
-    passed = [float(value) for value in earned for _ in range(minibatches)]
-    often = history([0.99] * len(passed), passed)
-    assert (often.num_returns, list(often.returns), often.first) == (len(earned), list(once.returns), once.first)
-    assert (often.rising, often.solved, often.pays) == (once.rising, once.solved, once.pays)
-
-
-@pytest.mark.parametrize("minibatches", [64, 320])
-def test_one_return_is_no_stagnation(minibatches: int) -> None:
-    """A single return says nothing of a trend, however often it is passed."""
-    past = history([0.99] * minibatches, [-1200.0] * minibatches)
-    assert (past.num_returns, past.pays, past.adequacy(0.99, 0.1)) == (1, None, "ADEQUATE")
-
-
-def test_equal_returns_of_several_rollouts_count_each() -> None:
-    """They do where observations without one lie between them, and where the value stays for longer than others did."""
-    past = history([0.99] * 960, ([-200.0] + [math.nan] * 15) * 60)
-    assert (past.num_returns, past.adequacy(0.99, 0.1)) == (60, "TOO_HIGH")
-    assert history([0.99] * 80, [1.0] * 16 + [2.0] * 48 + [3.0] * 16).num_returns == 5
 
 
 def test_unknown_levels_are_not_judged() -> None:

@@ -528,25 +528,6 @@ def test_observations_between_looks_are_averaged() -> None:
     assert (report.num_observations, report.num_states) == (2, 4)
 
 
-def test_a_policy_that_has_just_begun_does_not_explore_too_much() -> None:
-    """Rollouts of 16 minibatches are silent while returns are few or rise; sixty in which they do not are not.
-
-    A policy of nearly uniform actions is what each of them begins with.
-    """
-
-    def found(earned: list[float], minibatches: int) -> set[IssueType]:
-        analyzer, kinds = RLPolicyAnalyzer(), set[IssueType]()
-        for value in earned:
-            for _ in range(minibatches):
-                analyzer.observe(0.05 * torch.randn(64, 2), episode_return=value)
-                kinds |= types(analyzer.report())
-        return kinds
-
-    assert found([20.05, 23.2, 25.35, 27.1, 34.3, 28.2, 30.0, 32.7, 38.2], 16) == set()
-    assert found([-1200.0] * 4, 16) == set()
-    assert found([20.0 + index % 2 for index in range(60)], 2) == {IssueType.OVER_EXPLORATION}
-
-
 def test_the_past_survives_a_checkpoint() -> None:
     """A restored analyzer judges as the one that was saved."""
     analyzer, _ = bandit(1.0)
