@@ -40,7 +40,9 @@ commands = typer.Typer()
 
 
 @commands.command(
-    epilog=epilog("gradtrack doctor", "gradtrack doctor gradtrack.yaml --json", code_1="a backend cannot be used")
+    epilog=epilog(
+        "gradtrack doctor", "gradtrack doctor gradtrack.yaml --json", code_1="a backend or an alert cannot be used"
+    )
 )
 def doctor(
     config: Annotated[
@@ -48,7 +50,10 @@ def doctor(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Tell what is installed and where a configuration would send its rows, without creating anything there."""
+    """Tell what is installed and where a configuration would send its rows, without creating anything there.
+
+    The alerts of a configuration are checked as well, and nothing is posted.
+    """
     from gradtrack.delivery.preflight import examine
     from gradtrack.pages.terminal.overview import show_diagnosis
 

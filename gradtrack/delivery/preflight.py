@@ -1,10 +1,10 @@
-"""Where a configuration would send its records, found out without creating anything."""
+"""Where a configuration would send its records and post its issues, found out without creating anything."""
 
 from __future__ import annotations
 
 import platform
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -14,14 +14,14 @@ import torch
 from gradtrack import registry
 from gradtrack._version import __version__
 from gradtrack.config import GradientConfig
-from gradtrack.delivery.run import named_twice, plain_options
+from gradtrack.delivery.run import build_alerts, named_twice, plain_options
 from gradtrack.delivery.run_files import ensure_writable
 from gradtrack.delivery.status import describe
 from gradtrack.errors import GradtrackError, MissingExtraError, UsageError
 from gradtrack.support.rank import process_rank
 from gradtrack.support.redact import redact, redact_values
 
-State = Literal["ready", "not installed", "unreachable", "silent", "broken"]
+State = Literal["ready", "not configured", "not installed", "unreachable", "silent", "broken"]
 _TIMEOUT_SECONDS: Final = 20.0
 """Long enough for a cold start of a tracker's package; a server that is silent is given up by its backend sooner."""
 
@@ -39,6 +39,16 @@ class BackendState:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AlertState:
+    """One alert of the configuration: whether it could be used, which issues it would post, or why not."""
+
+    name: str
+    state: State
+    destination: str = ""
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
     """What is installed, what a configuration resolves to, and what would be attached; no secrets."""
 
@@ -48,11 +58,13 @@ class Diagnosis:
     run_dir: str
     run_dir_fault: str
     backends: tuple[BackendState, ...]
+    alerts: tuple[AlertState, ...]
 
     @property
     def healthy(self) -> bool:
-        """Whether every configured backend and the run directory can be used."""
-        return not self.run_dir_fault and all(one.state == "ready" for one in self.backends if one.configured)
+        """Whether every configured backend and alert and the run directory can be used."""
+        asked = [*(one.state for one in self.backends if one.configured), *(one.state for one in self.alerts)]
+        return not self.run_dir_fault and all(state == "ready" for state in asked)
 
 
 def examine(
@@ -60,7 +72,10 @@ def examine(
     *,
     timeout_seconds: float = _TIMEOUT_SECONDS,
 ) -> Diagnosis:
-    """Look at every installed backend, those of the configuration first, waiting for each only so long."""
+    """Look at every installed backend, those of the configuration first, and at its alerts; wait for each only so long.
+
+    Nothing is posted: an alert that is ready has all that it needs for it.
+    """
     resolved = GradientConfig.load(config)
     specs: dict[str, list[object]] = {}
     for spec in resolved.backends:
@@ -73,6 +88,7 @@ def examine(
         run_dir="" if resolved.run_dir is None else str(resolved.run_dir),
         run_dir_fault=_run_dir_fault(resolved.run_dir),
         backends=tuple(_examine(name, specs.get(name, []), timeout_seconds) for name in names),
+        alerts=tuple(_examine_alert(spec, timeout_seconds) for spec in resolved.alerts),
     )
 
 
@@ -86,7 +102,9 @@ def _examine(name: str, specs: Sequence[object], timeout_seconds: float) -> Back
     elif named is None:
         state, text = "ready", f"the given {type(spec).__name__}"
     else:
-        state, text = _probe(name, options, timeout_seconds)
+        state, text = _ask(lambda: registry.backends.load_for(name, options).probe(**options), timeout_seconds)
+    if not specs and state not in ("ready", "not installed"):
+        state = "not configured"  # what would stop it is no fault of a configuration that does not name it
     return BackendState(
         name=name,
         configured=bool(specs),
@@ -97,21 +115,35 @@ def _examine(name: str, specs: Sequence[object], timeout_seconds: float) -> Back
     )
 
 
-def _probe(name: str, options: Mapping[str, Any], timeout_seconds: float) -> tuple[State, str]:
-    """Ask a backend where its records would go, on a thread that may be left behind."""
+def _examine_alert(spec: object, timeout_seconds: float) -> AlertState:
+    state, text = _ask(lambda: _make_alert(spec), timeout_seconds)
+    name, is_ready = registry.alerts.name_of(spec), state == "ready"
+    return AlertState(name=name, state=state, destination=text * is_ready, reason=text * (not is_ready))
+
+
+def _make_alert(spec: object) -> str:
+    """Make an alert as a manager would, which shows what its address and its options lack, and say what it posts."""
+    (worker,) = build_alerts([spec]).values()
+    if registry.split_spec(spec, "alert") is not None:  # an instance is the user's
+        worker.join(0.0)
+    return f"issues of {worker.min_severity.value} and above"
+
+
+def _ask(question: Callable[[], object], timeout_seconds: float) -> tuple[State, str]:
+    """Ask a plugin what it would do, on a thread that may be left behind."""
     found: list[tuple[State, str]] = []
-    thread = threading.Thread(target=lambda: found.append(_ask(name, options)), daemon=True)
+    thread = threading.Thread(target=lambda: found.append(_answer(question)), daemon=True)
     thread.start()
     thread.join(timeout_seconds)
     return found[0] if found else ("silent", f"no answer within {timeout_seconds:g} seconds")
 
 
-def _ask(name: str, options: Mapping[str, Any]) -> tuple[State, str]:
+def _answer(question: Callable[[], object]) -> tuple[State, str]:
     try:
-        return "ready", str(registry.backends.load_for(name, options).probe(**options))
+        return "ready", str(question())
     except MissingExtraError as fault:
         return "not installed", fault.command
-    except BaseException as fault:  # a tracker that exits must not end the examination
+    except BaseException as fault:  # a plugin that exits must not end the examination
         unreachable = isinstance(fault, GradtrackError) and not isinstance(fault, UsageError)
         return "unreachable" if unreachable else "broken", describe(fault)
 

@@ -390,6 +390,10 @@ def test_doctor_tells_where_rows_would_go(tmp_path: Path) -> None:
     assert result.exit_code == 1
     assert "expected a directory that can be written" in result.output
     assert {"json", "memory", "configured"} <= set(result.output.split())
+    config.write_text("backends: [json]\nalerts: [{name: webhook, url: $NO_SUCH_ADDRESS}]")
+    result = CliRunner().invoke(cli.app, ["doctor", str(config)], env={"COLUMNS": "200"})
+    assert result.exit_code == 1
+    assert "NO_SUCH_ADDRESS, which is empty" in result.output
 
 
 def test_errors_are_one_line_and_a_code(tmp_path: Path) -> None:

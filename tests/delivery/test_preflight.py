@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from gradtrack import registry
+from gradtrack import Alert, GradientManager, registry
+from gradtrack.alerts.base import Message
 from gradtrack.backends.base import Backend
 from gradtrack.delivery.preflight import BackendState, examine
-from gradtrack.errors import BackendError, MissingExtraError
+from gradtrack.errors import BackendError, MissingExtraError, UsageError
 from gradtrack.records import Record
 from tests.plugins import install
 
@@ -94,6 +95,65 @@ def test_backend_that_is_named_twice_is_told() -> None:
     first = examine({"backends": ["json", {"name": "json", "directory": "x"}]}).backends[0]
     assert (first.name, first.state) == ("json", "broken")
     assert "backend 'json' is named twice" in first.reason
+
+
+@pytest.mark.parametrize("outcome", [UsageError("it needs an option"), BackendError("it is down")])
+def test_backend_that_is_not_named_is_not_configured(monkeypatch: pytest.MonkeyPatch, outcome: BaseException) -> None:
+    """Neither broken nor unreachable: what it would lack is told, and is no fault of this configuration."""
+    monkeypatch.setattr(Probed, "outcome", outcome)
+    install(monkeypatch, probed=f"{__name__}:Probed")
+    found = examine({"backends": ["memory"]})
+    (other,) = (one for one in found.backends if one.name == "probed")
+    assert (other.configured, other.state, str(outcome) in other.reason) == (False, "not configured", True)
+    assert found.healthy
+
+
+class Channel(Alert):
+    """An alert that keeps nothing, and tells that it was closed."""
+
+    def __init__(self) -> None:
+        self.closed = False
+
+    def send(self, message: Message) -> None:
+        """Be posted to, which no examination does."""
+        raise AssertionError("the doctor must not post")
+
+    def close(self) -> None:
+        """Note the call."""
+        self.closed = True
+
+
+def test_alerts_that_can_be_used_say_what_they_post() -> None:
+    """Nothing is posted, the address is not shown, and an alert that the user has made stays open."""
+    channel = Channel()
+    webhook = {"name": "webhook", "url": "https://host/s3cr3t", "min_severity": "high"}
+    found = examine({"alerts": [webhook, channel]})
+    assert [(one.name, one.state) for one in found.alerts] == [("webhook", "ready"), ("channel", "ready")]
+    assert [one.destination for one in found.alerts] == ["issues of HIGH and above", "issues of MEDIUM and above"]
+    assert found.healthy
+    assert not channel.closed
+    assert "s3cr3t" not in repr(found)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"url": "$NO_SUCH_ADDRESS"}, "in the environment variable NO_SUCH_ADDRESS, which is empty"),
+        ({"url": "ftp://host/s3cr3t"}, "expected an address that begins with https://"),
+        ({"url": "https://host/s3cr3t", "bdy": "json"}, "Did you mean 'body'?"),
+        ({"url": "https://host/s3cr3t", "min_severity": "severe"}, "expected one of INFO"),
+    ],
+)
+def test_alert_that_cannot_be_used_is_found(options: dict[str, Any], reason: str) -> None:
+    """What would end the training at its beginning is told before, in the words of the manager, without the address."""
+    config = {"alerts": [{"name": "webhook", **options}]}
+    found = examine(config)
+    assert (found.alerts[0].state, found.healthy) == ("broken", False)
+    assert reason in found.alerts[0].reason
+    assert "s3cr3t" not in repr(found)
+    with pytest.raises(UsageError) as fault:
+        GradientManager(config)
+    assert str(fault.value) in found.alerts[0].reason
 
 
 def test_every_installed_backend_is_listed(tmp_path: Path) -> None:

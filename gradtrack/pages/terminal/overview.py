@@ -26,19 +26,27 @@ from gradtrack.pages.run_data import LOSS, RunData, Track
 from gradtrack.reports import IssueSeverity
 from gradtrack.support.names import number, one_line, plural
 
-_STATE_COLOURS: Final = {"ready": "green", "not installed": "dim"}
+_STATE_COLOURS: Final = {"ready": "green", "not configured": "dim", "not installed": "dim"}
 
 
 def show_diagnosis(found: Diagnosis) -> RenderableType:
-    """Return versions, the run directory and every backend as a rich renderable."""
+    """Return versions, the run directory, every backend and the alerts of the configuration as a rich renderable."""
     versions = ", ".join(f"{name} {version}" for name, version in found.versions.items())
     where = found.run_dir_fault or found.run_dir or "a new directory in gradtrack_runs, where a backend needs one"
     head = Text(f"{versions}, rank {found.rank}\nrun directory: {where}\n")
-    rows = []
-    for one in found.backends:
-        state = Text(one.state, _STATE_COLOURS.get(one.state, "red" if one.configured else "yellow"))
-        rows.append((one.name, "yes" if one.configured else "", state, one.destination or one.reason))
-    return Group(head, rich_table(("backend", "configured", "state", "where to, or why not"), rows))
+    rows = [
+        (one.name, "yes" if one.configured else "", _state(one.state, one.configured), one.destination or one.reason)
+        for one in found.backends
+    ]
+    parts = [head, rich_table(("backend", "configured", "state", "where to, or why not"), rows)]
+    if found.alerts:
+        alerts = [(one.name, _state(one.state), one.destination or one.reason) for one in found.alerts]
+        parts += [Text(), rich_table(("alert", "state", "what it posts, or why not"), alerts)]
+    return Group(*parts)
+
+
+def _state(state: str, configured: bool = True) -> Text:
+    return Text(state, _STATE_COLOURS.get(state, "red" if configured else "yellow"))
 
 
 def rich_table(
