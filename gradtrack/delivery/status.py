@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from gradtrack.alerts.base import Message
+from gradtrack.support.names import plural
 from gradtrack.support.redact import redact
 
 _logger = logging.getLogger("gradtrack")
@@ -48,6 +50,22 @@ def _tell(name: str, found: Mapping[str, Any]) -> str:
     if missing or reason:
         text += f" ({': '.join(filter(None, [', '.join(missing), reason]))})"
     return text
+
+
+def log_unposted(name: str, lost: int, accepted: int, first: Sequence[Message], fault: str | None) -> None:
+    """Log one line on the issues that an alert has not posted, of which the first are named, and where they are."""
+    named = [f"{one.issue.get('issue_type')} at step {one.step}" for one in first]
+    more = [f"{lost - len(named)} more"] if lost > len(named) else []
+    places = [shlex.join(["gradtrack", "show", one.run_dir]) for one in first if one.run_dir is not None]
+    _logger.warning(
+        "alert %s: %d of %s not posted (%s)%s. %s has them",
+        name,
+        lost,
+        f"{plural(accepted, 'issue')} {'was' if accepted == 1 else 'were'}",
+        ", ".join(named + more),
+        f": {fault}" if fault else "",
+        places[-1] if places else "manager.diagnose()",
+    )
 
 
 _VARIES: Final = re.compile(r"0x[0-9a-f]+|\d+")

@@ -14,7 +14,7 @@ from gradtrack.alerts.base import Alert, Message
 from gradtrack.backends.base import Backend, address_of
 from gradtrack.delivery.at_exit import come_first
 from gradtrack.delivery.journal.offsets import Offsets
-from gradtrack.delivery.status import Faults, describe
+from gradtrack.delivery.status import Faults, describe, log_unposted
 from gradtrack.delivery.writer import QUEUE_ROWS, Feed, Row, Writer
 from gradtrack.errors import PermanentBackendError
 from gradtrack.records import Record, RunInfo
@@ -188,6 +188,9 @@ _MOST_MESSAGES: Final = 256
 _MOST_ATTEMPTS: Final = 10
 """How often a message is tried: for about three minutes, with the pauses that double up to half a minute."""
 
+_MOST_NAMED: Final = 5
+_LOST: Final = "the issue is not posted"
+
 
 class AlertWorker:
     """Posts the messages of one alert in their order, each again and again until it is taken or given up.
@@ -201,6 +204,8 @@ class AlertWorker:
         self.accepted = self.sent = self.lost = 0
         self.faults = Faults(f"alert {name}")
         self._alert, self._messages = alert, deque[Message]()
+        self._unposted = list[Message]()
+        """The first messages that were lost, which are named at the end."""
         self._changed = threading.Condition()
         self._end: float | None = None
         self._process = os.getpid()
@@ -228,14 +233,16 @@ class AlertWorker:
         with self._changed:
             self.accepted += 1
             if self._end is not None or len(self._messages) >= _MOST_MESSAGES:
-                self._lose(1, "too many wait" if self._end is None else "the run is closed")
+                self._lose(message)
+                self.faults.note("too many wait" if self._end is None else "the run is closed", _LOST)
                 return
             if self._thread is None:
                 thread = threading.Thread(target=self._work, name=f"gradtrack-alert-{self.name}", daemon=True)
                 try:
                     start(thread)
                 except RuntimeError as fault:  # no thread can start while the interpreter exits
-                    self._lose(1, describe(fault))
+                    self._lose(message)
+                    self.faults.note(fault, _LOST)
                     return
                 self._thread = thread
             self._messages.append(message)
@@ -248,13 +255,17 @@ class AlertWorker:
             self._changed.notify_all()
 
     def join(self, end: float) -> None:
-        """Wait for the thread until `end`, and count as lost what it has not posted by then."""
+        """Wait for the thread until `end`, count as lost what it has not posted by then, and say once what was lost."""
         if self._thread is not None:
             self._thread.join(max(end - time.monotonic(), 0.0))
         elif self._process == os.getpid():
             self._close()
         if self.pending:
-            self._lose(self.pending, self.faults.last or "it has not answered in time")
+            self.faults.last = self.faults.last or "it has not answered in time"
+            for message in self._messages.copy():
+                self._lose(message)
+        if self.lost:
+            log_unposted(self.name, self.lost, self.accepted, self._unposted, self.faults.last)
 
     def _work(self) -> None:
         while True:
@@ -275,7 +286,7 @@ class AlertWorker:
             except BaseException as fault:  # also a plugin that exits: it must not end this thread in silence
                 reason = self._hidden(fault)
                 last = attempt == _MOST_ATTEMPTS or isinstance(fault, PermanentBackendError)
-                self.faults.note(reason, "the issue is not posted" if last else "it is tried again")
+                self.faults.note(reason, _LOST if last else "it is tried again")
                 if last:
                     break
             else:
@@ -288,13 +299,13 @@ class AlertWorker:
                 if self._end is not None:
                     self._changed.wait(max(min(delay, _CLOSING_DELAY_SECONDS, self._end - time.monotonic()), 0.0))
             delay = min(2 * delay, _LONGEST_DELAY_SECONDS)
-        self._messages.popleft()
-        self.lost += 1
+        self._lose(self._messages.popleft())
         return True
 
-    def _lose(self, count: int, reason: str) -> None:
-        self.lost += count
-        self.faults.note(reason, f"{count} issue(s) were not posted")
+    def _lose(self, message: Message) -> None:
+        self.lost += 1
+        if len(self._unposted) < _MOST_NAMED:
+            self._unposted.append(message)
 
     def _hidden(self, fault: BaseException) -> str:
         try:

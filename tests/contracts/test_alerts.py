@@ -17,7 +17,7 @@ import pytest
 from gradtrack import Alert, GradientConfig, GradientManager, Issue, IssueSeverity, IssueType, registry
 from gradtrack.alerts.base import Message
 from gradtrack.delivery.worker import AlertWorker
-from gradtrack.errors import ConfigError, GradtrackError, InputTypeError, PluginError, UsageError
+from gradtrack.errors import ConfigError, GradtrackError, InputTypeError, PermanentBackendError, PluginError, UsageError
 from tests.training import optimizer_of, small_model, train
 
 KEY = "T0SECRET/B0SECRET/x9SECRETx9"
@@ -194,6 +194,42 @@ def test_a_dead_server_raises_nothing(spec: dict[str, Any], server: Server, capl
     assert status["faults"] >= 2
     assert sum("it is tried again" in text for text in caplog.messages) == 1
     assert "SECRET" not in caplog.text + str(status)
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_what_was_not_posted_is_told_at_the_end(
+    kept: bool, spec: dict[str, Any], server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One last line has the number, the issues with their steps, why, and where they can be read."""
+    server.codes = [503]
+    run(spec, close_timeout_seconds=1.0, run_dir=tmp_path / "run" if kept else None)
+    place = f"gradtrack show {tmp_path / 'run'}" if kept else "manager.diagnose()"
+    (told,) = (text for text in caplog.messages if "not posted" in text)
+    name = spec["name"]
+    why = "BackendError: the server answered 503 Service Unavailable"
+    assert told == f"alert {name}: 1 of 1 issue was not posted (NUMERICAL at step 3): {why}. {place} has them"
+
+
+def test_only_the_first_issues_that_were_not_posted_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    """The last line stays one line; a close without a lost issue says nothing."""
+
+    class Refused(Odd):
+        def send(self, message: Message) -> None:
+            raise PermanentBackendError("no")
+
+    worker = AlertWorker("refused", Refused(), IssueSeverity.LOW)
+    for _ in range(7):
+        worker.post(message())
+    worker.ask_close(time.monotonic() + WAIT_SECONDS)
+    worker.join(time.monotonic() + WAIT_SECONDS)
+    assert "7 of 7 issues were not posted" in caplog.messages[-1]
+    assert "2 more)" in caplog.messages[-1]
+    caplog.clear()
+    well = AlertWorker("odd", Odd(), IssueSeverity.LOW)
+    well.post(message())
+    well.ask_close(time.monotonic() + WAIT_SECONDS)
+    well.join(time.monotonic() + WAIT_SECONDS)
+    assert not caplog.messages
 
 
 def test_the_address_is_written_nowhere(
