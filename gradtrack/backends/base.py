@@ -8,10 +8,13 @@ import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from gradtrack.errors import MissingExtraError
 from gradtrack.records import Panel, Record, RunInfo
+
+Outcome = Literal["finished", "failed", "killed"]
+"""How a training ended: `killed` is one whose process is gone without a word."""
 
 
 class Backend(ABC):
@@ -74,6 +77,14 @@ class Backend(ABC):
 
         Raise where one of them would choose the server, and write no file outside that one of them names.
         """
+
+    def end_run(self, outcome: Outcome, *, time: float) -> str:
+        """End the tracker's run of a training that is over, where a backend of this kind has begun it and it is open.
+
+        Called by a replay that has delivered everything, with the `time` of the last row. A run of the user is left as
+        it is. Return the status that the run has got, or nothing.
+        """
+        return ""
 
     @classmethod
     def configured(cls) -> Mapping[str, Any]:

@@ -309,7 +309,7 @@ def replay(
     Where they go is printed first. Credentials come from the environment, as the tracker itself reads them. A server
     that only the journal names gets none: name it with --tracking-uri, unless it is on this machine or the environment
     names it. Files are written in the run's directory, and elsewhere only below --allow. Code is imported, here or from
-    where Python looks, only for --log.
+    where Python looks, only for --log. A run of MLflow that gradtrack began, and that a kill left open, is ended.
     """
     from gradtrack.delivery.replay import replay as deliver
 

@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import Any, Final
 
 from gradtrack import registry
-from gradtrack.backends.base import Backend, address_of
+from gradtrack.backends.base import Backend, Outcome, address_of
 from gradtrack.delivery.destinations import describe_destination, settle
 from gradtrack.delivery.journal.offsets import Offsets, offsets_path, read_offsets
 from gradtrack.delivery.journal.reading import SavedJournal, journals_below, open_run
 from gradtrack.delivery.journal.writing import alone_with
 from gradtrack.delivery.locks import Claim
 from gradtrack.delivery.run import build, moved_along, without_hidden
+from gradtrack.delivery.run_files import RUN_END, RunEnd
 from gradtrack.delivery.status import describe
 from gradtrack.delivery.writer import Row, Writer
 from gradtrack.errors import JournalError, PermanentBackendError, PluginError, UsageError
@@ -36,7 +37,8 @@ _DELAYS_SECONDS: Final = (0.5, 1.0, 2.0, 4.0)
 class Replayed:
     """What a replay did for one backend of one run: how many rows there are, and what became of them.
 
-    `destination` says where they went, `fault` why it ended early, `damaged` what in the journal could not be read.
+    `destination` says where they went, `fault` why it ended early, `damaged` what in the journal could not be read, and
+    `status` what the tracker now says of a run that gradtrack had begun there and that was still open.
     """
 
     run_id: str
@@ -47,6 +49,7 @@ class Replayed:
     refused: int = 0
     fault: str | None = None
     damaged: tuple[str, ...] = ()
+    status: str = ""
     destination: str = field(default="", compare=False)
 
     @property
@@ -57,6 +60,8 @@ class Replayed:
     def __str__(self) -> str:
         text = f"{self.backend}: {self.rows} rows, {self.present} were there, {self.delivered} delivered, "
         text += f"{self.refused} refused" + (f" ({self.fault})" if self.fault else "")
+        if self.status:
+            text += f"; its run is now {self.status}"
         if self.damaged:
             text += f"; {len(self.damaged)} line(s) of the journal left out: {self.damaged[0]}"
         return text
@@ -188,7 +193,19 @@ def _deliver(
         refused=len(delivery.writer.refused),
         fault=ended,
         damaged=tuple(journal.damaged),
+        status=delivery.status,
     )
+
+
+def _outcome_of(journal: SavedJournal) -> Outcome | None:
+    """Say how the training of a journal ended, whose process is gone; None where its end cannot be read."""
+    try:
+        end = RunEnd.load(journal.parts[0].parent / RUN_END)
+    except JournalError:
+        return None
+    if end is None or end.run_id != journal.run.run_id:
+        return "killed"
+    return "failed" if end.failed else "finished"
 
 
 class _Delivery:
@@ -199,6 +216,9 @@ class _Delivery:
 
     def __init__(self, journal: SavedJournal, name: str, backend: Backend, *, elsewhere: bool) -> None:
         self.rows = self.skipped = 0
+        self.status = ""
+        self._time = 0.0
+        """That of the last row."""
         self.writer = Writer(backend, journal.run)
         self._journal, self._name, self._backend = journal, name, backend
         path = offsets_path(journal.parts[0])
@@ -218,8 +238,12 @@ class _Delivery:
             while part := list(itertools.islice(rows, _PART_ROWS)):
                 self._settle(part)
                 self.rows += len(part)
+                self._time = max(self._time, *(record.time for _, record in part))
                 if progress is not None:
                     progress(self._name, self.rows, max(total, self.rows))
+            outcome = None if self.writer.refused else _outcome_of(self._journal)
+            if outcome is not None and self.rows:
+                self.status = self._backend.end_run(outcome, time=self._time)
         except Exception as found:
             fault = describe(found)
         finally:  # also after an interrupt from the keyboard: a tracker that is closed keeps what it took

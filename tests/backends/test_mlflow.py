@@ -15,6 +15,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 import uuid
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -28,13 +29,17 @@ from hypothesis import strategies as st
 mlflow: Any = pytest.importorskip("mlflow")
 
 from gradtrack.backends.mlflow import MlflowBackend  # noqa: E402
-from gradtrack.backends.mlflow.store import metric_name  # noqa: E402
+from gradtrack.backends.mlflow.store import Store, metric_name  # noqa: E402
 from gradtrack.backends.mlflow.views import saved_view  # noqa: E402
+from gradtrack.delivery import replay as replaying  # noqa: E402
 from gradtrack.delivery.delivery import Delivery  # noqa: E402
-from gradtrack.delivery.run_files import note_files  # noqa: E402
+from gradtrack.delivery.journal.writing import Journal  # noqa: E402
+from gradtrack.delivery.replay import replay  # noqa: E402
+from gradtrack.delivery.run_files import RUN_END, RunEnd, note_files  # noqa: E402
 from gradtrack.delivery.subprocess import ProcessBackend, outsourced  # noqa: E402
 from gradtrack.errors import BackendError, ClosedError, PermanentBackendError, UsageError  # noqa: E402
 from gradtrack.records import Panel, Record, RunInfo  # noqa: E402
+from gradtrack.reports import TrainingSummary  # noqa: E402
 from gradtrack.reports.panels import CORE_PANELS  # noqa: E402
 from tests.backends.conftest import free_port, served  # noqa: E402
 from tests.backends.rows import make_records  # noqa: E402
@@ -323,6 +328,79 @@ def test_own_run_is_found_again(server: str) -> None:
     assert history(server, first.run_id) == rows_of(records)
     assert mlflow.get_run(first.run_id).info.status == "RUNNING"
     first.close()
+
+
+def killed(directory: Path, *, run_id: str | None = None, written: int = 6) -> list[Record]:
+    """Leave what a training leaves that was killed after some rows had reached a store in its directory."""
+    if not (directory / "store.db").exists():
+        shutil.copy(empty_store(), directory / "store.db")
+    begin = time.time() + 10.0
+    records = [dataclasses.replace(one, time=begin + one.step) for one in make_records(10, run_id=new_identity())]
+    backend = MlflowBackend(tracking_uri=f"sqlite:///{directory}/store.db", run_id=run_id, experiment="killed")
+    if written:
+        backend.write(records[:written])
+    run = records[0].run
+    assert run is not None
+    journal = Journal(directory, run, backends=[{"name": "mlflow", "options": backend.address()}])
+    for number, record in enumerate(records):
+        journal.append(number, record)
+    journal.close(10.0)
+    return records
+
+
+def run_in(directory: Path) -> Any:
+    """Return the one MLflow run of the store in a directory."""
+    client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{directory}/store.db")
+    (run,) = client.search_runs([experiment.experiment_id for experiment in client.search_experiments()])
+    return run
+
+
+@pytest.mark.parametrize(("failed", "status"), [(None, "KILLED"), (True, "FAILED"), (False, "FINISHED")])
+@pytest.mark.parametrize("written", [0, 6])
+def test_replay_ends_the_run_that_gradtrack_began(
+    tmp_path: Path, failed: bool | None, status: str, written: int
+) -> None:
+    """Its status is how the training ended, its end the time of the last row, and a second replay changes nothing."""
+    records = killed(tmp_path, written=written)
+    if failed is not None:
+        assert records[0].run is not None
+        RunEnd(run_id=records[0].run.run_id, summary=TrainingSummary(), failed=failed).save(tmp_path / RUN_END)
+    (found,) = replay(tmp_path)
+    assert (found.complete, found.status, found.present) == (True, status, written)
+    ended = run_in(tmp_path).info
+    assert (ended.status, ended.end_time) == (status, round(records[-1].time * 1000))
+    assert history(f"sqlite:///{tmp_path}/store.db", ended.run_id) == rows_of(records)
+    (tmp_path / RUN_END).unlink(missing_ok=True)
+    (again,) = replay(tmp_path)
+    assert (again.complete, again.status, run_in(tmp_path).info.status) == (True, "", status)
+
+
+def test_replay_leaves_a_run_of_the_user_open(tmp_path: Path) -> None:
+    """A training that was killed ends no run that it has not begun."""
+    shutil.copy(empty_store(), tmp_path / "store.db")
+    client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{tmp_path}/store.db")
+    killed(tmp_path, run_id=client.create_run("0").info.run_id)
+    (found,) = replay(tmp_path)
+    assert (found.complete, found.delivered, found.status) == (True, 4, "")
+    assert run_in(tmp_path).info.status == "RUNNING"
+
+
+def test_replay_that_fails_leaves_the_run_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that it has begun itself: the next replay brings the rest, and ends it."""
+    killed(tmp_path, written=0)
+    monkeypatch.setattr(replaying, "_DELAYS_SECONDS", ())
+    with monkeypatch.context() as patch:
+        log = Store.log
+
+        def once(store: Store, run_id: str, metrics: list[Any]) -> None:
+            log(store, run_id, metrics[:5])
+            raise BackendError("the server is gone")
+
+        patch.setattr(Store, "log", once)
+        (found,) = replay(tmp_path)
+    assert (found.complete, run_in(tmp_path).info.status) == (False, "RUNNING")
+    (found,) = replay(tmp_path)
+    assert (found.complete, run_in(tmp_path).info.status) == (True, "KILLED")
 
 
 def test_files_are_artifacts_at_close(server: str, tmp_path: Path) -> None:

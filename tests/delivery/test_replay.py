@@ -17,8 +17,10 @@ from gradtrack.delivery.delivery import Delivery
 from gradtrack.delivery.journal.offsets import offsets_path, read_offsets
 from gradtrack.delivery.journal.writing import Journal
 from gradtrack.delivery.replay import Replayed, replay
+from gradtrack.delivery.run_files import RUN_END, RunEnd
 from gradtrack.errors import BackendError, JournalError, PermanentBackendError, UnknownPluginError, UsageError
 from gradtrack.records import Panel, Record, RunInfo
+from gradtrack.reports import TrainingSummary
 from tests.delivery.doubles import RUN, join_worker, row
 from tests.plugins import install
 
@@ -32,6 +34,7 @@ class Store(Backend):
     made: ClassVar[list[dict[str, Any]]] = []
     asked: ClassVar[int] = 0
     faults: ClassVar[list[BaseException]] = []
+    ends: ClassVar[list[tuple[str, float]]] = []
     can_tell: ClassVar[bool] = True
     refuses: ClassVar[frozenset[int]] = frozenset()
 
@@ -53,6 +56,11 @@ class Store(Backend):
         type(self).asked += 1
         return {(record.source, record.step) for record in self.records} if self.can_tell else None
 
+    def end_run(self, outcome: str, *, time: float) -> str:
+        """Note how the training ended."""
+        self.ends.append((outcome, time))
+        return outcome
+
     def address(self) -> Mapping[str, Any]:
         """Return the place, and which run it is there."""
         return {"place": self.place, "run_id": self.run_id or "seven"}
@@ -73,6 +81,7 @@ def reset() -> None:
     Store.records.clear()
     Store.made.clear()
     Store.faults.clear()
+    Store.ends.clear()
     Store.asked, Store.can_tell, Store.refuses = 0, True, frozenset()
 
 
@@ -94,7 +103,7 @@ def test_missing_rows_are_delivered(tmp_path: Path) -> None:
     """Everything arrives in order, the run and the panels with the first row."""
     found = replay(journaled(tmp_path, range(1200)))
     assert stored() == list(range(1200))
-    assert found == [Replayed(run_id="run-1", backend="store", rows=1200, delivered=1200)]
+    assert found == [Replayed(run_id="run-1", backend="store", rows=1200, delivered=1200, status="killed")]
     assert found[0].complete
     first = Store.records[0]
     assert first.run is not None
@@ -361,6 +370,40 @@ def test_refused_rows_are_counted(tmp_path: Path) -> None:
     assert (found.refused, found.complete) == (1, False)
 
 
+@pytest.mark.parametrize(
+    ("end", "outcome"),
+    [
+        (None, "killed"),
+        (RunEnd(run_id="another", summary=TrainingSummary()), "killed"),
+        (RunEnd(run_id="run-1", summary=TrainingSummary()), "finished"),
+        (RunEnd(run_id="run-1", summary=TrainingSummary(), failed=True), "failed"),
+    ],
+)
+def test_tracker_is_told_how_the_training_ended(tmp_path: Path, end: RunEnd | None, outcome: str) -> None:
+    """It learns it with the time of the last row, and the answer has what became of its run."""
+    journaled(tmp_path, range(3))
+    if end is not None:
+        end.save(tmp_path / RUN_END)
+    (found,) = replay(tmp_path)
+    assert Store.ends == [(outcome, row(2).time)]
+    assert str(found).endswith(f"its run is now {outcome}")
+
+
+def test_run_that_misses_rows_goes_on(tmp_path: Path) -> None:
+    """Neither a dead nor a refusing tracker is told of an end, nor is one where the end cannot be read."""
+    journaled(tmp_path, range(3))
+    Store.faults.extend(OSError("down") for _ in range(9))
+    replay(tmp_path)
+    Store.faults.clear()
+    Store.refuses = frozenset({1})
+    replay(tmp_path)
+    Store.refuses = frozenset()
+    (tmp_path / RUN_END).write_text("{}")
+    (found,) = replay(tmp_path)
+    assert Store.ends == []
+    assert (found.status, found.complete, len(stored())) == ("", True, 3)
+
+
 def test_damaged_lines_are_reported(tmp_path: Path) -> None:
     """What could not be read is part of the answer."""
     journaled(tmp_path, range(3))
@@ -416,6 +459,7 @@ def test_what_an_interrupted_run_left_is_completed(tmp_path: Path) -> None:
         delivery.write(row(step))
     delivery.close()
     Store.faults.clear()
+    Store.ends.clear()
     join_worker("store")
     replay(tmp_path)
     assert sorted(stored()) == list(range(10))

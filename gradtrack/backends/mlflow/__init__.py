@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal, final
 
-from gradtrack.backends.base import Backend, RunParts, package_of
+from gradtrack.backends.base import Backend, Outcome, RunParts, package_of
 from gradtrack.backends.mlflow.store import Points, Store, absolute, batches, local_path, metric_name
 from gradtrack.backends.mlflow.views import saved_view
 from gradtrack.delivery.run_files import files_to_show
@@ -115,8 +115,22 @@ class MlflowBackend(Backend):
         try:
             self._upload(self._store.run_id, files)
         finally:
-            if self._owned:
-                self._store.end(self._store.run_id, failed=failed)
+            if self._owned and self._confined is None:  # how the training of a replay ended, `end_run` is told
+                self._store.end(self._store.run_id, "FAILED" if failed else "FINISHED")
+
+    def end_run(self, outcome: Outcome, *, time: float) -> str:
+        run_id = self._reach_run(create=False)
+        if run_id is None:
+            return ""
+        run = self._store.call("get_run", run_id)
+        # Only `_create_run` gives these tags, and a run of the user has none of them.
+        is_ours = _OWNER_TAG in run.data.tags and run.data.tags.get(_RUN_TAG) == _tag_of(self._parts.run)
+        is_open = run.info.lifecycle_stage == "active" and run.info.status in ("RUNNING", "SCHEDULED")
+        if not (is_ours and is_open):
+            return ""
+        status = outcome.upper()
+        self._store.end(run_id, status, end_time=max(round(time * 1000), run.info.start_time))
+        return status
 
     def _upload(self, run_id: str, files: Sequence[tuple[Path, bytes]]) -> None:
         """Upload copies that only this user can change: MLflow opens a path again, and follows where it leads."""

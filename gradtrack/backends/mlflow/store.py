@@ -164,13 +164,13 @@ class Store:
             self.log(run_id, metrics[:middle])
             self.log(run_id, metrics[middle:])
 
-    def end(self, run_id: str, *, failed: bool) -> None:
+    def end(self, run_id: str, status: str, *, end_time: int | None = None) -> None:
         """End a run; MLflow would print where it is, with the password of the address."""
         with _ONE_AT_A_TIME:
             before = os.environ.get(_NO_PRINT)
             os.environ[_NO_PRINT] = "true"
             try:
-                self.call("set_terminated", run_id, "FAILED" if failed else "FINISHED")
+                self.call("set_terminated", run_id, status, end_time)
             finally:
                 os.environ.pop(_NO_PRINT, None)
                 os.environ.update({} if before is None else {_NO_PRINT: before})
