@@ -268,7 +268,8 @@ class _Delivery:
         following = max(part[-1][0] + 1, self._next)
         # A backend that had nothing to write may not know where it would have written to.
         self._address |= address_of(self._backend)
-        self._offsets.set(self._name, following, self.writer.refused, self._address)
+        unreached = [number for number in sorted(self._refused) if number > part[-1][0]]
+        self._offsets.set(self._name, following, self.writer.refused + unreached, self._address)
 
     def _attempt(self, rows: list[Row], *, again: bool) -> None:
         for delay in _DELAYS_SECONDS:

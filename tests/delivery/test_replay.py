@@ -155,6 +155,30 @@ def test_acknowledged_rows_are_left_out_where_the_destination_cannot_tell(tmp_pa
     assert replay(tmp_path)[0].delivered == 0
 
 
+def test_refused_row_that_a_failed_replay_has_not_reached_is_tried_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The offsets of the first one go on to name it, where only they can tell what is missing."""
+    monkeypatch.setattr(module, "_PART_ROWS", 2)
+    Store.can_tell = False
+    offsets = {"store": {"next": 6, "refused": [1, 5], "address": {}}}
+    path = offsets_path(journaled(tmp_path, range(8)) / "journal-000.jsonl")
+    path.write_text(json.dumps({"gradtrack_offsets": 1, "backends": offsets}))
+    take = Store.write
+
+    def one(self: Store, records: Sequence[Record]) -> None:
+        if stored():
+            raise OSError("down")
+        take(self, records)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "write", one)
+        replay(tmp_path)
+    assert stored() == [1]
+    replay(tmp_path)
+    assert stored() == [1, 5, 6, 7]
+
+
 def test_wrong_offsets_cost_no_row(tmp_path: Path) -> None:
     """A destination that lost what it had acknowledged gets it again."""
     journaled(tmp_path, range(10))
