@@ -338,7 +338,8 @@ def replay(
             allowed=allow or (),
         )
     if as_json:
-        typer.echo(json.dumps([{**asdict(one), "complete": one.complete} for one in found], indent=1))
+        told = [{**asdict(one), "waiting": one.waiting, "complete": one.complete} for one in found]
+        typer.echo(json.dumps(told, indent=1))
     for one in [] if as_json else found:
         typer.echo(one_line(str(one)))
     raise typer.Exit(int(not all(one.complete for one in found)))

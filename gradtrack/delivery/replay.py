@@ -9,7 +9,7 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -37,6 +37,8 @@ _DELAYS_SECONDS: Final = (0.5, 1.0, 2.0, 4.0)
 class Replayed:
     """What a replay did for one backend of one run: how many rows there are, and what became of them.
 
+    Those of `rows` that are neither `present` nor delivered nor refused are `waiting` in the journal. Of rows that a
+    replay did not reach, those count as present that the tracker has acknowledged during the run.
     `destination` says where they went, `fault` why it ended early, `damaged` what in the journal could not be read, and
     `status` what the tracker now says of a run that gradtrack had begun there and that was still open.
     """
@@ -57,9 +59,15 @@ class Replayed:
         """Whether the destination now has every row that the journal has."""
         return self.fault is None and not self.refused
 
+    @property
+    def waiting(self) -> int:
+        """Count the rows that are still to be delivered."""
+        return self.rows - self.present - self.delivered - self.refused
+
     def __str__(self) -> str:
         text = f"{self.backend}: {self.rows} rows, {self.present} were there, {self.delivered} delivered, "
-        text += f"{self.refused} refused" + (f" ({self.fault})" if self.fault else "")
+        text += f"{self.refused} refused" + f", {self.waiting} wait" * bool(self.waiting)
+        text += f" ({self.fault})" if self.fault else ""
         if self.status:
             text += f"; its run is now {self.status}"
         if self.damaged:
@@ -182,7 +190,9 @@ def _deliver(
         backend = build(name, options)
         backend.confine(directory)
     except Exception as fault:
-        return dataclasses.replace(result, fault=describe(fault))
+        entry = read_offsets(offsets_path(journal.parts[0])).get(name, {})
+        rows, taken = _unreached(journal.rows(), entry.get("next", 0), entry.get("refused", ()))
+        return dataclasses.replace(result, rows=rows, present=taken, fault=describe(fault))
     delivery = _Delivery(journal, name, backend, elsewhere=elsewhere)
     ended = delivery.run(progress)
     return dataclasses.replace(
@@ -195,6 +205,16 @@ def _deliver(
         damaged=tuple(journal.damaged),
         status=delivery.status,
     )
+
+
+def _unreached(rows: Iterable[Row], following: int, refused: Collection[int]) -> tuple[int, int]:
+    """Count rows that a replay did not reach, and those of them that the tracker has acknowledged."""
+    total = taken = 0
+    with contextlib.suppress(Exception):  # a part that cannot be read: the replay has a fault already
+        for number, _ in rows:
+            total += 1
+            taken += number < following and number not in refused
+    return total, taken
 
 
 def _outcome_of(journal: SavedJournal) -> Outcome | None:
@@ -232,13 +252,14 @@ class _Delivery:
     def run(self, progress: Progress | None) -> str | None:
         """Deliver everything, let the backend go, and return what went wrong, if anything."""
         fault: str | None = None
+        rows, part = self._journal.rows(), list[Row]()
         try:
             total = self._journal.count()
-            rows = self._journal.rows()
             while part := list(itertools.islice(rows, _PART_ROWS)):
                 self._settle(part)
                 self.rows += len(part)
                 self._time = max(self._time, *(record.time for _, record in part))
+                part = []
                 if progress is not None:
                     progress(self._name, self.rows, max(total, self.rows))
             outcome = None if self.writer.refused else _outcome_of(self._journal)
@@ -246,6 +267,9 @@ class _Delivery:
                 self.status = self._backend.end_run(outcome, time=self._time)
         except Exception as found:
             fault = describe(found)
+            left = [row for row in part if row[0] not in self.writer.settled]
+            total, taken = _unreached(itertools.chain(left, rows), self._next, self._refused)
+            self.rows, self.skipped = self.rows + len(part) - len(left) + total, self.skipped + taken
         finally:  # also after an interrupt from the keyboard: a tracker that is closed keeps what it took
             for finish in (self._backend.flush, self._backend.close):
                 try:
@@ -258,9 +282,9 @@ class _Delivery:
         """Write what is missing of a part; a destination that cannot tell is believed as far as it acknowledged."""
         if self._backend.present([dataclasses.replace(part[0][1], run=self._journal.run)]) is None:
             due = [row for row in part if row[0] >= self._next or row[0] in self._refused]
-            self.skipped += len(part) - len(due)
             self.writer.owed.take(record for number, record in part if number < self._next)
             self._attempt(due, again=False)
+            self.skipped += len(part) - len(due)
         else:
             self._attempt(part, again=True)
         if self._elsewhere:

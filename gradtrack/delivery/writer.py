@@ -141,16 +141,17 @@ class Writer:
         self.owed = RunParts(run)
         """What the backend has not been given yet; it comes with the next record that is sent."""
         self._on_refusal = on_refusal
-        self._settled: set[int] = set()
+        self.settled: set[int] = set()
+        """The rows of a write that failed half way which it has taken or refused."""
         self._refused_in_a_row = 0
 
     def write(self, rows: list[Row], *, again: bool = False) -> None:
         """Write rows; `again` says that the destination may have some of them already."""
         self._settle(rows, again=again)
-        self._settled.clear()
+        self.settled.clear()
 
     def _settle(self, rows: list[Row], *, again: bool) -> None:
-        rows = [row for row in rows if row[0] not in self._settled]
+        rows = [row for row in rows if row[0] not in self.settled]
         if not rows:
             return
         try:
@@ -161,7 +162,7 @@ class Writer:
         self._refused_in_a_row = 0
         self.taken += len(rows)
         self.present += len(rows) - written
-        self._settled.update(number for number, _ in rows)
+        self.settled.update(number for number, _ in rows)
 
     def _send(self, records: list[Record], *, again: bool) -> int:
         """Write the records, or what is missing of them, and count it."""
@@ -186,7 +187,7 @@ class Writer:
             return
         self._refused_in_a_row += len(rows)
         self.refused.extend(number for number, _ in rows)
-        self._settled.update(number for number, _ in rows)
+        self.settled.update(number for number, _ in rows)
         self._on_refusal(fault, rows[0][1])
 
 

@@ -373,7 +373,7 @@ def test_replay_delivers_a_run_to_a_backend(well: Path, tmp_path: Path) -> None:
     assert "json: 2 rows" in result.output
     assert json.loads((well / "gradient_statistics.json").read_text())["step"] == [1, 2]
     (again,) = json.loads(CliRunner().invoke(cli.app, ["replay", str(well), "--to", "json", "--json"]).stdout)
-    assert (again["complete"], again["rows"]) == (True, 2)
+    assert (again["complete"], again["rows"], again["waiting"]) == (True, 2, 0)
 
 
 def test_doctor_tells_where_rows_would_go(tmp_path: Path) -> None:

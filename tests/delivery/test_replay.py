@@ -36,6 +36,8 @@ class Store(Backend):
     faults: ClassVar[list[BaseException]] = []
     ends: ClassVar[list[tuple[str, float]]] = []
     can_tell: ClassVar[bool] = True
+    limit: ClassVar[int] = 10_000
+    """How many rows there may be: every write beyond fails."""
     refuses: ClassVar[frozenset[int]] = frozenset()
 
     def __init__(self, *, tracking_uri: str = "", place: str = "default", api_key: str = "", run_id: str = "") -> None:
@@ -49,6 +51,8 @@ class Store(Backend):
             raise self.faults.pop(0)
         if any(record.step in self.refuses for record in records):
             raise PermanentBackendError("never")
+        if len(self.records) + len(records) > self.limit:
+            raise OSError("full")
         self.records.extend(records)
 
     def present(self, records: Sequence[Record]) -> set[tuple[str, int]] | None:
@@ -82,7 +86,7 @@ def reset() -> None:
     Store.made.clear()
     Store.faults.clear()
     Store.ends.clear()
-    Store.asked, Store.can_tell, Store.refuses = 0, True, frozenset()
+    Store.asked, Store.can_tell, Store.limit, Store.refuses = 0, True, 10_000, frozenset()
 
 
 def journaled(directory: Path, steps: Sequence[int], options: Mapping[str, Any] | None = None) -> Path:
@@ -384,6 +388,35 @@ def test_dead_tracker_is_reported_without_secrets(tmp_path: Path) -> None:
     assert (found.delivered, found.complete) == (0, False)
     assert found.fault == "OSError: http://***@host refused"
     assert replay(tmp_path)[0].delivered == 5
+
+
+@given(st.integers(0, 12), st.integers(0, 12), st.sets(st.integers(0, 11)), st.booleans())
+def test_rows_that_wait_are_counted(reached: int, acknowledged: int, refused: set[int], can_tell: bool) -> None:
+    """Wherever a tracker dies, the numbers of an answer add up, and what waits is what a further replay brings."""
+    import tempfile
+
+    reset()
+    Store.can_tell, Store.limit = can_tell, reached
+    refused = {number for number in refused if number < acknowledged}
+    with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_PART_ROWS", 4)
+        path = journaled(Path(name), range(12)) / "journal-000.jsonl"
+        Store.records.extend(row(step) for step in range(acknowledged) if step not in refused)
+        entry = {"next": acknowledged, "refused": sorted(refused), "address": {}}
+        offsets_path(path).write_text(json.dumps({"gradtrack_offsets": 1, "backends": {"store": entry}}))
+        (found,) = replay(name)
+        assert (found.rows, found.waiting + found.present + found.delivered) == (12, 12)
+        assert f"{found.waiting} wait" in str(found) or found.complete
+        Store.limit = 12
+        assert replay(name)[0].delivered == found.waiting
+    assert sorted(stored()) == list(range(12))
+
+
+def test_rows_that_no_tracker_could_be_asked_for_wait(tmp_path: Path) -> None:
+    """A tracker that cannot be made, or that is refused as a place of the journal alone, is told the number too."""
+    (found,) = replay(journaled(tmp_path, range(8), {"tracking_uri": "https://elsewhere.example"}))
+    assert (found.rows, found.present, found.waiting, found.complete) == (8, 0, 8, False)
+    assert "store: 8 rows, 0 were there, 0 delivered, 0 refused, 8 wait (UsageError" in str(found)
 
 
 def test_refused_rows_are_counted(tmp_path: Path) -> None:
