@@ -43,7 +43,7 @@ def main() -> None:
                 report = manager.step(
                     model,
                     optimizer,
-                    loss,
+                    loss / accelerator.gradient_accumulation_steps,  # as accelerator.backward divides it
                     backward=False,
                     scaler=accelerator.scaler,  # None without mixed_precision="fp16"
                     accumulate=not accelerator.sync_gradients,
