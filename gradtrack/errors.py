@@ -33,7 +33,7 @@ class ConfigError(UsageError):
 
 
 class SecondBackwardError(UsageError, RuntimeError):
-    """A second backward pass through a monitor that expects one between two resets."""
+    """A second backward pass of one loss, or through a monitor that expects one between two resets."""
 
 
 class InputTypeError(GradtrackError, TypeError):

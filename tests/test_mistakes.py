@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import gradtrack
 from gradtrack import GradientConfig, GradientFlowAnalyzer, GradientManager, safe_backward
 from gradtrack.backends.memory import MemoryBackend
-from gradtrack.errors import ClosedError, GradtrackError, InputTypeError
+from gradtrack.errors import ClosedError, GradtrackError, InputTypeError, SecondBackwardError
 from tests.training import batch_loss, optimizer_of, small_model
 
 
@@ -128,14 +128,24 @@ def test_no_state_at_all(state: Any) -> None:
 
 
 def test_a_backward_pass_of_ones_own() -> None:
-    """Torch's error about a graph that is used up gets a note that says who uses it."""
+    """An error about a graph that is used up says, in the text that a log has too, who uses it; torch's own follows."""
     model = small_model()
     loss = batch_loss(model)
     torch.autograd.backward(loss)
-    with pytest.raises(RuntimeError, match="a second time") as told:
+    with pytest.raises(SecondBackwardError, match=r"Leave out your own loss\.backward\(\).*backward=False") as told:
         safe_backward(loss, model, optimizer_of(model), GradientManager())
-    (note,) = told.value.__notes__
-    assert "leave out your own loss.backward()" in note
+    assert isinstance(told.value, RuntimeError)
+    assert "a second time" in str(told.value.__cause__)
+
+
+def test_a_loss_of_an_earlier_step() -> None:
+    """A hidden state that was not detached is named as the other cause, since then no call of the loop is too much."""
+    model, state = small_model(), torch.ones(8, 6)
+    optimizer, manager = optimizer_of(model), GradientManager(enable_gradient_clipping=False)
+    carry = model(state).tanh()
+    safe_backward(carry.square().mean(), model, optimizer, manager)
+    with pytest.raises(SecondBackwardError, match="such as a hidden state: detach that"):
+        safe_backward((carry + model(state)).square().mean(), model, optimizer, manager)
 
 
 def test_a_watched_step_that_is_shown_as_well_counts_once() -> None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from gradtrack.config import Action, ClipType, SpikeAction
-from gradtrack.errors import InputTypeError, UsageError
+from gradtrack.errors import InputTypeError, SecondBackwardError, UsageError
 from gradtrack.support.interrupts import Changes
 
 _logger = logging.getLogger("gradtrack")
@@ -299,10 +299,12 @@ def run_backward(loss: Tensor) -> None:
     except RuntimeError as fault:
         check_loss(loss, backward=True)
         if "a second time" in str(fault):
-            fault.add_note(
-                "gradtrack runs the backward pass of a loss itself: leave out your own loss.backward(), "
-                "or call manager.step(model, optimizer, loss, backward=False) after it."
-            )
+            raise SecondBackwardError(
+                "loss: a backward pass went through its graph a second time: expected the first one, which gradtrack "
+                "runs itself. Leave out your own loss.backward(), or call manager.step(model, optimizer, loss, "
+                "backward=False) after it. Where you call none, the loss depends on a tensor of an earlier step, such "
+                "as a hidden state: detach that."
+            ) from fault
         raise
 
 
