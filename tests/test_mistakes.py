@@ -148,6 +148,40 @@ def test_a_loss_of_an_earlier_step() -> None:
         safe_backward((carry + model(state)).square().mean(), model, optimizer, manager)
 
 
+@pytest.mark.parametrize("num_optimizers", [1, 2])
+def test_every_step_is_said_to_be_a_micro_batch(num_optimizers: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Where optimizers step eight times without a measured step, it is told once, and no hook stays."""
+    model, manager = small_model(), GradientManager(backends=[])
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (model[0], model[2])]
+    optimizers = optimizers if num_optimizers == 2 else [optimizer_of(model)]
+    for step in range(20):
+        told = [text for text in caplog.messages if "every call had accumulate=True" in text]
+        assert len(told) == int(step > 8)
+        safe_backward(batch_loss(model, step), model, optimizers, manager, accumulate=True)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    manager.close()
+    assert "has stepped 8 times" in told[0]
+    assert not any(optimizer._optimizer_step_post_hooks for optimizer in optimizers)
+
+
+@pytest.mark.parametrize("micro_batches", [2, 20])
+def test_accumulation_as_it_should_be_is_silent(micro_batches: int, caplog: pytest.LogCaptureFixture) -> None:
+    """However many micro-batches and steps there are, and the hook is gone after the first measured step."""
+    model = small_model()
+    optimizer = optimizer_of(model)
+    with GradientManager(backends=[]) as manager:
+        for index in range(1, 12 * micro_batches):
+            accumulate = index % micro_batches != 0
+            safe_backward(batch_loss(model) / micro_batches, model, optimizer, manager, accumulate=accumulate)
+            if not accumulate:
+                optimizer.step()
+                optimizer.zero_grad()
+        assert not optimizer._optimizer_step_post_hooks
+    assert not [text for text in caplog.messages if "accumulate" in text]
+
+
 def test_a_watched_step_that_is_shown_as_well_counts_once() -> None:
     """Where the manager of a watched optimizer is passed to `safe_backward` too, each step is one report."""
     model = small_model()

@@ -36,6 +36,7 @@ from gradtrack.step.pending import PendingSteps
 from gradtrack.step.protect import Protection
 from gradtrack.step.ranks import RankExchange
 from gradtrack.step.rows import Rows
+from gradtrack.step.unused_settings import UnmeasuredSteps
 
 IssueCallback = Callable[[Issue, StepReport], object]
 Components = tuple[GradientMonitor, GradientClipper, NaNInfHandler]
@@ -85,7 +86,7 @@ class Pair:
         self.components_are_shared = False
         """Whether the user holds monitor or clipper, so that every step has to be applied to them at once."""
         self.recorders = Recorders()
-        self.pending = PendingSteps()
+        self.pending, self.unmeasured_steps = PendingSteps(), UnmeasuredSteps()
         self.fast_path = FastPath(self, self.history, self.pending)
 
     @property
@@ -135,6 +136,7 @@ class Pair:
     def add_loss(self, loss: Tensor | float | None) -> None:
         """Add the loss of a micro-batch to that of the coming step."""
         self.coming_loss = add_loss(self.coming_loss, loss)
+        self.unmeasured_steps.expect(self.optimizers, self.step_count)
 
     def unmeasured(self, epoch: int | None) -> StepReport:
         """Report a micro-batch whose gradients are not complete yet."""
@@ -366,10 +368,8 @@ class Pair:
     def close(self) -> None:
         """Remove the hooks from the model and the optimizers."""
         self.fast_path.close()
-        self.optimizer_steps.close()
-        self.measurement.close()
-        self.analyzers.close()
-        self.recorders.close()
+        for part in (self.optimizer_steps, self.unmeasured_steps, self.measurement, self.analyzers, self.recorders):
+            part.close()
 
     def state_dict(self, *, checkpoint: bool = True) -> dict[str, Any]:
         """Return the state that later steps depend on, as plain data; a rollback goes back to a `checkpoint`."""

@@ -1,19 +1,23 @@
-"""Unused settings: warns about settings that have no effect, and about names that match no layer or parameter."""
+"""Unused settings: warns about settings and calls without effect, and about names that match no layer or parameter."""
 
 from __future__ import annotations
 
 import logging
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from torch import nn
 
 from gradtrack import registry
+from gradtrack.analyzers.tools.optimizer_hooks import uncompiled
 from gradtrack.config import PREFIX, GradientConfig, explicit
 from gradtrack.gradients.distributed.shards import unwrapped
 from gradtrack.reports import IssueType
+from gradtrack.step.arguments import hookable
+from gradtrack.support.interrupts import Changes
 from gradtrack.support.rank import process_rank
 
 _LIMITS: Final = ("max_grad_norm", "clip_type", "adaptive_clipping")
@@ -28,6 +32,7 @@ _CAPTURE: Final = ("capture_max_steps", "capture_max_bytes", "capture_optimizer"
 _MONITORED: Final = ("vanishing_threshold", "exploding_threshold", "log_histograms", "track_parameters", "groups")
 # By then all pairs of a game are attached, since a second pair without a name is an error.
 _ALL_ARE_HERE: Final = 2
+_MOST_UNMEASURED: Final = 8
 _logger = logging.getLogger("gradtrack")
 
 
@@ -73,6 +78,49 @@ class UnusedSettings:
                 types = [kind.value for kind in IssueType]
                 close = registry.nearest(entry.upper(), types, cutoff=0.75) or registry.nearest(pattern, layers)
                 _logger.warning("mute %r silences nothing: it is no type of issue and no layer.%s", entry, close)
+
+
+class UnmeasuredSteps:
+    """Warns once where an optimizer steps again and again while every call of the loop says `accumulate=True`.
+
+    Hooks count the steps between the first such call of a pair and its first measured step: a loop that measures pays
+    for one step.
+    """
+
+    def __init__(self) -> None:
+        self._changes = Changes()
+        self._steps: Counter[int] = Counter()
+        self._step_count: int | None = None
+        self._is_over = False
+
+    def expect(self, optimizers: Sequence[Any], step_count: int) -> None:
+        """Take note of a micro-batch; `step_count` is the number of measured steps so far."""
+        if self._is_over:
+            return
+        if self._step_count is None:
+            self._step_count = step_count
+            for one in map(hookable, optimizers):
+                if hasattr(one, "_optimizer_step_post_hooks"):
+                    self._changes.hook(one.register_step_post_hook, uncompiled(self._count))
+        elif step_count != self._step_count:
+            self.close()
+        elif max(self._steps.values(), default=0) >= _MOST_UNMEASURED:
+            self.close()
+            if process_rank() == 0:
+                _logger.warning(
+                    "the optimizer has stepped %d times, and none of these steps was measured, clipped or recorded: "
+                    "every call had accumulate=True. Leave it out at the last micro-batch of each step, as in "
+                    "accumulate=(index + 1) %% 4 != 0.",
+                    max(self._steps.values()),
+                )
+
+    def close(self) -> None:
+        """Remove the hooks; a second call does nothing."""
+        self._is_over = True
+        self._changes.undo()
+
+    def _count(self, optimizer: Any, *_: object) -> None:
+        self._steps[id(optimizer)] += 1
 
 
 def switched_off(config: GradientConfig) -> Iterator[tuple[str, str]]:
