@@ -79,6 +79,7 @@ def test_an_agent_finds_what_is_wrong(tmp_path: Path) -> None:
     assert (norm["points"][-1][1], norm["not_finite_at"]) == ("NaN", [6])
     assert norm["meaning"].startswith("L2 norm of all gradients")
     assert len(loss["points"]) == 6
+    assert loss["meaning"].startswith("The loss of the optimizer step")
     assert report["run_id"] == runs["runs"][0]["run_id"]
     assert "EXPLODING" in explained["may_follow_from"]
     assert explained["in_this_run"][0]["recommendation"]
@@ -149,6 +150,8 @@ def test_a_long_course_keeps_its_spikes(tmp_path: Path) -> None:
     assert (found["rows"], len(found["points"]), found["not_finite_at"]) == (1000, 20, [700])
     assert [500, 1e6] in found["points"]
     assert [700, "NaN"] in found["points"]
+    ((_, text),) = asked(tmp_path, ("metric", {"name": "train/grad_norm", "points": 1}))
+    assert json.loads(text)["points"] == [[700, "NaN"]]
 
 
 @pytest.mark.parametrize(
@@ -156,6 +159,7 @@ def test_a_long_course_keeps_its_spikes(tmp_path: Path) -> None:
     [
         (("metric", {"name": "train/grad_nrom"}), "Did you mean 'train/grad_norm'?"),
         (("metric", {"name": "loss", "pair": "critic"}), "pair 'critic': expected one of ''"),
+        (("metric", {"name": "train/grad_norm", "points": -3}), "points -3: expected 1 or more"),
         (("explain", {"what": "vanishng"}), "Did you mean 'VANISHING'?"),
         (("report", {"run": "exp2"}), "expected one of those that the tool runs lists"),
         (("metric", {}), "name"),
