@@ -72,9 +72,10 @@ class Registry:
         found = self.load(name)
         signature = inspect.signature(found)
         known = [option for option in signature.parameters if option != "model"]
-        known += [option for option in _COMMON_OPTIONS.get(self.kind, ()) if option not in known]
+        common = [option for option in _COMMON_OPTIONS.get(self.kind, ()) if option not in known]
+        known += common
         try:
-            signature.bind(**options)
+            signature.bind(**{option: value for option, value in options.items() if option not in common})
         except TypeError as fault:
             wrong = next((option for option in options if option not in known), None)
             text = str(fault) if wrong is None else f"{wrong!r} is not an option"

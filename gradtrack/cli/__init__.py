@@ -37,9 +37,9 @@ from gradtrack.support.names import one_line, printable
 
 _EPILOG: Final = (
     "Exit codes: 0 done; 1 done, but the run has an issue (show --check), issues appeared (diff --check), "
-    "rows are still missing (replay) or a backend or an alert cannot be used (doctor); 2 wrong usage or an input that "
-    "cannot be used: one line on stderr says why; 3 the run failed, was killed or never ended (show --check); "
-    "130 interrupted; 141 the reader of the output has gone."
+    "rows are still missing (replay) or a backend, an analyzer or an alert cannot be used (doctor); 2 wrong usage or "
+    "an input that cannot be used: one line on stderr says why; 3 the run failed, was killed or never ended "
+    "(show --check); 130 interrupted; 141 the reader of the output has gone."
     "\n\n[bold]gradtrack COMMAND --help[/bold] has examples; "
     "[bold]gradtrack --install-completion[/bold] completes commands and options in your shell."
 )

@@ -41,7 +41,9 @@ commands = typer.Typer()
 
 @commands.command(
     epilog=epilog(
-        "gradtrack doctor", "gradtrack doctor gradtrack.yaml --json", code_1="a backend or an alert cannot be used"
+        "gradtrack doctor",
+        "gradtrack doctor gradtrack.yaml --json",
+        code_1="a backend, an analyzer or an alert cannot be used",
     )
 )
 def doctor(
@@ -52,7 +54,7 @@ def doctor(
 ) -> None:
     """Tell what is installed and where a configuration would send its rows, without creating anything there.
 
-    The alerts of a configuration are checked as well, and nothing is posted.
+    The analyzers and alerts of a configuration are checked as well, and nothing is posted.
     """
     from gradtrack.delivery.preflight import examine
     from gradtrack.pages.terminal.overview import show_diagnosis

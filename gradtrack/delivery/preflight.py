@@ -39,8 +39,8 @@ class BackendState:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AlertState:
-    """One alert of the configuration: whether it could be used, which issues it would post, or why not."""
+class PluginState:
+    """An analyzer or an alert of the configuration: whether it could be used, what it would post, or why not."""
 
     name: str
     state: State
@@ -58,13 +58,15 @@ class Diagnosis:
     run_dir: str
     run_dir_fault: str
     backends: tuple[BackendState, ...]
-    alerts: tuple[AlertState, ...]
+    analyzers: tuple[PluginState, ...]
+    alerts: tuple[PluginState, ...]
 
     @property
     def healthy(self) -> bool:
-        """Whether every configured backend and alert and the run directory can be used."""
-        asked = [*(one.state for one in self.backends if one.configured), *(one.state for one in self.alerts)]
-        return not self.run_dir_fault and all(state == "ready" for state in asked)
+        """Whether the run directory and everything that the configuration names can be used."""
+        states = [one.state for one in self.backends if one.configured]
+        states += [one.state for one in (*self.analyzers, *self.alerts)]
+        return not self.run_dir_fault and all(state == "ready" for state in states)
 
 
 def examine(
@@ -72,9 +74,9 @@ def examine(
     *,
     timeout_seconds: float = _TIMEOUT_SECONDS,
 ) -> Diagnosis:
-    """Look at every installed backend, those of the configuration first, and at its alerts; wait for each only so long.
+    """Look at every installed backend, those of the configuration first, and at its analyzers and alerts.
 
-    Nothing is posted: an alert that is ready has all that it needs for it.
+    Each is waited for only so long. Nothing is posted: an alert that is ready has all that it needs for it.
     """
     resolved = GradientConfig.load(config)
     specs: dict[str, list[object]] = {}
@@ -88,7 +90,11 @@ def examine(
         run_dir="" if resolved.run_dir is None else str(resolved.run_dir),
         run_dir_fault=_run_dir_fault(resolved.run_dir),
         backends=tuple(_examine(name, specs.get(name, []), timeout_seconds) for name in names),
-        alerts=tuple(_examine_alert(spec, timeout_seconds) for spec in resolved.alerts),
+        analyzers=tuple(
+            _state_of(registry.analyzers, spec, _check_analyzer, timeout_seconds)
+            for spec in ([] if isinstance(resolved.analyzers, str) else resolved.analyzers)
+        ),
+        alerts=tuple(_state_of(registry.alerts, spec, _make_alert, timeout_seconds) for spec in resolved.alerts),
     )
 
 
@@ -115,10 +121,20 @@ def _examine(name: str, specs: Sequence[object], timeout_seconds: float) -> Back
     )
 
 
-def _examine_alert(spec: object, timeout_seconds: float) -> AlertState:
-    state, text = _ask(lambda: _make_alert(spec), timeout_seconds)
-    name, is_ready = registry.alerts.name_of(spec), state == "ready"
-    return AlertState(name=name, state=state, destination=text * is_ready, reason=text * (not is_ready))
+def _state_of(
+    known: registry.Registry, spec: object, question: Callable[[object], str], timeout_seconds: float
+) -> PluginState:
+    state, text = _ask(lambda: question(spec), timeout_seconds)
+    is_ready = state == "ready"
+    return PluginState(name=known.name_of(spec), state=state, destination=text * is_ready, reason=text * (not is_ready))
+
+
+def _check_analyzer(spec: object) -> str:
+    """Check the options of an analyzer as a manager does; its values it checks itself, where it is made."""
+    named = registry.split_spec(spec, "analyzer")
+    if named is not None:
+        registry.analyzers.load_for(*named)
+    return ""
 
 
 def _make_alert(spec: object) -> str:

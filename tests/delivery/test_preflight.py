@@ -156,6 +156,15 @@ def test_alert_that_cannot_be_used_is_found(options: dict[str, Any], reason: str
     assert str(fault.value) in found.alerts[0].reason
 
 
+def test_analyzer_that_cannot_be_used_is_found() -> None:
+    """An option that it does not have would end the training at its beginning; those that all have are known."""
+    found = examine({"analyzers": [{"name": "flow", "every": 5}, {"name": "updates", "evry": 5}]})
+    assert [(one.name, one.state) for one in found.analyzers] == [("flow", "ready"), ("updates", "broken")]
+    assert "Did you mean 'every'?" in found.analyzers[1].reason
+    assert not found.healthy
+    assert examine({"analyzers": "auto"}).analyzers == ()
+
+
 def test_every_installed_backend_is_listed(tmp_path: Path) -> None:
     """Also those that the configuration does not name, after those that it does."""
     found = examine({"backends": ["json", "memory"]})

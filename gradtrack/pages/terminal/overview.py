@@ -30,7 +30,7 @@ _STATE_COLOURS: Final = {"ready": "green", "not configured": "dim", "not install
 
 
 def show_diagnosis(found: Diagnosis) -> RenderableType:
-    """Return versions, the run directory, every backend and the alerts of the configuration as a rich renderable."""
+    """Return versions, the run directory, every backend and the configured plugins as a rich renderable."""
     versions = ", ".join(f"{name} {version}" for name, version in found.versions.items())
     where = found.run_dir_fault or found.run_dir or "a new directory in gradtrack_runs, where a backend needs one"
     head = Text(f"{versions}, rank {found.rank}\nrun directory: {where}\n")
@@ -39,9 +39,10 @@ def show_diagnosis(found: Diagnosis) -> RenderableType:
         for one in found.backends
     ]
     parts = [head, rich_table(("backend", "configured", "state", "where to, or why not"), rows)]
-    if found.alerts:
-        alerts = [(one.name, _state(one.state), one.destination or one.reason) for one in found.alerts]
-        parts += [Text(), rich_table(("alert", "state", "what it posts, or why not"), alerts)]
+    kinds = (("analyzer", found.analyzers, "why not"), ("alert", found.alerts, "what it posts, or why not"))
+    for kind, named, about in kinds:
+        told = [(one.name, _state(one.state), one.destination or one.reason) for one in named]
+        parts += [Text(), rich_table((kind, "state", about), told)] if told else []
     return Group(*parts)
 
 
