@@ -33,7 +33,7 @@ PROCESS: Final = (
     "tests/delivery/test_locks.py::test_forked_copy_does_not_keep_a_directory",
     "tests/delivery/test_locks.py::test_training_of_a_second_process_keeps_the_files_of_the_first",
     "tests/delivery/test_locks.py::test_two_processes_keep_apart",
-    "tests/delivery/test_preflight.py::test_destination_of_a_configured_backend",
+    "tests/delivery/test_preflight.py",
     "tests/delivery/test_status.py",
     "tests/delivery/test_subprocess.py",
     "tests/distributed/test_equality.py",
