@@ -11,7 +11,8 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from gradtrack.analyzers.base import Analyzer, Schedule, Series, Snapshot, rarely
-from gradtrack.analyzers.loss_graph.verdict import LossFunction, judge, operations
+from gradtrack.analyzers.loss_graph.values import LossFunction
+from gradtrack.analyzers.loss_graph.verdict import judge, operations
 from gradtrack.analyzers.tools.modules import evaluating, first_floating, replace, tensors
 from gradtrack.analyzers.tools.offline import call, untouched
 from gradtrack.errors import InputTypeError, UsageError
