@@ -112,8 +112,8 @@ class GradientManager:
         if backward:
             assert isinstance(loss, Tensor)
             scaled = loss if scaler is None else scaler.scale(loss)
-            if pair.analyzers.eager.active:
-                with pair.analyzers.eager.backward():
+            if pair.analyzers.armed:
+                with pair.analyzers.backward(loss):
                     run_backward(scaled)
             else:
                 run_backward(scaled)

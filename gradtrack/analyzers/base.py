@@ -299,6 +299,12 @@ class Analyzer(ABC):
     def arm(self, model: nn.Module) -> None:
         """Place the hooks that the next step needs."""
 
+    def before_backward(self, loss: Tensor) -> None:
+        """Look at a loss of the step, of each micro-batch, while its graph still has what the backward pass frees.
+
+        It is not called where the loop runs the backward pass by itself, nor where the step became due after `arm`.
+        """
+
     def num_sums(self, step: int, num_groups: int) -> int:
         """Return how many numbers ranks add up at a step, which must follow from the arguments alone."""
         return 0

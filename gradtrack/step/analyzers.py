@@ -22,15 +22,12 @@ from gradtrack.support.interrupts import pass_on
 from gradtrack.support.redact import redact
 
 _logger = logging.getLogger("gradtrack")
-
-_PATIENCE = 3
-_VERDICTS = "verdicts"
+_PATIENCE, _VERDICTS = 3, "verdicts"
 _NOT_WHOLE = "{}: left out, since parameters that are spread over ranks are not whole here."
 _NOT_EVERYWHERE = "{}: left out, since it has to run on every rank that shares the parameters."
 _LIMITED = "analyzer {} can do nothing here, because {}"
 _LONGEST = 500
-_CLOSE = 16
-_EVERY = "every"
+_CLOSE, _EVERY = 16, "every"
 _EAGER = "the model is compiled: steps at which an analyzer looks inside it run eagerly; nothing is compiled again."
 
 
@@ -45,7 +42,8 @@ class RunningAnalyzers:
         """The analyzers by name."""
         self.open = open_to_more
         self._faults: dict[str, int] = {}
-        self._armed: set[str] = set()
+        self.armed: set[str] = set()
+        """The analyzers that look at the coming step."""
         self._alerts: Sequence[int] = ()
         self.close_steps: Sequence[int] = ()
         """The steps after an alert on which the cheap analyzers run."""
@@ -53,18 +51,16 @@ class RunningAnalyzers:
         """The first step after a checkpoint: analyzers that look rarely would be silent for a thousand steps."""
         self.unhooked_step = -1
         """The step whose forward pass ran before the hooks were there, since the pair was met within it."""
-        self._idle: set[str] = set()
+        self._idle, self._looked = set[str](), set[str]()
         self._sharing: dict[str, Analyzer] = {}
         self._sums: dict[str, Sequence[float] | None] = {}
-        self._judges = False
         self.verdicts: list[Issue] | None = None
         """The issues on which all ranks have just agreed; None at most steps."""
-        self.eager, self._told_eager = EagerSteps(), False
+        self.eager, self._told_eager, self._judges = EagerSteps(), False, False
         self.chosen: list[str] = []
         self.caveat_taker: Callable[[], Callable[[list[str]], object] | None] = lambda: None
         self._judged: set[str] = set()
         """The analyzers of which it is known whether they see anything of the model."""
-        self._looked: set[str] = set()
         self._found: dict[str, list[Issue]] = {}
 
     def __getitem__(self, name: str) -> Analyzer:
@@ -133,8 +129,7 @@ class RunningAnalyzers:
         self, step: int, groups: Sequence[str], snapshot: Callable[[], Snapshot]
     ) -> tuple[list[float], Callable[[Sequence[float], int], None]]:
         """Return the numbers that ranks add up at a step, and a function that sets the sums over a number of ranks."""
-        sizes = {name: one.num_sums(step, len(groups)) for name, one in self._sharing.items()}
-        sizes = {name: size for name, size in sizes.items() if size}
+        sizes = {name: size for name, one in self._sharing.items() if (size := one.num_sums(step, len(groups)))}
         judged, found = self._judges and exchanges_verdicts(step), list[float]()
         shown = snapshot() if sizes else None
         for name, size in sizes.items():
@@ -179,20 +174,25 @@ class RunningAnalyzers:
     def arm(self, model: nn.Module, step: int) -> None:
         """Register the hooks of the analyzers that are due at the coming step; a compiled model runs it eagerly."""
         self.eager.end()
-        for name in list(self._armed):  # they were registered for another step
+        for name in list(self.armed):  # they were registered for another step
             self._disarm(name)
         due = self._due(step)
         if not due:
             return
         inner = unwrapped(model)
         for name, analyzer in due:
-            self._armed.add(name)
+            self.armed.add(name)
             self._run_safely(name, lambda analyzer=analyzer: analyzer.arm(inner))
-        armed = [one for name, one in self.running.items() if name in self._armed]
-        if any(type(one).arm is not Analyzer.arm for one in armed) and any(map(is_compiled, model.modules())):
+        if any(type(one).arm is not Analyzer.arm for _, one in due) and any(map(is_compiled, model.modules())):
             self.eager.begin()
             self.chosen += [] if self._told_eager else [_EAGER]
             self._told_eager = True
+
+    def backward(self, loss: Any) -> Any:
+        """Show a loss to the analyzers that are due, and return the context of its backward pass."""
+        for name in self.armed & self.running.keys():
+            self._run_safely(name, lambda name=name: self.running[name].before_backward(loss))
+        return self.eager.backward()
 
     def inspect(self, snapshot: Snapshot) -> tuple[dict[str, Report], list[str]]:
         """Run the analyzers that are due at a step; return their reports and notes, also on why some see nothing."""
@@ -204,7 +204,7 @@ class RunningAnalyzers:
             shown = self._shown_to(name, snapshot)
             with unheard():  # the hooks of other analyzers are still registered
                 report = self._run_safely(name, lambda analyzer=analyzer, shown=shown: _usable(analyzer.inspect(shown)))
-            hooked = name in self._armed and snapshot.step != self.unhooked_step
+            hooked = name in self.armed and snapshot.step != self.unhooked_step
             reason = self._run_safely(name, analyzer.limitation) if hooked else None
             self._disarm(name)
             if isinstance(report, Report):
@@ -289,7 +289,7 @@ class RunningAnalyzers:
     def _disarm(self, name: str) -> None:
         if name in self.running:
             self._run_safely(name, self.running[name].disarm)
-        self._armed.discard(name)  # last: what an interrupt leaves is disarmed before the next step
+        self.armed.discard(name)  # last: what an interrupt leaves is disarmed before the next step
 
     def _run_safely(self, name: str, call: Any) -> Any:
         """Return the result of a call into an analyzer; None after a fault, which is counted."""

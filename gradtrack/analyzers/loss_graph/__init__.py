@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from gradtrack.analyzers.base import Analyzer, Schedule, Series, Snapshot, rarely
 from gradtrack.analyzers.loss_graph.values import LossFunction
-from gradtrack.analyzers.loss_graph.verdict import judge, operations
+from gradtrack.analyzers.loss_graph.verdict import Mistake, Operation, judge, mistakes, operations
 from gradtrack.analyzers.tools.modules import evaluating, first_floating, replace, tensors
 from gradtrack.analyzers.tools.offline import call, untouched
 from gradtrack.errors import InputTypeError, UsageError
@@ -79,15 +79,22 @@ class LossGraphAnalyzer(Analyzer):
         self._series: Series | None = None
         self._note: str | None = None
         self._has_compared = False
+        self._seen: tuple[list[Operation], list[Mistake]] | None = None
+
+    def before_backward(self, loss: Tensor) -> None:
+        self._seen = None if loss.grad_fn is None else _look(loss.grad_fn)
+
+    def disarm(self) -> None:
+        self._seen = None
 
     def inspect(self, snapshot: Snapshot) -> Report | None:
         if snapshot.loss_graph is None:
             return None
-        found = list(operations(snapshot.loss_graph))
+        found, wrong = self._seen or _look(snapshot.loss_graph)
         self._function, self._series = LossFunction.of(found[0], snapshot.params()), snapshot.series
         self._compare_first(snapshot.series)
         known = {issue.key: issue.step for issue in self._issues}
-        judged = judge(found, snapshot.params(), snapshot.step)
+        judged = judge(wrong, snapshot.params(), snapshot.step)
         self._issues = [one.model_copy(update={"step": known.get(one.key, one.step)}) for one in judged]
         return LossGraphReport(operations=[operation.name for operation in found], num_issues=len(judged))
 
@@ -116,6 +123,12 @@ class LossGraphAnalyzer(Analyzer):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._issues = [Issue.model_validate(issue) for issue in state["issues"]]
+
+
+def _look(node: Any) -> tuple[list[Operation], list[Mistake]]:
+    """Return the operations of a loss's graph and the mistakes in it."""
+    found = list(operations(node))
+    return found, mistakes(found)
 
 
 class Check(Report):
@@ -226,7 +239,7 @@ def _loss(model: nn.Module, loss: Tensor) -> Iterator[Check]:
     """Look at the graph of a loss, at its value, and at the parameters that its gradient reaches."""
     params = {name: param for name, param in model.named_parameters() if param.requires_grad}
     found = list(operations(loss.grad_fn))
-    for issue in judge(found, params, 0):
+    for issue in judge(mistakes(found), params, 0):
         yield Check(name="loss", passed=False, text=f"{issue.message} {issue.recommendation}")
     gradients: Sequence[Tensor | None] = torch.autograd.grad(
         loss, list(params.values()), allow_unused=True, retain_graph=True

@@ -1,17 +1,19 @@
 """The verdict on how a loss is computed: mistakes that its autograd graph shows with certainty.
 
 The graph between the loss and the last layers is walked by the edges and the sizes that autograd keeps of each
-operation. No saved tensor is read, since unpacking one may run code of the user's: checkpointing, offloading.
+operation. What it keeps for the backward pass, as targets, is read before that pass alone, and never where unpacking it
+would run code of the user's: checkpointing, offloading.
 """
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from torch import nn
+from torch import Tensor, nn
 
 from gradtrack.reports import Issue, IssueSeverity, IssueType
 
@@ -66,6 +68,42 @@ class Operation:
     def inputs(self) -> list[Operation | None]:
         """Return the operations that computed its inputs; None for one that needs no gradient, as targets."""
         return [None if node is None else Operation(node, output) for node, output in self.node.next_functions]
+
+    @property
+    def known(self) -> list[Operation]:
+        """Return the operations that computed those of its inputs that need a gradient."""
+        return [one for one in self.inputs if one is not None]
+
+    def saved(self, name: str) -> Tensor | None:
+        """Return a tensor kept for the backward pass; None after that, or where code of the user's has packed it."""
+        try:
+            if getattr(getattr(self.node, f"_raw_saved_{name}"), "unpack_hook", self) is not None:
+                return None
+            found = getattr(self.node, f"_saved_{name}")
+        except (AttributeError, RuntimeError):
+            return None
+        return found.detach() if isinstance(found, Tensor) else None
+
+    @property
+    def factor(self) -> float | None:
+        """Return the number that it multiplies by, NaN for one that is not kept any more; None if it does not."""
+        if self.name == "Neg":
+            return -1.0
+        if self.name not in ("Mul", "Div") or len(self.known) != 1 or (self.name == "Div" and self.inputs[0] is None):
+            return None
+        number = self.saved("self" if self.inputs[0] is None else "other")
+        if number is None:
+            return math.nan if self.name == "Div" or not self.shape else None
+        if number.numel() != 1:
+            return None
+        return float(number) if self.name == "Mul" else 1.0 / (float(number) or math.nan)
+
+    @property
+    def keeps_sign(self) -> bool:
+        """Whether what is after it falls where what is before it does: means, sums, positive numbers, other shapes."""
+        factor = self.factor
+        positive = factor is not None and (factor > 0 or (self.name == "Div" and math.isnan(factor)))
+        return positive or self.is_reshape or self.name in ("Mean", "Sum")
 
     @property
     def source(self) -> Operation | None:
@@ -134,13 +172,17 @@ class Mistake:
     severity: IssueSeverity = IssueSeverity.HIGH
 
 
-def judge(found: Iterable[Operation], params: Mapping[str, nn.Parameter], step: int) -> list[Issue]:
-    """Return the issues of a loss's graph, one for each type and layer."""
-    found = list(found)
-    mistakes = [check(operation) for operation in found for check in _CHECKS]
+def mistakes(found: Sequence[Operation]) -> list[Mistake]:
+    """Return the mistakes in a loss's graph."""
+    of_one = (check(operation) for operation in found for check in _CHECKS)
+    of_whole = (check(root) for root in found[:1] for check in _CHECKS_OF_WHOLE)
+    return [mistake for mistake in (*of_one, *of_whole) if mistake is not None]
+
+
+def judge(found: Iterable[Mistake], params: Mapping[str, nn.Parameter], step: int) -> list[Issue]:
+    """Return the issues of the mistakes in a loss's graph, one for each type and layer."""
     issues: dict[str, Issue] = {}
-    of_whole = [check(root) for root in found[:1] for check in (_negated, _squared)]
-    for mistake in filter(None, [*mistakes, *of_whole]):
+    for mistake in found:
         layer = layer_of(mistake.at, params)
         issue = Issue(
             issue_type=mistake.issue_type,
@@ -245,10 +287,9 @@ def _negated(root: Operation) -> Mistake | None:
     """Find a loss that is nothing but a loss function with the wrong sign."""
     negative = False
     operation: Operation | None = root
-    while operation is not None and (operation.is_reshape or operation.name in _NEGATIONS | {"Mean", "Sum"}):
+    while operation is not None and (operation.keeps_sign or operation.name in _NEGATIONS):
         negative ^= operation.name in _NEGATIONS
-        known = [one for one in operation.inputs if one is not None]
-        operation = known[0] if len(known) == 1 else None
+        operation = operation.known[0] if len(operation.known) == 1 else None
     if operation is None or not negative or operation.name not in CLASSES | DISTANCES:
         return None
     return Mistake(
@@ -286,15 +327,19 @@ def _squared(root: Operation) -> Mistake | None:
     )
 
 
-def whole_loss(root: Operation) -> Operation | None:
-    """Return the loss function that is all of a loss, past means, sums and changes of shape; None of a sum of several.
+def whole_loss(root: Operation, *, weighted: bool = False) -> Operation | None:
+    """Return the loss function that is all of a loss, past means, sums, positive numbers and changes of shape.
 
-    Where it was multiplied or has changed its sign there is none either.
+    There is none of a sum of several, nor of one that has changed its sign, nor, unless `weighted` is meant as well, of
+    one that has a weight for each example.
     """
+    weights = ("Div", "Mul") if weighted else ("Div",)
     operation: Operation | None = root
-    while operation is not None and (operation.is_reshape or operation.name in ("Mean", "Sum", "Div")):
-        known = [one for one in operation.inputs if one is not None]
-        operation = known[0] if len(known) == 1 else None
+    while operation is not None:
+        weighs = operation.factor is None and operation.name in weights
+        if not (operation.keeps_sign or weighs or math.isnan(operation.factor or 0.0)):
+            break
+        operation = operation.known[0] if len(operation.known) == 1 else None
     return operation
 
 
@@ -316,3 +361,4 @@ def _logits_of(operation: Operation) -> Operation | None:
 
 
 _CHECKS: Final = (_activated_twice, _rectified, _without_logarithm, _over_wrong_dimension, _broadcast)
+_CHECKS_OF_WHOLE: Final = (_negated, _squared)

@@ -162,6 +162,12 @@ FAULTY: Final[dict[str, Program]] = {
     "squared difference from a softmax": Program(
         "SQUARED_CLASSES", _linear(), lambda output, target: (target - output.softmax(1)).pow(2).sum(1).mean(), "labels"
     ),
+    "minus cross_entropy, a micro-batch of four": Program(
+        "NEGATED_LOSS", _linear(), lambda output, target: 1.0 * -F.cross_entropy(output, target) / 4
+    ),
+    "squared error of a softmax, weighted": Program(
+        "SQUARED_CLASSES", _linear(), lambda output, target: 0.5 * F.mse_loss(output.softmax(1), target), "labels"
+    ),
     "minus mse": Program(
         "NEGATED_LOSS", _linear(outputs=1), lambda output, target: -F.mse_loss(output.squeeze(1), target), "numbers"
     ),
@@ -220,6 +226,10 @@ HEALTHY: Final[dict[str, Program]] = {
         lambda output, target: (
             F.cross_entropy(output, target) + F.mse_loss(output.softmax(1), torch.ones(BATCH, 5) / 5)
         ),
+    ),
+    "a factor below zero": Program(None, _linear(), lambda output, target: -0.3 * F.cross_entropy(output, target)),
+    "minus cross_entropy, of an adversary": Program(
+        None, _linear(), lambda output, target: -0.3 * -F.cross_entropy(output, target)
     ),
     "two losses": Program(
         None, _linear(), lambda output, target: F.cross_entropy(output, target) + 0.1 * (output**2).mean()
