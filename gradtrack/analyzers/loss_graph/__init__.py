@@ -11,8 +11,9 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from gradtrack.analyzers.base import Analyzer, Schedule, Series, Snapshot, rarely
+from gradtrack.analyzers.loss_graph.graph import Operation, operations
 from gradtrack.analyzers.loss_graph.values import LossFunction
-from gradtrack.analyzers.loss_graph.verdict import Mistake, Operation, judge, mistakes, operations
+from gradtrack.analyzers.loss_graph.verdict import Mistake, judge, mistakes
 from gradtrack.analyzers.tools.modules import evaluating, first_floating, replace, tensors
 from gradtrack.analyzers.tools.offline import call, untouched
 from gradtrack.errors import InputTypeError, UsageError

@@ -11,7 +11,7 @@ from typing import Final
 from torch import nn
 
 from gradtrack.analyzers.base import Series
-from gradtrack.analyzers.loss_graph.verdict import BINARY, CLASSES, Operation, layer_of, num_classes, whole_loss
+from gradtrack.analyzers.loss_graph.graph import BINARY, CLASSES, Operation, layer_of, num_classes, whole_loss
 from gradtrack.reports import Issue, IssueSeverity, IssueType
 
 

@@ -1,0 +1,177 @@
+"""The autograd graph of a loss: its operations, from the loss down to the last layers, and which function it is.
+
+The walk goes by the edges and the sizes that autograd keeps of each operation. What it keeps for the backward pass, as
+targets, is read before that pass alone, and never where unpacking it would run code of the user's: checkpointing,
+offloading.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from torch import Tensor, nn
+
+CLASSES: Final = frozenset(("NllLoss", "NllLoss2D"))
+BINARY: Final = frozenset(("BinaryCrossEntropyWithLogits", "BinaryCrossEntropy"))
+DISTANCES: Final = frozenset(("MseLoss", "L1Loss", "SmoothL1Loss", "HuberLoss"))
+_SUFFIX: Final = re.compile(r"Backward\d*$")
+_MOST: Final = 4096
+"""The most operations that are visited."""
+
+_RESHAPES: Final = re.compile(
+    "View|UnsafeView|ReshapeAlias|Alias|Squeeze|Unsqueeze|Transpose|Permute|T|Clone|ToCopy|Select|Slice|Index|"
+    "IndexSelect|MaskedSelect|Unfold|_DDPSink|SplitWithSizes|Split|Unbind"
+)
+_LAYERS: Final = re.compile(
+    "Addmm|Mm|Bmm|Baddbmm|Mv|Addmv|Dot|Linear|Convolution|Embedding|NativeLayerNorm|NativeGroupNorm|NativeBatchNorm|"
+    "CudnnBatchNorm|MiopenBatchNorm|FusedRmsNorm|CompiledFunction|MkldnnRnnLayer|CudnnRnn"
+)
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One operation of the forward pass, by its node of the graph; the `output`-th of its outputs."""
+
+    node: Any
+    output: int = 0
+
+    @property
+    def name(self) -> str:
+        """Return its name without the word for the backward pass: `LogSoftmax`, `Addmm`."""
+        return _SUFFIX.sub("", str(self.node.name()).rpartition("::")[2])
+
+    @property
+    def is_reshape(self) -> bool:
+        """Whether each element of its output is an unchanged element of its input."""
+        return _RESHAPES.fullmatch(self.name) is not None
+
+    @property
+    def is_layer(self) -> bool:
+        """Whether it is the work of a layer, at which the part of the graph that computes the loss ends."""
+        return _LAYERS.fullmatch(self.name) is not None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return the shape of its output."""
+        return tuple(int(size) for size in self.node._input_metadata[self.output].shape)
+
+    @property
+    def inputs(self) -> list[Operation | None]:
+        """Return the operations that computed its inputs; None for one that needs no gradient, as targets."""
+        return [None if node is None else Operation(node, output) for node, output in self.node.next_functions]
+
+    @property
+    def known(self) -> list[Operation]:
+        """Return the operations that computed those of its inputs that need a gradient."""
+        return [one for one in self.inputs if one is not None]
+
+    def saved(self, name: str) -> Tensor | None:
+        """Return a tensor kept for the backward pass; None after that, or where code of the user's has packed it."""
+        try:
+            if getattr(getattr(self.node, f"_raw_saved_{name}"), "unpack_hook", self) is not None:
+                return None
+            found = getattr(self.node, f"_saved_{name}")
+        except (AttributeError, RuntimeError):
+            return None
+        return found.detach() if isinstance(found, Tensor) else None
+
+    @property
+    def factor(self) -> float | None:
+        """Return the number that it multiplies by, NaN for one that is not kept any more; None if it does not."""
+        if self.name == "Neg":
+            return -1.0
+        if self.name not in ("Mul", "Div") or len(self.known) != 1 or (self.name == "Div" and self.inputs[0] is None):
+            return None
+        number = self.saved("self" if self.inputs[0] is None else "other")
+        if number is None:
+            return math.nan if self.name == "Div" or not self.shape else None
+        if number.numel() != 1:
+            return None
+        return float(number) if self.name == "Mul" else 1.0 / (float(number) or math.nan)
+
+    @property
+    def keeps_sign(self) -> bool:
+        """Whether what is after it falls where what is before it does: means, sums, positive numbers, other shapes."""
+        factor = self.factor
+        positive = factor is not None and (factor > 0 or (self.name == "Div" and math.isnan(factor)))
+        return positive or self.is_reshape or self.name in ("Mean", "Sum")
+
+    @property
+    def source(self) -> Operation | None:
+        """Return the operation that computed the values of its first input, past changes of shape and type."""
+        found = self.inputs[0] if self.inputs else None
+        while found is not None and found.is_reshape:
+            found = found.inputs[0]
+        return found
+
+    @property
+    def dim(self) -> int | None:
+        """Return the dimension that a softmax runs over, counted from the first."""
+        dim = getattr(self.node, "_saved_dim", None)
+        if not isinstance(dim, int):
+            return None
+        dim = dim - 2**64 if dim >= 2**63 else dim
+        return dim + len(self.shape) if dim < 0 else dim
+
+
+def operations(root: Any) -> Iterator[Operation]:
+    """Yield the operations that compute the loss from the outputs of the last layers, those next to the loss first.
+
+    A sum with constants, as with the losses of the micro-batches before, is passed over.
+    """
+    start = Operation(root)
+    while (start.is_reshape or start.name == "Add") and len(start.known) == 1:
+        start = start.known[0]
+    return _walk(start, ends_at_layers=True)
+
+
+def layer_of(operation: Operation, params: Mapping[str, nn.Parameter]) -> str:
+    """Return the name of the module whose parameter is the nearest below an operation; empty without one."""
+    names = {id(param): name for name, param in params.items()}
+    for found in _walk(operation, ends_at_layers=False):
+        name = names.get(id(getattr(found.node, "variable", None)))
+        if name is not None:
+            return name.partition(".parametrizations.")[0] if ".parametrizations." in name else name.rpartition(".")[0]
+    return ""
+
+
+def _walk(start: Operation, *, ends_at_layers: bool) -> Iterator[Operation]:
+    """Yield an operation and those below it, the nearest first."""
+    waiting, seen = [start], {start.node}
+    while waiting and len(seen) < _MOST:
+        operation = waiting.pop(0)
+        yield operation
+        if ends_at_layers and operation.is_layer:
+            continue
+        for found in operation.inputs:
+            if found is not None and found.node not in seen:
+                seen.add(found.node)
+                waiting.append(found)
+
+
+def whole_loss(root: Operation, *, weighted: bool = False) -> Operation | None:
+    """Return the loss function that is all of a loss, past means, sums, positive numbers and changes of shape.
+
+    There is none of a sum of several, nor of one that has changed its sign, nor, unless `weighted` is meant as well, of
+    one that has a weight for each example.
+    """
+    weights = ("Div", "Mul") if weighted else ("Div",)
+    operation: Operation | None = root
+    while operation is not None:
+        weighs = operation.factor is None and operation.name in weights
+        if not (operation.keeps_sign or weighs or math.isnan(operation.factor or 0.0)):
+            break
+        operation = operation.known[0] if len(operation.known) == 1 else None
+    return operation
+
+
+def num_classes(operation: Operation) -> int | None:
+    """Return the number of classes of a cross-entropy; None for any other loss function."""
+    softmax = operation.source if operation.name in CLASSES else None
+    if softmax is None or softmax.name != "LogSoftmax" or softmax.dim != min(1, len(softmax.shape) - 1):
+        return None
+    return softmax.shape[softmax.dim]
