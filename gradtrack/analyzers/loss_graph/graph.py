@@ -175,3 +175,31 @@ def num_classes(operation: Operation) -> int | None:
     if softmax is None or softmax.name != "LogSoftmax" or softmax.dim != min(1, len(softmax.shape) - 1):
         return None
     return softmax.shape[softmax.dim]
+
+
+def compared(operation: Operation) -> Operation | None:
+    """Return what computed the predictions of a distance, past changes of shape: of a function, or of a difference."""
+    if operation.name in DISTANCES:
+        return operation.source
+    difference = operation.source if operation.name in ("Pow", "Abs") else None
+    if difference is None or difference.name not in ("Sub", "Rsub") or len(difference.known) != 1:
+        return None
+    source: Operation | None = difference.known[0]
+    while source is not None and source.is_reshape:
+        source = source.inputs[0]
+    return source
+
+
+def targets_of(operation: Operation) -> Tensor | None:
+    """Return the targets of a loss function, or of a difference from an activation; None where they are not known."""
+    targets = operation.saved("target")
+    if targets is not None or operation.name not in ("Pow", "Abs"):
+        return targets
+    difference, outputs = operation.saved("self"), compared(operation)
+    values = None if outputs is None else outputs.saved("result")
+    if difference is None or values is None or operation.source is None:
+        return None
+    if [size for size in values.shape if size > 1] != [size for size in difference.shape if size > 1]:
+        return None
+    comes_first = operation.source.name == "Sub" and operation.source.inputs[0] is not None
+    return values.reshape(difference.shape) - (difference if comes_first else -difference)

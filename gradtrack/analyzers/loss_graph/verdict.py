@@ -6,9 +6,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from torch import nn
+from torch import Tensor, nn
 
-from gradtrack.analyzers.loss_graph.graph import CLASSES, DISTANCES, Operation, layer_of, whole_loss
+from gradtrack.analyzers.loss_graph.graph import (
+    CLASSES,
+    DISTANCES,
+    Operation,
+    compared,
+    layer_of,
+    targets_of,
+    whole_loss,
+)
 from gradtrack.reports import Issue, IssueSeverity, IssueType
 
 _NORMALISED: Final = {"Softmax": "softmax", "Sigmoid": "sigmoid"}
@@ -158,28 +166,38 @@ def _negated(root: Operation) -> Mistake | None:
 
 
 def _squared(root: Operation) -> Mistake | None:
-    """Find a squared error between the probabilities of classes and their targets that is the whole loss."""
+    """Find a squared error between the probabilities of classes and their targets that is the whole loss.
+
+    Behind a sigmoid, which labels that do not exclude each other have as well, the targets have to be seen.
+    """
     operation = whole_loss(root)
-    if operation is None:
+    source = None if operation is None or operation.name not in ("Pow", "MseLoss") else compared(operation)
+    if operation is None or source is None or source.name not in _NORMALISED:
         return None
-    if operation.name == "Pow":
-        difference = operation.source
-        known = [] if difference is None else [one for one in difference.inputs if one is not None]
-        source = known[0] if difference is not None and difference.name in ("Sub", "Rsub") and len(known) == 1 else None
-        while source is not None and source.is_reshape:
-            source = source.inputs[0]
-    else:
-        source = operation.source if operation.name == "MseLoss" else None
-    if source is None or source.name != "Softmax" or source.dim is None or source.shape[source.dim] < 2:
+    if source.name == "Softmax" and (source.dim is None or source.shape[source.dim] < 2):
+        return None
+    if source.name == "Sigmoid" and not _are_one_hot(targets_of(operation)):
         return None
     return Mistake(
         IssueType.SQUARED_CLASSES,
         source,
-        "The loss is the squared error of a softmax over the output of {}: where the model is sure and wrong, its "
-        "gradient vanishes.",
+        f"The loss is the squared error of a {_NORMALISED[source.name]} over the output of {{}}: where the "
+        "model is sure and wrong, its gradient vanishes.",
         "Use cross_entropy on the logits. Where probabilities are to be matched, kl_div on log_softmax.",
         IssueSeverity.MEDIUM,
     )
+
+
+def _are_one_hot(targets: Tensor | None) -> bool:
+    """Whether each of several rows names one class of three or more."""
+    if targets is None or targets.ndim < 2 or targets.shape[0] < 2 or targets.shape[1] < 3:
+        return False
+    rounded = targets.round()
+    is_near, is_one = (targets - rounded).abs().max() < _ROUNDING, rounded.sum(1).eq(1) & rounded.ge(0).all(1)
+    return bool(is_near & is_one.all())
+
+
+_ROUNDING: Final = 1e-3
 
 
 def _logits_of(operation: Operation) -> Operation | None:

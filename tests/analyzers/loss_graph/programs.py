@@ -168,6 +168,12 @@ FAULTY: Final[dict[str, Program]] = {
     "squared error of a softmax, weighted": Program(
         "SQUARED_CLASSES", _linear(), lambda output, target: 0.5 * F.mse_loss(output.softmax(1), target), "labels"
     ),
+    "squared error of a sigmoid, one class each": Program(
+        "SQUARED_CLASSES", _linear(nn.Sigmoid()), F.mse_loss, "one-hot"
+    ),
+    "squared difference from a sigmoid, one class each": Program(
+        "SQUARED_CLASSES", _linear(), lambda output, target: _by_hand(target, output.sigmoid()), "one-hot"
+    ),
     "minus mse": Program(
         "NEGATED_LOSS", _linear(outputs=1), lambda output, target: -F.mse_loss(output.squeeze(1), target), "numbers"
     ),
@@ -218,6 +224,10 @@ HEALTHY: Final[dict[str, Program]] = {
     ),
     "temperature": Program(None, _linear(), lambda output, target: F.cross_entropy(output / 0.5, target)),
     "squared error of a sigmoid": Program(None, _linear(nn.Sigmoid()), F.mse_loss, "labels"),
+    "squared difference from a sigmoid": Program(
+        None, _linear(), lambda output, target: _by_hand(target, output.sigmoid()), "labels"
+    ),
+    "squared error of logits, one class each": Program(None, _linear(), F.mse_loss, "one-hot"),
     "squared error of logits": Program(None, _linear(), F.mse_loss, "labels"),
     "squared error of what attention reads": Program(None, Attention, F.mse_loss, "labels"),
     "consistency beside a loss": Program(
@@ -244,6 +254,7 @@ def targets_of(program: Program) -> Tensor:
         "positions": lambda: torch.arange(BATCH * 6).view(BATCH, 6) % CLASSES,
         "zeros and ones": lambda: (torch.arange(BATCH) % 2).float(),
         "labels": lambda: (torch.arange(BATCH * CLASSES).view(BATCH, CLASSES) % 2).float(),
+        "one-hot": lambda: torch.eye(CLASSES)[torch.arange(BATCH) % CLASSES],
         "numbers": lambda: torch.linspace(-1, 1, BATCH),
     }
     return kinds[program.targets]()
