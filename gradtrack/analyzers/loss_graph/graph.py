@@ -21,6 +21,7 @@ DISTANCES: Final = frozenset(("MseLoss", "L1Loss", "SmoothL1Loss", "HuberLoss"))
 _SUFFIX: Final = re.compile(r"Backward\d*$")
 _MOST: Final = 4096
 """The most operations that are visited."""
+_MOST_TERMS: Final = 64
 
 _RESHAPES: Final = re.compile(
     "View|UnsafeView|ReshapeAlias|Alias|Squeeze|Unsqueeze|Transpose|Permute|T|Clone|ToCopy|Select|Slice|Index|"
@@ -175,6 +176,33 @@ def num_classes(operation: Operation) -> int | None:
     if softmax is None or softmax.name != "LogSoftmax" or softmax.dim != min(1, len(softmax.shape) - 1):
         return None
     return softmax.shape[softmax.dim]
+
+
+def terms(root: Operation) -> list[tuple[bool, Operation]]:
+    """Return what a loss adds up, each with whether it is added, past means, numbers and changes of shape.
+
+    What is divided by a variance, which is above zero, counts as what it is without.
+    """
+    waiting, found = [(True, root)], list[tuple[bool, Operation]]()
+    while waiting and len(found) < _MOST_TERMS:
+        added, operation = waiting.pop()
+        given = operation.inputs
+        if operation.name in ("Add", "Sub", "Rsub"):
+            signs = {"Add": (added, added), "Sub": (added, not added), "Rsub": (not added, added)}[operation.name]
+            waiting += [(sign, one) for sign, one in zip(signs, given, strict=False) if one is not None]
+        elif operation.keeps_sign or operation.name == "Gather" or (operation.factor or 0.0) < 0:
+            waiting += [(added == ((operation.factor or 1.0) > 0), one) for one in operation.known]
+        elif operation.name == "Div" and given[0] is not None and given[1] is not None and _is_positive(given[1]):
+            waiting.append((added, given[0]))
+        else:
+            found.append((added, operation))
+    return found
+
+
+def _is_positive(operation: Operation) -> bool:
+    while operation.keeps_sign and len(operation.known) == 1:
+        operation = operation.known[0]
+    return operation.name in ("Pow", "Exp", "Softplus")
 
 
 def compared(operation: Operation) -> Operation | None:

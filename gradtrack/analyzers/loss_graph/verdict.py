@@ -15,6 +15,7 @@ from gradtrack.analyzers.loss_graph.graph import (
     compared,
     layer_of,
     targets_of,
+    terms,
     whole_loss,
 )
 from gradtrack.reports import Issue, IssueSeverity, IssueType
@@ -165,6 +166,28 @@ def _negated(root: Operation) -> Mistake | None:
     )
 
 
+def _not_negated(root: Operation) -> Mistake | None:
+    """Find a log-likelihood that is the whole loss, or a divergence in it, with the opposite sign."""
+    found = terms(root)
+    added = {operation.node for sign, operation in found if sign}
+    taken = [operation for sign, operation in found if not sign]
+    squares = [one.source for one in taken if one.name == "Pow" and one.source is not None]
+    of_data = [one for one in squares if one.name == "Sub" and len(one.known) == 1]
+    others = {operation.name for operation in taken} - {"Pow"}
+    if not added and of_data and others == {"Log"}:
+        at, what = of_data[0], "The loss is the logarithm of a likelihood over the output of {}, and not minus it"
+    elif len(found) == 1 and added and found[0][1].name == "LogSoftmax":
+        at, what = found[0][1], "The loss is the logarithm of the probability over the output of {}, and not minus it"
+    elif len(found) == 2 and others == {"Logsumexp"} and added == {one.node for one in taken[0].known}:
+        at, what = taken[0], "The loss is the logarithm of the probability over the output of {}, and not minus it"
+    elif grown := [one for one in taken if one.name == "Exp" and one.source is not None and one.source.node in added]:
+        at, what = grown[0], "The loss has a term v - exp(v) of the output v of {}, a divergence with the wrong sign"
+    else:
+        return None
+    text = f"{what}: it falls without bound, and the training makes the model worse."
+    return Mistake(IssueType.NEGATED_LOSS, at, text, "Change the sign: likelihoods go into a loss with a minus.")
+
+
 def _squared(root: Operation) -> Mistake | None:
     """Find a squared error between the probabilities of classes and their targets that is the whole loss.
 
@@ -210,4 +233,4 @@ def _logits_of(operation: Operation) -> Operation | None:
 
 
 _CHECKS: Final = (_activated_twice, _rectified, _without_logarithm, _over_wrong_dimension, _broadcast)
-_CHECKS_OF_WHOLE: Final = (_negated, _squared)
+_CHECKS_OF_WHOLE: Final = (_negated, _not_negated, _squared)

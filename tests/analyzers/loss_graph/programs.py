@@ -97,6 +97,29 @@ def _adversarial(output: Tensor, target: Tensor) -> Tensor:
     return -F.binary_cross_entropy_with_logits(output.squeeze(1), torch.zeros(BATCH))
 
 
+def _normal(output: Tensor, target: Tensor) -> Tensor:
+    mean, spread = output.chunk(2, 1)
+    scale = F.softplus(spread) + 0.05
+    return torch.distributions.Normal(mean, scale).log_prob(target.unsqueeze(1)).mean()  # type: ignore[no-untyped-call]
+
+
+def _categorical(output: Tensor, target: Tensor) -> Tensor:
+    return torch.distributions.Categorical(logits=output).log_prob(target).mean()  # type: ignore[no-untyped-call]
+
+
+def _divergence(output: Tensor, weight: float) -> Tensor:
+    mean, log_variance = output.chunk(2, 1)
+    rest = (mean + torch.randn_like(mean) * (0.5 * log_variance).exp()).pow(2).mean()
+    return rest + weight * -0.5 * (1 + log_variance - mean.pow(2) - log_variance.exp()).sum(1).mean()
+
+
+def _sampled(output: Tensor, target: Tensor) -> Tensor:
+    mean, log_scale = output.chunk(2, 1)
+    policy = torch.distributions.Normal(mean, log_scale.exp())  # type: ignore[no-untyped-call]
+    action = policy.rsample()
+    return (0.2 * policy.log_prob(action) - action).mean()  # type: ignore[no-untyped-call]
+
+
 FAULTY: Final[dict[str, Program]] = {
     "softmax before cross_entropy": Program("ACTIVATED_TWICE", _linear(nn.Softmax(dim=1)), F.cross_entropy),
     "softmax in the loss": Program(
@@ -174,6 +197,16 @@ FAULTY: Final[dict[str, Program]] = {
     "squared difference from a sigmoid, one class each": Program(
         "SQUARED_CLASSES", _linear(), lambda output, target: _by_hand(target, output.sigmoid()), "one-hot"
     ),
+    "a likelihood": Program("NEGATED_LOSS", _linear(outputs=2), _normal, "numbers"),
+    "a probability of classes": Program("NEGATED_LOSS", _linear(), _categorical),
+    "a probability by its softmax": Program(
+        "NEGATED_LOSS",
+        _linear(nn.LogSoftmax(dim=1)),
+        lambda output, target: output.gather(1, target.unsqueeze(1)).mean(),
+    ),
+    "a divergence that is taken away": Program(
+        "NEGATED_LOSS", _linear(outputs=4), lambda output, target: _divergence(output, -0.01)
+    ),
     "minus mse": Program(
         "NEGATED_LOSS", _linear(outputs=1), lambda output, target: -F.mse_loss(output.squeeze(1), target), "numbers"
     ),
@@ -240,6 +273,19 @@ HEALTHY: Final[dict[str, Program]] = {
     "a factor below zero": Program(None, _linear(), lambda output, target: -0.3 * F.cross_entropy(output, target)),
     "minus cross_entropy, of an adversary": Program(
         None, _linear(), lambda output, target: -0.3 * -F.cross_entropy(output, target)
+    ),
+    "minus a likelihood": Program(None, _linear(outputs=2), lambda output, target: -_normal(output, target), "numbers"),
+    "minus a probability": Program(None, _linear(), lambda output, target: -_categorical(output, target)),
+    "a likelihood of a sample": Program(None, _linear(outputs=2), _sampled, "numbers"),
+    "a divergence": Program(None, _linear(outputs=4), lambda output, target: _divergence(output, 0.01)),
+    "a poisson likelihood": Program(
+        None, _linear(outputs=1), lambda output, target: F.poisson_nll_loss(output.squeeze(1), target.abs()), "numbers"
+    ),
+    "a variance of its own": Program(
+        None,
+        _linear(outputs=2),
+        lambda output, target: F.gaussian_nll_loss(output[:, 0], target, output[:, 1].exp()),
+        "numbers",
     ),
     "two losses": Program(
         None, _linear(), lambda output, target: F.cross_entropy(output, target) + 0.1 * (output**2).mean()
