@@ -117,9 +117,20 @@ def _over_wrong_dimension(operation: Operation) -> Mistake | None:
         what, remedy = "over a single class, so that it is always 1", "Use a loss with a sigmoid for one output."
     elif len(shape) == 2 and dim == 0 and operation.name == "NllLoss":
         what, remedy = f"over the {shape[0]} examples of a batch instead of their {shape[1]} classes", "Use dim=1."
+    elif operation.name == "NllLoss2D" and dim != 1 and _keeps_axes(operation, shape):
+        what, remedy = f"over axis {dim} of {list(shape)} instead of the {shape[1]} classes of axis 1", "Use dim=1."
     else:
         return None
     return Mistake(IssueType.SOFTMAX_DIMENSION, softmax, f"The softmax over the output of {{}} runs {what}.", remedy)
+
+
+def _keeps_axes(operation: Operation, shape: tuple[int, ...]) -> bool:
+    """Whether the input of a loss has the first two axes of a shape that it was computed in."""
+    given = operation.inputs[0]
+    same = given is not None and given.shape[:2] == shape[:2]
+    while given is not None and given.is_reshape:
+        same, given = same and given.name not in ("Transpose", "Permute", "T"), given.inputs[0]
+    return same
 
 
 def _broadcast(operation: Operation) -> Mistake | None:

@@ -150,6 +150,20 @@ FAULTY: Final[dict[str, Program]] = {
     "softmax over the batch": Program(
         "SOFTMAX_DIMENSION", _linear(nn.Softmax(dim=0)), lambda output, target: F.nll_loss(output.log(), target)
     ),
+    "softmax over the positions": Program(
+        "SOFTMAX_DIMENSION",
+        lambda: Sequences(),
+        lambda output, target: F.nll_loss(F.log_softmax(output, 2), target),
+        "positions",
+        "head.out",
+    ),
+    "softmax over the columns of a picture": Program(
+        "SOFTMAX_DIMENSION",
+        lambda: nn.Sequential(nn.Unflatten(1, (1, 2, 3)), nn.Conv2d(1, CLASSES, 1), nn.LogSoftmax(dim=-1)),
+        F.nll_loss,
+        "picture",
+        "head.1",
+    ),
     "one class": Program(
         "SOFTMAX_DIMENSION",
         _linear(outputs=1),
@@ -216,6 +230,29 @@ HEALTHY: Final[dict[str, Program]] = {
     "cross_entropy": Program(None, _linear(), F.cross_entropy),
     "smoothed": Program(None, _linear(), _smoothed),
     "positions": Program(None, Sequences, F.cross_entropy, "positions"),
+    "softmax over the classes of each position": Program(
+        None, Sequences, lambda output, target: F.nll_loss(F.log_softmax(output, 1), target), "positions"
+    ),
+    "softmax over the last axis, which is moved": Program(
+        None,
+        Sequences,
+        lambda output, target: F.nll_loss(F.log_softmax(output.transpose(1, 2), -1).transpose(1, 2), target),
+        "positions",
+    ),
+    "softmax over the last of two equal axes, which is moved": Program(
+        None,
+        Sequences,
+        lambda output, target: F.nll_loss(
+            F.log_softmax(output.transpose(1, 2)[:, :CLASSES], -1).transpose(1, 2), target[:, :CLASSES]
+        ),
+        "positions",
+    ),
+    "softmax over the channels of a picture": Program(
+        None,
+        lambda: nn.Sequential(nn.Unflatten(1, (1, 2, 3)), nn.Conv2d(1, CLASSES, 1), nn.LogSoftmax(dim=1)),
+        F.nll_loss,
+        "picture",
+    ),
     "nll of log-softmax": Program(None, _linear(nn.LogSoftmax(dim=1)), F.nll_loss),
     "nll of the logarithm of a softmax": Program(
         None, _linear(nn.Softmax(dim=1)), lambda output, target: F.nll_loss(output.log(), target)
@@ -300,6 +337,7 @@ def targets_of(program: Program) -> Tensor:
         "positions": lambda: torch.arange(BATCH * 6).view(BATCH, 6) % CLASSES,
         "zeros and ones": lambda: (torch.arange(BATCH) % 2).float(),
         "labels": lambda: (torch.arange(BATCH * CLASSES).view(BATCH, CLASSES) % 2).float(),
+        "picture": lambda: torch.arange(BATCH * 6).view(BATCH, 2, 3) % CLASSES,
         "one-hot": lambda: torch.eye(CLASSES)[torch.arange(BATCH) % CLASSES],
         "numbers": lambda: torch.linspace(-1, 1, BATCH),
     }
