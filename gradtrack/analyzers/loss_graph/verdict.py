@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import torch
 from torch import Tensor, nn
 
 from gradtrack.analyzers.loss_graph.graph import (
+    BINARY,
     CLASSES,
     DISTANCES,
     Operation,
@@ -234,6 +237,48 @@ def _are_one_hot(targets: Tensor | None) -> bool:
 _ROUNDING: Final = 1e-3
 
 
+def _out_of_reach(root: Operation) -> Mistake | None:
+    """Find targets that are no probabilities, or that the last function cannot return.
+
+    A function that reaches most of what its targets say is left alone: some that lie outside may be outliers.
+    """
+    operation = whole_loss(root, weighted=True)
+    source = None if operation is None or operation.name in BINARY else compared(operation)
+    if operation is None or (operation.name not in BINARY and (source is None or source.name not in _RANGES)):
+        return None
+    targets = targets_of(operation)
+    if targets is None or not targets.is_floating_point() or targets.numel() < 2:
+        return None
+    low, high = _RANGES["Sigmoid" if source is None else source.name]
+    targets = targets.float()
+    apart = targets - targets.clamp(low, high)
+    outside, lost, spread = torch.stack(
+        [(apart.abs() > _FAR).float().mean(), apart.square().mean(), targets.var()]
+    ).tolist()
+    if not outside > _RARE or (source is not None and not lost > _LOST * spread):
+        return None
+    if source is None:
+        what = (
+            f"{outside:.0%} of the targets of the binary cross-entropy are not between 0 and 1: it has no least value."
+        )
+        remedy = "Give it targets of 0 and 1: labels of -1 and 1 become (labels + 1) / 2. Numbers take a squared error."
+    else:
+        name = source.name.lower()
+        what = (
+            f"{outside:.0%} of the targets lie outside of what the {name} over the output of {{}} returns, {low:g} to "
+        )
+        what += f"{high:g}: it goes to its end, where its gradient vanishes."
+        remedy = f"Leave the {name} out, or scale the targets into its range."
+    return Mistake(IssueType.TARGET_RANGE, source or operation, what, remedy)
+
+
+_RANGES: Final = {"Sigmoid": (0.0, 1.0), "Tanh": (-1.0, 1.0), "Relu": (0.0, math.inf), "Softplus": (0.0, math.inf)}
+_FAR: Final = 0.01
+_RARE: Final = 0.01
+_LOST: Final = 0.25
+"""Which part of the variance of targets may lie out of reach, as a mean square."""
+
+
 def _logits_of(operation: Operation) -> Operation | None:
     """Return what a loss that normalises by itself takes as logits; None for any other operation."""
     if operation.name == "BinaryCrossEntropyWithLogits":
@@ -244,4 +289,4 @@ def _logits_of(operation: Operation) -> Operation | None:
 
 
 _CHECKS: Final = (_activated_twice, _rectified, _without_logarithm, _over_wrong_dimension, _broadcast)
-_CHECKS_OF_WHOLE: Final = (_negated, _not_negated, _squared)
+_CHECKS_OF_WHOLE: Final = (_negated, _not_negated, _squared, _out_of_reach)

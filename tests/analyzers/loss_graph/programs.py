@@ -221,6 +221,44 @@ FAULTY: Final[dict[str, Program]] = {
     "a divergence that is taken away": Program(
         "NEGATED_LOSS", _linear(outputs=4), lambda output, target: _divergence(output, -0.01)
     ),
+    "binary cross-entropy of -1 and 1": Program(
+        "TARGET_RANGE",
+        _linear(outputs=1),
+        lambda output, target: F.binary_cross_entropy_with_logits(output.squeeze(1), target.sign()),
+        "numbers",
+    ),
+    "binary cross-entropy of standardised pixels": Program(
+        "TARGET_RANGE",
+        _linear(outputs=1),
+        lambda output, target: (
+            F.binary_cross_entropy_with_logits(output.squeeze(1), 2 * target, reduction="none").sum() / BATCH
+        ),
+        "numbers",
+    ),
+    "tanh for prices": Program(
+        "TARGET_RANGE",
+        _linear(nn.Tanh(), outputs=1),
+        lambda output, target: F.mse_loss(output.squeeze(1), 20 + 5 * target),
+        "numbers",
+    ),
+    "sigmoid for counts, by hand and with a mask": Program(
+        "TARGET_RANGE",
+        _linear(nn.Sigmoid(), outputs=1),
+        lambda output, target: ((output.squeeze(-1) - (300 + 100 * target)) ** 2 * (target > 0)).mean(),
+        "numbers",
+    ),
+    "sigmoid for counts, the difference the other way": Program(
+        "TARGET_RANGE",
+        _linear(nn.Sigmoid(), outputs=1),
+        lambda output, target: (300 + 100 * target - output.squeeze(-1)).abs().mean(),
+        "numbers",
+    ),
+    "relu for numbers of both signs": Program(
+        "TARGET_RANGE",
+        _linear(nn.ReLU(), outputs=1),
+        lambda output, target: F.smooth_l1_loss(output.squeeze(1), target - 1),
+        "numbers",
+    ),
     "minus mse": Program(
         "NEGATED_LOSS", _linear(outputs=1), lambda output, target: -F.mse_loss(output.squeeze(1), target), "numbers"
     ),
@@ -273,7 +311,10 @@ HEALTHY: Final[dict[str, Program]] = {
         None, _linear(nn.Tanh(), outputs=1), lambda output, target: F.mse_loss(output.squeeze(1), target), "numbers"
     ),
     "relu behind a regression": Program(
-        None, _linear(nn.ReLU(), outputs=1), lambda output, target: F.mse_loss(output, target.unsqueeze(1)), "numbers"
+        None,
+        _linear(nn.ReLU(), outputs=1),
+        lambda output, target: F.mse_loss(output, target.unsqueeze(1).abs()),
+        "numbers",
     ),
     "difference of one shape": Program(
         None, _linear(outputs=1), lambda output, target: _by_hand(output.squeeze(1), target), "numbers"
@@ -322,6 +363,30 @@ HEALTHY: Final[dict[str, Program]] = {
         None,
         _linear(outputs=2),
         lambda output, target: F.gaussian_nll_loss(output[:, 0], target, output[:, 1].exp()),
+        "numbers",
+    ),
+    "tanh with outliers": Program(
+        None,
+        _linear(nn.Tanh(), outputs=1),
+        lambda output, target: F.mse_loss(output.squeeze(1), 1.2 * target),
+        "numbers",
+    ),
+    "relu for prices": Program(
+        None,
+        _linear(nn.ReLU(), outputs=1),
+        lambda output, target: F.mse_loss(output.squeeze(1), 20 + 5 * target),
+        "numbers",
+    ),
+    "a scaled tanh for prices": Program(
+        None,
+        _linear(nn.Tanh(), outputs=1),
+        lambda output, target: F.mse_loss(20 + 10 * output.squeeze(1), 20 + 5 * target),
+        "numbers",
+    ),
+    "soft labels": Program(
+        None,
+        _linear(outputs=1),
+        lambda output, target: F.binary_cross_entropy_with_logits(output.squeeze(1), (target + 1) / 2),
         "numbers",
     ),
     "two losses": Program(

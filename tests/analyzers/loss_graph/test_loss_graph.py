@@ -78,7 +78,7 @@ def test_each_kind_has_a_program() -> None:
     """There are at least twenty programs with a fault and twenty without."""
     assert len(FAULTY) >= 20
     assert len(HEALTHY) >= 20
-    assert len(KINDS) == 7
+    assert len(KINDS) == 8
 
 
 def test_the_issue_is_heard_at_the_step_that_finds_it() -> None:
