@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from gradtrack.analyzers.base import Analyzer, Schedule, Series, Snapshot, rarely
 from gradtrack.analyzers.loss_graph.graph import Operation, operations
-from gradtrack.analyzers.loss_graph.values import LossFunction
+from gradtrack.analyzers.loss_graph.values import Guess, LossFunction, guess_of
 from gradtrack.analyzers.loss_graph.verdict import Mistake, judge, mistakes
 from gradtrack.analyzers.tools.modules import evaluating, first_floating, replace, tensors
 from gradtrack.analyzers.tools.offline import call, untouched
@@ -37,16 +37,18 @@ class LossGraphAnalyzer(Analyzer):
     """An analyzer of how the loss is computed.
 
     It finds, with certainty and at its first look: a softmax or sigmoid before a loss that applies its own, a ReLU
-    behind the logits, a negative log-likelihood without a log-softmax, a softmax over the batch, a loss that broadcasts
-    [B] against [B, 1], a squared error of a softmax, and a loss with the wrong sign. With the values of the loss it
-    finds targets of a binary cross-entropy that are not between 0 and 1, and a cross-entropy that stays at that of
-    guessing, ln(classes). Gradients alone show none of these. A type that is on purpose is
-    muted by the setting `mute`. It needs the loss as a tensor, not as a number. For [B, 1]
-    outputs and B targets a broadcast loss is a mean over B² differences: its least is at the mean of the targets.
+    behind the logits, a negative log-likelihood without a log-softmax, a softmax over the batch or over places, a loss
+    that broadcasts [B] against [B, 1], a squared error of the probabilities of classes, a loss or a likelihood with the
+    wrong sign, and targets that the loss or the last function does not reach. With the values of the loss it finds one
+    that stays at that of the best guess, ln(classes) or the variance of the targets. Gradients alone show none of
+    these. Targets are known where `safe_backward` or `manager.step` runs the backward pass. A type that is on purpose
+    is muted by the setting `mute`. It needs the loss as a tensor, not as a number. For [B, 1] outputs and B targets a
+    broadcast loss is a mean over B² differences: its least is at the mean of the targets.
 
     References: Karpathy 2019, A Recipe for Training Neural Networks; the documentation of the losses of torch.
 
-    Cost: on its steps one walk over the operations between the loss and the last layers, and no memory.
+    Cost: on its steps one walk over the operations between the loss and the last layers, the loss of that batch once
+    more, and memory for some copies of its targets, of 16 million numbers at most.
 
     >>> import torch
     >>> from gradtrack import GradientManager
@@ -81,18 +83,26 @@ class LossGraphAnalyzer(Analyzer):
         self._note: str | None = None
         self._has_compared = False
         self._seen: tuple[list[Operation], list[Mistake]] | None = None
+        self._guesses: list[Guess | None] = []
+        self._functions: list[LossFunction] = []
 
     def before_backward(self, loss: Tensor) -> None:
-        self._seen = None if loss.grad_fn is None else _look(loss.grad_fn)
+        if loss.grad_fn is not None:
+            self._seen = _look(loss.grad_fn)
+            self._guesses.append(guess_of(self._seen[0][0], loss))
 
     def disarm(self) -> None:
-        self._seen = None
+        self._seen, self._guesses = None, []
 
     def inspect(self, snapshot: Snapshot) -> Report | None:
         if snapshot.loss_graph is None:
             return None
         found, wrong = self._seen or _look(snapshot.loss_graph)
-        self._function, self._series = LossFunction.of(found[0], snapshot.params()), snapshot.series
+        guesses = [guess for guess in self._guesses if guess is not None]
+        known_guesses = guesses if len(guesses) == len(self._guesses) else []
+        function, self._series = LossFunction.of(found[0], snapshot.params(), known_guesses), snapshot.series
+        self._function = None if function is None else function.after(self._functions)
+        self._functions = [*self._functions[-_LAST:], *([] if function is None else [function])]
         self._compare_first(snapshot.series)
         known = {issue.key: issue.step for issue in self._issues}
         judged = judge(wrong, snapshot.params(), snapshot.step)
@@ -112,10 +122,11 @@ class LossGraphAnalyzer(Analyzer):
         """Tell of a first loss far above that of guessing, which is information: much of it is soon made good."""
         classes = None if self._function is None else self._function.num_classes
         first = series.first_losses[0] if series is not None and series.first_losses else 0.0
-        if classes is not None and first > FAR_ABOVE * math.log(max(classes, 2)) and not self._has_compared:
+        chance = None if self._function is None else self._function.chance
+        if classes is not None and chance is not None and first > FAR_ABOVE * chance and not self._has_compared:
             self._has_compared = True
             self._note = (
-                f"the first loss was {first:.3g}; guessing among {classes} classes gives {math.log(classes):.3g}: the "
+                f"the first loss was {first:.3g}; guessing among {classes} classes gives {chance:.3g}: the "
                 "first logits are large, which smaller weights of the last layer avoid."
             )
 
@@ -124,6 +135,9 @@ class LossGraphAnalyzer(Analyzer):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._issues = [Issue.model_validate(issue) for issue in state["issues"]]
+
+
+_LAST: Final = 3
 
 
 def _look(node: Any) -> tuple[list[Operation], list[Mistake]]:

@@ -22,6 +22,8 @@ _SUFFIX: Final = re.compile(r"Backward\d*$")
 _MOST: Final = 4096
 """The most operations that are visited."""
 _MOST_TERMS: Final = 64
+_LARGE: Final = 2**24
+"""The most targets that are read, of which copies are made."""
 
 _RESHAPES: Final = re.compile(
     "View|UnsafeView|ReshapeAlias|Alias|Squeeze|Unsqueeze|Transpose|Permute|T|Clone|ToCopy|Select|Slice|Index|"
@@ -219,13 +221,13 @@ def compared(operation: Operation) -> Operation | None:
 
 
 def targets_of(operation: Operation) -> Tensor | None:
-    """Return the targets of a loss function, or of a difference from an activation; None where they are not known."""
+    """Return the targets of a loss function, or of a difference from an activation; None if not known, or too many."""
     targets = operation.saved("target")
     if targets is not None or operation.name not in ("Pow", "Abs"):
-        return targets
+        return targets if targets is not None and targets.numel() <= _LARGE else None
     difference, outputs = operation.saved("self"), compared(operation)
     values = None if outputs is None else outputs.saved("result")
-    if difference is None or values is None or operation.source is None:
+    if difference is None or values is None or operation.source is None or values.numel() > _LARGE:
         return None
     if [size for size in values.shape if size > 1] != [size for size in difference.shape if size > 1]:
         return None

@@ -258,16 +258,13 @@ def _out_of_reach(root: Operation) -> Mistake | None:
     if not outside > _RARE or (source is not None and not lost > _LOST * spread):
         return None
     if source is None:
-        what = (
-            f"{outside:.0%} of the targets of the binary cross-entropy are not between 0 and 1: it has no least value."
-        )
+        what = f"{outside:.0%} of the targets of the binary cross-entropy are not between 0 and 1: it has no end."
         remedy = "Give it targets of 0 and 1: labels of -1 and 1 become (labels + 1) / 2. Numbers take a squared error."
     else:
         name = source.name.lower()
-        what = (
-            f"{outside:.0%} of the targets lie outside of what the {name} over the output of {{}} returns, {low:g} to "
-        )
-        what += f"{high:g}: it goes to its end, where its gradient vanishes."
+        within = f"{low:g} to {high:g}" if math.isfinite(high) else "nothing below 0"
+        what = f"{outside:.0%} of the targets are not what the {name} over the output of {{}} can return, {within}: it "
+        what += "goes to its end, where its gradient vanishes."
         remedy = f"Leave the {name} out, or scale the targets into its range."
     return Mistake(IssueType.TARGET_RANGE, source or operation, what, remedy)
 

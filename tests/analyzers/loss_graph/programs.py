@@ -100,11 +100,13 @@ def _adversarial(output: Tensor, target: Tensor) -> Tensor:
 def _normal(output: Tensor, target: Tensor) -> Tensor:
     mean, spread = output.chunk(2, 1)
     scale = F.softplus(spread) + 0.05
-    return torch.distributions.Normal(mean, scale).log_prob(target.unsqueeze(1)).mean()  # type: ignore[no-untyped-call]
+    chances: Tensor = torch.distributions.Normal(mean, scale).log_prob(target.unsqueeze(1))  # type: ignore[no-untyped-call]
+    return chances.mean()
 
 
 def _categorical(output: Tensor, target: Tensor) -> Tensor:
-    return torch.distributions.Categorical(logits=output).log_prob(target).mean()  # type: ignore[no-untyped-call]
+    chances: Tensor = torch.distributions.Categorical(logits=output).log_prob(target)  # type: ignore[no-untyped-call]
+    return chances.mean()
 
 
 def _divergence(output: Tensor, weight: float) -> Tensor:
@@ -115,9 +117,10 @@ def _divergence(output: Tensor, weight: float) -> Tensor:
 
 def _sampled(output: Tensor, target: Tensor) -> Tensor:
     mean, log_scale = output.chunk(2, 1)
-    policy = torch.distributions.Normal(mean, log_scale.exp())  # type: ignore[no-untyped-call]
+    policy = torch.distributions.Normal(mean, log_scale.exp())
     action = policy.rsample()
-    return (0.2 * policy.log_prob(action) - action).mean()  # type: ignore[no-untyped-call]
+    chances: Tensor = policy.log_prob(action)  # type: ignore[no-untyped-call]
+    return (0.2 * chances - action).mean()
 
 
 FAULTY: Final[dict[str, Program]] = {
