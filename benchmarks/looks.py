@@ -264,8 +264,7 @@ def train(
             with nullcontext() if accelerator is None else accelerator.running():
                 optimizer.zero_grad()
                 loss = loss_of()
-                loss.backward()  # type: ignore[no-untyped-call]
-                report = manager.step(model, optimizer, loss, backward=False)
+                report = manager.step(model, optimizer, loss)
                 optimizer.step()
                 if accelerator is not None:
                     accelerator.put_on_device((loss, dict(optimizer.state)))

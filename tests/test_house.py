@@ -20,7 +20,7 @@ PACKAGE: Final = Path(gradtrack.__file__).parent
 ANALYZERS: Final = registry.analyzers.builtin()
 
 MOST_MODULES_AT_THE_TOP: Final = 8
-MOST_FILES: Final = 234
+MOST_FILES: Final = 235
 MOST_LINES: Final = 400
 LONGER: Final = {"gradients/native/kernels.py": "numba's cache looks at one file: a change of any kernel makes it anew"}
 PUBLIC: Final = "the lazy public names of the package"

@@ -20,7 +20,7 @@ WAITS = {
     "flow": {"GPT": 2, "LSTM": 2},
     "gain": {"GPT": 1},
     "jacobian": {"GPT": 1},
-    "loss_graph": {"GPT": 0, "LSTM": 0},
+    "loss_graph": {"GPT": 1, "LSTM": 1},
     "precision": {"GPT": 2, "LSTM": 2},
     "recurrent": {"LSTM": 1},
     "transformer": {"GPT": 1},

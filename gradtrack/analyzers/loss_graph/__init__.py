@@ -11,9 +11,8 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from gradtrack.analyzers.base import Analyzer, Schedule, Series, Snapshot, rarely
-from gradtrack.analyzers.loss_graph.graph import Operation, operations
-from gradtrack.analyzers.loss_graph.values import Guess, LossFunction, guess_of
-from gradtrack.analyzers.loss_graph.verdict import Mistake, judge, mistakes
+from gradtrack.analyzers.loss_graph.graph import Guess, Operation, guess_of, operations
+from gradtrack.analyzers.loss_graph.verdict import LossFunction, Mistake, judge, mistakes
 from gradtrack.analyzers.tools.modules import evaluating, first_floating, replace, tensors
 from gradtrack.analyzers.tools.offline import call, untouched
 from gradtrack.errors import InputTypeError, UsageError

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from functools import partial
+from typing import Any, Final, NamedTuple
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 CLASSES: Final = frozenset(("NllLoss", "NllLoss2D"))
@@ -233,3 +236,108 @@ def targets_of(operation: Operation) -> Tensor | None:
         return None
     comes_first = operation.source.name == "Sub" and operation.source.inputs[0] is not None
     return values.reshape(difference.shape) - (difference if comes_first else -difference)
+
+
+def keeps_axes(operation: Operation, shape: tuple[int, ...]) -> bool:
+    """Whether the input of a loss has the first two axes of a shape that it was computed in."""
+    given = operation.inputs[0]
+    same = given is not None and given.shape[:2] == shape[:2]
+    while given is not None and given.is_reshape:
+        same, given = same and given.name not in ("Transpose", "Permute", "T"), given.inputs[0]
+    return same
+
+
+def is_multiplied(root: Operation, function: Operation) -> bool:
+    """Whether something multiplies a loss function on its way to the loss."""
+    while root.node is not function.node and root.name != "Mul":
+        root = root.known[0]
+    return root.name == "Mul"
+
+
+def are_one_hot(targets: Tensor | None) -> bool:
+    """Whether each of several rows names one class of three or more."""
+    if targets is None or targets.ndim < 2 or targets.shape[0] < 2 or targets.shape[1] < 3:
+        return False
+    rounded = targets.round()
+    is_near, is_one = (targets - rounded).abs().max() < _ROUNDING, rounded.sum(1).eq(1) & rounded.ge(0).all(1)
+    return bool(is_near & is_one.all())
+
+
+_ROUNDING: Final = 1e-3
+
+
+class Guess(NamedTuple):
+    """What a loss is on a batch, what its function is without weights, and what that is for the best constant guess."""
+
+    loss: float
+    function: float
+    constant: float
+
+
+def guess_of(root: Operation, loss: Tensor) -> Guess | None:
+    """Return the value of a loss beside that of the best guess that does not look at the inputs; before backward alone.
+
+    None where it is no function of torch, weighs classes, or where its targets are not known.
+    """
+    operation = whole_loss(root)
+    if operation is None or operation.saved("weight") is not None or operation.saved("pos_weight") is not None:
+        return None
+    output, target = operation.saved("self"), targets_of(operation)
+    if output is None or target is None or not target.numel():
+        return None
+    with torch.no_grad(), torch.autocast(output.device.type, enabled=False):
+        if operation.name in CLASSES and (classes := num_classes(operation)) is not None:
+            values = _of_classes(output, target, classes, operation.node._saved_ignore_index)
+        elif len(target) < _FEW_ROWS or not target.is_floating_point():
+            return None
+        elif operation.name in BINARY:
+            values = _of_labels(output, target.float(), with_logits="Logits" in operation.name)
+        elif operation.name in _FUNCTIONS:
+            values = _of_numbers(_FUNCTIONS[operation.name](operation.node), output.float(), target.float())
+        else:
+            return None
+        found = Guess(*torch.stack([loss.detach().float(), *values]).tolist())
+    return found if min(found) > 0 and all(map(math.isfinite, found)) else None
+
+
+def _of_classes(output: Tensor, target: Tensor, num_classes: int, ignored: int) -> tuple[Tensor, Tensor]:
+    """Return a cross-entropy, and the entropy of the classes where a batch shows that some are rarer than others."""
+    ignored = ignored - 2**64 if ignored >= 2**63 else ignored
+    value, counted = F.nll_loss(output, target, ignore_index=ignored).float(), target.ne(ignored).flatten().float()
+    alike = value.new_tensor(math.log(num_classes))
+    if target.numel() < _ENOUGH * num_classes:
+        return value, alike
+    places = target.flatten().clamp(0, num_classes - 1)
+    counts = counted.new_zeros(num_classes).scatter_add_(0, places, counted)
+    missing = (counts.gt(0).sum() - 1) / (2 * counts.sum())  # of the entropy of a sample, on average
+    entropy = torch.special.entr(counts / counts.sum()).sum() + missing
+    return value, entropy.where(entropy < NEAR * alike, alike)
+
+
+def _of_labels(output: Tensor, target: Tensor, *, with_logits: bool) -> tuple[Tensor, Tensor]:
+    """Return a binary cross-entropy, and that of the share of each label."""
+    output = output.float() if with_logits else output.float().logit(1e-6)
+    share = target.flatten(1).mean(0) if target.ndim > 1 else target.mean()
+    entropy = torch.special.entr(share) + torch.special.entr(1 - share) + 0.5 / len(target)
+    return F.binary_cross_entropy_with_logits(output, target), entropy.clamp(max=math.log(2)).mean()
+
+
+def _of_numbers(function: Callable[[Tensor, Tensor], Tensor], output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a distance, and that from the mean of the batch."""
+    return function(output, target), function(target.mean(0).expand_as(target), target) * len(target) / (
+        len(target) - 1
+    )
+
+
+_FUNCTIONS: Final[dict[str, Callable[[Any], Callable[[Tensor, Tensor], Tensor]]]] = {
+    "MseLoss": lambda node: F.mse_loss,
+    "SmoothL1Loss": lambda node: partial(F.smooth_l1_loss, beta=node._saved_beta),
+    "HuberLoss": lambda node: partial(F.huber_loss, delta=node._saved_delta),
+}
+
+
+_FEW_ROWS: Final = 8
+_ENOUGH: Final = 20
+"""How many targets of each class tell how frequent the classes are."""
+NEAR: Final = 0.97
+"""Where a loss, or the entropy of classes, is that of classes that are alike."""

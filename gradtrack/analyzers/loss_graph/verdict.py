@@ -1,22 +1,30 @@
-"""The verdict on how a loss is computed: mistakes that its autograd graph shows with certainty."""
+"""The verdict on a loss: mistakes that its graph shows with certainty, and what its values tell together with it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from gradtrack.analyzers.base import Series
 from gradtrack.analyzers.loss_graph.graph import (
     BINARY,
     CLASSES,
     DISTANCES,
+    NEAR,
+    Guess,
     Operation,
+    are_one_hot,
     compared,
+    is_multiplied,
+    keeps_axes,
     layer_of,
+    num_classes,
     targets_of,
     terms,
     whole_loss,
@@ -120,20 +128,11 @@ def _over_wrong_dimension(operation: Operation) -> Mistake | None:
         what, remedy = "over a single class, so that it is always 1", "Use a loss with a sigmoid for one output."
     elif len(shape) == 2 and dim == 0 and operation.name == "NllLoss":
         what, remedy = f"over the {shape[0]} examples of a batch instead of their {shape[1]} classes", "Use dim=1."
-    elif operation.name == "NllLoss2D" and dim != 1 and _keeps_axes(operation, shape):
+    elif operation.name == "NllLoss2D" and dim != 1 and keeps_axes(operation, shape):
         what, remedy = f"over axis {dim} of {list(shape)} instead of the {shape[1]} classes of axis 1", "Use dim=1."
     else:
         return None
     return Mistake(IssueType.SOFTMAX_DIMENSION, softmax, f"The softmax over the output of {{}} runs {what}.", remedy)
-
-
-def _keeps_axes(operation: Operation, shape: tuple[int, ...]) -> bool:
-    """Whether the input of a loss has the first two axes of a shape that it was computed in."""
-    given = operation.inputs[0]
-    same = given is not None and given.shape[:2] == shape[:2]
-    while given is not None and given.is_reshape:
-        same, given = same and given.name not in ("Transpose", "Permute", "T"), given.inputs[0]
-    return same
 
 
 def _broadcast(operation: Operation) -> Mistake | None:
@@ -213,7 +212,7 @@ def _squared(root: Operation) -> Mistake | None:
         return None
     if source.name == "Softmax" and (source.dim is None or source.shape[source.dim] < 2):
         return None
-    if source.name == "Sigmoid" and not _are_one_hot(targets_of(operation)):
+    if source.name == "Sigmoid" and not are_one_hot(targets_of(operation)):
         return None
     return Mistake(
         IssueType.SQUARED_CLASSES,
@@ -223,18 +222,6 @@ def _squared(root: Operation) -> Mistake | None:
         "Use cross_entropy on the logits. Where probabilities are to be matched, kl_div on log_softmax.",
         IssueSeverity.MEDIUM,
     )
-
-
-def _are_one_hot(targets: Tensor | None) -> bool:
-    """Whether each of several rows names one class of three or more."""
-    if targets is None or targets.ndim < 2 or targets.shape[0] < 2 or targets.shape[1] < 3:
-        return False
-    rounded = targets.round()
-    is_near, is_one = (targets - rounded).abs().max() < _ROUNDING, rounded.sum(1).eq(1) & rounded.ge(0).all(1)
-    return bool(is_near & is_one.all())
-
-
-_ROUNDING: Final = 1e-3
 
 
 def _out_of_reach(root: Operation) -> Mistake | None:
@@ -287,3 +274,109 @@ def _logits_of(operation: Operation) -> Operation | None:
 
 _CHECKS: Final = (_activated_twice, _rectified, _without_logarithm, _over_wrong_dimension, _broadcast)
 _CHECKS_OF_WHOLE: Final = (_negated, _not_negated, _squared, _out_of_reach)
+
+
+@dataclass(frozen=True)
+class LossFunction:
+    """The loss function that is all of a loss, with what its values tell together with it.
+
+    `chance` is what the loss is for a guess, which is `exact` where it is ln(classes), and `ratio` how much of that it
+    was on the last batch that was looked at.
+    """
+
+    name: str
+    layer: str
+    num_classes: int | None
+    chance: float | None = None
+    ratio: float = 1.0
+    exact: bool = True
+
+    @classmethod
+    def of(
+        cls, root: Operation, params: Mapping[str, nn.Parameter], guesses: Sequence[Guess] = ()
+    ) -> LossFunction | None:
+        """Return that of a graph, with the guess on each micro-batch; None of a sum, or where a number is not known."""
+        operation = whole_loss(root)
+        if operation is None or operation.name not in CLASSES | BINARY | DISTANCES:
+            return None
+        name, layer, classes = operation.name, layer_of(operation, params), num_classes(operation)
+        if guesses:
+            function, constant = (statistics.fmean(column) for column in list(zip(*guesses, strict=True))[1:])
+            weight = sum(guess.loss for guess in guesses) / function
+            exact = classes is not None and constant >= NEAR * math.log(classes)
+            return cls(name, layer, classes, weight * constant, function / constant, exact)
+        if is_multiplied(root, operation):
+            return None
+        return cls(name, layer, classes, math.log(classes) if classes is not None and classes > 1 else None)
+
+    def after(self, earlier: Sequence[LossFunction]) -> LossFunction:
+        """Return it with the chance of the batches of earlier looks as well; without one where they differ."""
+        known = [one.chance for one in (*earlier, self) if one.chance is not None]
+        alike = self.chance is not None and max(known) < _ALIKE * min(known)
+        return replace(self, chance=statistics.fmean(known) if alike else None)
+
+    def judge(self, series: Series) -> list[Issue]:
+        """Return what the values of the loss show that its graph does not."""
+        return [*self._below_zero(series), *self._at_chance(series)]
+
+    def _below_zero(self, series: Series) -> Iterator[Issue]:
+        """Open where a binary cross-entropy is negative, which it is for targets outside of 0 to 1 alone."""
+        last = list(series.losses)[-_FEW:]
+        if self.name not in BINARY or len(last) < _FEW or not statistics.median(last) < 0:
+            return
+        yield Issue(
+            issue_type=IssueType.TARGET_RANGE,
+            severity=IssueSeverity.HIGH,
+            layer=self.layer,
+            message=f"The binary cross-entropy is {statistics.median(last):.3g}: it is below zero only where targets "
+            "are not between 0 and 1, and then has no least value.",
+            statistic="loss",
+            value=statistics.median(last),
+            threshold=0.0,
+            window=_FEW,
+            step=series.num_steps,
+            confidence=0.95,
+            recommendation="Give it targets of 0 and 1: labels of -1 and 1 become (labels + 1) / 2.",
+        )
+
+    def _at_chance(self, series: Series) -> Iterator[Issue]:
+        """Open where a loss stays at that of the best guess, which says nothing of the inputs at all.
+
+        That is a hypothesis: there are tasks of which the beginning is flat.
+        """
+        last, near = list(series.losses)[-_LONG // 2 :], NEAR if self.exact else _NEAR_OF_SAMPLES
+        if self.chance is None or self.ratio < _NEAR_OF_SAMPLES or series.num_steps < _LONG or len(last) < _LONG // 2:
+            return
+        levels = [statistics.median(last[: _LONG // 4]), statistics.median(last[_LONG // 4 :])]
+        if not all(near < level / self.chance < _ABOVE for level in levels):
+            return
+        scatter = statistics.median(abs(loss - levels[1]) for loss in last)
+        still = _STILL if levels[1] < self.chance else _STILL_ABOVE
+        if levels[0] - levels[1] > max(still * self.chance, 0.0 if self.exact else scatter):
+            return
+        guess = f"guessing among {self.num_classes} classes" if self.num_classes else "the best guess"
+        yield Issue(
+            issue_type=IssueType.CHANCE_LEVEL,
+            severity=IssueSeverity.LOW,
+            layer="",
+            message=f"Perhaps nothing is learned: after {series.num_steps} steps the loss is {levels[1]:.3g}, and "
+            f"{guess} without a look at the inputs gives {self.chance:.3g}.",
+            statistic="loss",
+            value=levels[1],
+            threshold=self.chance,
+            window=_LONG // 2,
+            step=series.num_steps,
+            confidence=0.5,
+            recommendation="If no other issue is open, the gradients are not to blame: check that inputs and labels "
+            "belong together, by training on a single batch.",
+        )
+
+
+_FEW: Final = 8
+_LONG: Final = 96
+_NEAR_OF_SAMPLES: Final = 0.9
+_ABOVE: Final = 1.25
+"""Where a loss is that of guessing, which some batches tell less exactly than the number of classes."""
+_ALIKE: Final = 2.0
+_STILL: Final = 0.015
+_STILL_ABOVE: Final = 0.04
