@@ -342,10 +342,12 @@ class LossFunction:
     def _at_chance(self, series: Series) -> Iterator[Issue]:
         """Open where a loss stays at that of the best guess, which says nothing of the inputs at all.
 
-        That is a hypothesis: there are tasks of which the beginning is flat.
+        That is a hypothesis: there are tasks of which the beginning is flat. Labels of yes and no may be mostly noise: a
+        loss that is right is then hardly below that of guessing, and comes there late.
         """
+        enough = _LONG_OF_LABELS if self.name in BINARY else _LONG
         last, near = list(series.losses)[-_LONG // 2 :], NEAR if self.exact else _NEAR_OF_SAMPLES
-        if self.chance is None or self.ratio < _NEAR_OF_SAMPLES or series.num_steps < _LONG or len(last) < _LONG // 2:
+        if self.chance is None or self.ratio < _NEAR_OF_SAMPLES or series.num_steps < enough or len(last) < _LONG // 2:
             return
         levels = [statistics.median(last[: _LONG // 4]), statistics.median(last[_LONG // 4 :])]
         if not all(near < level / self.chance < _ABOVE for level in levels):
@@ -374,6 +376,7 @@ class LossFunction:
 
 _FEW: Final = 8
 _LONG: Final = 96
+_LONG_OF_LABELS: Final = 384
 _NEAR_OF_SAMPLES: Final = 0.9
 _ABOVE: Final = 1.25
 """Where a loss is that of guessing, which some batches tell less exactly than the number of classes."""
