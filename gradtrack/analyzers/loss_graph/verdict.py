@@ -342,8 +342,8 @@ class LossFunction:
     def _at_chance(self, series: Series) -> Iterator[Issue]:
         """Open where a loss stays at that of the best guess, which says nothing of the inputs at all.
 
-        That is a hypothesis: there are tasks of which the beginning is flat. Labels of yes and no may be mostly noise: a
-        loss that is right is then hardly below that of guessing, and comes there late.
+        That is a hypothesis: there are tasks of which the beginning is flat. Labels of yes and no may be mostly noise:
+        a loss that is right is then hardly below that of guessing, and comes there late.
         """
         enough = _LONG_OF_LABELS if self.name in BINARY else _LONG
         last, near = list(series.losses)[-_LONG // 2 :], NEAR if self.exact else _NEAR_OF_SAMPLES
