@@ -267,6 +267,18 @@ FAULTY: Final[dict[str, Program]] = {
     ),
 }
 
+OF_VALUES: Final = frozenset(
+    (
+        "minus cross_entropy, a micro-batch of four",
+        "squared error of a sigmoid, one class each",
+        "squared difference from a sigmoid, one class each",
+        "a likelihood",
+        "a divergence that is taken away",
+        *(name for name, program in FAULTY.items() if program.kind == "TARGET_RANGE"),
+    )
+)
+"""The faults that targets or numbers show, which are known before the backward pass alone."""
+
 HEALTHY: Final[dict[str, Program]] = {
     "cross_entropy": Program(None, _linear(), F.cross_entropy),
     "smoothed": Program(None, _linear(), _smoothed),
