@@ -239,9 +239,9 @@ def targets_of(operation: Operation) -> Tensor | None:
 
 
 def keeps_axes(operation: Operation, shape: tuple[int, ...]) -> bool:
-    """Whether the input of a loss has the first two axes of a shape that it was computed in."""
-    given = operation.inputs[0]
-    same = given is not None and given.shape[:2] == shape[:2]
+    """Whether the classes of what a loss takes lie on the axis of a shape where they lay before."""
+    given, in_rows = operation.inputs[0], operation.name == "NllLoss"
+    same = given is not None and (given.shape[1:] == shape[-1:] if in_rows else given.shape[:2] == shape[:2])
     while given is not None and given.is_reshape:
         same, given = same and given.name not in ("Transpose", "Permute", "T"), given.inputs[0]
     return same

@@ -130,6 +130,8 @@ def _over_wrong_dimension(operation: Operation) -> Mistake | None:
         what, remedy = f"over the {shape[0]} examples of a batch instead of their {shape[1]} classes", "Use dim=1."
     elif operation.name == "NllLoss2D" and dim != 1 and keeps_axes(operation, shape):
         what, remedy = f"over axis {dim} of {list(shape)} instead of the {shape[1]} classes of axis 1", "Use dim=1."
+    elif operation.name == "NllLoss" and len(shape) > 2 and dim != len(shape) - 1 and keeps_axes(operation, shape):
+        what, remedy = f"over axis {dim} of {list(shape)} instead of the {shape[-1]} classes of the last", "Use dim=-1."
     else:
         return None
     return Mistake(IssueType.SOFTMAX_DIMENSION, softmax, f"The softmax over the output of {{}} runs {what}.", remedy)

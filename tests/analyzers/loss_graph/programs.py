@@ -160,6 +160,15 @@ FAULTY: Final[dict[str, Program]] = {
         "positions",
         "head.out",
     ),
+    "softmax over time, in rows": Program(
+        "SOFTMAX_DIMENSION",
+        Sequences,
+        lambda output, target: F.nll_loss(
+            F.log_softmax(output.transpose(1, 2), 1).reshape(-1, CLASSES), target.flatten()
+        ),
+        "positions",
+        "head.out",
+    ),
     "softmax over the columns of a picture": Program(
         "SOFTMAX_DIMENSION",
         lambda: nn.Sequential(nn.Unflatten(1, (1, 2, 3)), nn.Conv2d(1, CLASSES, 1), nn.LogSoftmax(dim=-1)),
@@ -285,6 +294,22 @@ HEALTHY: Final[dict[str, Program]] = {
     "positions": Program(None, Sequences, F.cross_entropy, "positions"),
     "softmax over the classes of each position": Program(
         None, Sequences, lambda output, target: F.nll_loss(F.log_softmax(output, 1), target), "positions"
+    ),
+    "softmax over the classes, in rows": Program(
+        None,
+        Sequences,
+        lambda output, target: F.nll_loss(
+            F.log_softmax(output.transpose(1, 2), 2).reshape(-1, CLASSES), target.flatten()
+        ),
+        "positions",
+    ),
+    "softmax over the second axis, which is moved": Program(
+        None,
+        Sequences,
+        lambda output, target: F.nll_loss(
+            F.log_softmax(output, 1).transpose(1, 2).reshape(-1, CLASSES), target.flatten()
+        ),
+        "positions",
     ),
     "softmax over the last axis, which is moved": Program(
         None,
