@@ -26,8 +26,7 @@ _PATIENCE, _VERDICTS = 3, "verdicts"
 _NOT_WHOLE = "{}: left out, since parameters that are spread over ranks are not whole here."
 _NOT_EVERYWHERE = "{}: left out, since it has to run on every rank that shares the parameters."
 _LIMITED = "analyzer {} can do nothing here, because {}"
-_LONGEST = 500
-_CLOSE, _EVERY = 16, "every"
+_LONGEST, _CLOSE, _EVERY = 500, 16, "every"
 _EAGER = "the model is compiled: steps at which an analyzer looks inside it run eagerly; nothing is compiled again."
 
 
