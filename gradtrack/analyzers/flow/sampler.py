@@ -307,7 +307,7 @@ def _is_small(difference: Tensor, values: Tensor) -> Tensor:
 def _lowest_rate(optimizers: Iterable[Any]) -> float:
     """Return the lowest learning rate of those groups whose loss is to become smaller."""
     groups = (group for one in optimizers for group in one.param_groups if not group.get("maximize"))
-    return min((float(group["lr"]) for group in groups if "lr" in group), default=math.nan)
+    return min((float(group["lr"]) for group in groups if group.get("lr") is not None), default=math.nan)
 
 
 _RANDOM: Final = (nn.modules.dropout._DropoutNd,)
