@@ -118,7 +118,7 @@ class Elements:
         self._with_grad = np.array([place.has_grad for place in self._places], dtype=bool)
         # the gradients that are taken at equal distances make one vector, each element standing for its share
         even = [place for place in self._places if place.has_grad and isinstance(place.index, int)]
-        self._subnormal |= self._gone_through_float16()
+        self._subnormal = self._gone_through_float16() | self._subnormal
         self._vector = _joined([math.sqrt(place.share) * self._grads[place.within] for place in even])
         self._square = dot(self._vector, self._vector)
         self._even = tuple((place.name, place.index, place.within.stop - place.within.start) for place in even)

@@ -47,6 +47,15 @@ def test_gradients_that_have_gone_through_float16_are_known() -> None:
     assert math.isnan(through(torch.bfloat16, 1e-5))
 
 
+def test_zeros_count_where_the_weights_are_in_float16_themselves() -> None:
+    """They are gradients that were flushed, as far as can be known; under autocast only what is left is judged."""
+    grad = torch.cat([torch.full((60,), 1.0), torch.zeros(140)])
+    for dtype, share in ((torch.float16, 0.7), (torch.float32, 0.0)):
+        weight = nn.Parameter(torch.ones(200, dtype=dtype))
+        (change,) = Elements({"w": weight}, {"w": grad.to(dtype)}).changes({"w": weight}).values()
+        assert change.subnormal == pytest.approx(share)
+
+
 SHAPES = st.lists(st.sampled_from([(), (1,), (7,), (5, 3), (16, 16), (40, 31), (3, 1000)]), min_size=1, max_size=5)
 
 
