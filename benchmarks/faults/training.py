@@ -179,7 +179,7 @@ class Alarms:
 
     def __init__(self, kind: str, chance: random.Random) -> None:
         self._kind, self._chance = kind, chance
-        self.armed = False
+        self.armed = self._stopped = False
         self.raised: BaseException | None = None
         self.strikes, self.where, self.struck_us = 0, list[str](), False
         self.mean_seconds = 0.001
@@ -192,11 +192,12 @@ class Alarms:
 
     def stop(self) -> None:
         """Let no other one come."""
-        self.armed = False
+        self.armed, self._stopped = False, True
         signal.setitimer(signal.ITIMER_REAL, 0.0)
 
     def _set(self) -> None:
-        signal.setitimer(signal.ITIMER_REAL, self.mean_seconds * self._chance.uniform(0.05, 2.0))
+        if not self._stopped:  # the handler of a signal that came before may run after it, and the process ends
+            signal.setitimer(signal.ITIMER_REAL, self.mean_seconds * self._chance.uniform(0.05, 2.0))
 
     def _ignore(self, found: Any) -> None:
         """Forget what struck where Python ignores every exception: in a finalizer, or the callback of a reference."""

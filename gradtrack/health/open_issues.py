@@ -32,6 +32,22 @@ _NOT_MEANT: Final = (
 )
 """A loss, a schedule or a model that is not what was meant, which explains whatever the rules find."""
 
+NONFINITE_BATCH: Final = "nonfinite_batch"
+"""The statistic of an issue about a batch with values that are not finite."""
+NONFINITE_INPUT: Final = "nonfinite_input"
+"""That of one about such values in what the model was given."""
+NONFINITE_OUTPUT: Final = "nonfinite_output"
+"""That of one about the module which makes such values out of finite ones."""
+NONFINITE_GRADIENT: Final = "nonfinite_gradient"
+"""That of one about the place where the backward pass does so."""
+NONFINITE_WEIGHT: Final = "nonfinite_weight"
+"""That of one about weights that are not finite, which an earlier step has made so."""
+IN_DATA: Final = (NONFINITE_BATCH, NONFINITE_INPUT)
+"""What nothing in the training explains."""
+_NEAREST: Final = {NONFINITE_BATCH: 0, NONFINITE_INPUT: 1, NONFINITE_OUTPUT: 2, NONFINITE_GRADIENT: 2}
+"""How near to the origin of numbers that are not finite such an issue is; all others are further."""
+_FURTHER: Final = 3
+
 _STATES: Final = (T.DEAD, T.SATURATION, T.BOTTLENECK)
 
 
@@ -63,23 +79,40 @@ def _varied(issues: Sequence[Issue]) -> list[Issue]:
 
 
 def _once(issues: Iterable[Issue]) -> list[Issue]:
-    """Return the most severe of several issues of one type at one layer."""
+    """Return the most severe of several issues of one type at one layer; the first of those that tell as much."""
     best: dict[str, Issue] = {}
     for issue in issues:
         known = best.get(issue.key)
-        if known is None or _weight(issue.severity, issue.confidence) > _weight(known.severity, known.confidence):
+        if known is None or _told(issue) > _told(known):
             best[issue.key] = issue
     return list(best.values())
 
 
+def _told(issue: Issue) -> tuple[float, int]:
+    return _weight(issue.severity, issue.confidence), -_NEAREST.get(issue.statistic, _FURTHER)
+
+
 def _explain(issue: Issue, others: Sequence[Issue]) -> Issue:
     if issue.explained_by is not None:
+        return issue
+    for other in others:
+        same = issue.issue_type is other.issue_type is T.NUMERICAL
+        if same and is_origin(other.statistic, other.step, of=issue.statistic, at=issue.step):
+            return issue.model_copy(update={"explained_by": other.key})
+    if issue.statistic in IN_DATA:
         return issue
     for cause in causes_of(issue.issue_type):
         for other in others:
             if other.issue_type is cause and other.explained_by is None and _seen_from(other) <= issue.step:
                 return issue.model_copy(update={"explained_by": other.key})
     return issue
+
+
+def is_origin(statistic: str, step: int, *, of: str, at: int) -> bool:
+    """Say whether a NUMERICAL issue with a statistic, from a step, is where one with another comes from."""
+    if of == NONFINITE_WEIGHT:
+        return statistic != NONFINITE_WEIGHT and step <= at
+    return _NEAREST.get(statistic, _FURTHER) < _NEAREST.get(of, _FURTHER) and abs(step - at) <= OFTEN_UNTIL
 
 
 def causes_of(kind: IssueType) -> tuple[IssueType, ...]:
@@ -99,9 +132,12 @@ def _weight(severity: IssueSeverity, confidence: float) -> float:
     return list(IssueSeverity).index(severity) + confidence
 
 
-_HARMFUL: Final = (T.NUMERICAL, T.EXPLODING)
 COLLAPSES: Final = (T.RANK_COLLAPSE, T.ATTN_ENTROPY_COLLAPSE)
 """What does harm as long as the loss has not come down since; analyzers find it."""
+_HARMFUL: Final = {False: (T.NUMERICAL, T.EXPLODING), True: (T.NUMERICAL, *COLLAPSES)}
+"""What does lasting harm, of what the rules find and of what analyzers find."""
+
+_SAVED: Final = {False: "harm", True: "harm_of_analyzers"}
 
 
 class OpenIssues:
@@ -109,18 +145,18 @@ class OpenIssues:
 
     def __init__(self) -> None:
         self._open: dict[str, IssueSeverity] = {}
-        self._harm: dict[IssueType, Issue] = {}
+        self._harm: dict[bool, dict[IssueType, Issue]] = {False: {}, True: {}}
 
     @property
     def harm(self) -> list[Issue]:
         """Return the first issue of each type that does lasting harm, also after it has closed."""
-        return list(self._harm.values())
+        return [issue for first in self._harm.values() for issue in first.values()]
 
-    def remember(self, issues: Sequence[Issue], kinds: Sequence[IssueType] = _HARMFUL) -> None:
+    def remember(self, issues: Sequence[Issue], *, by_analyzers: bool = False) -> None:
         """Remember those issues of a step that do lasting harm."""
         for issue in issues:
-            if issue.issue_type in kinds and issue.severity >= IssueSeverity.HIGH:
-                self._harm.setdefault(issue.issue_type, issue)
+            if issue.issue_type in _HARMFUL[by_analyzers] and issue.severity >= IssueSeverity.HIGH:
+                self._harm[by_analyzers].setdefault(issue.issue_type, issue)
 
     def update(self, issues: Sequence[Issue]) -> tuple[list[Issue], bool]:
         """Update the open issues with those of one step; return the new ones, and whether any has opened or closed."""
@@ -136,12 +172,14 @@ class OpenIssues:
     def state_dict(self) -> dict[str, Any]:
         """Return the open issues and those that did harm, as plain data."""
         opened = {key: severity.value for key, severity in self._open.items()}
-        return {"open": opened, "harm": to_plain(self.harm)}
+        harm = {name: to_plain(self._harm[key].values()) for key, name in _SAVED.items()}
+        return {"open": opened, **harm}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned."""
         self._open = {key: IssueSeverity(value) for key, value in state.get("open", {}).items()}
-        self._harm = {issue.issue_type: issue for issue in from_plain(state.get("harm", ()))}
+        saved = {key: from_plain(state.get(name, ())) for key, name in _SAVED.items()}
+        self._harm = {key: {issue.issue_type: issue for issue in issues} for key, issues in saved.items()}
 
 
 def to_plain(issues: Iterable[Issue]) -> list[dict[str, Any]]:

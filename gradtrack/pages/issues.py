@@ -8,10 +8,11 @@ from typing import Any, Final
 
 from gradtrack import registry
 from gradtrack.analyzers.base import OFTEN_UNTIL
-from gradtrack.health.open_issues import causes_of, precedence
+from gradtrack.health.open_issues import IN_DATA, causes_of, is_origin, precedence
 from gradtrack.records import Record
 from gradtrack.reports import IssueSeverity, IssueType
 
+_NUMERICAL: Final = IssueType.NUMERICAL.value
 _SPANS: Final = 3
 _APART: Final = OFTEN_UNTIL
 """So many steps a cause may be found before or after what follows from it: analyzers look at every 64th step."""
@@ -84,6 +85,12 @@ class IssueHistory:
             told.append(f"from step {self.spans[-1][0]}")
         when = told[0] if len(told) == 1 else f"{', '.join(told[:-1])} and {told[-1]}"
         return when if self.worst_step == self.first_step else f"{when}, worst at step {self.worst_step}"
+
+    def is_made_by(self, other: IssueHistory) -> bool:
+        """Say whether numbers that are not finite come from those of another issue."""
+        kinds = {self.text("issue_type"), other.text("issue_type")}
+        statistic, step = self.text("statistic"), self.first_step
+        return kinds == {_NUMERICAL} and is_origin(other.text("statistic"), other.first_step, of=statistic, at=step)
 
     def was_near(self, step: int) -> bool:
         """Say whether the issue was open at a step, or within one look of the analyzers from it."""
@@ -164,6 +171,9 @@ def episodes_of(issues: Iterable[IssueHistory]) -> list[Episode]:
         return issue
 
     def candidates(issue: IssueHistory) -> Iterator[IssueHistory]:
+        yield from (one for one in by_kind.get((issue.source, _NUMERICAL), ()) if issue.is_made_by(one))
+        if issue.text("statistic") in IN_DATA:
+            return
         if (issue.source, issue.cause) in known:
             yield known[issue.source, issue.cause]
         for kind in _causes_of(issue.text("issue_type")):

@@ -99,7 +99,7 @@ class Judge(Stateful):
     def set_analyzer_issues(self, issues: Sequence[Issue]) -> None:
         """Set the issues of the analyzers, which are open from the coming judgement on until they are set again."""
         self._of_analyzers = order(unmuted(list(issues), self._config.mute))
-        self._open_issues.remember(self._of_analyzers, COLLAPSES)
+        self._open_issues.remember(self._of_analyzers, by_analyzers=True)
 
     def add_analyzer_issues(self, issues: Sequence[Issue], data: StepData) -> None:
         """Set the issues that the analyzers have found on a step that was judged already, and open them on it."""
@@ -118,7 +118,7 @@ class Judge(Stateful):
         harm = (
             one for one in self._open_issues.harm if one.issue_type not in COLLAPSES or series.is_stuck_since(one.step)
         )
-        found = [*self._of_rules, *harm, *issues]
+        found = [*harm, *self._of_rules, *issues]
         return order(unmuted(found, self._config.mute))
 
     def state_dict(self) -> dict[str, Any]:

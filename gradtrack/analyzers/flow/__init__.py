@@ -10,6 +10,7 @@ from torch import nn
 
 from gradtrack import registry
 from gradtrack.analyzers.base import Analyzer, Schedule, Snapshot, model_of, often, panel
+from gradtrack.analyzers.flow.rules.precision import judge_origin_ever
 from gradtrack.analyzers.flow.sampler import FlowSampler, sample_offline
 from gradtrack.analyzers.flow.samples import Case, Sample, median
 from gradtrack.analyzers.flow.verdict import EXPLAINED_BY, Thresholds, diagnose, judge_absolutely
@@ -170,6 +171,7 @@ class GradientFlowAnalyzer(Analyzer):
             finally:
                 self._sampler.disarm(for_good=True)
         found = diagnose(self.case)
+        found += judge_origin_ever(self.case) * all(issue.issue_type is not IssueType.NUMERICAL for issue in found)
         found += judge_absolutely(self.case, self._thresholds)
         known = {issue.key for issue in found}
         return found + [issue for issue in self._others(input_fn, loss_fn, steps) if issue.key not in known]

@@ -8,6 +8,7 @@ from collections import deque
 from typing import ClassVar, Final, final
 
 from gradtrack.config import GradientConfig
+from gradtrack.health.open_issues import NONFINITE_BATCH
 from gradtrack.health.rule import ANY, LEAST_LEFT, MOST_TOGETHER, Band, CalmSteps, Evidence, Rule, has_chosen_limit
 from gradtrack.protection.nonfinite import first_nonfinite, nonfinite_parts
 from gradtrack.reports import Issue, IssueSeverity, IssueType
@@ -54,7 +55,7 @@ class NoGradientsRule(_StreakRule):
         )
 
 
-_SCALER_PATIENCE: Final = 5
+SCALER_PATIENCE: Final = 5
 """A GradScaler overflows now and then to find its scale; only this many in a row are a fault."""
 
 
@@ -84,7 +85,7 @@ class NumericalRule(_StreakRule):
         self.streak += 1
         if not config.enable_nan_inf_check:
             return []
-        if evidence.nonfinite_action == "scaler" and self.streak < _SCALER_PATIENCE:
+        if evidence.nonfinite_action == "scaler" and self.streak < SCALER_PATIENCE:
             return []
         if self.in_batch is None:
             self.in_batch = _look_at(evidence.batch, evidence.step)
@@ -93,7 +94,7 @@ class NumericalRule(_StreakRule):
     def _bad_loss(self, evidence: Evidence) -> list[Issue]:
         return self.open(
             evidence,
-            ("nonfinite_loss", 1.0, 0.0),
+            (NONFINITE_BATCH if self.in_batch else "nonfinite_loss", 1.0, 0.0),
             f"The loss is {evidence.loss}, though every gradient is finite.{self.in_batch}",
             _DATA
             if self.in_batch
@@ -108,7 +109,7 @@ class NumericalRule(_StreakRule):
         count, total = moments.nonfinite_count, evidence.layout.total_count
         return self.open(
             evidence,
-            ("nonfinite_count", count, 0.0),
+            (NONFINITE_BATCH, 1.0, 0.0) if self.in_batch else ("nonfinite_count", count, 0.0),
             (
                 f"{count} of {total} gradient elements are NaN or infinite, in {len(affected)} of {len(names)} "
                 f"parameters, the last of them {names[nearest]}.{self.in_batch}"
