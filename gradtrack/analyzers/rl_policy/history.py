@@ -19,6 +19,8 @@ _FIRST: Final = 16
 _ENOUGH: Final = 8
 _SIGNIFICANT: Final = 0.05
 _SURE: Final = 1e-3
+_UNCHANGED: Final = 32
+"""So many equal returns count as one where none was different: an off-policy method updates often in one episode."""
 _DRIVEN: Final = 0.01
 
 
@@ -28,13 +30,15 @@ class PolicyHistory(Stateful):
     A level is a normalised entropy between 0 and 1. A policy is `blind` that does nearly the same in every state.
     """
 
-    kept_in_checkpoints = ("levels", "returns", "first", "num_returns", "highest", "blind")
+    kept_in_checkpoints = ("levels", "returns", "first", "num_returns", "num_changes", "highest", "blind")
 
     def __init__(self) -> None:
         self.levels: deque[float] = deque(maxlen=_WINDOW)
         self.returns: deque[float] = deque(maxlen=_RETURNS)
         self.first: list[float] = []
         self.num_returns = 0
+        self.num_changes = 0
+        """How often a return differed from the one before: each minibatch of a rollout may come with the same one."""
         self.highest = 0.0
         self.blind = False
 
@@ -45,6 +49,7 @@ class PolicyHistory(Stateful):
             self.highest = max(self.highest, level)
         if episode_return is not None and math.isfinite(episode_return):
             self.num_returns += 1
+            self.num_changes += bool(self.returns) and episode_return != self.returns[-1]
             self.returns.append(episode_return)
             if len(self.first) < _FIRST:
                 self.first.append(episode_return)
@@ -123,8 +128,14 @@ class PolicyHistory(Stateful):
             return None
         if level < least and not self.pays and not self.came_sure:
             return "TOO_LOW"
-        stagnant = self.pays is False and (self.num_returns >= _WINDOW or self.driven_up)
+        stagnant = self.pays is False and (
+            self._saw_returns(_WINDOW) or (self.driven_up and self._saw_returns(_ENOUGH))
+        )
         return "TOO_HIGH" if level > 0.95 and stagnant else "ADEQUATE"
+
+    def _saw_returns(self, count: int) -> bool:
+        """Tell whether there were so many returns; equal ones may be one episode, unless there are very many."""
+        return self.num_changes + 1 >= count or (not self.num_changes and self.num_returns >= _UNCHANGED * count)
 
     @property
     def came_sure(self) -> bool:

@@ -107,3 +107,11 @@ def test_exploration_that_is_driven_up_is_too_much() -> None:
     levels = [0.9 + 0.099 * (1 - 0.8**step) for step in range(30)]
     assert history(levels, [0.1, 0.2] * 15).adequacy(levels[-1], 0.5) == "TOO_HIGH"
     assert history([0.999] * 30, [0.1, 0.2] * 15).adequacy(0.999, 0.5) == "ADEQUATE"
+
+
+def test_the_minibatches_of_one_rollout_are_no_returns_of_their_own() -> None:
+    """Sixteen updates that come with one return are one return; a policy that never earns is told much later."""
+    rollouts = [20.0, 23.2, 25.4, 27.1, 34.3, 28.2, 30.0, 32.7, 29.0, 31.0]
+    assert history([0.99] * 160, [each for each in rollouts for _ in range(16)]).adequacy(0.99, 0.1) == "ADEQUATE"
+    assert history([0.99] * 1000, [-1200.0] * 1000).adequacy(0.99, 0.1) == "ADEQUATE"
+    assert history([0.99] * 1600, [0.0] * 1600).adequacy(0.99, 0.1) == "TOO_HIGH"
