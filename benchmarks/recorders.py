@@ -1,4 +1,4 @@
-"""What captures and fingerprints add to a training step: two models, each in turns without, and with every setting.
+"""What settings that are off by default add to a training step: two models, each in turns without, and with each one.
 
 The processor time of the training's thread at the lower quartile counts, and torch has one thread: on a shared machine
 the slower steps show other processes.
@@ -27,6 +27,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "capture": {"capture": "nonfinite"},
     "fingerprints of every step": {"fingerprints": 1, "fingerprints_max_bytes": 10**10},
     "fingerprints of every 100th step": {"fingerprints": 100},
+    "spikes left out": {"spike_action": "skip"},
+    "limits of two groups": {"max_grad_norm": {"0.*": 1.0, "2.*": 1.0}},
+    "analyzer precision": {"analyzers": ["precision"]},
 }
 ROUNDS = 600
 
