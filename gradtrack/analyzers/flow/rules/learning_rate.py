@@ -185,18 +185,27 @@ _RATE_LOW_SAMPLES: Final = 3
 _LEARNED: Final = 0.5
 _FLAT: Final = 1e-3
 _QUICK: Final = 1e-3
+_ALTOGETHER: Final = 0.04
+_LONG: Final = 100
+_NOT_LEARNED: Final = 0.95
 
 
 def judge_rate_low(case: Case) -> list[Issue]:
-    """Open where no weight moves by a millionth of its size per step.
+    """Open where no weight moves by a millionth of its size per step, or all steps together promise nothing.
 
-    Silent on a rate that is rising (warm-up), and where the loss is down already: it has fallen, or there is next to no
-    slope left, or steps this small are as much as the slope asks for. A rate that has come down is judged by the last
-    half of the samples: what a schedule has left undone by then is not done any more. Where even the slope promises
-    nothing of the loss, some more than a millionth is too small as well.
+    They do so where a hundred of them and more could not have lowered the loss by 4 %, by its slope.
+
+    Silent on a rate that is rising (warm-up), unless that goes on for so long, and where the loss is down already: it
+    has fallen, or there is next to no slope left, or steps this small are as much as the slope asks for. A rate that
+    has come down is judged by the last half of the samples: what a schedule has left undone by then is not done any
+    more. Where even the slope promises nothing of the loss, some more than a millionth is too small as well.
     """
     moved = case.moved
-    if len(moved) < _RATE_LOW_SAMPLES or moved[-1].lr > moved[0].lr:
+    if len(moved) < _RATE_LOW_SAMPLES:
+        return []
+    if (promised := _promised_by_all(case)) < _ALTOGETHER:
+        return [_rate_low_by_slope(case, moved[-1], promised)]
+    if moved[-1].lr > moved[0].lr:
         return []
     came_down = moved[-1].lr < _COME_DOWN * moved[0].lr and len(moved) >= 2 * _RATE_LOW_SAMPLES
     judged = moved[-(len(moved) // 2) :] if came_down else moved
@@ -206,6 +215,31 @@ def judge_rate_low(case: Case) -> list[Issue]:
     if not largest < limit or case.trend.remaining < _LEARNED or still_falling or _is_down(judged):
         return _rate_low_of_a_part(case)
     return [_rate_low_issue(case, judged[-1], largest, len(judged))]
+
+
+def _promised_by_all(case: Case) -> float:
+    """Return which share of the loss all steps so far could have taken away; 1 where that tells nothing."""
+    flat = case.trend.tells and case.trend.remaining > _NOT_LEARNED and not _is_down(case.moved)
+    if case.series.num_steps < _LONG or not flat:
+        return 1.0
+    return case.series.num_steps * median(sample.promised for sample in case.moved)
+
+
+def _rate_low_by_slope(case: Case, sample: Sample, promised: float) -> Issue:
+    rising = ", in a warm-up that is still rising," * (sample.lr > case.moved[0].lr)
+    what = f"The {case.series.num_steps} steps{rising} could have lowered the loss by {promised:.2g} of it at most"
+    typical = median(sample.ratios.values())
+    better = f"lr {sample.lr * _HEALTHY / typical:.1g}" if typical > 0 else "a learning rate of 1e-3"
+    return case.issue(
+        IssueType.LR_TOO_LOW,
+        "",
+        ("promised_fall", promised, _ALTOGETHER),
+        f"{what}, by its slope: lr {sample.lr:.3g} moved the median weight by {typical:.1e} of its size per step.",
+        f"Try {better}, or a shorter warm-up: healthy updates are near 1e-3 of the weight.",
+        severity=IssueSeverity.MEDIUM,
+        window=len(case.moved),
+        confidence=0.7,
+    )
 
 
 def _rate_low_of_a_part(case: Case) -> list[Issue]:
