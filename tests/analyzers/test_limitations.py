@@ -37,7 +37,7 @@ class Functional(nn.Module):
 def train(model: nn.Module, analyzers: Any, run_dir: Path, steps: int = 10, *, attached: bool = True) -> list[str]:
     """Train for some steps; return the notes of all reports on analyzers that can do nothing."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with GradientManager(analyzers=analyzers, backends=[], run_dir=run_dir) as manager:
+    with GradientManager(analyzers=analyzers, backends=[], run_dir=run_dir, save_gradient_plots=False) as manager:
         if attached:
             manager.attach(model, optimizer)
         for _ in range(steps):
@@ -106,7 +106,9 @@ def test_an_analyzer_that_is_left_out_is_told(where: str, tmp_path: Path, caplog
     """In one report, in the log beside one traceback, and for everyone who opens the run later."""
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with GradientManager(analyzers=[Faulty(where)], backends=[], run_dir=tmp_path) as manager:
+    with GradientManager(
+        analyzers=[Faulty(where)], backends=[], run_dir=tmp_path, save_gradient_plots=False
+    ) as manager:
         manager.attach(model, optimizer)
         for _ in range(6):
             safe_backward(model(torch.randn(2, 4)).square().sum(), model, optimizer, manager)

@@ -71,7 +71,9 @@ def test_the_norm_is_that_before_the_programs_own_clipping(
     """Each step is measured once, before it is clipped, and the training is the same to the bit."""
     before = clip_grad._clip_grads_with_norm_  # which the watch of another test may still hear
     plain_norms, plain_weights, _ = train(run, None)
-    norms, weights, manager = train(run, {"run_dir": tmp_path, "backends": [], "grad_log_every_n_steps": 1})
+    norms, weights, manager = train(
+        run, {"run_dir": tmp_path, "save_gradient_plots": False, "backends": [], "grad_log_every_n_steps": 1}
+    )
     assert manager is not None
     assert norms == plain_norms
     assert all(map(torch.equal, weights, plain_weights))
@@ -131,7 +133,9 @@ def test_what_is_measured_after_the_clipping_says_so(
 ) -> None:
     """Where something else has to come after the clipping, the run tells everyone what its norms are."""
     _, plain_weights, _ = train(run, None)
-    norms, weights, manager = train(run, {"run_dir": tmp_path, "backends": [], **settings})
+    norms, weights, manager = train(
+        run, {"run_dir": tmp_path, "save_gradient_plots": False, "backends": [], **settings}
+    )
     assert manager is not None
     assert all(map(torch.equal, weights, plain_weights))
     assert [report.clipping.norm_before for report in manager.reports][1:] == pytest.approx(norms[1:], rel=1e-4)

@@ -83,7 +83,9 @@ def test_a_verdict_is_heard_at_the_look_at_which_it_is_reached(every: int, first
 def test_what_is_found_at_the_end_is_told_everywhere(tmp_path: Path) -> None:
     """The last report, callbacks, the rows, the summary, the end of the run and `show --check` say the same."""
     analyzer, heard = AtTheEnd(every=4), list[tuple[str, int]]()
-    manager = GradientManager(analyzers=[analyzer], backends=["memory"], run_dir=tmp_path / "run")
+    manager = GradientManager(
+        analyzers=[analyzer], backends=["memory"], run_dir=tmp_path / "run", save_gradient_plots=False
+    )
     manager.on_issue(lambda issue, report: heard.append((issue.key, report.step)))
     train(manager, 30)
     analyzer.over = True
@@ -110,7 +112,7 @@ def test_what_is_over_at_the_end_is_closed_there(tmp_path: Path) -> None:
     """An issue that was open at the last look and is not there any more is closed on the last step."""
     analyzer = AtTheEnd(every=4)
     analyzer.over = True
-    with GradientManager(analyzers=[analyzer], run_dir=tmp_path / "run") as manager:
+    with GradientManager(analyzers=[analyzer], run_dir=tmp_path / "run", save_gradient_plots=False) as manager:
         train(manager, 30)
         analyzer.over = False
     (issue,) = load_run(tmp_path / "run").issues
@@ -121,7 +123,9 @@ def test_what_is_over_at_the_end_is_closed_there(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("steps", "rows"), [(30, [1, 2, 4, 8, 16, 30]), (16, [1, 2, 4, 8, 16])])
 def test_an_end_without_news_makes_one_row_of_the_last_step(steps: int, rows: list[int], tmp_path: Path) -> None:
     """What was told at the last look is not told again, and a last step that has its row gets no second one."""
-    with GradientManager(analyzers=[Verdict(every=4)], backends=["memory"], run_dir=tmp_path / "run") as manager:
+    with GradientManager(
+        analyzers=[Verdict(every=4)], backends=["memory"], run_dir=tmp_path / "run", save_gradient_plots=False
+    ) as manager:
         train(manager, steps)
         memory: Any = manager.backend("memory")
     assert [record.step for record in memory.records] == rows
@@ -134,7 +138,7 @@ def test_a_callback_that_fails_at_the_end_is_logged(caplog: pytest.LogCaptureFix
         raise RuntimeError(f"stop at {report.step}")
 
     analyzer = AtTheEnd(every=4)
-    with GradientManager(analyzers=[analyzer], run_dir=tmp_path / "run") as manager:
+    with GradientManager(analyzers=[analyzer], run_dir=tmp_path / "run", save_gradient_plots=False) as manager:
         manager.on_issue(stop)
         train(manager, 10)
         analyzer.over = True
