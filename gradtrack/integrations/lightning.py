@@ -69,12 +69,14 @@ class GradientStatisticsCallback(ManagedTraining, Callback):  # type: ignore[mis
         self._modules: dict[int, tuple[nn.Module, str]] = {}
         self._seen: dict[int, object] = {}
         self._loss: Tensor | None = None
+        self._batch: object = None
         self._last_step = 0
         self._waits = self._trains = False
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy needs to go on where this training is."""
-        nothing: dict[str, Any] = {"_modules": {}, "_seen": {}, "_loss": None, "_waits": False, "_trains": False}
+        nothing: dict[str, Any] = dict.fromkeys(("_loss", "_batch"))
+        nothing |= {"_modules": {}, "_seen": {}, "_waits": False, "_trains": False}
         return {**super().__getstate__(), **nothing, "_restored": self._state() or None}
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -97,6 +99,15 @@ class GradientStatisticsCallback(ManagedTraining, Callback):  # type: ignore[mis
                 "Leave gradient_clip_val out and set max_grad_norm here to let gradtrack clip.",
                 name=name,
             )
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Keep the batch of a step that is made from one, for captures and for the diagnosis of what it holds."""
+        alone = pl_module.automatic_optimization and trainer.accumulate_grad_batches == 1
+        self._batch = batch if alone and self._trains else None
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Let go of the batch."""
+        self._batch = None
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
         """Add up the loss of the coming optimizer step."""
@@ -126,7 +137,8 @@ class GradientStatisticsCallback(ManagedTraining, Callback):  # type: ignore[mis
             self.manager.continue_from(count)
         loss, self._loss = self._loss, None
         scaler = getattr(trainer.precision_plugin, "scaler", None)
-        report = self.manager.step(module, optimizer, loss, backward=False, scaler=scaler, epoch=trainer.current_epoch)
+        epoch, batch = trainer.current_epoch, self._batch
+        report = self.manager.step(module, optimizer, loss, backward=False, scaler=scaler, epoch=epoch, batch=batch)
         self._last_step = report.step
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from gradtrack import GradientConfig, GradientManager
+from gradtrack.capture.replay import replay_step
 from gradtrack.errors import ConfigError, UsageError
 
 pytest.importorskip("lightning")
@@ -669,3 +671,28 @@ def test_a_module_steps_on_after_its_training(automatic: bool, tmp_path: Path) -
         module.training_step(next(iter(loader())), 0)
     assert not all(map(torch.equal, before, module.parameters()))
     assert len(callback.reports) == num_reports
+
+
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_a_bad_batch_is_captured_and_named(accumulated: int, tmp_path: Path) -> None:
+    """A batch that a step is made from is looked at and kept; of several none is, since each would be all of them."""
+    x, y = torch.randn(24, 5, 3), torch.zeros(24, 5, 2)
+    y[4 * 4 + 2, 1, 0] = math.nan  # in the targets of the fifth batch, which the model never sees
+    batches = DataLoader(TensorDataset(x, y), batch_size=4)
+    callback = GradientStatisticsCallback(run_dir=str(tmp_path), capture="nonfinite", save_gradient_plots=False)
+    fit(callback, tmp_path, data=batches, max_steps=-1, max_epochs=1, accumulate_grad_batches=accumulated)
+    path = min(tmp_path.glob("capture-*"))
+    found = [issue.message for report in callback.reports for issue in report.health.issues]
+    assert any("batch[1] has 1 NaN at [2, 1, 0]" in text for text in found) == (accumulated == 1)
+    if accumulated == 1:
+        made = replay_step(path, lambda: (Unlogged(), lambda module, batch: module.training_step(batch, 0)))
+        assert made.same_loss
+        assert made.origin is not None
+        assert "nan" in str(made.loss)
+
+
+class Unlogged(Tagger):
+    """The same without a trainer to log to."""
+
+    def log(self, *given: Any, **options: Any) -> None:
+        """Say nothing."""
