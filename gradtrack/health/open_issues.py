@@ -123,6 +123,8 @@ def causes_of(kind: IssueType) -> tuple[IssueType, ...]:
 
 def _seen_from(cause: Issue) -> int:
     """Return the step by which a cause was present; states of units are judged one sample after their effects."""
+    if cause.issue_type is T.UNCHANGED:
+        return cause.step - cause.window
     if cause.issue_type not in _STATES:
         return cause.step
     return cause.step - (OFTEN_EVERY if cause.step <= OFTEN_UNTIL else OFTEN_UNTIL)

@@ -40,6 +40,8 @@ class Evidence:
     layout: Layout
     loss: float | None = None
     clipped: bool = False
+    left_out: bool = False
+    """Whether the step is left out as a spike."""
     clip_threshold: float | None = None
     nonfinite_action: str = "none"
     critical: bool = False

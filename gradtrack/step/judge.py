@@ -148,6 +148,7 @@ def _evidence(moments: Moments, data: StepData, *, critical: bool) -> Evidence:
         layout=data.layout,
         loss=data.loss,
         clipped=bool(data.clipping.get("clipped")),
+        left_out=data.leaves_out_spike,
         clip_threshold=data.clipping.get("threshold"),
         nonfinite_action=data.nan_inf["action"],
         critical=critical,

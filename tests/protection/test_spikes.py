@@ -281,6 +281,14 @@ def test_a_healthy_training_is_the_same_and_silent(caplog: pytest.LogCaptureFixt
     assert "spike" not in caplog.text
 
 
+def test_the_issue_of_a_spike_says_that_the_step_was_left_out() -> None:
+    """What was done about it is known to the advice."""
+    for action, told in (("skip", True), ("report", False)):
+        _, _, reports = run(spikes=[60], spike_action=action)
+        (issue,) = reports[59].health.issues
+        assert issue.recommendation.endswith("The step was left out as a spike.") == told
+
+
 def test_by_default_a_spike_is_reported_as_it_was() -> None:
     """Nothing is judged by a window and nothing is left out."""
     _, _, reports = run(spikes=[40])

@@ -148,7 +148,8 @@ class SpikeRule(Rule):
 
     def _relative(self, evidence: Evidence, height: float) -> list[Issue]:
         median, jump = math.exp(self.window.median), math.exp(min(height, _LARGEST))
-        clipped = " Clipping bounded this update." if evidence.clipped else ""
+        done = " Clipping bounded this update." if evidence.clipped else ""
+        done = " The step was left out as a spike." if evidence.left_out else done
         return self.open(
             evidence,
             ("norm_over_median", jump, math.exp(min(max(_JUMP, _DEVIATIONS * self.window.deviation), _LARGEST))),
@@ -156,7 +157,7 @@ class SpikeRule(Rule):
                 f"The gradient norm {'has grown' if self.grown else 'jumped'} to {evidence.norm:.3g}, {jump:.3g} times "
                 f"the median {median:.3g} of the last {len(self.window)} steps.{holder(evidence)[1]}"
             ),
-            f"Look at this batch; if it keeps happening, reduce the learning rate or clip.{clipped}",
+            f"Look at this batch; if it keeps happening, reduce the learning rate or clip.{done}",
             severity=IssueSeverity.MEDIUM if self.grown or height < _HARMFUL else IssueSeverity.HIGH,
             layer=self.layer,
             window=len(self.window),

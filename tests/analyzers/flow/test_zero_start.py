@@ -180,3 +180,32 @@ def test_a_vanished_gradient_is_told_of_until_it_has_recovered(until: int, close
         assert opened == ["VANISHING:first"]
         assert report.health.healthy is closed
         assert [issue.key for issue in manager.diagnose()] == ([] if closed else opened)
+
+
+def test_an_adapter_that_its_first_step_blows_up_is_a_rate_too_high() -> None:
+    """All that moves first began at zero, so that no share of it tells; the loss does."""
+    torch.manual_seed(0)
+    model = nn.Sequential(LoRA(nn.Linear(8, 16)), nn.ReLU(), LoRA(nn.Linear(16, 3)))
+    optimizer = torch.optim.AdamW((param for param in model.parameters() if param.requires_grad), lr=3.0)
+    with GradientManager(analyzers=["flow"], backends=[]) as manager:
+        for _ in range(80):
+            x = torch.randn(32, 8)
+            optimizer.zero_grad()
+            manager.step(model, optimizer, F.cross_entropy(model(x), x[:, :3].argmax(1)))
+            optimizer.step()
+        assert manager.diagnose()[0].key == "LR_TOO_HIGH"
+
+
+def test_no_step_at_all_is_one_fault() -> None:
+    """What never moves for want of a step is no rate that is too low, and no other rate is recommended."""
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with GradientManager(analyzers=["flow"], backends=[]) as manager:
+        for _ in range(80):
+            x = torch.randn(32, 8)
+            optimizer.zero_grad()
+            manager.step(model, optimizer, F.cross_entropy(model(x), x[:, :3].argmax(1)))
+        first, *others = manager.diagnose()
+    assert first.key == "UNCHANGED"
+    assert [(issue.key, issue.explained_by) for issue in others] == [("LR_TOO_LOW", "UNCHANGED")]
+    assert "optimizer.step()" in others[0].recommendation

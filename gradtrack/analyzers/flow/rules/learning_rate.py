@@ -38,7 +38,7 @@ def judge_rate_high(case: Case) -> list[Issue]:
     risen, the middle of the first samples is enough: a rate that is far too high soon leaves units that are dead, and
     weights without a gradient do not move. Of fewer than 24 steps only a loss that rises by more than its noise tells.
     """
-    if case.moved and _is_thrown(case.moved[0]) and (case.series.blew_up or not _is_fine(case)):
+    if case.moved and _is_thrown(case.moved[0], case.series.blew_up) and (case.series.blew_up or not _is_fine(case)):
         ratios = case.moved[0].ratios
         return [_rate_high_issue(case, case.moved[:1], ratios, median(ratios.values()), _THROWN)]
     moved = [sample for sample in case.moved if sample.step > 1][-_RATE_HIGH_SAMPLES:]
@@ -106,9 +106,10 @@ def _of_grown(case: Case, sample: Sample) -> dict[str, float]:
     return {name: ratio for name, ratio in sample.ratios.items() if name not in began}
 
 
-def _is_thrown(sample: Sample) -> bool:
+def _is_thrown(sample: Sample, blew_up: bool) -> bool:
+    """Whether the very first step left little of most weights, or blew up what had begun at zero, as of adapters."""
     ratios = [ratio for name, ratio in sample.ratios.items() if sample.params[name].weight > 0]
-    return sample.step == 1 and len(ratios) > 0 and median(ratios) > _THROWN
+    return sample.step == 1 and (median(ratios) > _THROWN if ratios else blew_up and bool(sample.ratios))
 
 
 def _is_fine(case: Case) -> bool:
@@ -283,17 +284,21 @@ def _is_down(moved: list[Sample]) -> bool:
 
 
 def _rate_low_issue(case: Case, sample: Sample, largest: float, window: int) -> Issue:
-    what, better = f"moved no weight by more than {largest:.1e} of its size per step", "a learning rate of 1e-3"
     if largest > 0:
-        better = f"lr {sample.lr * _HEALTHY / largest:.1g}"
-    else:
+        what = f"moved no weight by more than {largest:.1e} of its size per step"
+        advice = f"Try lr {sample.lr * _HEALTHY / largest:.1g}: healthy updates are near 1e-3 of the weight."
+    elif sample.lr > 0:
         what = "has changed no weight at all: it is rounded away, or no step is made with these gradients"
+        advice = "Look whether optimizer.step() is called, and whether the weights are in float32."
+    else:
+        what = "changes no weight"
+        advice = "Look at the schedule, or try a learning rate of 1e-3."
     return case.issue(
         IssueType.LR_TOO_LOW,
         "",
         ("max_update_ratio", largest, _LOW),
         f"lr {sample.lr:.3g} {what}.",
-        f"Try {better}: healthy updates are near 1e-3 of the weight.",
+        advice,
         severity=IssueSeverity.MEDIUM,
         window=window,
         confidence=0.9,
