@@ -42,6 +42,7 @@ _OF_THE_RUN: Final[_Judges] = (
     reach.judge_disconnected,
     reach.judge_mode,
     units.judge_equal_units,
+    units.judge_copies,
     learning_rate.judge_negative_rate,
     steps.judge_first_steps,
     steps.judge_foreign_clip,

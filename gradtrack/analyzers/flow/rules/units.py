@@ -301,6 +301,39 @@ def judge_equal_units(case: Case) -> Iterator[Issue]:
     )
 
 
+def judge_copies(case: Case) -> Iterator[Issue]:
+    """Open where a matrix has the weights and the gradient of another one, and so stays equal to it for ever.
+
+    Heads or critics that were copied do so. Equal norms of both, in each of the last samples, tell it: two matrices
+    that differ have one of these norms in common by design, and never both by chance.
+    """
+    first, *others = [sample.remembered("copies", _copies) for sample in case.recent] or [{}]
+    names = [name for name, of in first.items() if all(found.get(name) == of for found in others)]
+    if not names:
+        return
+    more = f" {len(names) - 1} more are so." if len(names) > 1 else ""
+    yield case.issue(
+        IssueType.EQUAL_UNITS,
+        module_of(names[0]),
+        ("matrices_that_differ", 0.0, 0.0),
+        f"{names[0]} has the weights and the gradient of {first[names[0]]}: the two are one.{more}",
+        "Initialise each at random: copies that are used alike get the same gradients and never differ.",
+        confidence=0.95,
+    )
+
+
+def _copies(sample: Sample) -> dict[str, str]:
+    """Return the matrices that have both norms in common with an earlier one, each with that one."""
+    known: dict[tuple[object, ...], str] = {}
+    found = {}
+    for name, param in sample.params.items():
+        if param.ndim > 1 and param.norm > 0 and param.weight > 0 and math.isfinite(param.norm + param.weight):
+            key = (param.ndim, param.count, f"{param.norm:.6e}", f"{param.weight:.6e}")
+            if (first := known.setdefault(key, name)) != name:
+                found[name] = first
+    return found
+
+
 def _is_alike(sample: Sample, name: str) -> bool:
     param = sample.params.get(name)
     return param is not None and param.alike and param.owned is not False
