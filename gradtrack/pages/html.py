@@ -23,6 +23,7 @@ from gradtrack.pages.issues import ADVICE, Episode
 from gradtrack.pages.paths import pictures_of_analyzers, way_to_open
 from gradtrack.pages.run_data import LOSS, RunData, Track
 from gradtrack.reports import IssueSeverity, StepReport
+from gradtrack.reports.issues import doubt_about
 from gradtrack.reports.summary import has_finite
 from gradtrack.support.names import number, plural
 from gradtrack.support.regular_files import read_regular
@@ -191,8 +192,11 @@ def _evidence(issue: Mapping[str, Any]) -> Iterator[str]:
         yield f"{issue['statistic']} {number(issue.get('value'))}, limit {number(issue.get('threshold'))}"
     if issue.get("window", 1) != 1:
         yield f"over {issue['window']} steps"
-    if issue.get("confidence", 1.0) != 1.0:
-        yield f"confidence {number(issue['confidence'])}"
+    confidence = issue.get("confidence", 1.0)
+    if confidence != 1.0:
+        yield f"confidence {number(confidence)}"
+    if isinstance(confidence, (int, float)) and (doubt := doubt_about(confidence, issue.get("explained_by"))):
+        yield doubt
 
 
 def _pairs(values: Mapping[str, Any]) -> list[tuple[str, str]]:

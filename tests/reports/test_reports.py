@@ -14,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 
 from gradtrack import HealthReport, Issue, IssueSeverity, IssueType, StepReport
 from gradtrack.reports import Report, TrainingSummary
+from gradtrack.reports.issues import usual_confidence
 
 FLOATS = st.floats(allow_nan=True, allow_infinity=True)
 
@@ -246,3 +247,13 @@ def test_summary_has_the_documented_keys() -> None:
     assert summary["gradient_statistics"]["gradient_norms"]["mean"] == 0.0
     assert summary["health_issues"]["unhealthy_steps"] == summary["total_steps"] == 0
     assert summary["nan_inf_summary"]["total_replacements"] == 0
+
+
+def test_the_confidence_of_an_issue_is_what_was_measured_of_its_type() -> None:
+    """A rule that gives none has the usual one of its type, and a low one is said, unless another issue explains it."""
+    dead = Issue.found(IssueType.DEAD, "fc1", ("units_off", 0.6, 0.5), "Half is dead.", "Look.")
+    assert dead.confidence == usual_confidence(IssueType.DEAD) < 0.7 < usual_confidence(IssueType.DISCONNECTED)
+    assert str(dead) == "[HIGH] DEAD at fc1: Half is dead. (perhaps not the cause) Look."
+    assert "perhaps" not in str(dead.model_copy(update={"explained_by": "LR_TOO_HIGH"}))
+    assert all(0.5 < usual_confidence(kind) < 1.0 for kind in IssueType)
+    assert Issue.found(IssueType.DEAD, "", ("", None, None), "", "", confidence=0.4).confidence == 0.4

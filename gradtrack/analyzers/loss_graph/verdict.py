@@ -30,6 +30,7 @@ from gradtrack.analyzers.loss_graph.graph import (
     whole_loss,
 )
 from gradtrack.reports import Issue, IssueSeverity, IssueType
+from gradtrack.reports.issues import usual_confidence
 
 _NORMALISED: Final = {"Softmax": "softmax", "Sigmoid": "sigmoid"}
 _ACTIVATIONS: Final = frozenset(("Softmax", "Sigmoid", "Tanh", "Relu", "Gelu", "Silu"))
@@ -65,7 +66,7 @@ def judge(found: Iterable[Mistake], params: Mapping[str, nn.Parameter], step: in
             layer=layer,
             message=mistake.message.replace("{}", layer or "the model"),
             recommendation=mistake.recommendation,
-            confidence=0.95,
+            confidence=usual_confidence(mistake.issue_type),
             step=step,
         )
         issues.setdefault(issue.key, issue)
@@ -337,7 +338,7 @@ class LossFunction:
             threshold=0.0,
             window=_FEW,
             step=series.num_steps,
-            confidence=0.95,
+            confidence=usual_confidence(IssueType.TARGET_RANGE),
             recommendation="Give it targets of 0 and 1: labels of -1 and 1 become (labels + 1) / 2.",
         )
 

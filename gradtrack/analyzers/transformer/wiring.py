@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from gradtrack.analyzers.tools.samples import Pending, Reading
 from gradtrack.analyzers.transformer.statistics import AttentionRows, are_constant
 from gradtrack.reports import Issue, IssueSeverity, IssueType
+from gradtrack.reports.issues import usual_confidence
 
 KINDS: Final = (
     IssueType.ATTN_SCALE,
@@ -160,7 +161,7 @@ def _wrong_factor(layer: str, factor: float, size: int, heads: int) -> Issue | N
         statistic="score_scale",
         value=factor,
         threshold=1 / root,
-        confidence=0.95,
+        confidence=usual_confidence(IssueType.ATTN_SCALE),
         recommendation="Divide the scores by the root of the number of features of a head.",
     )
 
@@ -238,7 +239,7 @@ def _mask(layer: str, message: str, recommendation: str, severity: IssueSeverity
         severity=severity,
         layer=layer,
         message=message,
-        confidence=0.9,
+        confidence=usual_confidence(IssueType.ATTN_MASK),
         recommendation=f"{recommendation} Where that is on purpose, mute ATTN_MASK.",
     )
 
@@ -261,7 +262,7 @@ def _judge_blind(layer: str, num_rows: int, blind: Tensor) -> Issue | None:
         statistic="rows_without_keys",
         value=float(count),
         threshold=0.0,
-        confidence=0.95,
+        confidence=usual_confidence(IssueType.NUMERICAL),
         recommendation="Let every row see one key, or mask with a large finite number: padding that hides a whole "
         "sequence, or a mask that is the wrong way round, hides all.",
     )
@@ -304,7 +305,7 @@ def judge_block(
                 severity=IssueSeverity.MEDIUM,
                 layer=name,
                 message=f"No skip connection leads around {around}: the block's input comes through matrices alone.",
-                confidence=0.9,
+                confidence=usual_confidence(IssueType.NO_SKIP),
                 recommendation="Add the input of each part to its output: x + attention(norm(x)), x + feed(norm(x)).",
             )
         ]
@@ -380,7 +381,7 @@ def _wrong_axis(weights: _Weights, operands: tuple[Tensor, Tensor], axes: tuple[
         layer=weights.layer,
         message=f"The softmax of attention runs over its {over}, and values are summed over another axis: the weights "
         "of a query do not sum up to one.",
-        confidence=0.95,
+        confidence=usual_confidence(IssueType.SOFTMAX_DIMENSION),
         recommendation="Take the softmax over the keys: dim=-1 of scores whose rows are queries.",
     )
 

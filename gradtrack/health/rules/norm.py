@@ -23,6 +23,7 @@ from gradtrack.health.rule import (
     Rule,
 )
 from gradtrack.reports import Issue, IssueSeverity, IssueType
+from gradtrack.reports.issues import usual_confidence
 from gradtrack.support.names import module_of
 
 
@@ -342,5 +343,5 @@ class VanishingRule(Rule):
             ),
             severity=IssueSeverity.HIGH if known else IssueSeverity.LOW,
             window=self.streak,
-            confidence=0.9 if known else 0.4,
+            confidence=usual_confidence(self.kind) if known else 0.4,
         )

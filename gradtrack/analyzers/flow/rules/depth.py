@@ -131,7 +131,6 @@ def _depth_issue(
             f"{'gates' if cell else 'normalisation or skip connections'}."
         ),
         window=_SAMPLES,
-        confidence=0.95,
     )
 
 
@@ -158,7 +157,6 @@ def judge_bottleneck(case: Case) -> Iterator[Issue]:
             f"The gradient behind {layer} has an effective rank of {rank:.2g}, the last layer's one of {last:.2g}.",
             f"Give {layer} a rank of at least {max(2, round(last))}, or lead a skip connection around it.",
             severity=IssueSeverity.MEDIUM,
-            confidence=0.85,
         )
 
 

@@ -134,7 +134,6 @@ def _rate_high_issue(case: Case, moved: list[Sample], ratios: dict[str, float], 
         f"Try lr {sample.lr * _HEALTHY / typical:.1g}, which would move the median weight by 0.1 % per step.",
         window=len(moved),
         step=moved[0].step,
-        confidence=0.9,
     )
 
 
@@ -169,7 +168,6 @@ def judge_negative_rate(case: Case) -> list[Issue]:
             severity=IssueSeverity.CRITICAL,
             window=len(found),
             step=found[0].step,
-            confidence=0.95,
         )
     ]
 
@@ -301,5 +299,4 @@ def _rate_low_issue(case: Case, sample: Sample, largest: float, window: int) -> 
         advice,
         severity=IssueSeverity.MEDIUM,
         window=window,
-        confidence=0.9,
     )

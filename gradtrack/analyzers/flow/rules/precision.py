@@ -170,6 +170,4 @@ def _shares(sample: Sample, which: str) -> float:
 
 
 def _rounding_issue(case: Case, statistic: str, value: float, threshold: float, message: str, advice: str) -> Issue:
-    return case.issue(
-        IssueType.NUMERICAL, "", (statistic, value, threshold), message, advice, window=_SAMPLES, confidence=0.9
-    )
+    return case.issue(IssueType.NUMERICAL, "", (statistic, value, threshold), message, advice, window=_SAMPLES)

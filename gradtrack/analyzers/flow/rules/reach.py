@@ -278,7 +278,6 @@ def judge_mode(case: Case) -> Iterator[Issue]:
             "those of the start, so that they do not normalise.",
             "Call model.train() before the loop, and after every model.eval().",
             window=len(seen),
-            confidence=0.95,
         )
     else:
         trained = next((sample for sample in case.samples if sample.training and sample.in_training), None)
@@ -294,5 +293,4 @@ def judge_mode(case: Case) -> Iterator[Issue]:
                 severity=IssueSeverity.MEDIUM,
                 window=len(seen),
                 step=since,
-                confidence=0.9,
             )

@@ -42,7 +42,6 @@ def judge_oscillation(case: Case) -> Iterator[Issue]:
         ),
         f"Halve the learning rate {lr:.3g} to {lr / 2:.2g}, or more: it is past 2/curvature.",
         window=len(cosines),
-        confidence=0.9,
     )
 
 
@@ -121,7 +120,6 @@ def judge_first_steps(case: Case) -> Iterator[Issue]:
         "Initialise for a gain near 1, clip the gradient norm, or begin with a small learning rate.",
         window=len(norms),
         step=norms.index(max(begun)) + 1,
-        confidence=0.9,
     )
 
 
@@ -157,5 +155,4 @@ def judge_foreign_clip(case: Case) -> Iterator[Issue]:
         f"Raise the limit of the clipping about {1 / typical:.1g} times, or scale the loss down.",
         severity=IssueSeverity.MEDIUM,
         window=len(found),
-        confidence=0.9,
     )

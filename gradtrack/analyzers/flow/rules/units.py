@@ -91,7 +91,6 @@ def judge_dead(case: Case) -> Iterator[Issue]:
                     f"Re-initialise {layer} with a bias of 0, lower the learning rate, or use LeakyReLU or GELU: "
                     "units that are off for every input get no gradient to come back by."
                 ),
-                confidence=0.95,
             )
 
 
@@ -185,7 +184,6 @@ def judge_saturation(case: Case) -> Iterator[Issue]:
                     f"near 0, and {through:.0%} of the gradient gets through."
                 ),
                 f"Scale the weights of {layer} down, normalise its input, or put a LayerNorm behind it.",
-                confidence=0.9,
             )
 
 
@@ -297,7 +295,6 @@ def judge_equal_units(case: Case) -> Iterator[Issue]:
         ),
         "Initialise the weights at random, as the layers of torch do by themselves; only one factor of a product may "
         "begin at zero.",
-        confidence=0.95,
     )
 
 
@@ -318,7 +315,6 @@ def judge_copies(case: Case) -> Iterator[Issue]:
         ("matrices_that_differ", 0.0, 0.0),
         f"{names[0]} has the weights and the gradient of {first[names[0]]}: the two are one.{more}",
         "Initialise each at random: copies that are used alike get the same gradients and never differ.",
-        confidence=0.95,
     )
 
 
