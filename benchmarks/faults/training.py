@@ -280,7 +280,7 @@ def train(plan: Plan) -> None:
     tell("begins")
     training.begin()
     if plan.harm:
-        _do(plan.harm, training)
+        _do(plan.harm, training, plan.settings["grad_log_every_n_steps"])
     strikes = set(chance.sample(range(QUIET_STEPS, plan.steps), 6)) if disk is not None else set()
     for number in range(plan.steps):
         if disk is not None and number in strikes:
@@ -304,13 +304,13 @@ def train(plan: Plan) -> None:
 HARMS = ("lose a row", "write a row twice", "raise", "change a weight")
 
 
-def _do(harm: str, training: Training) -> None:
-    """Let one row, or the step after which it is due, go wrong."""
+def _do(harm: str, training: Training, every: int) -> None:
+    """Let the first row that is due by the setting, or the step after which it is, go wrong."""
     write, done = Delivery.write, list[str]()
 
     def wrong(delivery: Delivery, record: Record) -> None:
-        first = not done
-        done.append(harm)
+        first = not done and record.step % every == 0
+        done.extend([harm] * first)
         if first and harm == "raise":
             raise ValueError(harm)
         if first and harm == "change a weight":

@@ -243,7 +243,7 @@ class Capture:
             return
         self._left -= 1
         try:
-            text = self._capture(report, data, reason)
+            text = self._capture(data, reason)
         except Exception as fault:
             pass_on(fault)
             text = f"step {data.step} was not captured: {fault}. See to that, or set capture: off."
@@ -268,7 +268,7 @@ class Capture:
         judged = data.spike is not None and data.spike["action"] != "listed"
         return "spike" if judged or IssueType.EXPLODING in opened else ""
 
-    def _capture(self, report: StepReport, data: Any, reason: str) -> str:
+    def _capture(self, data: Any, reason: str) -> str:
         config, model = self._training.config, unwrapped(self._training.model)
         place, failed = self._place(), f"step {data.step} was not captured:"
         if place is None:
@@ -283,7 +283,7 @@ class Capture:
         if len(earlier) >= config.capture_max_steps:
             self._left = 0
             return f"{failed} {directory} has {len(earlier)}. Raise capture_max_steps."
-        values, tensors = self._contents(model, report, data, reason)
+        values, tensors = self._contents(model, data, reason)
         values.run_id = run_id
         size = sum(one.numel() * one.element_size() for one in tensors.values())
         used = sum(found.stat().st_size for path in earlier for found in path.glob(TENSORS))
@@ -300,9 +300,7 @@ class Capture:
         what = "where make is a function in your train.py that returns the model, or the model and loss(model, batch)"
         return f"captured: {path} is this step. {command} computes it again, {what}.{lacking}"
 
-    def _contents(
-        self, model: nn.Module, report: StepReport, data: Any, reason: str
-    ) -> tuple[CaptureValues, dict[str, Tensor]]:
+    def _contents(self, model: nn.Module, data: Any, reason: str) -> tuple[CaptureValues, dict[str, Tensor]]:
         params = dict(model.named_parameters())
         if any("FullySharded" in type(one).__name__ for one in model.modules()) or not all(
             map(is_plain, params.values())
@@ -320,7 +318,7 @@ class Capture:
             unknown += [] if is_known else [name]
         if unknown:
             notes.append(f"{', '.join(unknown)} may have been changed by the forward pass")
-        batches = self._batches(encoder, data.step, report.batch, notes)
+        batches = self._batches(encoder, data.step, data.batch, notes)
         optimizers = None
         if self._training.config.capture_optimizer:
             states = [one.state_dict() for one in self._training.optimizers]

@@ -146,7 +146,7 @@ class GradientStatisticsCallback(ManagedTraining, Callback):  # type: ignore[mis
         self._stop()
 
     def _stop(self, *, failed: bool = False) -> None:
-        self._trains = False
+        self._trains, self._batch = False, None
         super()._stop(failed=failed)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:

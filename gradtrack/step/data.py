@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
-from itertools import repeat
+from itertools import islice, repeat
 from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, Final, Protocol, Self
@@ -317,3 +318,27 @@ class _Fields(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self._made)
+
+
+_PLAIN: Final = (str, int, float, bool, type(None))
+_LOOKED_AT: Final = 64
+_DEEPEST: Final = 4
+
+
+def kept_batch(batch: object, depth: int = 0) -> object:
+    """Return what a report keeps of a batch: plain data as it is, and of a tensor its type and shape in words.
+
+    A thousand reports are kept, and a batch may be large and on a device. Of a long collection the first entries tell.
+    """
+    if isinstance(batch, _PLAIN):
+        return batch
+    if isinstance(batch, Mapping) and depth < _DEEPEST:
+        found = {key: kept_batch(entry, depth + 1) for key, entry in islice(batch.items(), _LOOKED_AT)}
+        return batch if type(batch) is dict and all(found[key] is batch[key] for key in found) else found
+    if isinstance(batch, (list, tuple)) and depth < _DEEPEST:
+        parts = [kept_batch(entry, depth + 1) for entry in batch[:_LOOKED_AT]]
+        return batch if all(map(operator.is_, parts, batch)) else parts
+    shape = getattr(batch, "shape", None)
+    if shape is not None:
+        return f"{str(getattr(batch, 'dtype', type(batch).__name__)).removeprefix('torch.')}{list(shape)}"
+    return f"<{type(batch).__name__}>"

@@ -25,7 +25,7 @@ from gradtrack.health.rule import LEAST_LEFT, MOST_TOGETHER, SLACK, TENFOLD, Ban
 from gradtrack.protection.clipping import clips_apart
 from gradtrack.protection.strategies import Memory, clipping_fields, coefficient_of
 from gradtrack.reports import HEALTHY, StepReport
-from gradtrack.step.data import StepData, next_row
+from gradtrack.step.data import StepData, kept_batch, next_row
 from gradtrack.step.history import History
 from gradtrack.step.pending import PendingSteps
 from gradtrack.support.interrupts import pass_on
@@ -227,7 +227,7 @@ class FastPath:
                     epoch=epoch,
                     source=pair.name,
                     time=now(),
-                    batch=batch,
+                    batch=None if batch is None else kept_batch(batch),
                 )
                 if limit is not None:
                     coefficient = coefficient_of(norm, limit, terms.epsilon)

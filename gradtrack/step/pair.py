@@ -24,7 +24,7 @@ from gradtrack.protection.spikes import Rollback, SpikeDetector
 from gradtrack.reports import Issue, LateReport, StepReport
 from gradtrack.step.analyzers import RunningAnalyzers
 from gradtrack.step.arguments import add_loss, labels_of
-from gradtrack.step.data import Recorders, StepData
+from gradtrack.step.data import Recorders, StepData, kept_batch
 from gradtrack.step.fast_path import FastPath
 from gradtrack.step.history import FlightRecorder, History
 from gradtrack.step.judge import Judge
@@ -195,9 +195,8 @@ class Pair:
         data.has_own_limit = self.clipper.limit_of_step is not None
         if self.analyzers.running and self.analyzers.due(data.step):
             data.loss_graph = getattr(loss, "grad_fn", None)
-        report = StepReport.deferred(
-            data.fields, step=data.step, epoch=epoch, source=self.name, time=data.time, batch=batch
-        )
+        known: Any = {"step": data.step, "epoch": epoch, "source": self.name, "time": data.time}
+        report = StepReport.deferred(data.fields, **known, batch=kept_batch(batch))
         there = on_device(grads.tensors)
         total = self._rank_exchange.agree(data.step, total, partial(clips_there, grads, self.clipper, there=there))
         self.recorders.measured(grads, batch, data)

@@ -7,8 +7,10 @@ import multiprocessing
 import os
 import sys
 import time
+from multiprocessing import forkserver
 from pathlib import Path
 
+import pytest
 from torch._C._distributed_c10d import TCPStore
 
 from tests.processes import WATCHDOG_SECONDS
@@ -24,6 +26,9 @@ def run_in_ranks(num_processes: int, module: str, *arguments: str, errors: Path)
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(_PRELOADED))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")  # which Triton reads when it is imported, as torch does in that process
+        forkserver.ensure_running()
     store = TCPStore("127.0.0.1", 0, num_processes, is_master=True, wait_for_workers=False)
     variables = {
         "MASTER_ADDR": "127.0.0.1",

@@ -1,19 +1,23 @@
 """The history of a training: its summary, its log, and files that are written atomically."""
 
+import gc
 import json
 import math
 import os
 import sys
 import threading
+import weakref
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
-from gradtrack import GradientManager, StepReport
+from gradtrack import GradientManager, StepReport, safe_backward
 from gradtrack.delivery.run_files import new_run_id, write_atomically
+from gradtrack.step.data import kept_batch
 from gradtrack.step.history import History
-from tests.training import train
+from tests.training import small_model, train
 
 
 def test_summary_agrees_with_the_reports() -> None:
@@ -111,3 +115,34 @@ class TestAtomicFiles:
 def test_run_ids_differ() -> None:
     """Two runs of one process in one second have different names."""
     assert new_run_id() != new_run_id()
+
+
+def test_reports_keep_no_batch_alive() -> None:
+    """A thousand reports are kept: of a tensor its type and shape in words, and plain data as it is."""
+    model, kept = small_model(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with GradientManager(engine="native", backends=[]) as manager:
+        for step in range(60):
+            x = torch.randn(8, 6)
+            kept.append(weakref.ref(x))
+            names = {"x": x, "ids": [step, step + 1], "of": ("a", None)}
+            optimizer.zero_grad()
+            report = safe_backward(model(x).square().mean(), model, optimizer, manager, batch=names)
+            optimizer.step()
+            assert report.batch == {"x": "float32[8, 6]", "ids": [step, step + 1], "of": ("a", None)}
+        del x, names
+        gc.collect()
+        assert not any(one() is not None for one in kept)
+        assert len(manager.reports) == 60
+
+
+@pytest.mark.parametrize("batch", [None, 7, "a", [1, 2], ("a", None), {"a": {"b": [1.5]}}, list(range(1000))])
+def test_a_batch_of_plain_data_is_kept_as_it_is(batch: object) -> None:
+    """The same object, so that nothing is copied."""
+    assert kept_batch(batch) is batch
+
+
+def test_what_is_kept_of_other_batches_is_said_in_words() -> None:
+    """Containers keep their form; other objects are named by their type, whatever they hold."""
+    batch = [torch.zeros(2, 3, dtype=torch.float16), (np.zeros(4), object())]
+    assert kept_batch(batch) == ["float16[2, 3]", ["float64[4]", "<object>"]]
