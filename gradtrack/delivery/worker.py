@@ -19,7 +19,7 @@ from gradtrack.delivery.writer import QUEUE_ROWS, Feed, Row, Writer
 from gradtrack.errors import PermanentBackendError
 from gradtrack.records import Record, RunInfo
 from gradtrack.reports import IssueSeverity
-from gradtrack.support.interrupts import start
+from gradtrack.support.interrupts import pass_on, start
 
 BATCH_ROWS: Final = 256
 _FIRST_DELAY_SECONDS: Final = 0.25
@@ -178,10 +178,18 @@ class Worker:
         try:
             action()
         except BaseException as fault:
+            _pass_on_interrupt(fault)
             self.faults.note(fault, "what it has taken may not be durable")
             self.unsettled = self.faults.last
         else:
             self.unsettled = None
+
+
+def _pass_on_interrupt(fault: BaseException) -> None:
+    """Raise what has struck the main thread, which ends a plugin whose own thread has never begun."""
+    pass_on(fault)
+    if isinstance(fault, KeyboardInterrupt):
+        raise fault
 
 
 _MOST_MESSAGES: Final = 256
@@ -317,4 +325,5 @@ class AlertWorker:
         try:
             self._alert.close()
         except BaseException as fault:
+            _pass_on_interrupt(fault)
             self.faults.note(self._hidden(fault), "it may have kept what it was sent")

@@ -18,6 +18,7 @@ from gradtrack.errors import MissingExtraError
 from gradtrack.gradients import torch_cpu
 from gradtrack.gradients.moments import MAX, MIN, SMALLEST_FACTOR, WIDTH, Moments, Rows, merge
 from gradtrack.gradients.torch_device import Plans, TorchPlan, halves_of
+from gradtrack.support.interrupts import pass_on
 
 EngineName = Literal["auto", "torch", "native", "triton"]
 _HALVES: Final = frozenset({torch.float16, torch.bfloat16})
@@ -134,6 +135,7 @@ class Accelerators:
             try:
                 self._works[device] = self._triton.works_on(device)
             except Exception as fault:
+                pass_on(fault)
                 _logger.warning("engine auto: Triton cannot be used on %s, so torch measures there: %s", device, fault)
                 self._works[device] = False
         return self._works.get(device, True)

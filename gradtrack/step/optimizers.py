@@ -44,7 +44,7 @@ class PairOptimizers:
         self._warned = False
         self.outside_note = ""
         """What the next report tells of gradients that were shown outside of a closure."""
-        self._skipped: list[SkippedStep] = []
+        self.held_back: list[SkippedStep] = []
         self._rates: list[list[tuple[Any, Any]]] = []
         self._last_rates: list[Any] = []
         """The rates of the last step, if there is a single optimizer and all of its groups have a rate."""
@@ -157,14 +157,14 @@ class PairOptimizers:
         """Keep the coming step of each optimizer from doing anything, but for one whose step is running already."""
         for one in self.optimizers:
             if not is_stepping(one):
-                self._skipped.append(SkippedStep(one))
-                self._skipped[-1].arm()
+                self.held_back.append(SkippedStep(one))
+                self.held_back[-1].arm()
 
     def restore_steps(self) -> None:
         """Let every optimizer step again, also one that was not called for a skipped step."""
-        for step in self._skipped:
+        for step in self.held_back:
             step.restore()
-        self._skipped = []
+        self.held_back = []
 
     def forget_found_inf(self) -> None:
         """Remove the `found_inf` flag that a step on a device has set, since the host decides about this step."""

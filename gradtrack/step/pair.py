@@ -150,7 +150,7 @@ class Pair:
     def is_plain(self) -> bool:
         """Whether steps are ordinary: no closure, shared component, open issue, rank or note that needs every stage."""
         told = self.coming_notes or self.measurement.coming_notes or self.analyzers.chosen
-        special = self.optimizer_steps.has_closures or self.components_are_shared
+        special = self.optimizer_steps.has_closures or self.optimizer_steps.held_back or self.components_are_shared
         return self.measurement.is_plain and self.judge.is_calm and not (special or told)
 
     def meets_clipping(self, limit: float, *, usable: bool) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import linecache
+import signal
 import sys
 import threading
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 
 from gradtrack import GradientManager
+from gradtrack.alerts.base import Alert, Message
 from gradtrack.delivery import worker as worker_module
 from gradtrack.delivery.delivery import Delivery
 from gradtrack.delivery.journal.reading import find_journals
@@ -163,3 +165,39 @@ def test_manager_that_its_own_worker_collects_is_closed(tmp_path: Path) -> None:
             thread.join()
     assert recorder.steps == [1, 2, 3]
     assert not is_being_written(tmp_path / "journal-000.jsonl")
+
+
+class Struck(Alert):
+    """An alert that a signal strikes while it is closed, once."""
+
+    def __init__(self, fault: type[BaseException]) -> None:
+        self.fault, self.num_closed = fault, 0
+
+    def send(self, message: Message) -> None:
+        """Be posted to, which does not happen here."""
+
+    def close(self) -> None:
+        """Be struck by a signal, whose handler raises."""
+        self.num_closed += 1
+        if self.num_closed == 1:
+            signal.raise_signal(signal.SIGALRM)
+
+
+@pytest.mark.parametrize("fault", [TimeoutError, KeyboardInterrupt])
+def test_what_strikes_the_close_of_an_alert_reaches_the_training(fault: type[BaseException]) -> None:
+    """An alert that never posted is closed on the main thread, where signals are heard; the next close ends well."""
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        raise fault
+
+    before = signal.signal(signal.SIGALRM, handle)
+    try:
+        alert = Struck(fault)
+        manager = GradientManager(alerts=[alert], backends=["memory"])
+        train(manager, 3)
+        with pytest.raises(fault):
+            manager.close()
+        manager.close()
+        assert alert.num_closed >= 1
+    finally:
+        signal.signal(signal.SIGALRM, before)

@@ -189,3 +189,22 @@ def test_a_skip_within_a_running_step_takes_the_gradients_away() -> None:
     optimizer.step()
     assert all(map(torch.equal, before, model.parameters()))
     assert all(param.grad is None for param in model.parameters())
+
+
+@pytest.mark.parametrize("settings", [{"skip_steps": [[50, 50]]}, {"spike_action": "skip"}])
+def test_a_finite_step_that_the_loop_leaves_out_holds_back_no_other(settings: dict[str, Any]) -> None:
+    """Quiet steps go a shorter way, which must not begin while an optimizer is held back."""
+    model, manager = small_model(), GradientManager(engine="native", backends=[], **settings)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    still, skipped = [], []
+    for step in range(1, 121):
+        before = [param.detach().clone() for param in model.parameters()]
+        optimizer.zero_grad()
+        loss = batch_loss(model, step % 8, scale=300.0 if step == 100 and "spike_action" in settings else 1.0)
+        if safe_backward(loss, model, optimizer, manager).skipped:
+            skipped.append(step)
+            continue
+        optimizer.step()
+        still += [step] if all(map(torch.equal, before, model.parameters())) else []
+    assert skipped == [100 if "spike_action" in settings else 50]
+    assert still == []

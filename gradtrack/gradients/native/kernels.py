@@ -19,6 +19,8 @@ from llvmlite import ir
 from numba import carray, cfunc, config, njit, types
 from numba.extending import intrinsic, overload
 
+from gradtrack.support.interrupts import pass_on
+
 if config.DISABLE_JIT:
     raise ImportError("NUMBA_DISABLE_JIT is set: expected a compiler. Unset it to use the native engine.")
 
@@ -92,7 +94,8 @@ def _compiled_for_a_team(function: Callable[..., Value]) -> Any:
 def _cached(compiler: Callable[..., Any], function: Callable[..., Value], signature: Any, **options: Any) -> Any:
     try:
         return compiler(signature, cache=True, **options)(function)
-    except Exception:  # no directory can be written, or what is in it is damaged
+    except Exception as fault:  # no directory can be written, or what is in it is damaged
+        pass_on(fault)
         return compiler(signature, **options)(function)
 
 
