@@ -89,6 +89,7 @@ def _once(issues: Iterable[Issue]) -> list[Issue]:
 
 
 def _told(issue: Issue) -> tuple[float, int]:
+    """Return what the issue is preferred by to others of its type at its layer: weight, and nearness to the origin."""
     return _weight(issue.severity, issue.confidence), -_NEAREST.get(issue.statistic, _FURTHER)
 
 
@@ -110,9 +111,11 @@ def _explain(issue: Issue, others: Sequence[Issue]) -> Issue:
 
 def is_origin(statistic: str, step: int, *, of: str, at: int) -> bool:
     """Say whether a NUMERICAL issue with a statistic, from a step, is where one with another comes from."""
+    if abs(step - at) > OFTEN_UNTIL:
+        return False
     if of == NONFINITE_WEIGHT:
         return statistic != NONFINITE_WEIGHT and step <= at
-    return _NEAREST.get(statistic, _FURTHER) < _NEAREST.get(of, _FURTHER) and abs(step - at) <= OFTEN_UNTIL
+    return _NEAREST.get(statistic, _FURTHER) < _NEAREST.get(of, _FURTHER)
 
 
 def causes_of(kind: IssueType) -> tuple[IssueType, ...]:
@@ -136,10 +139,9 @@ def _weight(severity: IssueSeverity, confidence: float) -> float:
 
 COLLAPSES: Final = (T.RANK_COLLAPSE, T.ATTN_ENTROPY_COLLAPSE)
 """What does harm as long as the loss has not come down since; analyzers find it."""
-_HARMFUL: Final = {False: (T.NUMERICAL, T.EXPLODING), True: (T.NUMERICAL, *COLLAPSES)}
-"""What does lasting harm, of what the rules find and of what analyzers find."""
-
-_SAVED: Final = {False: "harm", True: "harm_of_analyzers"}
+_HARMFUL: Final = (T.NUMERICAL, T.EXPLODING)
+"""What does lasting harm, of what the rules find."""
+_HARMFUL_OF_ANALYZERS: Final = (T.NUMERICAL, *COLLAPSES)
 
 
 class OpenIssues:
@@ -147,18 +149,21 @@ class OpenIssues:
 
     def __init__(self) -> None:
         self._open: dict[str, IssueSeverity] = {}
-        self._harm: dict[bool, dict[IssueType, Issue]] = {False: {}, True: {}}
+        self._harm: dict[IssueType, Issue] = {}
+        self._harm_of_analyzers: dict[IssueType, Issue] = {}
 
     @property
     def harm(self) -> list[Issue]:
         """Return the first issue of each type that does lasting harm, also after it has closed."""
-        return [issue for first in self._harm.values() for issue in first.values()]
+        return [*self._harm.values(), *self._harm_of_analyzers.values()]
 
-    def remember(self, issues: Sequence[Issue], *, by_analyzers: bool = False) -> None:
-        """Remember those issues of a step that do lasting harm."""
-        for issue in issues:
-            if issue.issue_type in _HARMFUL[by_analyzers] and issue.severity >= IssueSeverity.HIGH:
-                self._harm[by_analyzers].setdefault(issue.issue_type, issue)
+    def remember(self, issues: Sequence[Issue]) -> None:
+        """Remember those issues of the rules at a step that do lasting harm."""
+        _add_harm(self._harm, issues, _HARMFUL)
+
+    def remember_of_analyzers(self, issues: Sequence[Issue]) -> None:
+        """Remember those that analyzers have found."""
+        _add_harm(self._harm_of_analyzers, issues, _HARMFUL_OF_ANALYZERS)
 
     def update(self, issues: Sequence[Issue]) -> tuple[list[Issue], bool]:
         """Update the open issues with those of one step; return the new ones, and whether any has opened or closed."""
@@ -174,14 +179,21 @@ class OpenIssues:
     def state_dict(self) -> dict[str, Any]:
         """Return the open issues and those that did harm, as plain data."""
         opened = {key: severity.value for key, severity in self._open.items()}
-        harm = {name: to_plain(self._harm[key].values()) for key, name in _SAVED.items()}
-        return {"open": opened, **harm}
+        harm, of_analyzers = to_plain(self._harm.values()), to_plain(self._harm_of_analyzers.values())
+        return {"open": opened, "harm": harm, "harm_of_analyzers": of_analyzers}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned."""
         self._open = {key: IssueSeverity(value) for key, value in state.get("open", {}).items()}
-        saved = {key: from_plain(state.get(name, ())) for key, name in _SAVED.items()}
-        self._harm = {key: {issue.issue_type: issue for issue in issues} for key, issues in saved.items()}
+        self._harm = {issue.issue_type: issue for issue in from_plain(state.get("harm", ()))}
+        found = from_plain(state.get("harm_of_analyzers", ()))
+        self._harm_of_analyzers = {issue.issue_type: issue for issue in found}
+
+
+def _add_harm(known: dict[IssueType, Issue], issues: Sequence[Issue], kinds: Sequence[IssueType]) -> None:
+    for issue in issues:
+        if issue.issue_type in kinds and issue.severity >= IssueSeverity.HIGH:
+            known.setdefault(issue.issue_type, issue)
 
 
 def to_plain(issues: Iterable[Issue]) -> list[dict[str, Any]]:

@@ -8,6 +8,7 @@ from gradtrack.reports.issues import Issue as Issue
 from gradtrack.reports.issues import Issues as Issues
 from gradtrack.reports.issues import IssueSeverity as IssueSeverity
 from gradtrack.reports.issues import IssueType as IssueType
+from gradtrack.reports.issues import usual_confidence as usual_confidence
 from gradtrack.reports.step import StepReport as StepReport
 from gradtrack.reports.summary import ClippingReport as ClippingReport
 from gradtrack.reports.summary import ClippingSummary as ClippingSummary

@@ -99,7 +99,7 @@ class Judge(Stateful):
     def set_analyzer_issues(self, issues: Sequence[Issue]) -> None:
         """Set the issues of the analyzers, which are open from the coming judgement on until they are set again."""
         self._of_analyzers = order(unmuted(list(issues), self._config.mute))
-        self._open_issues.remember(self._of_analyzers, by_analyzers=True)
+        self._open_issues.remember_of_analyzers(self._of_analyzers)
 
     def add_analyzer_issues(self, issues: Sequence[Issue], data: StepData) -> None:
         """Set the issues that the analyzers have found on a step that was judged already, and open them on it."""

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
 from gradtrack import HealthReport, Issue, IssueSeverity, IssueType, StepReport
-from gradtrack.reports import Report, TrainingSummary
-from gradtrack.reports.issues import usual_confidence
+from gradtrack.reports import Report, TrainingSummary, usual_confidence
 
 FLOATS = st.floats(allow_nan=True, allow_infinity=True)
 

@@ -171,7 +171,8 @@ class GradientFlowAnalyzer(Analyzer):
             finally:
                 self._sampler.disarm(for_good=True)
         found = diagnose(self.case)
-        found += judge_origin_ever(self.case) * all(issue.issue_type is not IssueType.NUMERICAL for issue in found)
+        if all(issue.issue_type is not IssueType.NUMERICAL for issue in found):
+            found += judge_origin_ever(self.case)
         found += judge_absolutely(self.case, self._thresholds)
         known = {issue.key for issue in found}
         return found + [issue for issue in self._others(input_fn, loss_fn, steps) if issue.key not in known]

@@ -29,8 +29,7 @@ from gradtrack.analyzers.loss_graph.graph import (
     terms,
     whole_loss,
 )
-from gradtrack.reports import Issue, IssueSeverity, IssueType
-from gradtrack.reports.issues import usual_confidence
+from gradtrack.reports import Issue, IssueSeverity, IssueType, usual_confidence
 
 _NORMALISED: Final = {"Softmax": "softmax", "Sigmoid": "sigmoid"}
 _ACTIVATIONS: Final = frozenset(("Softmax", "Sigmoid", "Tanh", "Relu", "Gelu", "Silu"))

@@ -27,8 +27,7 @@ from torch import Tensor, nn
 
 from gradtrack.analyzers.tools.samples import Pending, Reading
 from gradtrack.analyzers.transformer.statistics import AttentionRows, are_constant
-from gradtrack.reports import Issue, IssueSeverity, IssueType
-from gradtrack.reports.issues import usual_confidence
+from gradtrack.reports import Issue, IssueSeverity, IssueType, usual_confidence
 
 KINDS: Final = (
     IssueType.ATTN_SCALE,

@@ -22,8 +22,7 @@ from gradtrack.health.rule import (
     RollingMedian,
     Rule,
 )
-from gradtrack.reports import Issue, IssueSeverity, IssueType
-from gradtrack.reports.issues import usual_confidence
+from gradtrack.reports import Issue, IssueSeverity, IssueType, usual_confidence
 from gradtrack.support.names import module_of
 
 

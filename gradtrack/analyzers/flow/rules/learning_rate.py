@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from itertools import pairwise
 from typing import Final
 
 from gradtrack.analyzers.flow.samples import Case, Sample, median
@@ -217,11 +219,16 @@ def judge_rate_low(case: Case) -> list[Issue]:
 
 
 def _promised_by_all(case: Case) -> float:
-    """Return which share of the loss all steps so far could have taken away; 1 where that tells nothing."""
+    """Return which share of the loss all steps so far could have taken away; 1 where that tells nothing.
+
+    A step between two samples promises no more than the one of them that promises more.
+    """
+    known = [(sample.step, sample.promised) for sample in case.moved if not math.isnan(sample.promised)]
     flat = case.trend.tells and case.trend.remaining > _NOT_LEARNED and not _is_down(case.moved)
-    if case.series.num_steps < _LONG or not flat:
+    if case.series.num_steps < _LONG or not known or not flat:
         return 1.0
-    return case.series.num_steps * median(sample.promised for sample in case.moved)
+    ends = [(0, known[0][1]), *known, (max(case.series.num_steps, known[-1][0]), known[-1][1])]
+    return sum((after[0] - before[0]) * max(before[1], after[1]) for before, after in pairwise(ends))
 
 
 def _rate_low_by_slope(case: Case, sample: Sample, promised: float) -> Issue:
