@@ -186,7 +186,7 @@ _RATE_LOW_SAMPLES: Final = 3
 _LEARNED: Final = 0.5
 _FLAT: Final = 1e-3
 _QUICK: Final = 1e-3
-_ALTOGETHER: Final = 0.04
+_ALTOGETHER: Final = 0.06
 _LONG: Final = 100
 _NOT_LEARNED: Final = 0.95
 
@@ -194,7 +194,7 @@ _NOT_LEARNED: Final = 0.95
 def judge_rate_low(case: Case) -> list[Issue]:
     """Open where no weight moves by a millionth of its size per step, or all steps together promise nothing.
 
-    They do so where a hundred of them and more could not have lowered the loss by 4 %, by its slope.
+    They do so where a hundred of them and more could not have lowered the loss by 6 %, by its slope.
 
     Silent on a rate that is rising (warm-up), unless that goes on for so long, and where the loss is down already: it
     has fallen, or there is next to no slope left, or steps this small are as much as the slope asks for. A rate that
@@ -204,7 +204,7 @@ def judge_rate_low(case: Case) -> list[Issue]:
     moved = case.moved
     if len(moved) < _RATE_LOW_SAMPLES:
         return []
-    if (promised := _promised_by_all(case)) < _ALTOGETHER:
+    if 0 < (promised := _promised_by_all(case)) < _ALTOGETHER:
         return [_rate_low_by_slope(case, moved[-1], promised)]
     if moved[-1].lr > moved[0].lr:
         return []
