@@ -35,6 +35,8 @@ class Claim:
     write there. Where the platform or the file system has no locks, everybody has it.
     """
 
+    _released = True  # until there is something to release: a signal may strike before
+
     def __init__(self, directory: Path, run_id: str = "") -> None:
         self.held = True
         self._key = (os.path.realpath(directory), run_id)
@@ -43,7 +45,7 @@ class Claim:
         self._guard.on_fork = self._lock.close  # without unlocking: the lock is one for a process and its copies
         self._released = False
         try:
-            self._lock.take(directory)
+            self._lock.take(directory, id(self))
         except OSError as fault:
             self.held = not isinstance(fault, BlockingIOError)
             self.release()
@@ -51,9 +53,9 @@ class Claim:
     def release(self) -> None:
         """Let others have the directory, whatever copies of this process there are."""
         if not self._released:
-            self._released = True
-            if self._lock.unlock():
+            if self._lock.unlock(id(self)):
                 _locks.pop(self._key, None)
+            self._released = True
 
     def __del__(self) -> None:
         self.release()
@@ -64,12 +66,13 @@ class _Lock:
 
     def __init__(self) -> None:
         self._handle: int | None = None
-        self._num_claims = 0
+        self._claims = set[int]()
         self._turn = threading.RLock()
 
-    def take(self, directory: Path) -> None:
+    def take(self, directory: Path, claim: int) -> None:
+        """Take it for a claim; a directory that is locked already is shared."""
         with self._turn:
-            self._num_claims += 1
+            self._claims.add(claim)
             if self._handle is None and sys.platform != "win32":
                 self._handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
                 try:
@@ -78,11 +81,11 @@ class _Lock:
                     self.close()
                     raise
 
-    def unlock(self) -> bool:
+    def unlock(self, claim: int) -> bool:
         """Let go of it with the last claim, and say whether that was the last."""
         with self._turn:
-            self._num_claims -= 1
-            if self._num_claims:
+            self._claims.discard(claim)
+            if self._claims:
                 return False
             if self._handle is not None and sys.platform != "win32":
                 with contextlib.suppress(OSError):

@@ -35,6 +35,8 @@ class Way:
     """A way of stepping: its settings, how many steps are watched, and what spoils the gradients of some."""
 
     settings: dict[str, Any]
+    before: int = QUIET
+    """After how many quiet steps an exception strikes."""
     watched: int = 2
     lr: float = 1e-4
     spoil: Callable[[nn.Module, int], object] = lambda model, step: None
@@ -64,6 +66,10 @@ def _spike(model: nn.Module, step: int) -> None:
 SPIKES: dict[str, Any] = {"engine": "native", "grad_log_every_n_steps": 40, "spike_window": 32}
 
 WAYS = {
+    "first steps": Way(settings={"engine": "native", "grad_log_every_n_steps": 2}, before=0, watched=3),
+    "first steps with analyzers": Way(
+        settings={"engine": "native", "analyzers": "auto", "grad_log_every_n_steps": 2}, before=0, watched=2, stride=24
+    ),
     "fast path": Way(settings={"engine": "native", "grad_log_every_n_steps": 20}, watched=18, stride=1),
     "row": Way(settings={"engine": "native", "grad_log_every_n_steps": 1}, stride=1),
     "row of torch": Way(settings={"engine": "torch", "grad_log_every_n_steps": 1}),
@@ -134,7 +140,7 @@ def reference(name: str, struck_at: int, num_steps: int, look: bool, update: boo
 def quiet(way: Way, directory: Path | None = None) -> Training:
     """Return a training which nothing has happened to yet."""
     training = Training(way, directory)
-    for step in range(QUIET):
+    for step in range(way.before):
         training.step(step)
     return training
 
@@ -142,20 +148,23 @@ def quiet(way: Way, directory: Path | None = None) -> Training:
 def points_of(name: str, directory: Path) -> list[Point]:
     """Return where an exception can strike."""
     points: list[Point] = []
-    training = quiet(WAYS[name], directory)
-    with watching_lines(points.append):
-        for step in range(QUIET, QUIET + WAYS[name].watched):
-            training.step(step)
-    training.manager.close()
+    way = WAYS[name]
+    for run in ("imports", "points"):  # what the first steps of a process import is there at the second ones
+        training = quiet(way, directory / run)
+        points.clear()
+        with watching_lines(points.append):
+            for step in range(way.before, way.before + way.watched):
+                training.step(step)
+        training.manager.close()
     return ends_of(points)
 
 
 def strike(name: str, point: Point, directory: Path) -> None:
     """Let an exception strike once, train on, and hold what is left to the law."""
     way = WAYS[name]
-    training, raiser, step, struck_at = quiet(way, directory), Strike(point), QUIET, -1
+    training, raiser, step, struck_at = quiet(way, directory), Strike(point), way.before, -1
     with watching_lines(raiser):
-        while not raiser.struck and step < QUIET + way.watched:
+        while not raiser.struck and step < way.before + way.watched:
             try:
                 training.step(step)
             except Struck:
