@@ -149,9 +149,12 @@ def report_attention(passes: Sequence[ForwardPass], *, softmax_jacobian: bool = 
 def _layer(name: str, found: Sequence[HeadStatistics], softmax_jacobian: bool) -> LayerReport:
     columns = ("entropy", "floor", "max_logit", "sparsity", "softness")
     table = torch.stack([torch.stack([getattr(one, column).double() for column in columns]) for one in found])
-    averages = table.mean(0)
+    unseen = table[:, 2] == -math.inf  # heads of a call of whose rows none sees two keys, so that nothing is known
+    averages = table.masked_fill(unseen.unsqueeze(1), 0.0).sum(0) / (~unseen).sum(0)
     averages[2] = table[:, 2].amax(0)
-    entropy, floor, max_logit, sparsity, softness = averages.tolist()
+    judged = averages if bool(unseen.all()) else averages[:, ~unseen.all(0)]
+    entropy, floor, max_logit, sparsity, _ = averages.tolist()
+    of_layer = dict(zip(columns, judged.tolist(), strict=True))
     diversity = mean(float(one.diversity) for one in found)
     heads = [
         HeadReport(entropy=values[0], entropy_floor=values[1], max_logit=values[2], sparsity=values[3])
@@ -159,18 +162,22 @@ def _layer(name: str, found: Sequence[HeadStatistics], softmax_jacobian: bool) -
     ]
     return LayerReport(
         name=name,
-        entropy_mean=sum(entropy) / len(entropy),
-        entropy_min_head=_end(min, entropy),
+        entropy_mean=_mean(of_layer["entropy"]),
+        entropy_min_head=_end(min, of_layer["entropy"]),
         entropy_p5=sum(float(one.low_entropy) for one in found) / len(found),
-        entropy_floor=sum(floor) / len(floor),
-        max_logit=_end(max, max_logit),
-        sparsity=sum(sparsity) / len(sparsity),
+        entropy_floor=_mean(of_layer["floor"]),
+        max_logit=_end(max, of_layer["max_logit"]),
+        sparsity=_mean(of_layer["sparsity"]),
         head_diversity=None if diversity is None or math.isnan(diversity) else diversity,
-        softmax_jacobian=sum(softness) / len(softness) if softmax_jacobian else None,
+        softmax_jacobian=_mean(of_layer["softness"]) if softmax_jacobian else None,
         heads=heads,
         num_rows=int(sum(one.num_rows for one in found)),
         num_keys=max(one.num_keys for one in found),
     )
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
 
 
 def _block(name: str, found: Sequence[TokenStatistics]) -> BlockReport:
