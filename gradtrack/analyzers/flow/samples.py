@@ -22,6 +22,8 @@ from gradtrack.support.names import module_of
 Seen = TypeVar("Seen")
 
 KEPT_WINDOWS: Final = 16
+_LONG: Final = 100
+_NOT_LEARNED: Final = 0.95
 _FEWEST: Final = 2
 RECENT: Final = 3
 """How many of the last samples a state must be seen in: a fault of the last ten steps of a short run shows in three."""
@@ -193,6 +195,11 @@ class Case:
     def moved(self) -> list[Sample]:
         """Return the samples whose optimizer step was seen, oldest first."""
         return [sample for sample in self.samples if sample.changes and not sample.skipped]
+
+    @cached_property
+    def is_stuck(self) -> bool:
+        """Whether a hundred steps and more have not brought down a loss that keeps its sign by a twentieth."""
+        return self.series.num_steps >= _LONG and self.trend.tells and self.trend.remaining > _NOT_LEARNED
 
     @cached_property
     def trend(self) -> Trend:

@@ -187,8 +187,6 @@ _LEARNED: Final = 0.5
 _FLAT: Final = 1e-3
 _QUICK: Final = 1e-3
 _ALTOGETHER: Final = 0.06
-_LONG: Final = 100
-_NOT_LEARNED: Final = 0.95
 
 
 def judge_rate_low(case: Case) -> list[Issue]:
@@ -224,8 +222,7 @@ def _promised_by_all(case: Case) -> float:
     A step between two samples promises no more than the one of them that promises more.
     """
     known = [(sample.step, sample.promised) for sample in case.moved if not math.isnan(sample.promised)]
-    flat = case.trend.tells and case.trend.remaining > _NOT_LEARNED and not _is_down(case.moved)
-    if case.series.num_steps < _LONG or not known or not flat:
+    if not known or not case.is_stuck or _is_down(case.moved):
         return 1.0
     ends = [(0, known[0][1]), *known, (max(case.series.num_steps, known[-1][0]), known[-1][1])]
     return sum((after[0] - before[0]) * max(before[1], after[1]) for before, after in pairwise(ends))

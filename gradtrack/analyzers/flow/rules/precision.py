@@ -138,12 +138,16 @@ def _broken_at(graph: FlowGraph) -> str | None:
 
 
 _LOST: Final = 0.9
+_LOST_AND_STUCK: Final = 0.7
 _TINY: Final = 0.5
 _SAMPLES: Final = 3
 
 
 def judge_rounding(case: Case) -> list[Issue]:
-    """Open where over 90 % of 16-bit weights stay as they are, or over half of float16 gradients underflow."""
+    """Open where over 90 % of 16-bit weights stay as they are, or over half of float16 gradients underflow.
+
+    70 % are enough where the loss has not come down at all.
+    """
     moved = case.moved[-_SAMPLES:]
     if len(moved) < _SAMPLES:
         return []
@@ -153,10 +157,11 @@ def judge_rounding(case: Case) -> list[Issue]:
         what = f"{median(tiny):.0%} of the elements of the float16 gradients are too small to keep their precision."
         advice = "Scale the loss up with torch.amp.GradScaler, or train in bfloat16."
         return [_rounding_issue(case, "subnormal_gradients", median(tiny), _TINY, what, advice)]
-    if all(share > _LOST for share in lost):
+    limit = _LOST_AND_STUCK if case.is_stuck else _LOST
+    if all(share > limit for share in lost):
         what = f"At lr {moved[-1].lr:.3g}, {median(lost):.0%} of the 16-bit weights are rounded back to what they were."
         advice = "Keep the weights in float32 and use autocast, or an optimizer with float32 master weights."
-        return [_rounding_issue(case, "unchanged_elements", median(lost), _LOST, what, advice)]
+        return [_rounding_issue(case, "unchanged_elements", median(lost), limit, what, advice)]
     return []
 
 

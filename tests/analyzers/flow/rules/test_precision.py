@@ -87,3 +87,20 @@ def test_inputs_are_let_go() -> None:
         gc.collect()
         assert there() is None
         assert not model._forward_pre_hooks
+
+
+@pytest.mark.parametrize(("lr", "named"), [(2e-4, True), (5e-3, False)])
+def test_most_16_bit_weights_that_stay_explain_a_loss_that_does(lr: float, named: bool) -> None:
+    """Under nine in ten are enough where a hundred steps have not moved the loss; at a rate that moves them none is."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4)).to(torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
+    with GradientManager(analyzers=["flow"], backends=[], enable_gradient_clipping=False) as manager:
+        for _ in range(150):
+            x = torch.randn(32, 8, dtype=torch.bfloat16)
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(x).float(), torch.randint(4, (32,)))  # nothing can be learned
+            manager.step(model, optimizer, loss)
+            optimizer.step()
+        found = [issue for issue in manager.diagnose() if issue.statistic == "unchanged_elements"]
+    assert bool(found) == named
