@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import unquote, urlsplit, urlunsplit
 
 from gradtrack import registry
 from gradtrack.errors import UsageError
@@ -36,7 +37,7 @@ def settle(
     where the user has `given` it.
     """
     settled = dict(options)
-    configured, roots, code = _configured(name), (run_dir, *allowed), _code_options(name)
+    configured, roots, code = _configured(name), (run_dir, *allowed), _declared(name, "code_options")
     for option, value in options.items():
         if option in given:
             continue
@@ -49,19 +50,20 @@ def settle(
             settled[option] = configured[option]
             continue
         for text in _texts(value):
+            by_hand = f": --tracking-uri {_word(text)}" if option == "tracking_uri" else _pass_it(option)
             if not _is_local(option, text):
-                remedy = f", pass {shown(option)} yourself, as in replay(run_dir, options={{...}})."
-                if option == "tracking_uri":
-                    remedy = f": --tracking-uri {shown(text)}"
                 raise UsageError(
                     f"{name}: the journal names the server {shown(text)!r} as {shown(option)}: expected one on this "
-                    f"machine or one that you have chosen, since your credentials go there. If you trust it{remedy}"
+                    f"machine or one that you have chosen, since your credentials go there. If you trust it{by_hand}"
                 )
-            place = _file_of(option, text)
-            if place is not None and not any(is_inside(place, root) for root in roots):
+            found = _files_of(option, text)
+            outside = [path for path in found if not any(is_inside(path, root) for root in roots)]
+            if outside:
+                allow = "".join(f" --allow {_word(path)}" for path in outside)
                 raise UsageError(
                     f"{name}: the journal names {shown(text)!r} as {shown(option)}: expected a place inside of the "
-                    f"run's directory, since files are written there. If you trust it: --allow {shown(place)}"
+                    f"run's directory, since files are written there. If you trust it"
+                    f"{by_hand if any(map(_is_root, outside)) else f':{allow}'}"
                 )
     for path in _links_below(run_dir / name):
         if not any(is_inside(path, root) for root in roots):
@@ -76,34 +78,56 @@ def consent(backends: Sequence[Mapping[str, Any]], run_dir: Path) -> list[str]:
     """Return the options of `gradtrack replay` by which a user allows the places that a journal's header names."""
     found: dict[tuple[str, str], None] = {}
     for backend in backends:
-        configured, code = _configured(backend["name"]), _code_options(backend["name"])
+        configured, code = _configured(backend["name"]), _declared(backend["name"], "code_options")
         for option, value in backend["options"].items():
             if option in code:
                 found[f"--{option}", str(value)] = None
                 continue
             for text in _texts(value):
-                place = _file_of(option, text)
-                if place is not None and not is_inside(place, run_dir):
-                    found["--allow", place] = None
+                outside = [path for path in _files_of(option, text) if not is_inside(path, run_dir)]
+                if outside and not any(map(_is_root, outside)):
+                    found |= {("--allow", path): None for path in outside}
                     continue
                 is_chosen = _bare(text) == _bare(str(configured.get(option, "")))
-                if option == "tracking_uri" and not (is_chosen or _is_local(option, text)):
+                if option == "tracking_uri" and not is_chosen and (outside or not _is_local(option, text)):
                     found["--tracking-uri", _bare(text)] = None
     return [word for pair in found for word in pair]
 
 
-def _file_of(option: str, text: str) -> str | None:
-    """Return the path that an option names, or None where it names none; one that cannot be told is outside of all."""
+def path_readings(path: str) -> list[str]:
+    """Return what a path in an address may mean: SQLAlchemy since 2.1 and MLflow's files decode it, others do not."""
+    return list(dict.fromkeys(os.path.abspath(found) for found in (unquote(path), path)))
+
+
+def _files_of(option: str, text: str) -> list[str]:
+    """Return the paths that an option may mean, or none where it names no file; what cannot be told is a root."""
     match = _FILES.match(text)
     if match is not None:
         path = text[match.end() :] if text.startswith("sqlite") else f"/{text[match.end() :]}"
-        return os.path.abspath(path) if not set(path) & set("?%#") else os.sep
+        cut = set("?\0") if text.startswith("sqlite") else set("?#\0")
+        return path_readings(path) if not cut & set(unquote(path)) else [os.sep]
     if not text or "://" in text or option == "withhold":
-        return None
+        return []
+    is_server = _SERVER_NAME.search(option) is not None
     looks_so = text.startswith(("~", "/", "\\")) or os.path.isabs(text) or os.pardir in re.split(r"[/\\]", text)
-    if looks_so or _FILE_NAME.search(option) or (_SERVER_NAME.search(option) and text.startswith(".")):
-        return os.path.abspath(os.path.expanduser(text))
-    return None
+    if looks_so or _FILE_NAME.search(option) or (is_server and text.startswith(".")):
+        at_home = os.path.abspath(os.path.expanduser(text))
+        return list(dict.fromkeys([at_home, *(path_readings(text) if is_server else [os.path.abspath(text)])]))
+    return []
+
+
+def _is_root(path: str) -> bool:
+    """Say whether to allow a path would allow everything."""
+    return os.path.dirname(os.path.realpath(path)) == os.path.realpath(path)
+
+
+def _pass_it(option: str) -> str:
+    return f", pass {shown(option)} yourself, as in replay(run_dir, options={{...}})."
+
+
+def _word(text: str) -> str:
+    """Return a text of a journal as one word of a command."""
+    return shlex.quote(shown(text))
 
 
 def _links_below(root: Path) -> Iterator[Path]:
@@ -140,10 +164,10 @@ def _configured(name: str) -> dict[str, Any]:
         return {}
 
 
-def _code_options(name: str) -> frozenset[str]:
-    """Return the options of a backend that name code."""
+def _declared(name: str, attribute: str) -> frozenset[str]:
+    """Return what the class of a backend declares of its options or its files."""
     try:
-        return registry.backends.load(name).code_options  # type: ignore[no-any-return]
+        return getattr(registry.backends.load(name), attribute)  # type: ignore[no-any-return]
     except Exception:  # a backend that cannot be loaded is reported when it is made, and one of others may lack it
         return frozenset()
 
@@ -170,6 +194,8 @@ def _is_local(option: str, text: str) -> bool:
 
 def _bare(address: str) -> str:
     """Return an address without what does not tell servers apart."""
+    if _FILES.match(address):
+        return address.partition("?")[0].rstrip("/")
     try:
         parts = urlsplit(address)
     except ValueError:

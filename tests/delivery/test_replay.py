@@ -288,7 +288,10 @@ OUTSIDE = [
     {"place": "{}/run/way/logs"},
     {"tracking_uri": "sqlite:///{}/store.db"},
     {"tracking_uri": "sqlite:///relative.db"},
-    {"tracking_uri": "sqlite:///{}/run/a?x=../../b"},
+    {"tracking_uri": "sqlite:///{}/run/a%2f..%2f..%2fb"},
+    {"tracking_uri": "sqlite:///{}/run/%2e%2e/b"},
+    {"tracking_uri": "file://{}/run/%2e%2e/b"},
+    {"tracking_uri": "{}/run/a%2f..%2f..%2fb"},
     {"tracking_uri": "file://{}/store"},
     {"tracking_uri": "{}/store"},
     {"api_key": "~/key"},
@@ -306,6 +309,35 @@ def test_place_outside_that_only_the_journal_names_is_not_written_to(tmp_path: P
     assert found.fault is not None
     assert "If you trust it: --allow" in found.fault
     assert replay(tmp_path / "run", options=named)[0].complete
+
+
+UNTOLD = ["sqlite:///{}/run/a?x=../../b", "sqlite:///file:{}/b?uri=true", "file://{}/run/a#b", "sqlite:////"]
+
+
+@pytest.mark.parametrize("uri", UNTOLD)
+def test_everything_is_never_what_is_to_be_allowed(tmp_path: Path, uri: str) -> None:
+    """Of an address that names no file for certain, and of a root, the user has to say it all."""
+    named = uri.format(tmp_path)
+    (found,) = replay(journaled(tmp_path / "run", range(3), {"tracking_uri": named}))
+    assert (found.complete, Store.made) == (False, [])
+    assert found.fault is not None
+    assert "--allow" not in found.fault
+    assert "If you trust it: --tracking-uri" in found.fault
+    assert replay(tmp_path / "run", tracking_uri=named)[0].complete
+    reset()
+    (found,) = replay(journaled(tmp_path / "other", range(3), {"place": "/"}))
+    assert found.fault is not None
+    assert "--allow" not in found.fault
+    assert "If you trust it, pass place yourself" in found.fault
+
+
+def test_what_is_to_be_allowed_is_the_file_of_an_encoded_address(tmp_path: Path) -> None:
+    """SQLAlchemy decodes it, and MLflow makes the directory without that."""
+    decoded, literal = tmp_path / "my runs" / "store.db", tmp_path / "my%20runs" / "store.db"
+    (found,) = replay(journaled(tmp_path / "run", range(3), {"tracking_uri": f"sqlite:///{literal}"}))
+    assert found.fault is not None
+    assert found.fault.endswith(f"If you trust it: --allow '{decoded}' --allow {literal}")
+    assert replay(tmp_path / "run", allowed=[decoded, literal])[0].complete
 
 
 def test_place_outside_is_written_to_where_it_is_allowed(tmp_path: Path) -> None:

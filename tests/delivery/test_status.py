@@ -344,8 +344,21 @@ def test_the_command_that_delivers_the_rest_has_what_a_replay_asks_for(tmp_path:
         {"name": "json", "options": {"directory": str(tmp_path / "run" / "json")}},
         {"name": "mlflow", "options": {"tracking_uri": "https://user:secret@tracker.example/ml", "run_id": "a"}},
         {"name": "other", "options": {"log_dir": str(tmp_path / "logs")}},
+        {"name": "mlflow", "options": {"tracking_uri": f"sqlite:///{tmp_path}/my%20runs/mlflow.db"}},
     ]
     assert consent(backends, tmp_path / "run") == [
         *("--allow", str(tmp_path / "logs")),
         *("--tracking-uri", "https://tracker.example/ml"),
+        *("--allow", str(tmp_path / "my runs" / "mlflow.db")),
+        *("--allow", str(tmp_path / "my%20runs" / "mlflow.db")),
     ]
+
+
+def test_the_command_that_delivers_the_rest_never_allows_everything(tmp_path: Path) -> None:
+    """A store whose file cannot be told is named itself."""
+    address = f"sqlite:///{tmp_path}/store.db"
+    backends = [
+        {"name": "mlflow", "options": {"tracking_uri": f"{address}?***"}},
+        {"name": "tensorboard", "options": {"log_dir": "/"}},
+    ]
+    assert consent(backends, tmp_path / "run") == ["--tracking-uri", address]

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final, Literal, final
 
 from gradtrack.backends.base import Backend, Outcome, RunParts, package_of
-from gradtrack.backends.mlflow.store import Points, Store, absolute, batches, local_path, metric_name
+from gradtrack.backends.mlflow.store import Points, Store, absolute, batches, local_paths, metric_name
 from gradtrack.backends.mlflow.views import saved_view
 from gradtrack.delivery.run_files import files_to_show
 from gradtrack.errors import BackendError, ClosedError, UsageError
@@ -134,10 +134,10 @@ class MlflowBackend(Backend):
 
     def _upload(self, run_id: str, files: Sequence[tuple[Path, bytes]]) -> None:
         """Upload copies that only this user can change: MLflow opens a path again, and follows where it leads."""
-        store = local_path(self._store.uri)
-        if self._confined is not None and store is not None and is_inside(store, self._confined):
-            place = local_path(self._store.call("get_run", run_id).info.artifact_uri or "")
-            if place is None or not is_inside(place, self._confined):
+        confined = self._confined
+        if confined is not None and any(is_inside(path, confined) for path in local_paths(self._store.uri)):
+            places = local_paths(self._store.call("get_run", run_id).info.artifact_uri or "")
+            if not places or not all(is_inside(place, confined) for place in places):
                 self._store.tell(
                     "files are left out: the store lies in the run's directory and names a place outside of it"
                 )

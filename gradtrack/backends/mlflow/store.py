@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
-from urllib.parse import unquote, urlsplit, urlunsplit
+from urllib.parse import urlsplit, urlunsplit
 
+from gradtrack.delivery.destinations import path_readings
 from gradtrack.delivery.locks import lock
 from gradtrack.errors import BackendError, PermanentBackendError
 from gradtrack.support.names import digest_of, valid_name
@@ -221,9 +222,9 @@ def absolute(uri: str) -> str:
     return uri
 
 
-def local_path(uri: str) -> Path | None:
-    """Return the path that an address of a store or of its files means on this machine, or None where it means none."""
+def local_paths(uri: str) -> list[str]:
+    """Return what an address of a store or of its files may mean on this machine; nothing where it names no path."""
     if uri.startswith("sqlite:///"):
-        return Path(uri.removeprefix("sqlite:///")).absolute()
+        return path_readings(uri.removeprefix("sqlite:///"))
     parts = urlsplit(uri)
-    return Path(unquote(parts.path)).absolute() if parts.scheme in ("", "file") and not parts.netloc else None
+    return path_readings(parts.path) if parts.scheme in ("", "file") and not parts.netloc else []
