@@ -22,6 +22,8 @@ _LOOPBACK_HOST: Final = re.compile(r"(?:localhost|127(?:\.\d{1,3}){3}|::1)(?::\d
 _SERVER_NAME: Final = re.compile(r"(?i)(?:^|_)(?:ur[il]|host|hostname|endpoint|server)$")
 _FILES: Final = re.compile(r"sqlite:///|file:/(?!/)|file:///")
 _FILE_NAME: Final = re.compile(r"(?i)(?:^|_)(?:dir|directory|path|file|folder|root)$")
+_CONTROL: Final = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""What controls a terminal or turns round the direction of writing, and halves of letters."""
 _MOST_ENTRIES: Final = 20_000
 _SHOWN_CHARACTERS: Final = 300
 
@@ -41,6 +43,11 @@ def settle(
     for option, value in options.items():
         if option in given:
             continue
+        if any(_CONTROL.search(unquote(text)) for text in (option, *_texts(value))):
+            raise UsageError(
+                f"{name}: the journal names {shown(str(value))!r} as {shown(option)}: expected a text without control "
+                f"characters, since the tracker may print it. If you trust it{_pass_it(option)}"
+            )
         if option in code:
             raise UsageError(
                 f"{name}: the journal names the code {shown(str(value))!r} as {shown(option)}: expected code that you "
@@ -176,7 +183,7 @@ def _texts(value: object) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, (Mapping, list, tuple)):
-        for entry in value.values() if isinstance(value, Mapping) else value:
+        for entry in (*value.keys(), *value.values()) if isinstance(value, Mapping) else value:
             yield from _texts(entry)
 
 

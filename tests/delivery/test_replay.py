@@ -340,6 +340,18 @@ def test_what_is_to_be_allowed_is_the_file_of_an_encoded_address(tmp_path: Path)
     assert replay(tmp_path / "run", allowed=[decoded, literal])[0].complete
 
 
+@pytest.mark.parametrize("text", ["a\x1b]0;owned\x07b", "a\nb", "a\x9b31m", "a\u202eb", "a%1b]0;owned%07b"])
+def test_text_that_controls_a_terminal_reaches_no_tracker(tmp_path: Path, text: str) -> None:
+    """The package of a tracker may print what it is given."""
+    told: list[str] = []
+    (found,) = replay(journaled(tmp_path, range(3), {"place": text}), tell=told.append)
+    assert (found.complete, Store.made, told) == (False, [], [])
+    assert found.fault is not None
+    assert "expected a text without control characters" in found.fault
+    assert found.fault.isprintable()
+    assert replay(tmp_path, options={"place": text})[0].complete
+
+
 def test_place_outside_is_written_to_where_it_is_allowed(tmp_path: Path) -> None:
     """And one inside of the run's directory at once."""
     journaled(tmp_path / "run", range(3), {"place": str(tmp_path / "run" / "logs")})
@@ -390,8 +402,12 @@ def test_server_of_the_environment_is_used_with_its_credentials(
 def test_destination_is_told_before_a_row_is_sent(tmp_path: Path) -> None:
     """On one line that controls no terminal."""
     told: list[tuple[str, int]] = []
-    options = {"tracking_uri": "http://127.0.0.1:1", "place": "a\x1b[31m\nb"}
-    (found,) = replay(journaled(tmp_path, range(3), options), tell=lambda text: told.append((text, len(stored()))))
+    options = {"tracking_uri": "http://127.0.0.1:1"}
+    (found,) = replay(
+        journaled(tmp_path, range(3), options),
+        options={"place": "a\x1b[31m\nb"},
+        tell=lambda text: told.append((text, len(stored()))),
+    )
     assert told == [("store: sending to tracking_uri http://127.0.0.1:1, place a [31m b", 0)]
     assert found.destination == told[0][0]
 

@@ -24,7 +24,7 @@ from gradtrack.delivery.journal.writing import Journal
 from gradtrack.delivery.replay import replay
 from gradtrack.delivery.run_files import LISTED_FILES
 from gradtrack.errors import ConfigError
-from gradtrack.records import RunInfo
+from gradtrack.records import Record, RunInfo
 from tests.backends.stores import empty_store
 from tests.delivery.doubles import row
 from tests.processes import ROOT
@@ -83,6 +83,28 @@ def test_store_in_the_run_directory_sends_no_file_out_of_it(tmp_path: Path, capl
     assert done.complete, done
     assert not (tmp_path / "home").exists()
     assert "files are left out" in caplog.text
+
+
+@pytest.mark.process
+def test_output_of_a_tracker_controls_no_terminal(tmp_path: Path) -> None:
+    """W&B prints its directory and the names of metrics."""
+    escape = "\x1b]0;owned\x07"
+    outputs = []
+    for number, options in enumerate([{"directory": str(tmp_path / "0" / f"a{escape}b")}, {"project": escape}, {}]):
+        directory = tmp_path / str(number)
+        journal = Journal(directory, RunInfo(run_id="foreign"), backends=[{"name": "wandb", "options": options}])
+        metrics = {"train/grad_norm": 1.0, f"train/{escape}": 1.0}
+        journal.append(0, Record(step=0, time=1.0, metrics=metrics, source=f"pair{escape}"))
+        journal.close(10.0)
+        command = [sys.executable, "-m", "gradtrack", "replay", str(directory)]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "WANDB_MODE": "offline", "WANDB_SILENT": "false"}
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100, env=environment)
+        outputs.append(done.stdout + done.stderr)
+        assert done.returncode == (1 if options else 0), outputs[-1]
+        assert not [letter for letter in outputs[-1] if not letter.isprintable() and letter != "\n"]
+    assert all("expected a text without control characters" in text for text in outputs[:2])
+    assert "Run summary" in outputs[2]
+    assert "owned" in outputs[2]
 
 
 def test_settings_in_the_run_directory_choose_no_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
