@@ -32,6 +32,9 @@ class Backend(ABC):
     code_options: ClassVar[frozenset[str]] = frozenset()
     """The options that name code to import, which a replay takes from the user and never from a journal alone."""
 
+    own_links: ClassVar[frozenset[str]] = frozenset()
+    """The names of links to elsewhere that the tracker's package leaves among its files, and never writes through."""
+
     @abstractmethod
     def write(self, records: Sequence[Record]) -> None:
         """Deliver records in the order in which they were made; the first of a run carries its `RunInfo`."""

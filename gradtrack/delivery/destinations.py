@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import unquote, urlsplit, urlunsplit
@@ -24,7 +25,8 @@ _FILES: Final = re.compile(r"sqlite:///|file:/(?!/)|file:///")
 _FILE_NAME: Final = re.compile(r"(?i)(?:^|_)(?:dir|directory|path|file|folder|root)$")
 _CONTROL: Final = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 """What controls a terminal or turns round the direction of writing, and halves of letters."""
-_MOST_ENTRIES: Final = 20_000
+_BESIDE_SQLITE: Final = ("-journal", "-wal", "-shm")
+_MOST_ENTRIES: Final = 200_000
 _SHOWN_CHARACTERS: Final = 300
 
 
@@ -35,10 +37,10 @@ def settle(
 
     A server is on this machine, or the environment names it, or the user has `given` it: credentials are the user's.
     Where the environment names the same server, its address is used, with the credentials in it. A file is written
-    below the run's directory or one of those `allowed`: elsewhere it would take the place of another one. Code is run
-    where the user has `given` it.
+    below the run's directory or one of those `allowed`, and through no link out of them: elsewhere it would take the
+    place of another one. Code is run where the user has `given` it.
     """
-    settled = dict(options)
+    settled, places = dict(options), [str(run_dir / name), str(run_dir / f".{name}")]
     configured, roots, code = _configured(name), (run_dir, *allowed), _declared(name, "code_options")
     for option, value in options.items():
         if option in given:
@@ -72,12 +74,11 @@ def settle(
                     f"run's directory, since files are written there. If you trust it"
                     f"{by_hand if any(map(_is_root, outside)) else f':{allow}'}"
                 )
-    for path in _links_below(run_dir / name):
-        if not any(is_inside(path, root) for root in roots):
-            raise UsageError(
-                f"{name}: {shown(str(path))!r} is a link out of the run's directory: expected a directory, since files "
-                f"are written there. If you trust it: --allow {shown(os.path.realpath(path))}"
-            )
+            places += [path if is_inside(path, run_dir) else str(run_dir) for path in found if _meet(path, run_dir)]
+    for option, value in configured.items():  # what a tracker takes by itself may lie in the run's directory as well
+        if option not in given and settled.get(option, value) == value:
+            places += [path for path in _files_of(option, str(value)) if is_inside(path, run_dir)]
+    check_links(places, run_dir, allowed=allowed, own=_declared(name, "own_links"), what=name)
     return {**settled, **given}
 
 
@@ -99,6 +100,62 @@ def consent(backends: Sequence[Mapping[str, Any]], run_dir: Path) -> list[str]:
                 if option == "tracking_uri" and not is_chosen and (outside or not _is_local(option, text)):
                     found["--tracking-uri", _bare(text)] = None
     return [word for pair in found for word in pair]
+
+
+def check_links(
+    places: Sequence[str], run_dir: Path, *, allowed: Sequence[Path] = (), own: Collection[str] = (), what: str
+) -> None:
+    """Raise where a link at or below a place in the run's directory leads out of it, and not to one of those `allowed`.
+
+    Links that stay inside are looked behind. Those of the names `own`, which the tracker's package makes, may lead out.
+    """
+    real = [os.path.realpath(place) for place in places]
+    beside = [f"{path}{ending}" for path in real for ending in _BESIDE_SQLITE]
+    links, left = [path for path in (*places, *beside) if os.path.islink(path)], [*real]
+    known, budget = set[str](), _MOST_ENTRIES
+    while links or left:
+        left += [_inner_target(link, run_dir, allowed, what) for link in links]
+        directory = left.pop()
+        links = []
+        if directory in known or not is_inside(directory, run_dir):
+            continue
+        known.add(directory)
+        entries = _scan(directory, budget, what)
+        budget -= len(entries)
+        links = [entry.path for entry in entries if entry.is_symlink() and entry.name not in own]
+        left += [entry.path for entry in entries if entry.is_dir(follow_symlinks=False)]
+
+
+def _inner_target(link: str, run_dir: Path, allowed: Sequence[Path], what: str) -> str:
+    """Return where a link leads; one out of the run's directory raises."""
+    target = os.path.realpath(link)
+    if not any(is_inside(target, root) for root in (run_dir, *allowed)):
+        remedy = "" if _is_root(target) else f" If you trust it: --allow {_word(target)}"
+        raise UsageError(
+            f"{what}: {shown(link)!r} is a link out of the run's directory, to {shown(target)!r}: expected files and "
+            f"directories, since a tracker writes there. Remove it.{remedy}"
+        )
+    return target
+
+
+def _scan(directory: str, most: int, what: str) -> list[os.DirEntry[str]]:
+    """Return what a directory holds; a file, or what is not there, holds nothing."""
+    try:
+        with os.scandir(directory) as entries:
+            found = list(itertools.islice(entries, most + 1))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as fault:
+        raise UsageError(
+            f"{what}: {shown(directory)!r} cannot be looked into ({fault.strerror}): expected a directory without "
+            "links to elsewhere, since a tracker writes there. Give yourself the right to read it, or remove it."
+        ) from None
+    if len(found) > most:
+        raise UsageError(
+            f"{what}: {shown(directory)!r} and what a tracker writes beside it hold more than {_MOST_ENTRIES:,} files: "
+            "expected fewer, since each may be a link to elsewhere. Remove what is not of the run."
+        )
+    return found
 
 
 def path_readings(path: str) -> list[str]:
@@ -123,6 +180,11 @@ def _files_of(option: str, text: str) -> list[str]:
     return []
 
 
+def _meet(path: str, run_dir: Path) -> bool:
+    """Say whether one of two directories lies in the other."""
+    return is_inside(path, run_dir) or is_inside(run_dir, path)
+
+
 def _is_root(path: str) -> bool:
     """Say whether to allow a path would allow everything."""
     return os.path.dirname(os.path.realpath(path)) == os.path.realpath(path)
@@ -135,19 +197,6 @@ def _pass_it(option: str) -> str:
 def _word(text: str) -> str:
     """Return a text of a journal as one word of a command."""
     return shlex.quote(shown(text))
-
-
-def _links_below(root: Path) -> Iterator[Path]:
-    """Yield the links to directories at a path and below it, as far as a tracker's directory ever goes."""
-    if root.is_symlink():
-        yield root
-        return
-    left = _MOST_ENTRIES
-    for directory, names, files in os.walk(root):
-        yield from (Path(directory, name) for name in names if Path(directory, name).is_symlink())
-        left -= len(names) + len(files)
-        if left < 0:
-            return
 
 
 def describe_destination(name: str, options: Mapping[str, Any], run_dir: str) -> str:

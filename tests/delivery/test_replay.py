@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -12,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradtrack.backends.base import Backend
+from gradtrack.delivery import destinations
 from gradtrack.delivery import replay as module
 from gradtrack.delivery.delivery import Delivery
 from gradtrack.delivery.journal.offsets import offsets_path, read_offsets
@@ -385,6 +387,102 @@ def test_link_out_of_the_directory_of_a_tracker_is_not_followed(tmp_path: Path) 
     assert found.fault is not None
     assert "is a link out of the run's directory" in found.fault
     assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+def store_with(tmp_path: Path, *links: tuple[str, str]) -> Path:
+    """Write a run whose header names a place inside of it, and lay links in the run's directory."""
+    run = journaled(tmp_path / "run", range(3), {"place": str(tmp_path / "run" / "x")})
+    (tmp_path / "elsewhere").mkdir()
+    for name in ("x/deep", "y"):
+        (run / name).mkdir(parents=True)
+    for name, target in links:
+        (run / name).symlink_to(target.format(tmp_path))
+    return run
+
+
+LEADING_OUT = [
+    [("x/deep/own", "{}/elsewhere")],
+    [("x/deep/tag", "{}/elsewhere/profile")],
+    [("x/deep/tag", "../../../elsewhere")],
+    [("x/own", "../y"), ("y/more", "{}/elsewhere")],
+    [(".store", "{}/elsewhere")],
+    [("store", "y"), ("y/more", "{}/elsewhere")],
+]
+
+
+@pytest.mark.parametrize("links", LEADING_OUT)
+def test_no_link_of_a_named_place_leads_out(tmp_path: Path, links: list[tuple[str, str]]) -> None:
+    """Neither to a file nor to a directory, nor by way of another link, wherever a tracker would write."""
+    run = store_with(tmp_path, *links)
+    (found,) = replay(run)
+    assert (found.complete, Store.made) == (False, [])
+    assert found.fault is not None
+    assert "is a link out of the run's directory" in found.fault
+    assert f"If you trust it: --allow {tmp_path}/elsewhere" in found.fault
+    assert replay(run, allowed=[tmp_path / "elsewhere"])[0].complete
+
+
+@pytest.mark.parametrize("header", [{}, {"place": "{}/run/x"}])
+def test_place_that_a_tracker_takes_by_itself_is_looked_through(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, header: dict[str, str]
+) -> None:
+    """A store in the working directory lies in the run's where a user goes there to replay it."""
+    monkeypatch.setattr(Store, "configured", classmethod(lambda cls: {"place": str(tmp_path / "run" / "x")}))
+    journaled(tmp_path / "run", range(3), {name: value.format(tmp_path) for name, value in header.items()})
+    (tmp_path / "run" / "x").mkdir()
+    (tmp_path / "run" / "x" / "own").symlink_to(tmp_path)
+    (found,) = replay(tmp_path / "run")
+    assert (found.complete, Store.made) == (False, [])
+
+
+def test_link_to_everything_is_to_be_removed(tmp_path: Path) -> None:
+    """To allow a root would allow every place."""
+    (found,) = replay(store_with(tmp_path, ("x/own", "/")))
+    assert found.fault is not None
+    assert found.fault.endswith("Remove it.")
+
+
+def test_links_that_stay_or_that_no_tracker_meets_are_left_alone(tmp_path: Path) -> None:
+    """A run directory has links to data, and its user may reach it by one."""
+    links = ("data", "{}/elsewhere"), ("x/latest", "deep"), ("x/deep/up", "../.."), ("x/gone", "never-there")
+    run = store_with(tmp_path, *links[:2], links[3])
+    (tmp_path / "way").symlink_to(run)
+    assert replay(tmp_path / "way")[0].complete
+    (run / links[2][0]).symlink_to(links[2][1])  # which leads to `data` as well
+    assert not replay(run)[0].complete
+
+
+@pytest.mark.parametrize("ending", ["-journal", "-wal", "-shm"])
+def test_files_beside_a_store_are_no_links(tmp_path: Path, ending: str) -> None:
+    """SQLite writes them, and empties the one that a link leads to."""
+    run = journaled(tmp_path / "run", range(3), {"tracking_uri": f"sqlite:///{tmp_path}/run/store.db"})
+    (run / f"store.db{ending}").symlink_to(tmp_path / "profile")
+    (found,) = replay(run)
+    assert (found.complete, Store.made) == (False, [])
+    assert found.fault is not None
+    assert "is a link out of the run's directory" in found.fault
+
+
+def test_directory_that_cannot_be_looked_through_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One with too many files for that, or whose path is too long."""
+    run = store_with(tmp_path)
+    for number in range(10):
+        (run / "x" / f"{number}").touch()
+    monkeypatch.setattr(destinations, "_MOST_ENTRIES", 10)
+    (found,) = replay(run)
+    assert found.fault is not None
+    assert "hold more than 10 files" in found.fault
+    monkeypatch.undo()
+    handle = os.open(run / "x" / "deep", os.O_RDONLY)
+    for _ in range(20):
+        os.mkdir("d" * 250, dir_fd=handle)
+        handle, last = os.open("d" * 250, os.O_RDONLY, dir_fd=handle), handle
+        os.close(last)
+    os.close(handle)
+    (found,) = replay(run)
+    assert found.fault is not None
+    assert "cannot be looked into" in found.fault
+    assert Store.made == []
 
 
 def test_server_of_the_environment_is_used_with_its_credentials(

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from gradtrack.backends.mlflow.store import metric_name
 from gradtrack.cli import app
 from gradtrack.config import GradientConfig
 from gradtrack.delivery import replay as module
@@ -83,6 +84,100 @@ def test_store_in_the_run_directory_sends_no_file_out_of_it(tmp_path: Path, capl
     assert done.complete, done
     assert not (tmp_path / "home").exists()
     assert "files are left out" in caplog.text
+
+
+def test_files_of_a_store_in_the_run_directory_go_through_no_link(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A store chooses the place of its files, which another option than that of the header may have named."""
+    directory, victim = tmp_path / "run", tmp_path / "victim"
+    (directory / "artifacts").mkdir(parents=True)
+    victim.mkdir()
+    shutil.copy(empty_store(), directory / "store.db")
+    address = f"sqlite:///{directory}/store.db"
+    client: Any = importlib.import_module("mlflow").MlflowClient(address)
+    run = client.create_run(client.create_experiment("foreign", artifact_location=f"file://{directory}/artifacts"))
+    place = directory / "artifacts" / run.info.run_id / "artifacts"
+    place.mkdir(parents=True)
+    (place / "gradtrack").symlink_to(victim)
+    foreign_run(directory, {"tracking_uri": address, "run_id": run.info.run_id})
+    (directory / "training_curves.png").write_bytes(b"picture")
+    (directory / LISTED_FILES).write_text(json.dumps({"run_id": "foreign", "files": ["training_curves.png"]}))
+    (done,) = replay(directory)
+    assert done.complete, done
+    assert list(victim.iterdir()) == []
+    assert "is a link out of the run's directory" in caplog.text
+
+
+PLACES = [
+    ("json", {"directory": "{}/x"}, "x/foreign"),
+    ("tensorboard", {"log_dir": "{}/x"}, "x/foreign"),
+    ("tensorboard", {"log_dir": "{}"}, "gradtrack"),
+    ("wandb", {"directory": "{}/x"}, "x/wandb"),
+    ("wandb", {"directory": "{}/x"}, "x/.wandb"),
+    ("wandb", {}, ".wandb"),
+]
+
+
+@pytest.mark.parametrize(("backend", "options", "link"), PLACES)
+def test_no_tracker_writes_through_a_link(tmp_path: Path, backend: str, options: dict[str, str], link: str) -> None:
+    """Whatever place inside of the run's directory the header names."""
+    directory, victim = tmp_path / "run", tmp_path / "victim"
+    victim.mkdir()
+    (victim / "gradient_statistics.json").write_text("{}")
+    foreign_run(directory, {name: value.format(directory) for name, value in options.items()}, backend=backend)
+    (directory / link).parent.mkdir(exist_ok=True)
+    (directory / link).symlink_to(victim)
+    (done,) = replay(directory)
+    assert done.fault is not None
+    assert f"--allow {victim}" in done.fault
+    assert [path.name for path in victim.iterdir()] == ["gradient_statistics.json"]
+    assert (victim / "gradient_statistics.json").read_text() == "{}"
+
+
+def test_no_text_of_a_name_replaces_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store of files keeps a name that MLflow cannot hold as the content of a file."""
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    directory, profile, name = tmp_path / "run", tmp_path / ".profile", "x\nexport OWNED=1\ny"
+    profile.write_text("mine")
+    store = str(directory / "mlruns")
+    run = importlib.import_module("mlflow").MlflowClient(store).create_run("0")
+    tag = next(directory.rglob("tags")) / f"gradtrack.name.{metric_name(name)[-12:]}"
+    tag.symlink_to(profile)
+    options = {"tracking_uri": store, "run_id": run.info.run_id}
+    journal = Journal(directory, RunInfo(run_id="foreign"), backends=[{"name": "mlflow", "options": options}])
+    journal.append(0, Record(step=0, time=1.0, metrics={name: 1.0}))
+    journal.close(10.0)
+    (done,) = replay(directory)
+    assert done.fault is not None
+    assert profile.read_text() == "mine"
+    tag.unlink()
+    (done,) = replay(directory)
+    assert (done.complete, tag.read_text()) == (True, name)
+
+
+@pytest.mark.process
+def test_links_that_wandb_makes_stop_no_replay(tmp_path: Path) -> None:
+    """A run of the user's own is replayed into the directory in which W&B has kept it, also one reached by a link."""
+    directory = foreign_run(tmp_path / "run", {"directory": str(tmp_path / "run" / "x")}, backend="wandb")
+    (tmp_path / "way").symlink_to(directory)
+    told = subprocess.run(
+        [sys.executable, "-c", OFFLINE_RUN, str(directory / "x")], capture_output=True, text=True, check=False
+    )
+    assert told.returncode == 0, told.stderr
+    links = {path.name: path for path in (directory / "x").rglob("*") if path.is_symlink()}
+    assert {"latest-run", "debug.log"} <= links.keys()
+    for place, delivered in ((directory, 3), (tmp_path / "way", 0)):
+        (done,) = replay(place)
+        assert (done.complete, done.delivered) == (True, delivered), done
+
+
+OFFLINE_RUN = """
+import sys, wandb
+run = wandb.init(dir=sys.argv[1], mode="offline", project="own")
+run.log({"loss": 1.0})
+run.finish()
+"""
 
 
 @pytest.mark.process
@@ -245,9 +340,12 @@ def test_special_files_neither_hang_nor_fill_memory(tmp_path: Path, lay: Callabl
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200, env=environment)
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stdout + done.stderr
-    codes = [line.split()[3] for line in done.stdout.splitlines() if line.startswith("ended ")]
-    assert len(codes) == len(NAMES) * len(COMMANDS)
-    assert set(codes) <= {"0", "2"}
+    ends = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("ended ")]
+    assert len(ends) == len(NAMES) * len(COMMANDS)
+    # A replay refuses a link among the files of a tracker, which the last of the names lies among.
+    refused = [[command, name] for command, name, code in ends if code == "1"]
+    assert refused == [["replay", str(len(NAMES) - 1)]] * (lay is lay_link_to_device)
+    assert {code for _, _, code in ends} <= {"0", "1", "2"}
 
 
 def test_configuration_that_is_a_pipe_is_refused(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from typing import Any, Final, Literal, final
 from gradtrack.backends.base import Backend, Outcome, RunParts, package_of
 from gradtrack.backends.mlflow.store import Points, Store, absolute, batches, local_paths, metric_name
 from gradtrack.backends.mlflow.views import saved_view
+from gradtrack.delivery.destinations import check_links
 from gradtrack.delivery.run_files import files_to_show
 from gradtrack.errors import BackendError, ClosedError, UsageError
 from gradtrack.records import Record, RunInfo
@@ -141,6 +142,11 @@ class MlflowBackend(Backend):
                 self._store.tell(
                     "files are left out: the store lies in the run's directory and names a place outside of it"
                 )
+                return
+            try:
+                check_links(places, confined, what="files are left out")
+            except UsageError as fault:
+                self._store.tell(str(fault))
                 return
         with tempfile.TemporaryDirectory(prefix="gradtrack-") as directory:
             for path, content in files:

@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Any, ClassVar, Final, final
 
 from gradtrack.backends.base import Backend, package_of
 from gradtrack.backends.wandb.charts import Show
@@ -37,6 +37,8 @@ class WandbBackend(Backend):
     `alerts=True` alerts on critical issues, on each at most every five minutes.
     `run_name` is `name` for a configuration, in which `name` is that of the backend.
     """
+
+    own_links: ClassVar[frozenset[str]] = frozenset({"debug-core.log"})
 
     def __init__(
         self,
