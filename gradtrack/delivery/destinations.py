@@ -15,7 +15,7 @@ from gradtrack import registry
 from gradtrack.errors import UsageError
 from gradtrack.support.names import one_line
 from gradtrack.support.redact import redact
-from gradtrack.support.regular_files import is_inside
+from gradtrack.support.regular_files import is_inside, open_regular
 
 _LOOPBACK: Final = re.compile(r"https?://(?:localhost|127(?:\.\d{1,3}){3}|\[::1\])(?::\d{1,5})?(?:/[\w\-./]*)?")
 """Strict, since what is read differently here and by the client of a tracker could name another host."""
@@ -26,6 +26,8 @@ _FILE_NAME: Final = re.compile(r"(?i)(?:^|_)(?:dir|directory|path|file|folder|ro
 _CONTROL: Final = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 """What controls a terminal or turns round the direction of writing, and halves of letters."""
 _BESIDE_SQLITE: Final = ("-journal", "-wal", "-shm")
+_SQLITE_JOURNAL: Final = bytes.fromhex("d9d505f920a163d7")
+"""What a journal begins with, and ends with where it names another file."""
 _MOST_ENTRIES: Final = 200_000
 _SHOWN_CHARACTERS: Final = 300
 
@@ -78,6 +80,8 @@ def settle(
     for option, value in configured.items():  # what a tracker takes by itself may lie in the run's directory as well
         if option not in given and settled.get(option, value) == value:
             places += [path for path in _files_of(option, str(value)) if is_inside(path, run_dir)]
+    for place in places:
+        _check_sqlite_journal(f"{os.path.realpath(place)}-journal", name)
     check_links(places, run_dir, allowed=allowed, own=_declared(name, "own_links"), what=name)
     return {**settled, **given}
 
@@ -156,6 +160,22 @@ def _scan(directory: str, most: int, what: str) -> list[os.DirEntry[str]]:
             "expected fewer, since each may be a link to elsewhere. Remove what is not of the run."
         )
     return found
+
+
+def _check_sqlite_journal(path: str, what: str) -> None:
+    """Raise where the journal of a store of SQLite names another file: going on after a crash, SQLite removes that.
+
+    It writes such a name at the end only where it changes several stores at once, which no tracker does.
+    """
+    if not os.path.isfile(path) or os.path.islink(path):
+        return
+    with open_regular(path) as stream:
+        stream.seek(max(stream.seek(0, os.SEEK_END) - len(_SQLITE_JOURNAL), 0))
+        if stream.read() == _SQLITE_JOURNAL:
+            raise UsageError(
+                f"{what}: {shown(path)!r} names a file that SQLite would remove: expected the journal of one store. "
+                "Remove it if the store is not your own."
+            )
 
 
 def path_readings(path: str) -> list[str]:

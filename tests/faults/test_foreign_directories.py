@@ -6,6 +6,8 @@ import importlib
 import json
 import os
 import shutil
+import sqlite3
+import struct
 import subprocess
 import sys
 import threading
@@ -107,6 +109,31 @@ def test_files_of_a_store_in_the_run_directory_go_through_no_link(
     assert done.complete, done
     assert list(victim.iterdir()) == []
     assert "is a link out of the run's directory" in caplog.text
+
+
+def test_journal_of_a_store_removes_no_file(tmp_path: Path) -> None:
+    """SQLite would end what a crash left of a change of several stores, and remove the file that told of it."""
+    directory, victim = tmp_path / "run", tmp_path / "victim"
+    victim.write_text("mine")
+    foreign_run(directory, {"tracking_uri": f"sqlite:///{directory}/store.db"})
+    shutil.copy(empty_store(), directory / "store.db")
+    content, name = (directory / "store.db").read_bytes(), str(victim).encode()
+    size = int.from_bytes(content[16:18])
+    magic, checksum = bytes.fromhex("d9d505f920a163d7"), sum(content[size - 200 : 0 : -200])
+    head = magic + struct.pack(">5I", 1, 0, len(content) // size, 512, size)
+    page = struct.pack(">I", 1) + content[:size] + struct.pack(">I", checksum)
+    tail = struct.pack(">I", 2**30 // size + 1) + name + struct.pack(">2I", len(name), sum(name)) + magic
+    journal = directory / "store.db-journal"
+    journal.write_bytes(head.ljust(512, b"\0") + page + tail)
+    (done,) = replay(directory)
+    assert done.fault is not None
+    assert "names a file that SQLite would remove" in done.fault
+    assert victim.exists()
+    sqlite3.connect(directory / "store.db").execute("SELECT * FROM runs").close()
+    assert not victim.exists()  # what SQLite does by itself
+    journal.write_bytes(head.ljust(512, b"\0") + page)
+    (done,) = replay(directory)
+    assert done.complete, done
 
 
 PLACES = [
