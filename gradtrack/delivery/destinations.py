@@ -111,7 +111,8 @@ def check_links(
 ) -> None:
     """Raise where a link at or below a place in the run's directory leads out of it, and not to one of those `allowed`.
 
-    Links that stay inside are looked behind. Those of the names `own`, which the tracker's package makes, may lead out.
+    A pipe or a device there raises as well. Links that stay inside are looked behind. Those of the names `own`, which
+    the tracker's package makes, may lead out.
     """
     real = [os.path.realpath(place) for place in places]
     beside = [f"{path}{ending}" for path in real for ending in _BESIDE_SQLITE]
@@ -159,6 +160,12 @@ def _scan(directory: str, most: int, what: str) -> list[os.DirEntry[str]]:
             f"{what}: {shown(directory)!r} and what a tracker writes beside it hold more than {_MOST_ENTRIES:,} files: "
             "expected fewer, since each may be a link to elsewhere. Remove what is not of the run."
         )
+    for entry in found:
+        if not (entry.is_symlink() or entry.is_file(follow_symlinks=False) or entry.is_dir(follow_symlinks=False)):
+            raise UsageError(
+                f"{what}: {shown(entry.path)!r} is a pipe, a socket or a device: expected files and directories, since "
+                "a tracker that opens it may wait forever. Remove it."
+            )
     return found
 
 

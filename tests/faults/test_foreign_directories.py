@@ -179,6 +179,11 @@ def test_no_text_of_a_name_replaces_a_file(tmp_path: Path, monkeypatch: pytest.M
     assert done.fault is not None
     assert profile.read_text() == "mine"
     tag.unlink()
+    lay_pipe(tag)
+    (done,) = replay(directory)
+    assert done.fault is not None
+    assert "is a pipe, a socket or a device" in done.fault
+    tag.unlink()
     (done,) = replay(directory)
     assert (done.complete, tag.read_text()) == (True, name)
 
@@ -369,9 +374,9 @@ def test_special_files_neither_hang_nor_fill_memory(tmp_path: Path, lay: Callabl
     assert "Traceback" not in done.stdout + done.stderr
     ends = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("ended ")]
     assert len(ends) == len(NAMES) * len(COMMANDS)
-    # A replay refuses a link among the files of a tracker, which the last of the names lies among.
+    # A replay refuses a link and a pipe among the files of a tracker, which the last of the names lies among.
     refused = [[command, name] for command, name, code in ends if code == "1"]
-    assert refused == [["replay", str(len(NAMES) - 1)]] * (lay is lay_link_to_device)
+    assert refused == [["replay", str(len(NAMES) - 1)]] * (lay is not lay_sparse_file)
     assert {code for _, _, code in ends} <= {"0", "1", "2"}
 
 
