@@ -127,12 +127,15 @@ class Elements:
     def _gone_through_float16(self) -> dict[str, float]:
         """Return the share of subnormal numbers among gradients each of which is a number of float16, zeros aside.
 
-        Under autocast gradients in float32 are what float16 has left of them. By chance one in some thousands fits.
+        Under autocast gradients in float32 are what float16 has left of them. By chance one in some thousands fits; so
+        does what rounding leaves of a gradient that is zero by nature, which those of most elements are not.
         """
         size, live = np.abs(self._grads), self._grads != 0
         fits = self._sums((live & (size.astype(np.float16) == size)).astype(np.float64))
         counts, small = self._sums(live.astype(np.float64)), self._sums((live & (size < _SUBNORMAL)).astype(np.float64))
         through = (fits == counts) & (counts >= _ENOUGH)
+        if 2 * counts[through].sum() < counts.sum():
+            return {}
         return {self._places[index].name: float(small[index] / counts[index]) for index in np.flatnonzero(through)}
 
     def _sums(self, values: Values) -> Values:

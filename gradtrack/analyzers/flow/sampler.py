@@ -110,7 +110,9 @@ class FlowSampler:
     @property
     def case(self) -> Case:
         """Return the evidence gathered so far."""
-        return Case(self.series, self.samples, self._unit_verdicts.issues(self.series), self._unit_verdicts.from_start)
+        return Case(
+            self.series, self.samples, self._unit_verdicts.standing(self.series), self._unit_verdicts.from_start
+        )
 
     def arm(self, model: nn.Module, *, stale: bool = True) -> None:
         """Hook a model for the coming step."""

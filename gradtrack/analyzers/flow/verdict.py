@@ -114,6 +114,7 @@ class UnitVerdicts:
         self._found: deque[list[Issue]] = deque(maxlen=KEPT_WINDOWS + 1)
         self._absent: dict[str, int | None] = {}
         self._told: dict[str, int | None] = {}
+        self._standing: list[Issue] | None = None
 
     def add(self, case: Case) -> None:
         """Judge the newest window, and let go of what only older ones needed."""
@@ -128,9 +129,14 @@ class UnitVerdicts:
             if key in here:
                 told[key] = None if step is None or case.series.has_halved_since(step) else step
         self._told = told
+        self._standing = self.issues(case.series)
         for sample in case.samples[: 1 - RECENT]:
             for node in sample.nodes:
                 node.unit_max = node.unit_min = node.gram = None
+
+    def standing(self, series: Series) -> list[Issue]:
+        """Return the issues as they were at the last window: the luck of the losses since then changes none."""
+        return self.issues(series) if self._standing is None else self._standing
 
     def issues(self, series: Series) -> list[Issue]:
         """Return each issue as it was found last, with the step at which it was found first.
@@ -164,7 +170,8 @@ class UnitVerdicts:
     def state_dict(self) -> dict[str, Any]:
         """Return the verdicts as plain data."""
         found = [[issue.model_dump(mode="json") for issue in found] for found in self._found]
-        return {"found": found, "absent": dict(self._absent), "told": dict(self._told)}
+        standing = None if self._standing is None else [issue.model_dump(mode="json") for issue in self._standing]
+        return {"found": found, "absent": dict(self._absent), "told": dict(self._told), "standing": standing}
 
     def load_state_dict(self, state: Mapping[str, Any] | list[list[Mapping[str, Any]]]) -> None:
         """Take back what `state_dict` returned, also that of older versions, which was the verdicts alone."""
@@ -173,6 +180,8 @@ class UnitVerdicts:
         self._found.extend([Issue.model_validate(issue) for issue in found] for found in verdicts)
         if isinstance(state, Mapping):
             self._absent, self._told = dict(state["absent"]), dict(state.get("told", ()))
+        known = state.get("standing") if isinstance(state, Mapping) else None
+        self._standing = None if known is None else [Issue.model_validate(issue) for issue in known]
 
 
 @dataclass(frozen=True, slots=True)

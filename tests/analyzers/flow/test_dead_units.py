@@ -44,6 +44,7 @@ def changes(found: list[bool]) -> list[int]:
 
 
 @example([1.0, 1.0, 0.55, 0.45, 0.55, 0.45], [0.0], 0).via("half of the first loss, more or less")
+@example([2.0, 1.25, 1.0, 1.0], [0.0, -0.25], 0).via("a loss that is low at each look and high after it")
 @settings(max_examples=8, deadline=None)
 @given(
     st.lists(st.floats(0.4, 2.0), min_size=1, max_size=10),

@@ -17,6 +17,7 @@ class Attention(nn.Module):
     def __init__(self, factor: float, both: bool) -> None:
         super().__init__()
         torch.manual_seed(0)
+        self.factor: Tensor
         self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 3)
         self.register_buffer("factor", torch.tensor([factor if both else 1.0, factor]).view(1, 2, 1, 1))
 
