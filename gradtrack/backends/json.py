@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import math
 import os
 import time
@@ -17,11 +18,13 @@ from gradtrack.delivery.run_files import write_atomically
 from gradtrack.errors import BackendError, ClosedError
 from gradtrack.records import Record, tail_of
 from gradtrack.support.names import file_part
-from gradtrack.support.regular_files import MEBIBYTE, read_regular
+from gradtrack.support.regular_files import MEBIBYTE, MOST_MEMORY, check_json, read_regular
 
 _GLOBAL: Final = ("variance", "mean", "norm", "max", "min")
 _MATRIX: Final = ("variance", "norm", "mean")
 _SHARE_OF_TIME: Final = 0.05
+_MOST_BYTES: Final = 512 * MEBIBYTE
+_logger = logging.getLogger("gradtrack")
 
 
 @final
@@ -104,20 +107,21 @@ class JsonBackend(Backend):
         if source not in self._series:
             if self._directory is None:
                 raise BackendError("json backend: no directory is known. Give it one with the option directory.")
-            self._series[source] = _Series(self._directory, source)
+            self._series[source] = _Series(self._directory, source, foreign=self._replayed)
         return self._series[source]
 
 
 class _Series:
     """The columns of one pair and the two files that they go to; what the files hold already is kept."""
 
-    def __init__(self, directory: Path, source: str) -> None:
+    def __init__(self, directory: Path, source: str, *, foreign: bool) -> None:
         tail = f".{file_part(source)}" if source else ""
+        most_memory = MOST_MEMORY if foreign else None
         self._path = directory / f"gradient_statistics{tail}.json"
         self._matrix_path = directory / f"gradient_statistics_weight_matrices{tail}.json"
         self._suffix = tail_of(source)
-        self._columns: dict[str, list[float]] = _read(self._path)
-        self._matrices: dict[str, dict[str, list[float]]] = _read(self._matrix_path)
+        self._columns: dict[str, list[float]] = _read(self._path, most_memory)
+        self._matrices: dict[str, dict[str, list[float]]] = _read(self._matrix_path, most_memory)
         for name in ("step", "epoch", *(f"grad_{name}" for name in _GLOBAL)):
             self._columns.setdefault(name, [])
         self.steps = set(self._columns["step"])
@@ -177,18 +181,27 @@ def _has_statistics(record: Record) -> bool:
     return any(f"train/grad_{name}{suffix}" in record.metrics for name in _GLOBAL)
 
 
-def _read(path: Path) -> dict[str, Any]:
-    """Return what a file holds; one that cannot be read is moved aside, never overwritten."""
+def _read(path: Path, most_memory: int | None) -> dict[str, Any]:
+    """Return what a file holds; one that cannot be read is moved aside, never overwritten.
+
+    What a replay finds is bounded, since another person may have made it: it writes every row of the journal anew. A
+    training that goes on has had the same columns in memory before.
+    """
+    reason = "it is no object of columns"
     try:
-        values = json.loads(read_regular(path, most_bytes=512 * MEBIBYTE))
+        content = read_regular(path, most_bytes=_MOST_BYTES)
+        values = json.loads(content if most_memory is None else check_json(content, most_memory=most_memory))
         if isinstance(values, dict) and all(isinstance(column, (list, dict)) for column in values.values()):
             return values
     except FileNotFoundError:
         return {}
-    except (ValueError, RecursionError):
-        pass
+    except (ValueError, RecursionError) as fault:
+        reason = str(fault)
     except OSError as fault:
         if fault.errno not in (errno.EINVAL, errno.ELOOP, errno.EFBIG):  # a link, a pipe, or far too large
             raise
-    os.replace(path, path.with_suffix(f".unreadable-{time.time_ns()}"))
+        reason = fault.strerror or str(fault)
+    aside = path.with_suffix(f".unreadable-{time.time_ns()}")
+    os.replace(path, aside)
+    _logger.warning("json: %a cannot be read (%s) and is left aside as %a", path.name, reason, aside.name)
     return {}

@@ -14,23 +14,24 @@ import shutil
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, Final, Literal
+from typing import Annotated, Any, BinaryIO, Final, Literal, TypeVar
 
 import numpy as np
 import torch
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, FailFast, ValidationError
 from torch import Tensor, nn
 
 from gradtrack.errors import CaptureError
 from gradtrack.gradients.distributed.shards import is_distributed
 from gradtrack.support.names import listed
-from gradtrack.support.regular_files import MEBIBYTE, open_regular, read_inside
+from gradtrack.support.regular_files import MEBIBYTE, check_json, open_regular, read_inside
 
 TENSORS: Final = "tensors.safetensors"
 VALUES: Final = "capture.json"
 MOST_BYTES: Final = 4 * 10**9
 """The largest capture that is read unless the reader allows more."""
 _MOST_JSON: Final = 64 * MEBIBYTE
+_MOST_MEMORY: Final = 256 * MEBIBYTE
 _MOST_DIMENSIONS: Final = 64
 _MOST_ENTRIES: Final = 100_000
 _DEEPEST: Final = 32
@@ -53,6 +54,8 @@ _DTYPES: Final = {
     "BOOL": torch.bool,
 }
 _NAMES: Final = {dtype: name for name, dtype in _DTYPES.items()}
+_T = TypeVar("_T")
+_Listed = Annotated[list[_T], FailFast()]  # pydantic else collects every fault: a million of them fill the memory
 
 
 class Forward(BaseModel):
@@ -70,7 +73,7 @@ class Batch(BaseModel):
     """What one backward pass of a capture was made from: the batch that was passed, and the forward passes."""
 
     batch: Any
-    forwards: list[Forward] = []
+    forwards: _Listed[Forward] = []
 
 
 class CaptureValues(BaseModel):
@@ -86,19 +89,16 @@ class CaptureValues(BaseModel):
     reason: str
     model: str
     loss: float | str | None = None
-    scale: float | None = None
-    """What a loss scaler multiplied the loss by."""
+    scale: float | None = None  # what a loss scaler multiplied the loss by
     device: str = "cpu"
-    evaluating: list[str] = []
-    """The modules that were in evaluation mode."""
-    frozen: list[str] = []
-    parameters: list[str]
-    buffers: list[str]
-    batches: list[Batch]
+    evaluating: _Listed[str] = []  # modules that were in evaluation mode
+    frozen: _Listed[str] = []
+    parameters: _Listed[str]
+    buffers: _Listed[str]
+    batches: _Listed[Batch]
     optimizers: Any = None
-    switches: dict[str, bool | int | str] = {}
-    """What decides with which kernels torch computes."""
-    notes: list[str] = []
+    switches: dict[str, bool | int | str] = {}  # what decides with which kernels torch computes
+    notes: _Listed[str] = []
     versions: dict[str, str] = {}
     report: dict[str, Any] = {}
 
@@ -242,7 +242,7 @@ class SavedCapture:
         self.directory, self._most_bytes = directory, most_bytes
         with self.checked():
             text = read_inside(directory, directory / VALUES, most_bytes=_MOST_JSON)
-            self.values = CaptureValues.model_validate_json(text)
+            self.values = CaptureValues.model_validate_json(check_json(text, most_memory=_MOST_MEMORY))
             self._stream = open_regular(directory / TENSORS, most_bytes=most_bytes)
         try:
             with self.checked():
@@ -382,7 +382,7 @@ def _read_header(stream: BinaryIO) -> tuple[int, dict[str, tuple[torch.dtype, tu
     (length,) = struct.unpack("<Q", stream.read(8).ljust(8, b"\xff"))
     if length > min(_MOST_JSON, size - 8):
         raise ValueError(f"the header of {TENSORS} is cut off")
-    header = json.loads(stream.read(length))
+    header = json.loads(check_json(stream.read(length)))
     if not isinstance(header, dict):
         raise ValueError(f"the header of {TENSORS} is no mapping")
     header.pop("__metadata__", None)

@@ -10,17 +10,19 @@ import secrets
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
+from functools import cache
 from pathlib import Path
-from typing import Any, Final, Self
+from types import NoneType
+from typing import Annotated, Any, Final, Self, get_args, get_origin
 
-from pydantic import BaseModel
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from gradtrack.config import GradientConfig
 from gradtrack.errors import JournalError, RunDirectoryError
 from gradtrack.records import RunInfo
 from gradtrack.reports import StepReport, TrainingSummary
 from gradtrack.support.names import names_run
-from gradtrack.support.regular_files import MEBIBYTE, is_regular, read_inside, read_regular
+from gradtrack.support.regular_files import MEBIBYTE, check_json, is_regular, read_inside, read_regular
 
 _logger = logging.getLogger("gradtrack")
 
@@ -74,6 +76,10 @@ def ensure_writable(directory: Path) -> None:
 RUN_END: Final = "run_end.json"
 _FORMAT: Final = 1
 _BATCH_CHARACTERS: Final = 200
+_MOST_OF_END: Final = 256 * MEBIBYTE
+_REPORTS: Final = ("last", "flight_recorder")
+_MOST_REPORTS: Final = 1000
+"""Of an end. It has a report for each pair and the eight up to the first fault; of 1,000 tensors, that is 3 MB."""
 
 
 class RunEnd(BaseModel, frozen=True):
@@ -104,18 +110,46 @@ class RunEnd(BaseModel, frozen=True):
     def load(cls, path: Path) -> Self | None:
         """Read it back; None where the run has not ended or left no such file."""
         try:
-            values = json.loads(read_regular(path, most_bytes=512 * MEBIBYTE))
+            values = json.loads(check_json(read_regular(path, most_bytes=_MOST_OF_END)))
             if not isinstance(values, dict) or values.get("format") != _FORMAT:
                 raise ValueError(f"its format is not {_FORMAT}")
-            return cls.model_validate(values)
+            if any(len(values.get(name, ())) > _MOST_REPORTS for name in _REPORTS):
+                raise ValueError(f"it holds more than {_MOST_REPORTS} reports")
+            reports = {name: _in_parts(list[StepReport], values[name]) for name in _REPORTS if name in values}
+            return cls.model_validate({**values, **reports})
         except FileNotFoundError:
             return None
         except (OSError, LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RecursionError) as fault:
-            reason = getattr(fault, "strerror", None) or (str(fault).splitlines() or [type(fault).__name__])[0]
+            if isinstance(fault, ValidationError):  # whose text has lines for every fault
+                reason = f"{fault.error_count()} validation errors"
+            else:
+                reason = getattr(fault, "strerror", None) or (str(fault).splitlines() or [type(fault).__name__])[0]
             raise JournalError(
                 f"{str(path)!r} cannot be read ({reason}): expected what a run leaves at its end. "
                 "Move it out of the directory."
             ) from None
+
+
+def _in_parts(kind: Any, value: Any, *checks: Any) -> Any:
+    """Validate what may have many entries one by one: pydantic collects all faults, and a million fill the memory."""
+    kind = next((one for one in get_args(kind) if one is not NoneType), kind) if NoneType in get_args(kind) else kind
+    if isinstance(value, dict) and isinstance(kind, type) and issubclass(kind, BaseModel):
+        fields = {name: field for name, field in kind.model_fields.items() if isinstance(value.get(name), (dict, list))}
+        parts = {name: _in_parts(field.annotation, value[name], *field.metadata) for name, field in fields.items()}
+        return kind.model_validate({**value, **parts})
+    if isinstance(value, dict) and get_origin(kind) is dict:
+        if not checks:
+            return {name: _in_parts(get_args(kind)[1], entry) for name, entry in value.items()}
+        found = (_adapter(kind, checks).validate_python({name: entry}) for name, entry in value.items())
+        return {name: entry for one in found for name, entry in one.items()}
+    if isinstance(value, list) and get_origin(kind) is list:
+        return [_in_parts(get_args(kind)[0], entry) for entry in value]
+    return _adapter(kind, checks).validate_python(value)
+
+
+@cache
+def _adapter(kind: Any, checks: tuple[Any, ...]) -> TypeAdapter[Any]:
+    return TypeAdapter(Annotated[(kind, *checks)] if checks else kind)
 
 
 def holds_run(directory: Path) -> bool:
@@ -215,7 +249,7 @@ def files_to_show(run: RunInfo | None, named: Iterable[str] = ()) -> list[tuple[
 def noted_files(directory: Path, run_id: str) -> list[Path]:
     """Return the files of a directory that a run has written down as its own; only regular files that lie there."""
     try:
-        values = json.loads(read_regular(directory / LISTED_FILES, most_bytes=4 * MEBIBYTE))
+        values = json.loads(check_json(read_regular(directory / LISTED_FILES, most_bytes=4 * MEBIBYTE)))
         if values["run_id"] != run_id:
             return []
         names = [Path(name).name for name in values["files"][:_MOST_LISTED_FILES] if isinstance(name, str)]

@@ -22,10 +22,12 @@ from gradtrack.reports import Issue, IssueSeverity, IssueType
 from gradtrack.support.checksums import SavedFingerprints, fingerprint, hash_of_batch, with_checksum
 from gradtrack.support.interrupts import pass_on
 from gradtrack.support.rank import num_ranks, process_rank
-from gradtrack.support.regular_files import is_regular
+from gradtrack.support.regular_files import MEBIBYTE, check_json, is_regular
 
 _FILE: Final = "fingerprints-{:03d}.jsonl"
 _IS_FILE: Final = re.compile(r"fingerprints-(\d{3,6})\.jsonl")
+_MOST_MEMORY: Final = 64 * MEBIBYTE
+"""Of a row. One of 100,000 tensors has as much; pydantic collects every fault of what is none."""
 _KEPT: Final = 8
 """How many steps rank 0 keeps to compare them with those of ranks that are late."""
 _logger = logging.getLogger("gradtrack")
@@ -258,7 +260,11 @@ def _read(saved: SavedFingerprints, source: str, step: int) -> tuple[Row, list[s
     found = saved.read(source, step)
     with contextlib.suppress(ValueError, TypeError, LookupError, RecursionError):
         if found is not None:
-            return Row.model_validate_json(found[0]), [str(name) for name in json.loads(found[1])["parameters"]]
+            row, names = (
+                Row.model_validate_json(check_json(found[0], most_memory=_MOST_MEMORY)),
+                json.loads(check_json(found[1])),
+            )
+            return row, [str(name) for name in names["parameters"]]
     return None
 
 

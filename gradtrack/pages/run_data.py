@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from gradtrack.delivery.journal.reading import SavedRun, open_run
 from gradtrack.delivery.journal.writing import is_being_written
 from gradtrack.delivery.run_files import RUN_END, RunEnd
-from gradtrack.errors import GradtrackError
+from gradtrack.errors import GradtrackError, JournalError
 from gradtrack.pages.issues import Episode, IssueHistory, IssueLog
 from gradtrack.records import Panel, Record, RunInfo, tail_of
 from gradtrack.reports import HealthReport, Issue, IssueSeverity, StepReport
@@ -335,10 +335,15 @@ class RunData:
         issues = IssueLog()
         caveats: dict[str, None] = {}
         for record in records:
-            caveats.update((f"{record.source and f'{record.source}: '}{text}", None) for text in record.caveats)
+            if len(caveats) < _MOST_CAVEATS:
+                caveats.update((f"{record.source and f'{record.source}: '}{text}", None) for text in record.caveats)
             tracks.setdefault(record.source, Track(record.source)).add(record)
             issues.add(record)
-        end = RunEnd.load(directory / RUN_END)
+        end = None
+        try:
+            end = RunEnd.load(directory / RUN_END)
+        except JournalError as fault:  # the rows can be shown without it
+            caveats = {f"How the run ended is left out: {fault}": None, **caveats}
         first = parts[0] if parts else run
         return cls(
             run=replace(run, run_id=first.run_id, created=first.created),

@@ -12,7 +12,7 @@ import struct
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cache
-from itertools import pairwise
+from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Final
 
@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradtrack.errors import JournalError
-from gradtrack.support.regular_files import MEBIBYTE, open_regular
+from gradtrack.support.regular_files import MEBIBYTE, check_json, open_regular
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,6 +37,8 @@ _BEGIN: Final = b'{"fingerprints":'
 _NAMES: Final = re.compile(rb'\{"names": ?("(?:[^"\\]|\\.){0,1000}")')
 _MOST_ROWS: Final = 1_000_000
 _DEEPEST: Final = 32
+_MOST_ENDS: Final = 16
+"""The places tried as the end of a damaged line: each costs a checksum over all that precedes it."""
 _LONGEST_END: Final = len(b',"crc32c":"00000000"}\n')
 
 
@@ -100,10 +102,10 @@ def intact_lines(damaged: bytes, start: bytes) -> list[bytes]:
     Each begins with `start`, which no text within JSON contains, and ends with a checksum that matches. The last one
     may still be being written where nothing follows it.
     """
-    begins = [found.start() for found in re.finditer(re.escape(start), damaged)]
+    begins = (found.start() for found in re.finditer(re.escape(start), damaged))
     lines = []
-    for begin, end in pairwise([*begins, len(damaged)]):
-        for found in _END.finditer(damaged, begin, end):
+    for begin, end in pairwise(chain(begins, [len(damaged)])):
+        for found in islice(_END.finditer(damaged, begin, end), _MOST_ENDS):
             line = damaged[begin : found.end()] + b"\n"
             if found.end() < len(damaged) and is_intact(line):
                 lines.append(line)
@@ -184,7 +186,7 @@ class SavedFingerprints:
                         if self._run_ids is None or session[0] in self._run_ids:
                             self.rows[source, int(found[1])] = start, self._last_names[source], session
                     elif line.startswith(_BEGIN) and is_intact(line):
-                        begin = json.loads(line)
+                        begin = json.loads(check_json(line))
                         self._sessions[str(begin["source"])] = str(begin["run_id"]), int(begin["session"])
                     elif found := _NAMES.match(line):
                         self._last_names[json.loads(found[1])] = start

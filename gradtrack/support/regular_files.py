@@ -21,6 +21,11 @@ from gradtrack.support.redact import redact
 
 MEBIBYTE: Final = 2**20
 _MOST_OF_CONFIGURATION: Final = 16 * MEBIBYTE
+MOST_MEMORY: Final = 512 * MEBIBYTE
+"""What the values of one JSON text can take."""
+_COSTS: Final = {b"[": 112, b"{": 200, b",": 40, b":": 216, b'"': 20}
+"""The bytes of memory that each of these can cost in JSON: a container, or the value behind it with its name."""
+_HIGHEST_SHARE: Final = 8 + max(_COSTS.values())
 _LIBRARIES: Final = ("omegaconf", "ml_collections")
 """Packages whose containers may be neither mappings nor lists for Python."""
 _FLAGS: Final = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
@@ -42,6 +47,19 @@ def read_regular(path: str | Path, *, most_bytes: int) -> bytes:
     """Return the content of a regular file, which `open_regular` takes."""
     with open_regular(path, most_bytes=most_bytes) as stream:
         return _read(stream, path, most_bytes)
+
+
+def check_json(content: bytes, *, most_memory: int = MOST_MEMORY) -> bytes:
+    """Return JSON as it is; where its values could take more than `most_memory` bytes it raises ValueError.
+
+    Three bytes, those of an empty list, take a hundred in memory. What they can take is counted before they are parsed.
+    """
+    if len(content) > most_memory // _HIGHEST_SHARE:
+        width = 2 if content.isascii() else 8  # one character beyond the ASCII ones makes a whole text wider
+        memory = width * len(content) + sum(cost * content.count(byte) for byte, cost in _COSTS.items())
+        if memory > most_memory:
+            raise ValueError(f"its values could take {memory // MEBIBYTE} MB of memory")
+    return content
 
 
 def read_inside(root: str | Path, path: str | Path, *, most_bytes: int) -> bytes:

@@ -148,12 +148,31 @@ def test_next_run_leaves_the_files_of_the_last(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["{", "[1]", '{"step": 3}', "null"])
-def test_file_that_cannot_be_read_is_moved_aside(tmp_path: Path, content: str) -> None:
-    """What another program wrote there is not lost."""
+def test_file_that_cannot_be_read_is_moved_aside(
+    tmp_path: Path, content: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What another program wrote there is not lost, and is named."""
     (tmp_path / "gradient_statistics.json").write_text(content)
     assert written(tmp_path, [row(1)])["gradient_statistics.json"]["step"] == [1]
     (aside,) = tmp_path.glob("*.unreadable-*")
     assert aside.read_text() == content
+    assert f"left aside as '{aside.name}'" in caplog.text
+
+
+def test_what_a_replay_finds_takes_bounded_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lists within lists take a hundred times their bytes; a run that goes on reads the columns that it wrote."""
+    monkeypatch.setattr(module, "MOST_MEMORY", 10**6)
+    long = {"step": list(range(5000)), **{f"grad_{name}": [0.5] * 5000 for name in NAMES}, "epoch": [0] * 5000}
+    for content, replayed, steps in ((long, False, 5001), (long, True, 1), ({"step": [[]] * 9000}, True, 1)):
+        (tmp_path / "gradient_statistics.json").write_text(json.dumps(content))
+        backend = JsonBackend(tmp_path)
+        if replayed:
+            backend.confine(tmp_path)
+        backend.write([row(6000, groups=())])
+        backend.close()
+        found = json.loads((tmp_path / "gradient_statistics.json").read_text())
+        assert {len(column) for column in found.values()} == {steps}
+    assert len(list(tmp_path.glob("*.unreadable-*"))) == 2
 
 
 def test_rewriting_takes_a_bounded_share_of_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from gradtrack import GradientManager
 from gradtrack.delivery.run_files import RUN_END, RunEnd
 from gradtrack.errors import JournalError
 from gradtrack.reports import NormSummary, ParameterStatistics, StepReport, TrainingSummary
+from gradtrack.support.regular_files import check_json
 
 
 def step(batch: object = None) -> StepReport:
@@ -57,6 +60,32 @@ def test_a_file_that_is_something_else_is_an_error(tmp_path: Path, text: str) ->
     """The error names the file."""
     (tmp_path / RUN_END).write_text(text)
     with pytest.raises(JournalError, match=r"run_end\.json' cannot be read"):
+        RunEnd.load(tmp_path / RUN_END)
+
+
+@pytest.mark.parametrize(
+    ("report", "reason"),
+    [
+        ({"parameters": {str(number): {} for number in range(5000)}}, "7 validation errors"),
+        ({"notes": [0] * 5000}, "1 validation error"),
+        ({"health": {"issues": [{}] * 5000}}, "3 validation errors"),
+        ({"clipping": {"groups": {str(number): {} for number in range(5000)}}}, "3 validation errors"),
+    ],
+)
+def test_the_first_fault_of_many_ends_the_reading(tmp_path: Path, report: dict[str, Any], reason: str) -> None:
+    """Of a million faults, which a file of 10 MB can have, the descriptions alone would take a gigabyte."""
+    end = {"format": 1, "run_id": "a-run", "summary": {}, "last": [{"step": 1, **report}]}
+    (tmp_path / RUN_END).write_text(json.dumps(end))
+    with pytest.raises(JournalError, match=reason):
+        RunEnd.load(tmp_path / RUN_END)
+
+
+@pytest.mark.parametrize("end", ["[[],[],[]]", '{"format": 1, "last": [%s0]}' % (2000 * "0,")])
+def test_an_end_beyond_the_bounds_is_an_error(tmp_path: Path, end: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its values are counted before they are made."""
+    monkeypatch.setattr(check_json, "__kwdefaults__", {"most_memory": 10**6})
+    (tmp_path / RUN_END).write_text(end.replace("[],", "[]," * 20_000))
+    with pytest.raises(JournalError, match=r"could take 6 MB of memory|more than 1000 reports"):
         RunEnd.load(tmp_path / RUN_END)
 
 

@@ -35,6 +35,16 @@ def test_the_end_of_another_run_is_not_its_own(tmp_path: Path) -> None:
     assert (run.state, run.total_steps) == ("stopped without an end", 1)
 
 
+def test_an_end_that_cannot_be_read_is_left_out(tmp_path: Path) -> None:
+    """It is named, and the rows are shown."""
+    write_run(tmp_path, row(1), row(2))
+    (tmp_path / RUN_END).write_text("[]")
+    run = load_run(tmp_path)
+    assert (len(run.tracks[""].steps), run.end) == (2, None)
+    assert "How the run ended is left out" in run.caveats[0]
+    assert "run_end.json" in run.caveats[0]
+
+
 def test_damaged_rows_are_counted(tmp_path: Path) -> None:
     """What could not be read is said, and the rest is shown."""
     write_run(tmp_path, row(1))

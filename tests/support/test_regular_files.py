@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
+import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from gradtrack.support.regular_files import open_regular, read_inside, read_regular
+from gradtrack.support.regular_files import check_json, open_regular, read_inside, read_regular
 
 
 def test_regular_file_is_read(tmp_path: Path) -> None:
@@ -65,3 +70,33 @@ def test_large_file_is_refused(tmp_path: Path) -> None:
         stream.truncate(50 * 2**30)
     with pytest.raises(OSError, match="more than 100 bytes"):
         read_regular(tmp_path / "sparse", most_bytes=100)
+
+
+SMALL: list[Any] = [[], {}, [[]], [1], {"": 1}, {"": []}, 1.5, 300, 10**30, "ab", "\u0101\u0102", "\U0001f600", None]
+PLAIN = st.recursive(
+    st.sampled_from(SMALL) | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(PLAIN, st.booleans(), st.booleans())
+def test_json_takes_no_more_memory_than_was_counted(value: Any, ascii_only: bool, named: bool) -> None:
+    """Whatever it holds: what passes a bound stays below it, bytes and text included."""
+    many: Any = {f"{place:x}": value for place in range(3000)} if named else [value] * 3000
+    content = json.dumps(many, ensure_ascii=ascii_only, separators=(",", ":")).encode()
+    tracemalloc.start()
+    json.loads(bytearray(content))
+    taken = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    with pytest.raises(ValueError, match="its values could take"):
+        check_json(content, most_memory=taken)
+
+
+@pytest.mark.parametrize("value", [[1.2345678901234567] * 2000, [{"mean": 0.5, "norm": 1.25e-7}] * 500])
+def test_what_runs_write_is_not_counted_many_times(value: Any) -> None:
+    """A column of numbers and a list of reports pass at a few times what they take."""
+    content = json.dumps(value).encode()
+    assert check_json(content, most_memory=32 * len(content)) is content
+    assert len(content) > 2**13

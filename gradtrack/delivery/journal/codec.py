@@ -12,10 +12,12 @@ from pydantic_core import to_json
 
 from gradtrack.records import Histogram, Panel, PanelKind, Record, RunInfo
 from gradtrack.support.redact import redact_values
-from gradtrack.support.regular_files import is_inside
+from gradtrack.support.regular_files import MEBIBYTE, check_json, is_inside
 
 _encode_any = json.JSONEncoder(separators=(",", ":"), check_circular=False, default=str).encode
 _MOST_ROWS: Final = 2**63
+_MOST_MEMORY: Final = 256 * MEBIBYTE
+"""Of a row. One with four metrics of 100,000 groups has less."""
 _LATEST: Final = 1e12
 """In seconds since 1970: some 30,000 years from now."""
 _KINDS: Final = frozenset(get_args(PanelKind))
@@ -54,7 +56,7 @@ def encode_row(number: int, record: Record, directory: Path) -> bytes:
 def decode_row(line: bytes, directory: Path, *, trusted: bool) -> tuple[int, Record]:
     """Read a whole row back, or raise ValueError; an untrusted line names no file outside of its directory."""
     try:
-        row = json.loads(line)
+        row = json.loads(check_json(line, most_memory=_MOST_MEMORY))
         number = row["n"]
         if type(number) is not int or not 0 <= number < _MOST_ROWS:
             raise ValueError(f"row number {number!r:.40}: expected a count")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from gradtrack.delivery.run_files import write_atomically
-from gradtrack.support.regular_files import MEBIBYTE, read_regular
+from gradtrack.support.regular_files import MEBIBYTE, check_json, read_regular
 
 _MOST_REFUSED: Final = 10_000
 _MOST_BYTES: Final = 16 * MEBIBYTE
@@ -75,7 +75,7 @@ def offsets_path(first_part: Path) -> Path:
 def read_offsets(path: Path) -> dict[str, dict[str, Any]]:
     """Return the entries of the backends; nothing where the file is missing, foreign or damaged."""
     try:
-        values = json.loads(read_regular(path, most_bytes=_MOST_BYTES))
+        values = json.loads(check_json(read_regular(path, most_bytes=_MOST_BYTES)))
         if values["gradtrack_offsets"] != 1:
             return {}
         return {

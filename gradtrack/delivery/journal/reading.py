@@ -19,7 +19,7 @@ from gradtrack.errors import JournalError, UsageError
 from gradtrack.records import Record, RunInfo
 from gradtrack.support.checksums import intact_lines, is_intact
 from gradtrack.support.names import file_part
-from gradtrack.support.regular_files import MEBIBYTE, is_regular, open_regular
+from gradtrack.support.regular_files import MEBIBYTE, check_json, is_regular, open_regular
 
 FORMAT: Final = 1
 PART_BYTES: Final = 256 * MEBIBYTE
@@ -240,7 +240,7 @@ def _read_header(path: Path, line: bytes) -> Mapping[str, Any]:
     try:
         if is_intact(line) is False:
             raise ValueError("its checksum does not match")
-        header: Mapping[str, Any] = json.loads(line)
+        header: Mapping[str, Any] = json.loads(check_json(line))
         version = header["gradtrack_journal"]
         if version == FORMAT:
             int(header["rank"]), int(header["part"])

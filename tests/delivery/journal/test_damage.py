@@ -143,6 +143,12 @@ def test_rows_on_one_line_are_found(tmp_path: Path, between: bytes) -> None:
     assert ([number for number, _ in rows], len(damaged)) == (list(range(ROWS)), 1)
 
 
+def test_many_ends_in_one_line_are_soon_looked_at() -> None:
+    """Each would cost a checksum over all before it: a line of a megabyte took an hour."""
+    damaged = b'{"n":' + b',"crc32":"00000000"}' * 50_000 + with_checksum(b'{"n":1}\n')
+    assert intact_lines(damaged + b"x", b'{"n":') == [with_checksum(b'{"n":1}\n')]
+
+
 def test_line_names_its_checksum() -> None:
     """It is the last entry, over all that precedes it, so that any program can check it."""
     line = with_checksum(b'{"n":1,"a":"x"}\n')
