@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
 import socket
 import struct
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from gradtrack.backends.tensorboard.events import STEP, Events, description_of
 from gradtrack.errors import BackendError, PermanentBackendError, UsageError
 from gradtrack.support.checksums import crc32c
-from gradtrack.support.regular_files import is_regular
+from gradtrack.support.regular_files import MEBIBYTE, is_regular, open_regular
 
 _logger = logging.getLogger("gradtrack")
 
 _file_numbers: Final = itertools.count()
+_HEAD: Final = 12
+_LONGEST_RECORD: Final = 16 * MEBIBYTE
+"""A row with four values for each of 10,000 layers has 4 MB, and one with their histograms 10 MB more."""
+_MOST_MEMORY: Final = 512 * MEBIBYTE
+_TAGS_OF_MESSAGES: Final = bytes(number << 3 | 2 for number in range(1, 16))
 _Key = tuple[str, int, float]
 
 
@@ -149,7 +155,7 @@ class Index:
         """The last step of each pair."""
         self._run_id = ""
         self._files: dict[Path, os.stat_result] = {}
-        self._loaders: dict[Path, Any] = {}
+        self._ends: dict[Path, int] = {}
         self._tags: dict[_Key, frozenset[str]] = {}
         self._known: dict[frozenset[str], frozenset[str]] = {}
 
@@ -161,9 +167,10 @@ class Index:
             for path, known in self._files.items()
         )
         if run_id != self._run_id or replaced:
-            self._run_id, self._files, self._loaders, self._tags, self.reached = run_id, {}, {}, {}, {}
+            self._run_id, self._files, self._ends, self._tags, self.reached = run_id, {}, {}, {}, {}
         for path in files:
-            for event in self._loaders.setdefault(path, _loader(path)).Load():
+            for event, end in read_events(path, self._ends.get(path, 0)):
+                self._ends[path] = end
                 self._take(event)
         self._files = files
         return self._tags
@@ -179,8 +186,8 @@ class Index:
 
 def read_tags(directory: Path, run_id: str) -> set[str]:
     """Find the tags that carry the identity of a run in the event files of a directory."""
-    events = itertools.chain.from_iterable(_loader(path).Load() for path in _files_in(directory))
-    values = (value for event in events for value in event.summary.value)
+    found = itertools.chain.from_iterable(map(read_events, _files_in(directory)))
+    values = (value for event, _ in found for value in event.summary.value)
     return {value.tag for value in values if value.metadata.summary_description == description_of(run_id)}
 
 
@@ -188,7 +195,35 @@ def _files_in(directory: Path) -> list[Path]:
     return sorted(path for path in directory.glob("*tfevents*") if is_regular(path))
 
 
-def _loader(path: Path) -> Any:
-    from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
+def read_events(path: Path, start: int = 0) -> Iterator[tuple[Any, int]]:
+    """Yield the events of a file, each with where it ends, up to the first record that is not whole or is damaged.
 
-    return LegacyEventFileLoader(str(path))
+    What takes too much memory or is no event comes as an empty one. TensorBoard's own reader asks for as many bytes as
+    a record says that it has, and takes its checksum byte by byte in Python.
+    """
+    from google.protobuf.message import DecodeError
+    from tensorboard.compat.proto.event_pb2 import Event
+
+    with open_regular(path) as stream:
+        size, end = os.fstat(stream.fileno()).st_size, stream.seek(start)
+        while len(head := stream.read(_HEAD)) == _HEAD and _checksum(head[:8]) == head[8:]:
+            (length,) = struct.unpack_from("<Q", head)
+            end += _HEAD + length + 4
+            if end > size:
+                return
+            event, payload = Event(), stream.read(length) if length <= _LONGEST_RECORD else b""
+            if len(payload) < length or not _is_bearable(payload):
+                _logger.warning("tensorboard: a record of %d bytes in %a is passed over", length, path.name)
+                stream.seek(end)
+            elif stream.read(4) != _checksum(payload):
+                return
+            else:
+                with contextlib.suppress(DecodeError):
+                    event = Event.FromString(payload)
+            yield event, end
+
+
+def _is_bearable(payload: bytes) -> bool:
+    """Say whether an event takes bounded memory: an empty message within it is two bytes, and a hundred in memory."""
+    messages = len(payload) - len(payload.translate(None, _TAGS_OF_MESSAGES))
+    return 16 * len(payload) + 104 * messages <= _MOST_MEMORY
