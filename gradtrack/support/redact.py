@@ -10,18 +10,28 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 HIDDEN: Final = "***"
-_SECRET_NAME: Final = re.compile(r"(?i)passw|passphrase|secret|token|api_?key|credential|private_?key|authorization")
+_SECRET_NAME: Final = re.compile(
+    r"(?i)passw|passphrase|secret|token|api_?key|credential|private_?key|authorization|cookie|[_-]pwd|(?-i:^pwd$)"
+)
+"""PWD of the environment is the working directory."""
 _WORD: Final = re.compile(r"\S+")
 _SCHEME: Final = re.compile(r"[A-Za-z0-9+.\-]://")
-_BLANKS: Final = re.compile(r"(://)[^\s/@:]*:(?:(?!://)[^\n]){0,256}@(?=[\w.\-\[\]]+(?::\d+)?(?:[/\s?#'\"),;>]|$))")
+_BLANKS: Final = re.compile(r"(://)[^\s/@:]*:(?:(?!://)[^\n]){0,256}@(?=[\w\[])")
 """A user and a password that may hold blanks; up to the last `@` that a host follows."""
 _BASIC: Final = re.compile(r"(?i)(\bbasic(?:[\s:='\"]|%20)+)([a-z0-9+/_\-]{6,}={0,2})")
 _PLAIN_WORD: Final = re.compile(r"[A-Z]?[a-z\-]+|[A-Z\-]+|[\d\-]+")
+_BEARER: Final = re.compile(r"(?i)(\bbearer(?:[\s:='\"]|%20)+)\S+")
+_EQUALS: Final = r"[\\\"']{0,4}\s*[=:]\s*"
+_QUOTED: Final = r"[bru]{0,2}(?P<quote>\\{0,3}[\"'])(?s:(?!(?P=quote))(?:\\.|[^\\])){1,20000}(?P=quote)"
+"""A text in quotes, also in those of a text within a text; the next quote ends it, so its time is linear."""
 _HEADER: Final = re.compile(
-    r"(?i)(\bbearer(?:[\s:='\"]|%20)+|\bauthorization[\"']?\s*[=:]\s*[\"']?(?:(?:basic|bearer)\s+)?)\S+"
+    rf"(?i)((?:\bauthorization\w{{0,40}}|cookie){_EQUALS})"
+    rf"(?:{_QUOTED}|\*{{3}}|(?:basic|bearer|token|api-?key|negotiate|ntlm|oauth)(?:\s|%20)+\S+|[^\r\n]+)"
 )
+"""A header's value: what is in quotes, or the word after a usual scheme, or else all of the line."""
 _ASSIGNED: Final = re.compile(
-    r"(?i)((?:(?:passw|secret|credential)\w{0,40}|token|api[_-]?key)[\"']?\s*[=:]\s*)[^\s,;&]+"
+    r"(?i)((?:(?:passw|passphrase|secret|credential|private[_-]?key)\w{0,40}|token|api[_-]?key|pwd)"
+    rf"{_EQUALS})(?:{_QUOTED}|[^\s,;&]+)"
 )
 _SHORTEST_SECRET: Final = 8
 
@@ -39,7 +49,7 @@ def redact(text: str) -> str:
     if "/" in text:
         text = _WORD.sub(_without_parts, text)
     text = _BASIC.sub(_without_basic, _HEADER.sub(rf"\1{HIDDEN}", text))
-    return _ASSIGNED.sub(rf"\1{HIDDEN}", text)
+    return _ASSIGNED.sub(rf"\1{HIDDEN}", _BEARER.sub(rf"\1{HIDDEN}", text))
 
 
 def _without_basic(found: re.Match[str]) -> str:
