@@ -25,6 +25,10 @@ MOST_MEMORY: Final = 512 * MEBIBYTE
 """What the values of one JSON text can take."""
 _COSTS: Final = {b"[": 112, b"{": 200, b",": 40, b":": 216, b'"': 20}
 """The bytes of memory that each of these can cost in JSON: a container, or the value behind it with its name."""
+_TAGS_OF_MESSAGES: Final = bytes(range(2, 256, 8))
+"""The first bytes of every field of protobuf that can be a message."""
+LONGEST_MESSAGE: Final = 16 * MEBIBYTE
+"""A row with four values for each of 10,000 layers has 4 MB, and their histograms 10 MB."""
 _HIGHEST_SHARE: Final = 8 + max(_COSTS.values())
 _LIBRARIES: Final = ("omegaconf", "ml_collections")
 """Packages whose containers may be neither mappings nor lists for Python."""
@@ -59,6 +63,17 @@ def check_json(content: bytes, *, most_memory: int = MOST_MEMORY) -> bytes:
         memory = width * len(content) + sum(cost * content.count(byte) for byte, cost in _COSTS.items())
         if memory > most_memory:
             raise ValueError(f"its values could take {memory // MEBIBYTE} MB of memory")
+    return content
+
+
+def check_message(content: bytes, *, most_memory: int = MOST_MEMORY) -> bytes:
+    """Return a message of protobuf as it is; where it could take more than `most_memory` bytes it raises ValueError.
+
+    An empty message within it is two bytes, and a hundred in memory.
+    """
+    inner = len(content) - len(content.translate(None, _TAGS_OF_MESSAGES))
+    if 16 * len(content) + 104 * inner > most_memory:
+        raise ValueError(f"it could take {(16 * len(content) + 104 * inner) // MEBIBYTE} MB of memory")
     return content
 
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from gradtrack.backends.tensorboard import files
 from gradtrack.backends.tensorboard.files import frame, read_events
 from gradtrack.support.checksums import crc32c
+from gradtrack.support.regular_files import check_message
 
 record_writer = pytest.importorskip("tensorboard.summary.writer.record_writer")
 
@@ -70,7 +71,7 @@ def test_damage_ends_the_reading_and_no_event_is_empty(tmp_path: Path) -> None:
 @pytest.mark.parametrize("length", [2**20, 49 * 2**30, 2**63, 2**64 - 1])
 def test_record_of_any_length_is_not_read(length: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A sparse file of 50 GB takes 4 KB on the disk, and its record all of the memory: what follows it is read."""
-    monkeypatch.setattr(files, "_LONGEST_RECORD", 2**19)
+    monkeypatch.setattr(files, "LONGEST_MESSAGE", 2**19)
     header = struct.pack("<Q", length)
     with (tmp_path / "events").open("wb") as stream:
         stream.write(event(1) + header + files._checksum(header))
@@ -83,7 +84,7 @@ def test_record_of_any_length_is_not_read(length: int, tmp_path: Path, monkeypat
 
 def test_record_of_many_messages_is_not_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An empty value is two bytes in a file and a hundred in memory; what a row has is not taken for that."""
-    monkeypatch.setattr(files, "_MOST_MEMORY", 5 * 10**6)
+    monkeypatch.setattr(check_message, "__kwdefaults__", {"most_memory": 5 * 10**6})
     values = b"".join(b"\x0a\x22\x0a\x1btrain/grad_norm/layers.%04d\x15\0\0\x80\x3f" % at for at in range(2000))
     events = [b"\x10\x07\x2a" + varint(len(body)) + body for body in (values, b"\x0a\0" * 100_000)]
     (tmp_path / "events").write_bytes(b"".join(map(frame, events)))

@@ -16,16 +16,12 @@ from typing import Any, Final
 from gradtrack.backends.tensorboard.events import STEP, Events, description_of
 from gradtrack.errors import BackendError, PermanentBackendError, UsageError
 from gradtrack.support.checksums import crc32c
-from gradtrack.support.regular_files import MEBIBYTE, is_regular, open_regular
+from gradtrack.support.regular_files import LONGEST_MESSAGE, check_message, is_regular, open_regular
 
 _logger = logging.getLogger("gradtrack")
 
 _file_numbers: Final = itertools.count()
 _HEAD: Final = 12
-_LONGEST_RECORD: Final = 16 * MEBIBYTE
-"""A row with four values for each of 10,000 layers has 4 MB, and one with their histograms 10 MB more."""
-_MOST_MEMORY: Final = 512 * MEBIBYTE
-_TAGS_OF_MESSAGES: Final = bytes(number << 3 | 2 for number in range(1, 16))
 _Key = tuple[str, int, float]
 
 
@@ -211,19 +207,14 @@ def read_events(path: Path, start: int = 0) -> Iterator[tuple[Any, int]]:
             end += _HEAD + length + 4
             if end > size:
                 return
-            event, payload = Event(), stream.read(length) if length <= _LONGEST_RECORD else b""
-            if len(payload) < length or not _is_bearable(payload):
+            event = Event()
+            if length > LONGEST_MESSAGE:
                 _logger.warning("tensorboard: a record of %d bytes in %a is passed over", length, path.name)
                 stream.seek(end)
-            elif stream.read(4) != _checksum(payload):
-                return
             else:
-                with contextlib.suppress(DecodeError):
-                    event = Event.FromString(payload)
+                payload = stream.read(length)
+                if stream.read(4) != _checksum(payload):
+                    return
+                with contextlib.suppress(DecodeError, ValueError):
+                    event = Event.FromString(check_message(payload))
             yield event, end
-
-
-def _is_bearable(payload: bytes) -> bool:
-    """Say whether an event takes bounded memory: an empty message within it is two bytes, and a hundred in memory."""
-    messages = len(payload) - len(payload.translate(None, _TAGS_OF_MESSAGES))
-    return 16 * len(payload) + 104 * messages <= _MOST_MEMORY

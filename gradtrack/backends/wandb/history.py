@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import importlib
 import json
+import logging
 import math
 import os
 import shutil
@@ -17,11 +19,13 @@ from typing import Any, Final
 
 from gradtrack.backends.wandb.columns import STEP, axis_of
 from gradtrack.errors import BackendError
-from gradtrack.support.regular_files import is_regular
+from gradtrack.support.regular_files import LONGEST_MESSAGE, check_message, is_regular, open_regular
 
 _Row = tuple[tuple[str, ...], "array[float]"]
 _BLOCK: Final = 32768
 _HEADER: Final = 7
+_LONGEST_NUMBER: Final = 64
+_logger = logging.getLogger("gradtrack")
 
 
 def files_of(run_id: str, directory: str) -> list[Path]:
@@ -50,11 +54,11 @@ class Index:
         return {key for key, metrics in wanted.items() if self._has(axis_of(key[0]), key[1], metrics)}
 
     def _take(self, items: Any) -> None:
-        found = {_name_of(item): json.loads(item.value_json) for item in items}
-        row = {name: value for name, value in found.items() if isinstance(value, (int, float))}
-        names = self._names.setdefault(tuple(row), tuple(row))
+        found = {_name_of(item): _number(item.value_json) for item in items}
+        row = {name: value for name, value in found.items() if value is not None}
         for name, value in row.items():
             if _is_axis(name) and isinstance(value, int):
+                names = self._names.setdefault(tuple(row), tuple(row))
                 self._rows.setdefault((name, value), []).append((names, array("d", row.values())))
 
     def _has(self, axis: str, step: int, metrics: Mapping[str, float]) -> bool:
@@ -81,15 +85,16 @@ class _File:
         for content in self._read_records():
             record = message()
             try:
-                record.ParseFromString(content)
-            except Exception:
-                return
+                record.ParseFromString(check_message(content))
+            except Exception:  # it is no message of W&B's, or one that takes too much memory
+                continue
             if record.HasField("history"):
                 yield record.history.item
 
     def _read_records(self) -> Iterator[bytes]:
-        with self._path.open("rb") as stream:
-            position, parts = stream.seek(self._position), b""
+        """Yield the content of each record that is whole; one of more bytes than a row ever has is passed over."""
+        with open_regular(self._path) as stream:
+            position, size, parts = stream.seek(self._position), 0, list[bytes]()
             while True:
                 left = _BLOCK - position % _BLOCK
                 if left < _HEADER:
@@ -103,10 +108,18 @@ class _File:
                 if kind == 0 or len(data) < length:
                     return
                 position += _HEADER + length
-                parts = data if kind in (1, 2) else parts + data
+                if kind in (1, 2):
+                    size, parts = 0, []
+                size += length
+                if data and size <= LONGEST_MESSAGE:
+                    parts.append(data)
                 if kind in (1, 4):
                     self._position = position
-                    yield parts
+                    if size <= LONGEST_MESSAGE:
+                        yield b"".join(parts)
+                    else:
+                        _logger.warning("wandb: a record of %d bytes in %a is passed over", size, self._path.name)
+                    size, parts = 0, []
 
 
 def count_rows(path: Path) -> int:
@@ -118,6 +131,15 @@ def _name_of(item: Any) -> str:
     return item.key or ".".join(item.nested_key)
 
 
+def _number(text: str) -> int | float | None:
+    """Return a value that is a number; any other may be long, and is not parsed."""
+    if len(text) <= _LONGEST_NUMBER:
+        with contextlib.suppress(ValueError):
+            value = json.loads(text)
+            return value if isinstance(value, (int, float)) else None
+    return None
+
+
 def _is_axis(name: str) -> bool:
     return name == STEP or name.startswith(f"{STEP}/")
 
@@ -125,7 +147,7 @@ def _is_axis(name: str) -> bool:
 def read_keys(files: Iterable[Path]) -> set[str]:
     """Return the names under which anything was logged."""
     rows = (items for path in files for items in _File(path).read_items())
-    return {item.key or item.nested_key[0] for items in rows for item in items}
+    return {item.key or next(iter(item.nested_key), "") for items in rows for item in items}
 
 
 def _same(left: object, right: float) -> bool:
