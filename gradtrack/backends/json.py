@@ -191,8 +191,8 @@ def _read(path: Path, most_memory: int | None) -> dict[str, Any]:
     try:
         content = read_regular(path, most_bytes=_MOST_BYTES)
         values = json.loads(content if most_memory is None else check_json(content, most_memory=most_memory))
-        if isinstance(values, dict) and all(isinstance(column, (list, dict)) for column in values.values()):
-            return values
+        if _are_columns(values) or (isinstance(values, dict) and all(map(_are_columns, values.values()))):
+            return values  # type: ignore[no-any-return]
     except FileNotFoundError:
         return {}
     except (ValueError, RecursionError) as fault:
@@ -205,3 +205,10 @@ def _read(path: Path, most_memory: int | None) -> dict[str, Any]:
     os.replace(path, aside)
     _logger.warning("json: %a cannot be read (%s) and is left aside as %a", path.name, reason, aside.name)
     return {}
+
+
+def _are_columns(values: Any) -> bool:
+    """Say whether plain data is lists of numbers by their names."""
+    if not isinstance(values, dict) or not all(isinstance(column, list) for column in values.values()):
+        return False
+    return all(type(value) in (int, float) for column in values.values() for value in column)

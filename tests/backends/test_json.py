@@ -147,7 +147,7 @@ def test_next_run_leaves_the_files_of_the_last(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "second" / "gradient_statistics.json").read_text())["step"] == [1]
 
 
-@pytest.mark.parametrize("content", ["{", "[1]", '{"step": 3}', "null"])
+@pytest.mark.parametrize("content", ["{", "[1]", '{"step": 3}', "null", '{"step": [[]]}', '{"a": {"step": 3}}'])
 def test_file_that_cannot_be_read_is_moved_aside(
     tmp_path: Path, content: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -159,7 +159,9 @@ def test_file_that_cannot_be_read_is_moved_aside(
     assert f"left aside as '{aside.name}'" in caplog.text
 
 
-def test_what_a_replay_finds_takes_bounded_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_replay_finds_takes_bounded_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """Lists within lists take a hundred times their bytes; a run that goes on reads the columns that it wrote."""
     monkeypatch.setattr(module, "MOST_MEMORY", 10**6)
     long = {"step": list(range(5000)), **{f"grad_{name}": [0.5] * 5000 for name in NAMES}, "epoch": [0] * 5000}
@@ -172,7 +174,7 @@ def test_what_a_replay_finds_takes_bounded_memory(tmp_path: Path, monkeypatch: p
         backend.close()
         found = json.loads((tmp_path / "gradient_statistics.json").read_text())
         assert {len(column) for column in found.values()} == {steps}
-    assert len(list(tmp_path.glob("*.unreadable-*"))) == 2
+    assert len(list(tmp_path.glob("*.unreadable-*"))) == caplog.text.count("MB of memory) and is left aside") == 2
 
 
 def test_rewriting_takes_a_bounded_share_of_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

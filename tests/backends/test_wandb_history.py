@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 pytest.importorskip("wandb")
 
-from gradtrack.backends.wandb import history
 from gradtrack.backends.wandb.history import Index, count_rows, read_keys
+from gradtrack.support.regular_files import LONGEST_MESSAGE
 
 BLOCK, HEADER = 32768, 7
 
@@ -65,7 +65,7 @@ def test_records_of_any_size_are_read(tmp_path_factory: pytest.TempPathFactory, 
 
 def test_a_record_of_many_parts_is_read_once_or_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Joined one by one, the parts of 32 MB took half a minute; beyond a bound none of them is kept."""
-    large = b"\x01" * (history.LONGEST_MESSAGE + 1)
+    large = b"\x01" * (LONGEST_MESSAGE + 1)
     (tmp_path / "run.wandb").write_bytes(
         framed([history_of({"gradtrack/step": 1}), large, history_of({"gradtrack/step": 2})], 1000)
     )

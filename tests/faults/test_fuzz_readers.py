@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import io
+import itertools
 import json
 import math
 import os
@@ -14,6 +16,7 @@ import re
 import resource
 import shutil
 import signal
+import struct
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,8 +28,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
+from gradtrack.backends.json import JsonBackend
 from gradtrack.capture.files import TENSORS, VALUES
 from gradtrack.capture.replay import replay_step
+from gradtrack.delivery import replay as replays
 from gradtrack.delivery.journal.offsets import offsets_path, read_offsets
 from gradtrack.delivery.journal.reading import find_journals
 from gradtrack.delivery.journal.tail import read_tail
@@ -40,6 +45,7 @@ from gradtrack.pages.html import render, write_html_report
 from gradtrack.pages.run_data import load_run
 from gradtrack.pages.tables import read_run, write_table
 from gradtrack.pages.terminal.overview import show
+from gradtrack.records import Record, RunInfo
 from gradtrack.support.checksums import CHECKSUM, with_checksum
 from tests.capture.test_replay import make, train
 from tests.delivery.training import Loop
@@ -53,6 +59,10 @@ OFFSETS = "journal-000.acknowledged.json"
 CAPTURE = "capture-00004"
 PRINTS = "fingerprints-000.jsonl"
 CAPTURED = (f"{CAPTURE}/{VALUES}", f"{CAPTURE}/{TENSORS}")
+EVENTS = "tensorboard/events.out.tfevents.1.host.1.0"
+WANDB = "wandb/offline-run-20260101_000000-a-run/run-a-run.wandb"
+STATISTICS = "gradient_statistics.json"
+HAS = {name for name in ("tensorboard", "wandb") if importlib.util.find_spec(name)}
 
 NUMBERS: list[object] = [10**400, -(10**400), 2**63, 2**64, -1, 0, 1e308, 5e-324, math.nan, math.inf, -math.inf]
 OTHERS: list[object] = [None, True, "", "\ud800", "\x1b[31m", "../../x", "/dev/zero", "nan", "x" * 5000]
@@ -70,7 +80,8 @@ WEIRD = st.one_of(
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run directory with every file that a reader looks at."""
     directory = tmp_path_factory.mktemp("fuzz") / "run"
-    loop = Loop(directory, ["json"], log_histograms=True, track_parameters=True)
+    trackers = ["json", *HAS & {"tensorboard"}]
+    loop = Loop(directory, trackers, log_histograms=True, track_parameters=True)
     loop.run(6)
     loop.manager.close()
     shutil.copy(EARLIER / TAIL, directory / TAIL)
@@ -80,8 +91,17 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.move(directory.parent / "captured" / CAPTURE, directory / CAPTURE)
     (run,) = find_journals(directory)
     (directory / LISTED_FILES).write_text(json.dumps({"run_id": run.run.run_id, "files": ["gradient_gain.png"]}))
-    assert {RUN_END, OFFSETS, PART} <= set(os.listdir(directory))
+    assert {RUN_END, OFFSETS, PART, STATISTICS} <= set(os.listdir(directory))
     assert len(list(run.rows())) == 6
+    if "tensorboard" in HAS:
+        (events,) = (directory / "tensorboard").glob("*tfevents*")
+        events.rename(directory / EVENTS)
+    if "wandb" in HAS:
+        from tests.backends.test_wandb_history import framed, history_of
+
+        rows = [history_of({"gradtrack/step": row.step, **row.metrics}) for _, row in itertools.islice(run.rows(), 3)]
+        (directory / WANDB).parent.mkdir(parents=True)
+        (directory / WANDB).write_bytes(framed([*rows, b"\0" * 40_000]))
     return directory
 
 
@@ -140,6 +160,27 @@ def mutated_tail(data: st.DataObject, content: bytes) -> bytes:
     return bytes(changed)
 
 
+def mutated_events(data: st.DataObject, content: bytes) -> bytes:
+    """Change some bytes of an event, or the length of its record; the checksums match."""
+    from gradtrack.backends.tensorboard.files import _checksum, frame
+
+    payloads, start = list[bytes](), 0
+    while start < len(content):
+        (length,) = struct.unpack_from("<Q", content, start)
+        payloads.append(content[start + 12 : start + 12 + length])
+        start += length + 16
+    index = data.draw(st.integers(0, len(payloads) - 1))
+    if data.draw(st.booleans()):
+        payloads[index] = mutated_bytes(data, payloads[index])
+        return b"".join(map(frame, payloads))
+    length = struct.pack(
+        "<Q", data.draw(st.sampled_from([0, 1, 2**24, 2**40, 2**63, 2**64 - 1]) | st.integers(0, 10**4))
+    )
+    whole = [frame(payload) for payload in payloads]
+    whole[index] = length + _checksum(length) + whole[index][12:]
+    return b"".join(whole)
+
+
 def mutated_bytes(data: st.DataObject, content: bytes) -> bytes:
     """Change, cut out or add some bytes."""
     start = data.draw(st.integers(0, len(content)))
@@ -181,6 +222,23 @@ def read_one(directory: Path, name: str, unchanged: bytes) -> None:
         for pair in ((directory, whole), (whole, directory)):
             with contextlib.suppress(GradtrackError):
                 first_difference(*pair)
+    elif name == EVENTS:
+        from gradtrack.backends.tensorboard import files
+
+        (run,) = find_journals(directory)
+        files.Index().read([directory / "tensorboard"], run.run.run_id)
+        files.read_tags(directory / "tensorboard", run.run.run_id)
+    elif name == WANDB:
+        from gradtrack.backends.wandb import history
+
+        (path,) = history.files_of("a-run", str(directory))
+        history.Index().find([path], {("", 1): {"train/grad_norm": 1.0}})
+        history.count_rows(path)
+        history.read_keys([path])
+    elif name == STATISTICS:
+        backend = JsonBackend()
+        backend.confine(directory)
+        backend.present([Record(step=1, time=1.0, metrics={}, run=RunInfo(run_id="run", run_dir=str(directory)))])
     elif name == LISTED_FILES:
         noted_files(directory, "run")
     elif name == RUN_END:
@@ -210,7 +268,11 @@ MUTATIONS: list[tuple[str, Callable[[st.DataObject, bytes], bytes]]] = [
     (CAPTURED[1], mutated_bytes),
     (PRINTS, mutated_prints),
     (PRINTS, mutated_bytes),
+    (STATISTICS, mutated_json),
+    (STATISTICS, mutated_bytes),
 ]
+FOREIGN = [(EVENTS, mutated_events), (EVENTS, mutated_bytes)] if "tensorboard" in HAS else []
+MUTATIONS += [*FOREIGN, *([(WANDB, mutated_bytes)] if "wandb" in HAS else [])]
 IDS = [f"{name}-{mutate.__name__}" for name, mutate in MUTATIONS]
 
 
@@ -279,20 +341,45 @@ def test_readers_and_pages_survive_any_file(
     fuzz(whole, name, mutate, LONG, deep=True)
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck), database=None)
-@given(st.data())
-def test_replay_survives_any_journal(whole: Path, data: st.DataObject) -> None:
-    """It delivers what can be read, or says why it does not."""
-    with tempfile.TemporaryDirectory() as place:
-        directory = Path(place) / "run"
-        shutil.copytree(whole, directory)
-        name, mutate = data.draw(st.sampled_from(MUTATIONS[:8]))
-        (directory / name).write_bytes(mutate(data, (directory / name).read_bytes()))
-        try:
-            found = replay(directory, to="json")
-        except GradtrackError:
-            return
-        assert all(one.fault is None or ":" in one.fault for one in found)
+def fuzz_replay(whole: Path, to: str, count: int) -> None:
+    """Hold a replay to its law: it delivers what can be read, or says why it does not."""
+    own_file = {"tensorboard": EVENTS, "wandb": WANDB, "json": STATISTICS}[to]
+    targets = [found for found in MUTATIONS if found[0] in (own_file, PART, TAIL, OFFSETS, LISTED_FILES)]
+
+    @settings(max_examples=count, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+    @given(st.data())
+    def law(data: st.DataObject) -> None:
+        with tempfile.TemporaryDirectory() as place:
+            directory = Path(place) / "run"
+            shutil.copytree(whole, directory)
+            name, mutate = data.draw(st.sampled_from(targets))
+            (directory / name).write_bytes(mutate(data, (directory / name).read_bytes()))
+            try:
+                own = {"run_id": "a-run", "directory": str(directory)} if to == "wandb" else {}
+                found = replay(directory, to=to, options=own)
+            except GradtrackError:
+                return
+            assert all(one.fault is None or ":" in one.fault for one in found)
+
+    law()
+
+
+@pytest.mark.parametrize("to", ["json", *sorted(HAS & {"tensorboard"})])
+def test_replay_survives_any_file(whole: Path, to: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the journal, and those of the tracker that it finds in the directory."""
+    monkeypatch.setattr(replays, "_DELAYS_SECONDS", ())
+    fuzz_replay(whole, to, 15)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("wandb" not in HAS, reason="wandb is not installed")
+def test_replay_to_wandb_survives_any_file(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each example is a run of its own in W&B's process, which takes seconds."""
+    monkeypatch.setattr(replays, "_DELAYS_SECONDS", ())
+    monkeypatch.chdir(tmp_path)
+    for name, value in {"MODE": "offline", "SILENT": "true", "DIR": str(tmp_path)}.items():
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    fuzz_replay(whole, "wandb", 10)
 
 
 def test_a_reader_that_fills_memory_is_found() -> None:

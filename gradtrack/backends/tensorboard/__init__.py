@@ -156,8 +156,10 @@ class TensorBoardBackend(Backend):
         there = {tag for place in places for tag in read_tags(place, self._run_id)} if pictures else set()
         pictures = [found for found in pictures if image_tag(found[0]) not in there]
         if pictures:
-            found = {"run_id": self._run_id, "step": self._last_step, "now": time.time()}
-            events = [(picture[0], image_event(self._events, [picture], **found)) for picture in pictures]
+            events = [
+                (one[0], image_event(self._events, [one], run_id=self._run_id, step=self._last_step, now=time.time()))
+                for one in pictures
+            ]
             taken = self._writer is not None and self._writer.keeps_identity and not self._writer.closed
             (run if taken else layout).append(events)  # one each, since a reader bounds the size of an event
 

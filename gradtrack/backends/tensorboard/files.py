@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import itertools
 import logging
 import os
@@ -197,9 +198,9 @@ def read_events(path: Path, start: int = 0) -> Iterator[tuple[Any, int]]:
     What takes too much memory or is no event comes as an empty one. TensorBoard's own reader asks for as many bytes as
     a record says that it has, and takes its checksum byte by byte in Python.
     """
-    from google.protobuf.message import DecodeError
     from tensorboard.compat.proto.event_pb2 import Event
 
+    no_event = importlib.import_module("google.protobuf.message").DecodeError
     with open_regular(path) as stream:
         size, end = os.fstat(stream.fileno()).st_size, stream.seek(start)
         while len(head := stream.read(_HEAD)) == _HEAD and _checksum(head[:8]) == head[8:]:
@@ -215,6 +216,6 @@ def read_events(path: Path, start: int = 0) -> Iterator[tuple[Any, int]]:
                 payload = stream.read(length)
                 if stream.read(4) != _checksum(payload):
                     return
-                with contextlib.suppress(DecodeError, ValueError):
+                with contextlib.suppress(no_event, ValueError):
                     event = Event.FromString(check_message(payload))
             yield event, end
