@@ -29,6 +29,10 @@ LOSS: Final = ""
 """The name of the column of losses; no metric has an empty one."""
 _TIME: Final = "time"
 _EPOCH: Final = "epoch"
+_MOST_GAPS: Final = 40_000_000
+"""The values that columns may lack: a name of ten bytes in the last row of many costs eight bytes in each."""
+_COLUMN: Final = 40
+"""The values that take as much as an empty column with its name."""
 _OVER_FINITE: Final = re.compile(r"train/grad_(?:norm(?=/)|variance)(|/.*)$", re.DOTALL)
 
 
@@ -47,6 +51,9 @@ class Track:
         self._columns: dict[str, array[float]] = {}
         self._nan_steps: dict[str, set[int]] = {}
         self._panels: dict[Panel, None] = {}
+        self._gaps = 0
+        self.left_out: set[str] = set()
+        """Metrics of which values are missing, since the gaps before them would fill the memory."""
 
     def add(self, record: Record) -> None:
         """Take in one row."""
@@ -61,6 +68,11 @@ class Track:
             own = self._without_source(name) if self.name else name
             column = columns.get(own)
             if column is None:
+                if self._gaps + row + _COLUMN > _MOST_GAPS:
+                    if len(self.left_out) < _MOST_CAVEATS:
+                        self.left_out.add(own)
+                    continue
+                self._gaps += _COLUMN
                 column = columns[own] = array("d")
             if value == value and len(column) == row:
                 column.append(value)  # the common case first: a long run has millions of values
@@ -161,6 +173,11 @@ class Track:
             column.append(value)
             return
         if row > len(column):
+            self._gaps += row - len(column)
+            if self._gaps > _MOST_GAPS:
+                self._gaps -= row - len(column)
+                self.left_out.add(name)
+                return
             column.extend([math.nan] * (row + 1 - len(column)))
         column[row] = value
 
@@ -344,6 +361,9 @@ class RunData:
             end = RunEnd.load(directory / RUN_END)
         except JournalError as fault:  # the rows can be shown without it
             caveats = {f"How the run ended is left out: {fault}": None, **caveats}
+        cut = sorted(name for track in tracks.values() for name in track.left_out)
+        if cut:
+            caveats = {f"metrics with long gaps are left out: {', '.join(cut[:3])}": None, **caveats}
         first = parts[0] if parts else run
         return cls(
             run=replace(run, run_id=first.run_id, created=first.created),

@@ -11,7 +11,9 @@ import torch
 from gradtrack import GradientManager
 from gradtrack.delivery.run_files import RUN_END, RunEnd
 from gradtrack.errors import JournalError
+from gradtrack.pages import run_data
 from gradtrack.pages.run_data import load_run
+from gradtrack.records import Record
 from gradtrack.reports import TrainingSummary
 from gradtrack.support.progress import Bar
 from tests.pages.runs import row, write_run
@@ -43,6 +45,18 @@ def test_an_end_that_cannot_be_read_is_left_out(tmp_path: Path) -> None:
     assert (len(run.tracks[""].steps), run.end) == (2, None)
     assert "How the run ended is left out" in run.caveats[0]
     assert "run_end.json" in run.caveats[0]
+
+
+def test_gaps_of_columns_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thousand names in the last of 100,000 rows would take a gigabyte: they are named, and the others stay."""
+    monkeypatch.setattr(run_data, "_MOST_GAPS", 20)
+    monkeypatch.setattr(run_data, "_COLUMN", 0)
+    late = Record(step=9, time=1.0, metrics={"train/grad_norm": 1.0, "a": 1.0, "b": 2.0, "c": 3.0})
+    write_run(tmp_path, *(row(step) for step in range(1, 9)), late)
+    run = load_run(tmp_path)
+    assert {"train/grad_norm", "a", "b"} <= set(run.tracks[""].names)
+    assert "c" not in run.tracks[""].names
+    assert run.caveats[0].startswith("metrics with long gaps are left out: c")
 
 
 def test_damaged_rows_are_counted(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ _encode_any = json.JSONEncoder(separators=(",", ":"), check_circular=False, defa
 _MOST_ROWS: Final = 2**63
 _MOST_MEMORY: Final = 256 * MEBIBYTE
 """Of a row. One with four metrics of 100,000 groups has less."""
+_MOST_ISSUES: Final = 1000
 _LATEST: Final = 1e12
 """In seconds since 1970: some 30,000 years from now."""
 _KINDS: Final = frozenset(get_args(PanelKind))
@@ -116,7 +117,7 @@ def _record(row: Mapping[str, Any], directory: Path, *, trusted: bool) -> Record
         loss=None if row.get("loss") is None else _number(row["loss"]),
         source=str(row.get("source", "")),
         panels=tuple(_panel(values) for values in row.get("panels", ())),
-        issues=tuple(dict(issue) for issue in row.get("issues", ())),
+        issues=tuple(dict(issue) for issue in row.get("issues", ())[: None if trusted else _MOST_ISSUES]),
         histograms={
             name: Histogram(edges=tuple(map(_number, edges)), counts=tuple(map(_number, counts)))
             for name, (edges, counts) in row.get("histograms", {}).items()
