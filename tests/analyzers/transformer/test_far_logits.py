@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from gradtrack import GradientManager
+from gradtrack.analyzers.transformer.report import AttentionReport
 
 
 class Attention(nn.Module):
@@ -40,7 +41,8 @@ def test_finite_logits_are_never_said_to_be_nan(both: bool) -> None:
             optimizer.zero_grad()
             report = manager.step(model, optimizer, nn.functional.cross_entropy(model(x), x[:, 0, :3].argmax(1)))
             optimizer.step()
-            layers = report.analyzers["transformer"].layers if report.analyzers else []
+            found = report.analyzers.get("transformer")
+            layers = found.layers if isinstance(found, AttentionReport) else []
             assert all(math.isfinite(layer.entropy_mean) for layer in layers)
         kinds = {issue.issue_type.value for issue in manager.diagnose()}
     assert "NUMERICAL" not in kinds
