@@ -24,6 +24,7 @@ from gradtrack.records import Histogram
 from gradtrack.reports import HealthReport, Issue, LateReport, Report, StepReport
 from gradtrack.reports.metric_names import flat_metrics
 from gradtrack.step.loss_scale import Scale
+from gradtrack.support.interrupts import pass_on
 
 
 def next_row(step: int, every: int) -> int:
@@ -325,18 +326,26 @@ _LOOKED_AT: Final = 64
 _DEEPEST: Final = 4
 
 
-def kept_batch(batch: object, depth: int = 0) -> object:
+def kept_batch(batch: object) -> object:
     """Return what a report keeps of a batch: plain data as it is, and of a tensor its type and shape in words.
 
     A thousand reports are kept, and a batch may be large and on a device. Of a long collection the first entries tell.
     """
+    try:
+        return _in_words(batch, 0)
+    except Exception as fault:  # of the user's own container
+        pass_on(fault)
+        return f"<{type(batch).__name__}>"
+
+
+def _in_words(batch: object, depth: int) -> object:
     if isinstance(batch, _PLAIN):
         return batch
     if isinstance(batch, Mapping) and depth < _DEEPEST:
-        found = {key: kept_batch(entry, depth + 1) for key, entry in islice(batch.items(), _LOOKED_AT)}
+        found = {key: _in_words(entry, depth + 1) for key, entry in islice(batch.items(), _LOOKED_AT)}
         return batch if type(batch) is dict and all(found[key] is batch[key] for key in found) else found
     if isinstance(batch, (list, tuple)) and depth < _DEEPEST:
-        parts = [kept_batch(entry, depth + 1) for entry in batch[:_LOOKED_AT]]
+        parts = [_in_words(entry, depth + 1) for entry in batch[:_LOOKED_AT]]
         return batch if all(map(operator.is_, parts, batch)) else parts
     shape = getattr(batch, "shape", None)
     if shape is not None:

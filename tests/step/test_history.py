@@ -146,3 +146,14 @@ def test_what_is_kept_of_other_batches_is_said_in_words() -> None:
     """Containers keep their form; other objects are named by their type, whatever they hold."""
     batch = [torch.zeros(2, 3, dtype=torch.float16), (np.zeros(4), object())]
     assert kept_batch(batch) == ["float16[2, 3]", ["float64[4]", "<object>"]]
+
+
+def test_a_batch_that_cannot_be_read_is_named_by_its_type() -> None:
+    """What a container of the user's raises is not for the training."""
+
+    class Gone(list[int]):
+        def __getitem__(self, index: object) -> None:  # type: ignore[override]
+            raise OSError("gone")
+
+    assert kept_batch(Gone()) == "<Gone>"
+    assert kept_batch({"a": Gone()}) == "<dict>"
