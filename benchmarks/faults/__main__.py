@@ -157,9 +157,9 @@ class Torture:
             outcome.faults += 1
         code = self._await(running, outcome)
         if code is not None and code not in ((-signal.SIGKILL,) if plan.end == "kill" else (0,)):
-            outcome.tell("raised", f"the training ended with {code}: {running.errors[-1500:]}")
+            outcome.tell("raised", f"the training ended with {code}: {_ends(running.errors)}")
         elif "Traceback" in running.errors:
-            outcome.tell("raised", running.errors[-1500:])
+            outcome.tell("raised", _ends(running.errors))
         plain, norms = self._without_gradtrack(plan.model), dict[int, float]()
         for what, *told in running.told:
             if what == "raised":
@@ -257,6 +257,11 @@ class Torture:
             strange = {step for step, _ in rows} - set(journaled) - set(due)
             if strange and not plan.kind.startswith("disk"):
                 outcome.tell("wrong", f"{name} has steps that the journal lacks: {sorted(strange)[:9]}")
+
+
+def _ends(text: str, each: int = 1500) -> str:
+    """Return a text, or its beginning and its end: the first fault and the last."""
+    return text if len(text) <= 2 * each else f"{text[:each]}\n...\n{text[-each:]}"
 
 
 def _find_lost(name: str, rows: Rows, due: Iterable[int], outcome: Outcome) -> None:
