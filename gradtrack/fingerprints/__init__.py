@@ -260,11 +260,8 @@ def _read(saved: SavedFingerprints, source: str, step: int) -> tuple[Row, list[s
     found = saved.read(source, step)
     with contextlib.suppress(ValueError, TypeError, LookupError, RecursionError):
         if found is not None:
-            row, names = (
-                Row.model_validate_json(check_json(found[0], most_memory=_MOST_MEMORY)),
-                json.loads(check_json(found[1])),
-            )
-            return row, [str(name) for name in names["parameters"]]
+            row = Row.model_validate_json(check_json(found[0], most_memory=_MOST_MEMORY))
+            return row, [str(name) for name in json.loads(check_json(found[1]))["parameters"]]
     return None
 
 

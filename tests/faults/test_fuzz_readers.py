@@ -300,16 +300,28 @@ def bounded() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_DATA, limits)
 
 
+def examples(count: int) -> settings:
+    """Return the settings of a law that is held to so many examples."""
+    return settings(max_examples=count, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+
+
+@contextlib.contextmanager
+def copied(whole: Path) -> Iterator[Path]:
+    """Copy a run directory for one example."""
+    with tempfile.TemporaryDirectory() as place:
+        directory = Path(place) / "run"
+        shutil.copytree(whole, directory)
+        yield directory
+
+
 def fuzz(whole: Path, name: str, mutate: Callable[[st.DataObject, bytes], bytes], count: int, *, deep: bool) -> None:
     """Hold a reader to its law for some mutations of its file."""
     content = (whole / name).read_bytes()
 
-    @settings(max_examples=count, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+    @examples(count)
     @given(st.data())
     def law(data: st.DataObject) -> None:
-        with tempfile.TemporaryDirectory() as place:
-            directory = Path(place) / "run"
-            shutil.copytree(whole, directory)
+        with copied(whole) as directory:
             (directory / name).write_bytes(mutate(data, content))
             with contextlib.suppress(GradtrackError), bounded():
                 read_one(directory, name, content)
@@ -346,12 +358,10 @@ def fuzz_replay(whole: Path, to: str, count: int) -> None:
     own_file = {"tensorboard": EVENTS, "wandb": WANDB, "json": STATISTICS}[to]
     targets = [found for found in MUTATIONS if found[0] in (own_file, PART, TAIL, OFFSETS, LISTED_FILES)]
 
-    @settings(max_examples=count, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+    @examples(count)
     @given(st.data())
     def law(data: st.DataObject) -> None:
-        with tempfile.TemporaryDirectory() as place:
-            directory = Path(place) / "run"
-            shutil.copytree(whole, directory)
+        with copied(whole) as directory:
             name, mutate = data.draw(st.sampled_from(targets))
             (directory / name).write_bytes(mutate(data, (directory / name).read_bytes()))
             try:
